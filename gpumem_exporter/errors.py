@@ -12,6 +12,7 @@ The tree:
     │   ├── NvmlNotSupportedError     the device or the driver does not provide the value
     │   └── NvmlPermissionError       this user may not read the value
     ├── ReportRefusedError            the exporter rejects a valid report
+    │   ├── ForeignProcessError       the sender may not report for the process
     │   ├── ReporterSupersededError   a newer reporter represents the same process
     │   ├── TooManyProcessesError     `--report.max-processes` is reached
     │   └── UnknownDeviceError        the driver has none of the devices in the report
@@ -42,6 +43,7 @@ __all__ = [
     "ExporterError",
     "ExporterUnreachableError",
     "ExporterUntrustedError",
+    "ForeignProcessError",
     "GpumemError",
     "GroupIncompleteError",
     "IdempotencyConflictError",
@@ -112,12 +114,16 @@ class ReportRefusedError(GpumemError):
     """The exporter rejects a valid report."""
 
 
+class ForeignProcessError(ReportRefusedError):
+    """The sender may not report for the process: it belongs to another user, or it is another process."""
+
+
 class ReporterSupersededError(ReportRefusedError):
     """A newer reporter represents the same process: the program was replaced, or the pid was reused."""
 
 
 class TooManyProcessesError(ReportRefusedError):
-    """`--report.max-processes` is reached; the report is counted as dropped."""
+    """`--report.max-processes`, or one user's share of the page, is reached; the report is counted as dropped."""
 
 
 class UnknownDeviceError(ReportRefusedError):

@@ -35,7 +35,7 @@ MAX_DEADLINE_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
 
 _MAX_PID = 2**31 - 1
-_PID_IN_NAMESPACE = re.compile(r"[0-9]{1,10}@[0-9]{1,20}")
+_PID_IN_NAMESPACE = re.compile(r"[0-9]{1,10}@[0-9]{1,20}(:[0-9]{1,10})?")
 _ACTION_OF_OPTION = {
     "fraction": "set_memory_fraction",
     "force": "set_memory_fraction",

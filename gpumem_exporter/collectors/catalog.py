@@ -406,7 +406,7 @@ REPORTS = _counter(
 )
 PROCESSES_DROPPED = _counter(
     "gpumem_processes_dropped_total",
-    "Reports rejected because the maximum number of processes report already (--report.max-processes). Each is from a"
+    "Reports rejected because there is no room (--report.max-processes, and the share of one user). Each is from a"
     " process that this page does not show.",
 )
 ACTIONS = _counter(

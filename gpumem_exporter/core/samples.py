@@ -7,7 +7,7 @@ exporter's monotonic clock unless the name contains `unix`. None means that a va
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gpumem_exporter.wire.protocol import Report
@@ -157,6 +157,12 @@ class ReportingProcess:
     def start_time_ticks(self) -> int:
         """The process start time in clock ticks after boot; differs for a later process with the same pid."""
         return self.report.process.start_time_ticks
+
+    def without_messages(self) -> ReportingProcess:
+        """Return the process without the results and errors of its report, which are handled once."""
+        if not self.report.results and not self.report.ooms:
+            return self
+        return replace(self, report=replace(self.report, results=(), ooms=()))
 
     @property
     def sampled_seconds(self) -> float:

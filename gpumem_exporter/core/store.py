@@ -1,5 +1,8 @@
 """The store of the last driver reading and of each process' last report.
 
+Each process has an owner, its user. No report of one user changes what the store has of another. All reports that only
+a token vouches for have the same owner.
+
 The poller and the report route write to it; readers take a snapshot. The store is thread-safe: the poller writes from
 its thread, everything else from the event loop. No method does I/O.
 """
@@ -7,15 +10,25 @@ its thread, everything else from the event loop. No method does I/O.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gpumem_exporter.core.last_ooms import LastOoms
+from gpumem_exporter.core.report_size import page_bytes, share_bytes
 from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
-from gpumem_exporter.wire.protocol import ProcessIdentity, Report
+from gpumem_exporter.wire.protocol import Report
 
 __all__ = ["Store"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    process: ReportingProcess
+    seniority: tuple[int, float]
+    """Orders the sessions of one pid: the later process comes last, then the later reporter."""
+    page_bytes: int
 
 
 class Store:
@@ -24,7 +37,8 @@ class Store:
     Args:
         report_expiry_seconds: the age at which a report expires; its process then counts as silent.
         reading_expiry_seconds: the age at which a reading of the driver expires.
-        max_processes: the maximum number of reporters, without silent ones.
+        max_processes: the maximum number of reporters, without silent ones. It also limits the size of one user's
+            reports: see `core.report_size`.
     """
 
     def __init__(self, *, report_expiry_seconds: float, reading_expiry_seconds: float, max_processes: int) -> None:
@@ -33,8 +47,9 @@ class Store:
         self.max_processes = max_processes
         self._lock = threading.Lock()
         self._node: NodeReading | None = None
-        self._processes: dict[ProcessKey, ReportingProcess] = {}
+        self._entries: dict[ProcessKey, _Entry] = {}
         self._silent: dict[ProcessKey, SilentReporter] = {}
+        self._displaced: list[ProcessKey] = []
         self._ooms = LastOoms()
 
     def put_reading(self, reading: NodeReading) -> None:
@@ -54,11 +69,11 @@ class Store:
         """Store a report and return its process.
 
         A report older than the stored one of the same session changes nothing. Samples of devices that the driver does
-        not have are dropped, because they belong to no ledger.
+        not have are dropped, because they belong to no ledger. The results and errors of a report are not stored.
 
         Raises:
-            ReporterSupersededError: a later session represents this process.
-            TooManyProcessesError: `max_processes` is reached.
+            ReporterSupersededError: a later session, or an attested report, represents this process.
+            TooManyProcessesError: `max_processes`, or the owner's share of the page, is reached.
             UnknownDeviceError: the driver is up and has none of the devices in the report.
         """
         identity = report.process
@@ -66,21 +81,31 @@ class Store:
         with self._lock:
             self._expire(now_seconds)
             report = self._without_unknown_devices(report)
-            known = self._processes.get(key)
-            if known is None:
-                if len(self._processes) >= self.max_processes:
-                    raise TooManyProcessesError(
-                        f"{len(self._processes)} processes report already; raise --report.max-processes to accept more"
-                    )
-            elif known.report.process.session == identity.session:
-                if report.sequence <= known.report.sequence:
-                    return known
-            elif _seniority(identity) < _seniority(known.report.process):
+            entry = self._entries.get(key)
+            # No reporter started in the future, whatever it claims.
+            seniority = (identity.start_time_ticks, min(identity.session_started_seconds, now_seconds))
+            if entry is not None and entry.process.report.process.session == identity.session:
+                if report.sequence <= entry.process.report.sequence:
+                    return entry.process
+                seniority = entry.seniority
+            elif entry is not None and seniority < entry.seniority:
                 raise ReporterSupersededError(f"a newer reporter represents pid {identity.pid}")
+            size = page_bytes(report)
+            if entry is None or size > entry.page_bytes:
+                self._require_share(key, size)
+            if entry is None and (displaced := self._displaced_by(key)) is not None:
+                del self._entries[displaced]
+                self._displaced.append(displaced)
             process = ReportingProcess(key, host_pid, report, now_seconds, now_unix_seconds)
-            self._processes[key] = process
+            self._entries[key] = _Entry(process.without_messages(), seniority, size)
             self._silent.pop(key, None)
             return process
+
+    def take_displaced(self) -> tuple[ProcessKey, ...]:
+        """Return the processes that lost their place to others since the last call."""
+        with self._lock:
+            displaced, self._displaced = tuple(self._displaced), []
+            return displaced
 
     def put_ooms(self, ooms: Iterable[LastOom]) -> None:
         """Store new out-of-memory errors, which stay in snapshots for an hour, also after their processes exit."""
@@ -95,7 +120,7 @@ class Store:
     def forget(self, key: ProcessKey) -> None:
         """Remove a process that exited or stopped its reporter; an unknown key is ignored."""
         with self._lock:
-            self._processes.pop(key, None)
+            self._entries.pop(key, None)
             self._silent.pop(key, None)
 
     def snapshot(self, now_seconds: float) -> Snapshot:
@@ -105,14 +130,15 @@ class Store:
             return Snapshot(
                 taken_seconds=now_seconds,
                 node=self._valid_node(now_seconds),
-                processes=tuple(self._processes.values()),
+                processes=tuple(entry.process for entry in self._entries.values()),
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
             )
 
     def find(self, key: ProcessKey) -> ReportingProcess | None:
         """Return the process with its last report, whatever the age of the report; None if unknown."""
-        return self._processes.get(key)
+        entry = self._entries.get(key)
+        return entry.process if entry else None
 
     def _valid_node(self, now_seconds: float) -> NodeReading | None:
         node = self._node
@@ -120,10 +146,47 @@ class Store:
             return None
         return node
 
+    def _displaced_by(self, key: ProcessKey) -> ProcessKey | None:
+        """Return the process that loses its place to a new one; None if there is room.
+
+        An attested report replaces one of the same pid that is not attested. If `max_processes` is reached, the user
+        with the most processes loses its latest to a user with fewer. Reports that are not attested lose first.
+
+        Raises:
+            ReporterSupersededError: an attested report represents this process.
+            TooManyProcessesError: no process loses its place.
+        """
+        if key.owner_uid is None:
+            if any(each[:2] == key[:2] for each in self._entries):
+                raise ReporterSupersededError(f"pid {key.pid} reports itself, and the kernel attests it")
+        elif (unattested := key._replace(owner_uid=None)) in self._entries:
+            return unattested
+        if len(self._entries) < self.max_processes:
+            return None
+        counts = Counter(each.owner_uid for each in self._entries)
+        largest = None if counts[None] else max(counts, key=counts.__getitem__)
+        if key.owner_uid is None or (largest is not None and counts[largest] <= counts[key.owner_uid] + 1):
+            raise TooManyProcessesError(
+                f"{len(self._entries)} processes report already; raise --report.max-processes to accept more"
+            )
+        return next(each for each in reversed(self._entries) if each.owner_uid == largest)
+
+    def _require_share(self, key: ProcessKey, size: int) -> None:
+        """Raise if the reports of the owner would take more than its share of the page."""
+        share = share_bytes(self.max_processes)
+        others = (entry for each, entry in self._entries.items() if each.owner_uid == key.owner_uid and each != key)
+        total = size + sum(entry.page_bytes for entry in others)
+        if total > share:
+            owner = "reporters with the token" if key.owner_uid is None else f"uid {key.owner_uid}"
+            raise TooManyProcessesError(
+                f"the series of {owner} would take {total} bytes of the page, and one user's share is {share}; use "
+                "shorter labels and fewer phases, or raise --report.max-processes"
+            )
+
     def _expire(self, now_seconds: float) -> None:
         oldest_seconds = now_seconds - self.report_expiry_seconds
-        for process in [process for process in self._processes.values() if process.received_seconds < oldest_seconds]:
-            del self._processes[process.key]
+        for process in [e.process for e in self._entries.values() if e.process.received_seconds < oldest_seconds]:
+            del self._entries[process.key]
             identity = process.report.process
             self._silent[process.key] = SilentReporter(
                 key=process.key,
@@ -134,7 +197,8 @@ class Store:
                 last_report_unix_seconds=process.received_unix_seconds,
             )
             while len(self._silent) > self.max_processes:
-                self._silent.pop(next(iter(self._silent)))
+                (largest, _), *_ = Counter(key.owner_uid for key in self._silent).most_common(1)
+                del self._silent[next(key for key in self._silent if key.owner_uid == largest)]
 
     def _without_unknown_devices(self, report: Report) -> Report:
         node = self._node
@@ -149,8 +213,3 @@ class Store:
         if not devices:
             raise UnknownDeviceError(f"the driver has no device {report.devices[0].uuid!r}")
         return replace(report, devices=devices)
-
-
-def _seniority(identity: ProcessIdentity) -> tuple[int, float]:
-    """Return a sort key for two sessions of one pid: the later process comes last, then the later reporter."""
-    return (identity.start_time_ticks, identity.session_started_seconds)

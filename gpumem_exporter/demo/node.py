@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -147,6 +148,10 @@ class DemoHost:
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:  # noqa: ARG002 - part of the interface
         """Return a simulated process's own pid; None for a real process, which is on none of the simulated devices."""
         return identity.pid if self.alive(identity.pid, identity.start_time_ticks) else None
+
+    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:  # noqa: ARG002 - as above
+        """Return the exporter's uid for a simulated process: the exporter itself reports them."""
+        return None if host_pid is None else os.geteuid()
 
     def program(self, host_pid: int) -> int | None:  # noqa: ARG002 - part of the interface
         """Return None: simulated processes never exec."""

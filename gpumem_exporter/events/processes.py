@@ -66,6 +66,7 @@ class ProcessHistory:
 
     def take_report(self, process: ReportingProcess, name_of: NameOf) -> list[Event]:
         """Record an accepted report and return its events."""
+        process = process.without_messages()
         identity = process.report.process
         with self._lock:
             tracked = self._tracked.get(process.key)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from gpumem_exporter.actions.model import Action, SubmittedAction
-from gpumem_exporter.core.naming import ambiguous_pids, json_pid, reporter_name
+from gpumem_exporter.core.naming import AmbiguousPids, ambiguous_pids, json_pid, reporter_name
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.actions import action_event, requested_event
 from gpumem_exporter.events.devices import device_changes
@@ -20,7 +20,7 @@ __all__ = ["Recorder"]
 
 def _names(snapshot: Callable[[], Snapshot]) -> NameOf:
     """Return the function that names processes, all from one snapshot, taken when the first name depends on it."""
-    ambiguous: frozenset[int] | None = None
+    ambiguous: AmbiguousPids | None = None
 
     def name(process: ReportingProcess) -> int | str:
         nonlocal ambiguous

@@ -51,7 +51,8 @@ class LinuxHost:
         self._proc = str(proc)
         self._clock = clock
         self._entries = ProcEntries(proc)
-        self._translator = PidTranslator(self._entries, pid_namespace(f"{proc}/self"), clock)
+        self._own_namespace = pid_namespace(f"{proc}/self")
+        self._translator = PidTranslator(self._entries, self._own_namespace, clock)
         self._lock = threading.Lock()
         """Protects the caches below; files and the directory service are read without it."""
         self._known: dict[int, _Known] = {}
@@ -83,10 +84,19 @@ class LinuxHost:
         """Return the pid of a reporter in the driver's list; None if it cannot be known.
 
         The candidates, in this order, are the socket's peer pid, the reporter's own pid if it shares this PID
-        namespace, and a process in /proc that has this pid in the reporter's namespace. The start time of a candidate
-        must be equal.
+        namespace, and a process in /proc that has this pid in the reporter's namespace. The start time and the own pid
+        of a candidate must be equal.
         """
         return self._translator.host_pid(identity, peer_pid)
+
+    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
+        """Return the effective uid of the process that a reporter names; None if the exporter cannot see the process.
+
+        If `host_pid` is None, it is the process that has the reporter's pid in this PID namespace.
+        """
+        if host_pid is not None:
+            return self._uid(host_pid)
+        return self._uid(identity.pid) if identity.pid_namespace == self._own_namespace != 0 else None
 
     def program(self, host_pid: int) -> int | None:
         """Return the stack address, which every exec changes; None unless this user may trace the process."""
@@ -160,13 +170,17 @@ class LinuxHost:
         # A process that cleared its command line still has the kernel's short name.
         return described or describe_command([self._text(pid, "comm").strip()])
 
-    def _user(self, pid: int, owner_uid: int) -> str:
-        # Root owns the directory of a process that is not dumpable, so `status` is read first.
-        uid = owner_uid
+    def _uid(self, pid: int) -> int | None:
+        """Return the effective uid; None if the process does not exist or its `status` is not readable."""
         for line in self._text(pid, "status").splitlines():
             if line.startswith("Uid:"):
-                uid = int(line.split()[2])
-                break
+                return int(line.split()[2])
+        return None
+
+    def _user(self, pid: int, owner_uid: int) -> str:
+        # Root owns the directory of a process that is not dumpable, so `status` is read first.
+        known = self._uid(pid)
+        uid = owner_uid if known is None else known
         now = self._clock()
         with self._lock:
             name = self._users.get(uid)

@@ -27,7 +27,7 @@ class PidTranslator:
 
     Results are cached by namespace, pid and start time, which together identify a process. One scan of /proc finds the
     processes of all other namespaces. It runs at most once a second, and a process that it did not find is searched
-    again after ten seconds.
+    again after ten seconds. A process may have started since the last scan, so it is searched in the next one.
 
     Args:
         entries: the proc file system.
@@ -46,7 +46,7 @@ class PidTranslator:
         self._scanned_seconds: float | None = None
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        """Return the same as `Host.host_pid`; a candidate must have the reporter's start time."""
+        """Return the same as `Host.host_pid`; a candidate must have the reporter's start time and own pid."""
         start_time_ticks = identity.start_time_ticks
         if start_time_ticks <= 0:
             return None
@@ -54,7 +54,7 @@ class PidTranslator:
         with self._lock:
             pid = self._found.get(wanted)
             if pid is None:
-                if peer_pid is not None and peer_pid > 0 and self._start_time_ticks(peer_pid) == start_time_ticks:
+                if peer_pid is not None and peer_pid > 0 and self._is_process(peer_pid, identity):
                     pid = peer_pid
                 elif identity.pid_namespace and identity.pid_namespace == self._own_namespace:
                     pid = identity.pid if self._start_time_ticks(identity.pid) == start_time_ticks else None
@@ -63,6 +63,17 @@ class PidTranslator:
             if pid is not None:
                 _store(self._found, wanted, pid)
             return pid
+
+    def _is_process(self, pid: int, identity: ProcessIdentity) -> bool:
+        """Return whether a process is the one that reports; a namespace that is not readable counts as equal."""
+        if self._start_time_ticks(pid) != identity.start_time_ticks:
+            return False
+        try:
+            own_pid = _innermost_pid(self._entries.read(pid, "status") or b"")
+        except HiddenError:
+            return False
+        namespace = pid_namespace(self._entries.path(pid, "").rstrip("/"))
+        return own_pid == identity.pid and namespace in (0, identity.pid_namespace)
 
     def _start_time_ticks(self, pid: int) -> int | None:
         try:
@@ -75,14 +86,15 @@ class PidTranslator:
         searched_seconds = self._searched_seconds.get(wanted)
         if searched_seconds is not None and now - searched_seconds < _SEARCH_AGAIN_SECONDS:
             return None
-        if self._scanned_seconds is None or now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS:
+        scan = self._scanned_seconds is None or now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS
+        if scan:
             self._scanned = self._scan()
             self._scanned_seconds = now
         pid = self._scanned.get(wanted)
-        if pid is None:
-            _store(self._searched_seconds, wanted, self._scanned_seconds)
-        else:
+        if pid is not None:
             self._searched_seconds.pop(wanted, None)
+        elif scan:  # otherwise the process may have started since
+            _store(self._searched_seconds, wanted, now)
         return pid
 
     def _scan(self) -> dict[_Identity, int]:

@@ -26,6 +26,16 @@ class Host(Protocol):
         """
         ...
 
+    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
+        """Return the effective uid of the process that a reporter names; None if the exporter cannot see the process.
+
+        Args:
+            identity: the reporter's description of itself.
+            host_pid: the result of `host_pid`. If it is None and the reporter names the exporter's own PID namespace,
+                the result is the uid of the process that has this pid there, whenever it started.
+        """
+        ...
+
     def program(self, host_pid: int) -> int | None:
         """Return a number that each exec of the process changes; None if it is unknown or the process has exited."""
         ...

@@ -16,17 +16,37 @@ from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
+from gpumem_exporter.errors import (
+    ForeignProcessError,
+    ReporterSupersededError,
+    TooManyProcessesError,
+    UnknownDeviceError,
+)
 from gpumem_exporter.events import Recorder
 from gpumem_exporter.server.api.event_writes import wait_until_kept
-from gpumem_exporter.server.api.report_schema import ReportReader
+from gpumem_exporter.server.api.report_schema import ReportReader, shortened
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.server.http.held_requests import GONE, Ended, Holds
 from gpumem_exporter.server.http.problems import FieldError, ProblemError
+from gpumem_exporter.server.report_log import ReportLog
 from gpumem_exporter.server.security.peer import Peer
-from gpumem_exporter.wire.protocol import Command, Reply, Report, to_wire
+from gpumem_exporter.server.security.report_sender import ReportedProcess, ReportSenders
+from gpumem_exporter.wire.protocol import (
+    MAX_COMPONENTS,
+    MAX_LABEL_LENGTH,
+    MAX_PHASES,
+    Command,
+    Reply,
+    Report,
+    to_wire,
+)
 
 __all__ = ["Ingest"]
+
+_LIMITS = (
+    f"the limits are {MAX_LABEL_LENGTH} characters for a label, {MAX_PHASES} phases and {MAX_COMPONENTS} components "
+    "of a device; the rest is left out"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +56,8 @@ class Ingest:
 
     Args:
         store: keeps the report.
-        presence: identifies the process, and removes it after its final report.
+        senders: identifies the process, and refuses senders that may not report for it.
+        presence: removes the process when it ends.
         events: derives events.
         dispatcher: takes results and returns commands.
         holds: holds requests until there is a command.
@@ -50,6 +71,7 @@ class Ingest:
     def __init__(
         self,
         store: Store,
+        senders: ReportSenders,
         presence: Presence,
         events: Recorder,
         dispatcher: Dispatcher,
@@ -62,6 +84,7 @@ class Ingest:
         report_interval_seconds: float,
     ) -> None:
         self._reports = store
+        self._senders = senders
         self._presence = presence
         self._events = events
         self._dispatcher = dispatcher
@@ -73,6 +96,7 @@ class Ingest:
         self._report_interval_seconds = report_interval_seconds
         self._reader = ReportReader()
         self._nothing_to_do = self._encode((), ())
+        self._log = ReportLog(clock)
 
     async def take(self, scope: Mapping[str, Any], body: bytes, receive: Receive) -> bytes | None:
         """Take a report and return the reply; None if the client closed the connection.
@@ -87,10 +111,11 @@ class Ingest:
         Raises:
             ProblemError: the report is invalid or cannot be stored.
         """
-        sender = Peer.of(scope)
         report = self._parse(body)
-        host_pid = await self._identify(report, sender)
-        process = self._store(report, host_pid, sender.uid)
+        reported = await self._identify(report, Peer.of(scope))
+        short = self._shorten(report, reported)
+        process = self._store(short, reported)
+        self._instruments.count_report("accepted" if short is report else "shortened")
         committed = self._derive_events(process)
         self._hand_over_results(process)
         await self._wait_for(committed)
@@ -103,19 +128,36 @@ class Ingest:
             self._instruments.count_report("invalid")
             raise
 
-    async def _identify(self, report: Report, sender: Peer) -> int | None:
-        """Return the process' pid in the driver's list; None if it is unknown."""
-        return await self._presence.host_pid(report.process, sender.pid or None, sender.uid)
+    async def _identify(self, report: Report, peer: Peer) -> ReportedProcess:
+        """Return the process that the peer reports, with its owner.
 
-    def _store(self, report: Report, host_pid: int | None, owner_uid: int | None) -> ReportingProcess:
+        Raises:
+            ProblemError: the peer may not report for this process.
+        """
+        try:
+            return await self._senders.identify(report.process, peer)
+        except ForeignProcessError as error:
+            self._instruments.count_report("foreign_process")
+            raise ProblemError(403, str(error)) from None
+
+    def _shorten(self, report: Report, reported: ReportedProcess) -> Report:
+        """Leave out what exceeds the limits of labels, phases and components."""
+        short = shortened(report)
+        if short is not report:
+            self._log.name("shortened", _key(report, reported), report.process.workload[:MAX_LABEL_LENGTH], _LIMITS)
+        return short
+
+    def _store(self, report: Report, reported: ReportedProcess) -> ReportingProcess:
         """Store the report and return its process with this report.
 
         Raises:
             ProblemError: the store rejects the report.
         """
-        before = self._reports.find(ProcessKey(report.process.pid_namespace, report.process.pid, owner_uid))
-        process = self._put(report, host_pid, owner_uid)
-        self._instruments.count_report("accepted")
+        before = self._reports.find(_key(report, reported))
+        process = self._put(report, reported)
+        self._presence.reported(process)
+        for displaced in self._reports.take_displaced():
+            self._presence.forget(displaced, "a process of another user took its place")
         if process is before:  # the same or a later report has arrived before; only the results may be new
             return replace(process, report=report)
         if before is None or before.report.process.session != report.process.session:
@@ -125,12 +167,12 @@ class Ingest:
         self._exposition.refresh(process)
         return process
 
-    def _put(self, report: Report, host_pid: int | None, owner_uid: int | None) -> ReportingProcess:
+    def _put(self, report: Report, reported: ReportedProcess) -> ReportingProcess:
         try:
             return self._reports.put_report(
                 report,
-                host_pid=host_pid,
-                owner_uid=owner_uid,
+                host_pid=reported.host_pid,
+                owner_uid=reported.owner_uid,
                 now_seconds=self._clock(),
                 now_unix_seconds=self._wall_clock(),
             )
@@ -140,6 +182,7 @@ class Ingest:
         except TooManyProcessesError as error:
             self._instruments.count_dropped()
             self._instruments.count_report("dropped")
+            self._log.name("dropped", _key(report, reported), report.process.workload, str(error))
             retry_after = str(max(1, round(self._reports.report_expiry_seconds)))
             raise ProblemError(503, str(error), {"Retry-After": retry_after}) from None
         except UnknownDeviceError as error:
@@ -181,6 +224,10 @@ class Ingest:
 
     def _encode(self, commands: tuple[Command, ...], cancelled: tuple[str, ...]) -> bytes:
         return json.dumps(to_wire(Reply(commands, cancelled, self._report_interval_seconds))).encode()
+
+
+def _key(report: Report, reported: ReportedProcess) -> ProcessKey:
+    return ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid)
 
 
 def _log_unknown_devices(report: Report, process: ReportingProcess) -> None:

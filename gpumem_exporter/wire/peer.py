@@ -13,7 +13,15 @@ import struct
 import sys
 from typing import NamedTuple
 
-__all__ = ["PeerCredentials", "SocketOwner", "socket_pid", "tcp_listener_owner", "tcp_peer_owner", "unix_peer"]
+__all__ = [
+    "PeerCredentials",
+    "SocketOwner",
+    "has_socket",
+    "socket_pid",
+    "tcp_listener_owner",
+    "tcp_peer_owner",
+    "unix_peer",
+]
 
 
 class PeerCredentials(NamedTuple):
@@ -91,17 +99,20 @@ def socket_pid(inode: int, proc: str = "/proc") -> int | None:
 
     Reads the descriptors of every visible process: milliseconds on a large node.
     """
-    wanted = f"socket:[{inode}]"
     for pid in os.listdir(proc):  # noqa: PTH208 - the client does not import pathlib
-        if not pid.isdecimal():
-            continue
-        try:
-            with os.scandir(f"{proc}/{pid}/fd") as descriptors:
-                if any(os.readlink(descriptor.path) == wanted for descriptor in descriptors):  # noqa: PTH115
-                    return int(pid)
-        except OSError:
-            continue  # it exited, or belongs to another user
+        if pid.isdecimal() and has_socket(int(pid), inode, proc):
+            return int(pid)
     return None
+
+
+def has_socket(pid: int, inode: int, proc: str = "/proc") -> bool:
+    """Return whether a process has this socket open; False if it exited or this user may not see its descriptors."""
+    wanted = f"socket:[{inode}]"
+    try:
+        with os.scandir(f"{proc}/{pid}/fd") as descriptors:
+            return any(os.readlink(descriptor.path) == wanted for descriptor in descriptors)  # noqa: PTH115
+    except OSError:
+        return False
 
 
 def _owner(local: _Address, remote: _Address | None) -> SocketOwner | None:

@@ -22,8 +22,11 @@ from gpumem_exporter.errors import WireError
 
 __all__ = [
     "MAX_COMMANDS",
+    "MAX_COMPONENTS",
     "MAX_INTEGER",
     "MAX_LABEL_LENGTH",
+    "MAX_PHASES",
+    "MAX_TEXT_LENGTH",
     "MODES",
     "OUTCOMES",
     "PROTOCOL_VERSION",
@@ -51,8 +54,15 @@ MAX_INTEGER = 2**63 - 1
 """The largest number in a report."""
 MAX_COMMANDS = 64
 """The maximum number of commands in one reply. Others follow in the next one."""
-MAX_LABEL_LENGTH = 256
-"""The maximum length of a label value in characters. Reporters cut longer ones; the exporter rejects them."""
+MAX_TEXT_LENGTH = 256
+"""The maximum length of a text in characters. Reporters cut longer ones; the exporter rejects them."""
+MAX_LABEL_LENGTH = 128
+"""The maximum length of a label value in characters: workload, rank, phase, component. Reporters and the exporter cut
+longer ones."""
+MAX_PHASES = 16
+"""The maximum number of phases of a device. Reporters and the exporter leave out others."""
+MAX_COMPONENTS = 16
+"""The maximum number of components of a device. The exporter leaves out others."""
 
 MODES = ("now", "step", "idle")
 """When a command runs. `now`: on the reporter's thread, when it arrives. `step`: in the training thread, at the end of

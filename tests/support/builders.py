@@ -94,6 +94,9 @@ class NobodyHost:
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         return None
 
+    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
+        return None
+
     def program(self, host_pid: int) -> int | None:
         return None
 

@@ -37,6 +37,7 @@ class ExporterProcess:
         environment: the complete environment; by default that of the test. This repository is added to PYTHONPATH.
         launcher: a command before the interpreter, such as `("unshare", "--pid", "--fork")`.
         fresh: whether it needs a fresh interpreter instead of a fork.
+        ready: the route whose success ends the start; `/-/healthy` for a node without a driver.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class ExporterProcess:
         environment: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
         fresh: bool = False,
+        ready: str = "/-/ready",
     ) -> None:
         self._fresh = fresh
+        self._ready_path = ready
         self.socket = folder / "exporter.sock"
         self.url = f"unix://{self.socket}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
@@ -169,7 +172,7 @@ class ExporterProcess:
         if self._popen.poll() is not None:
             raise AssertionError(f"the exporter ended with {self._popen.returncode}:\n{self.log()}")
         try:
-            return self.request("GET", "/-/ready").status == 200
+            return self.request("GET", self._ready_path).status == 200
         except ExporterUnreachableError:
             return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -93,6 +94,9 @@ class ScriptedHost:
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         self.lookups.append((identity.pid, peer_pid))
         return identity.pid
+
+    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
+        return os.geteuid()
 
     def program(self, host_pid: int) -> int | None:
         return None

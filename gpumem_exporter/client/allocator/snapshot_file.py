@@ -20,7 +20,7 @@ from typing import Any
 from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
 from gpumem_exporter.errors import CommandRefusedError
-from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ReasonCode, SnapshotBlock, SnapshotFile, SnapshotSegment
+from gpumem_exporter.wire.protocol import MAX_TEXT_LENGTH, ReasonCode, SnapshotBlock, SnapshotFile, SnapshotSegment
 
 __all__ = ["snapshot", "snapshot_folder", "write_file", "write_snapshot"]
 
@@ -171,7 +171,7 @@ def _user_frame(frames: Iterable[Mapping[str, Any]]) -> str:
     first = ""
     for frame in frames:
         file = str(frame.get("filename", ""))
-        text = f"{file}:{frame.get('line', 0)} {frame.get('name', '')}"[-MAX_LABEL_LENGTH:]
+        text = f"{file}:{frame.get('line', 0)} {frame.get('name', '')}"[-MAX_TEXT_LENGTH:]
         if file.endswith((".py", ">")) and f"{os.sep}torch{os.sep}" not in file:  # `<stdin>`, `<ipython-input-…>`
             return text
         first = first or text

@@ -189,7 +189,7 @@ def phase(name: str, *, reset_peaks: bool = False) -> Measured:
     bounds are equal. The reports show the lower bound. The phase with the highest peak is exact.
 
     The statistics are those of the device: allocations of all threads count, for example of the autograd threads.
-    Phases may be nested, overlap, and end by an exception. The first 64 names are reported, further names are measured
+    Phases may be nested, overlap, and end by an exception. The first 16 names are reported, further names are measured
     only. A phase costs about 20 µs per device at each end, and a few microseconds without CUDA. Any thread may use it.
     Put it around a compiled function, not into one: `torch.compile` breaks the graph there, and raises with
     `fullgraph=True`.

@@ -20,12 +20,10 @@ from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.peak_bounds import PeakBounds, PhasePeak, Span
 from gpumem_exporter.client.process_state import once
-from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES
 
-__all__ = ["MAX_PHASES", "Observed", "WatchedBytes", "process_observed"]
+__all__ = ["Observed", "WatchedBytes", "process_observed"]
 
-MAX_PHASES = 64
-"""The number of reported names, which is the exporter's limit per device. Other phases are only measured."""
 _LIFTED = ("allocated_bytes", "reserved_bytes")
 
 
@@ -248,7 +246,7 @@ class Observed:
         return PhasePeak(max(before.at_least_bytes, peak.at_least_bytes), most)
 
     def name_phase(self, name: str) -> str:
-        """Register the name of a phase and return it as a valid label value. `MAX_PHASES` names are reported."""
+        """Register the name of a phase and return it as a valid label value. The first `MAX_PHASES` are reported."""
         name = name.encode("utf-8", "replace").decode()[:MAX_LABEL_LENGTH] or "unnamed"
         with self._lock:
             if name in self._phases:

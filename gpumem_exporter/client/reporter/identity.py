@@ -8,7 +8,7 @@ import time
 
 from gpumem_exporter import __version__, procfs
 from gpumem_exporter.client.reporter.settings import ReporterSettings
-from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, MAX_TEXT_LENGTH, ProcessIdentity
 
 __all__ = ["current_process"]
 
@@ -27,8 +27,8 @@ def current_process(
         rank=settings.rank,
         # orig_argv still contains the interpreter and its options (3.10 and later), argv only the script.
         command=procfs.describe_command(sys.orig_argv),
-        torch_version=torch_version[:MAX_LABEL_LENGTH],
-        allocator_settings=allocator_settings[:MAX_LABEL_LENGTH],
+        torch_version=torch_version[:MAX_TEXT_LENGTH],
+        allocator_settings=allocator_settings[:MAX_TEXT_LENGTH],
         client_version=__version__,
         slurm_job_id=os.environ.get("SLURM_JOB_ID", "")[:MAX_LABEL_LENGTH],
         ray_job_id=os.environ.get("RAY_JOB_ID", "")[:MAX_LABEL_LENGTH],

@@ -19,7 +19,7 @@ from gpumem_exporter.client.reporter.identity import current_process
 from gpumem_exporter.client.reporter.plan import planned_peak_bytes, with_plan
 from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.client.reporter.wakeup import Wakeup
-from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, MODES, CommandResult, OutOfMemory, Reply, Report
+from gpumem_exporter.wire.protocol import MAX_TEXT_LENGTH, MODES, CommandResult, OutOfMemory, Reply, Report
 
 __all__ = ["ReportLoop"]
 
@@ -135,7 +135,7 @@ class ReportLoop:
         sample = self.sampler.current(started_seconds + hold_seconds)
         self._collect_results()
         self._sequence += 1
-        self._identity = replace(self._identity, allocator_settings=self._allocator.settings[:MAX_LABEL_LENGTH])
+        self._identity = replace(self._identity, allocator_settings=self._allocator.settings[:MAX_TEXT_LENGTH])
         return Report(
             process=self._identity,
             sequence=self._sequence,

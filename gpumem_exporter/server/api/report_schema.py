@@ -8,31 +8,44 @@ newer reporter may send them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, field_errors
-from gpumem_exporter.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, OUTCOMES, DeviceSample, Report
+from gpumem_exporter.wire.protocol import (
+    MAX_COMPONENTS,
+    MAX_INTEGER,
+    MAX_LABEL_LENGTH,
+    MAX_PHASES,
+    MAX_TEXT_LENGTH,
+    OUTCOMES,
+    DeviceSample,
+    Report,
+)
 
-__all__ = ["MAX_DEVICES", "ReportReader", "report_core_schema"]
+__all__ = ["MAX_DEVICES", "ReportReader", "report_core_schema", "shortened"]
 
 MAX_DEVICES = 64
 """The maximum number of devices in a report: 16 GPUs with 4 MIG devices each."""
 MAX_ENTRIES = 64
 """The maximum number of phases or components of a device, actions of a reporter, and results in a report."""
 MAX_REASON_LENGTH = 2000
+MAX_UUID_LENGTH = 96
+"""NVML_DEVICE_UUID_V2_BUFFER_SIZE."""
 
 _PID = core_schema.int_schema(ge=1, le=2**31 - 1)
 _AT_LEAST_ONE = core_schema.nullable_schema(core_schema.int_schema(ge=1, le=MAX_INTEGER))
-_REQUIRED_TEXT = core_schema.str_schema(min_length=1, max_length=MAX_LABEL_LENGTH)
+_REQUIRED_TEXT = core_schema.str_schema(min_length=1, max_length=MAX_TEXT_LENGTH)
 
 _SPECIAL: Mapping[str, CoreSchema] = {
     "pid": _PID,
-    "uuid": _REQUIRED_TEXT,
+    "uuid": core_schema.str_schema(min_length=1, max_length=MAX_UUID_LENGTH),
     "session": _REQUIRED_TEXT,
     "id": _REQUIRED_TEXT,
     "outcome": core_schema.literal_schema(list(OUTCOMES)),
@@ -103,7 +116,7 @@ def _type_schema(hint: Any) -> CoreSchema:
         int: core_schema.int_schema(ge=0, le=MAX_INTEGER),
         float: core_schema.float_schema(ge=0, le=float(MAX_INTEGER)),
         bool: core_schema.bool_schema(),
-        str: core_schema.str_schema(max_length=MAX_LABEL_LENGTH),
+        str: core_schema.str_schema(max_length=MAX_TEXT_LENGTH),
     }
     if hint in simple:
         return simple[hint]
@@ -119,6 +132,33 @@ def _type_schema(hint: Any) -> CoreSchema:
         key, value = (_type_schema(argument) for argument in arguments)
         return core_schema.dict_schema(key, value, max_length=MAX_ENTRIES)
     raise TypeError(f"there is no rule for {hint!r}")
+
+
+def shortened(report: Report) -> Report:
+    """Return a report within the limits of labels, phases and components: cut, or the same object if it is within.
+
+    A reporter of an older version has higher limits, so such a report is not an error.
+    """
+    identity, devices = report.process, tuple(map(_shortened_sample, report.devices))
+    if len(identity.workload) > MAX_LABEL_LENGTH or len(identity.rank) > MAX_LABEL_LENGTH:
+        workload, rank = identity.workload[:MAX_LABEL_LENGTH], identity.rank[:MAX_LABEL_LENGTH]
+        report = replace(report, process=replace(identity, workload=workload, rank=rank))
+    changed = any(short is not sample for short, sample in zip(devices, report.devices, strict=True))
+    return replace(report, devices=devices) if changed else report
+
+
+def _shortened_sample(sample: DeviceSample) -> DeviceSample:
+    phases = _shortened_names(sample.phase_peak_bytes, MAX_PHASES)
+    components = _shortened_names(sample.component_bytes, MAX_COMPONENTS)
+    if phases is sample.phase_peak_bytes and components is sample.component_bytes:
+        return sample
+    return replace(sample, phase_peak_bytes=phases, component_bytes=components)
+
+
+def _shortened_names(values: Mapping[str, int], limit: int) -> Mapping[str, int]:
+    if len(values) <= limit and max(map(len, values), default=0) <= MAX_LABEL_LENGTH:
+        return values
+    return {name[:MAX_LABEL_LENGTH]: value for name, value in itertools.islice(values.items(), limit)}
 
 
 def _duplicates(devices: tuple[DeviceSample, ...]) -> Iterator[FieldError]:

@@ -10,7 +10,6 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, SilentReporter
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.host import Host
-from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["Presence"]
 
@@ -18,25 +17,18 @@ _EXIT_CHECK_DELAYS_SECONDS = (0.0, 0.05, 0.2, 0.5)
 """The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
 ends, and a large process takes time to end."""
 
-_RETRY_SECONDS = 10.0
-"""The time between two searches for a host pid that was not found."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """The result of a search for a host pid."""
+class _Program:
+    """The program of a process at the first report of a session; None if it is unknown."""
 
-    searched_for: tuple[int, int | None]
-    """The start time of the process and the pid of the connection's peer."""
-    host_pid: int | None
-    searched_seconds: float
     session: str
+    host_pid: int | None
     program: int | None
-    """The program of the process at the first report of this session."""
 
 
 class Presence:
-    """Identifies reporters by their host pid and removes those that have ended. Used on the event loop only.
+    """Removes reporters whose processes have ended. Used on the event loop only.
 
     Args:
         store: has the processes.
@@ -63,35 +55,21 @@ class Presence:
         self._clock = clock
         self._on_ended = on_ended
         self._quiet_seconds = 2 * report_interval_seconds
-        self._known: dict[ProcessKey, _Known] = {}
+        self._programs: dict[ProcessKey, _Program] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._disconnected: set[ProcessKey] = set()
         """Reporters without a known host pid whose connection broke after their last report."""
 
-    async def host_pid(
-        self, identity: ProcessIdentity, peer_pid: int | None, owner_uid: int | None = None
-    ) -> int | None:
-        """Return the reporter's pid in the driver's list. A thread searches for it, which may read all of /proc."""
-        key = ProcessKey(identity.pid_namespace, identity.pid, owner_uid)
+    def reported(self, process: ReportingProcess) -> None:
+        """Note a report: the process is connected, and runs the program of the first report of its session."""
+        key, session, host_pid = process.key, process.report.process.session, process.host_pid
         self._disconnected.discard(key)
-        searched_for = (identity.start_time_ticks, peer_pid)
-        known = self._known.get(key)
-        now = self._clock()
-        if (
-            known is not None
-            and known.searched_for == searched_for
-            and (known.host_pid is not None or now - known.searched_seconds < _RETRY_SECONDS)
-        ):
-            if known.session == identity.session:
-                return known.host_pid
-            host_pid, now = known.host_pid, known.searched_seconds
-        else:
-            host_pid = await asyncio.to_thread(self._host.host_pid, identity, peer_pid)
-        program = self._host.program(host_pid) if host_pid is not None else None
-        while len(self._known) > 2 * self._store.max_processes:
-            del self._known[next(iter(self._known))]
-        self._known[key] = _Known(searched_for, host_pid, now, identity.session, program)
-        return host_pid
+        known = self._programs.get(key)
+        if known is None or (known.session, known.host_pid) != (session, host_pid):
+            while len(self._programs) > 2 * self._store.max_processes:
+                del self._programs[next(iter(self._programs))]
+            program = self._host.program(host_pid) if host_pid is not None else None
+            self._programs[key] = _Program(session, host_pid, program)
 
     def forget(self, key: ProcessKey, reason: str) -> None:
         """Remove a process that has ended."""
@@ -161,7 +139,7 @@ class Presence:
             return ""
         if not self._host.alive(host_pid, reporter.start_time_ticks):
             return "the process exited"
-        known = self._known.get(reporter.key)
+        known = self._programs.get(reporter.key)
         if known is None or known.program is None or known.host_pid != host_pid:
             return ""
         program = self._host.program(host_pid)
@@ -172,4 +150,4 @@ class Presence:
         for key, reason in ended:
             self._store.forget(key)
             self._dispatcher.process_gone(key, reason)
-            self._known.pop(key, None)
+            self._programs.pop(key, None)

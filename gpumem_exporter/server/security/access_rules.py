@@ -24,12 +24,14 @@ class Rule:
         flag: the flag of the token file.
         token: required from every caller; None admits loopback, root and the exporter's own uid.
         owner_uid: the uid of the exporter.
+        any_user: whether without a token every user of this machine is admitted on the unix socket as well.
     """
 
     what: str
     flag: str
     token: TokenFile | None
     owner_uid: int
+    any_user: bool = False
 
     def admit(self, peer: Peer, headers: Mapping[bytes, bytes]) -> Caller:
         """Admit a request and return its caller.
@@ -48,7 +50,7 @@ class Rule:
                 {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
             )
         if peer.on_unix_socket:
-            if peer.uid in (0, self.owner_uid):
+            if self.any_user or peer.uid in (0, self.owner_uid):
                 return _caller(peer)
             raise ProblemError(
                 403,

@@ -35,7 +35,7 @@ NVML_PATH = "/api/v1/nvml"
 RELOAD_PATH = "/-/reload"
 
 MAX_REPORT_BYTES = 1 << 20
-"""Three times the size of a report of 64 devices with 64 phases and components each."""
+"""Three times the size of a report of 64 devices with 16 phases and components each."""
 MAX_ALERTS_BYTES = 1 << 20
 """Alertmanager sends the alerts of a group in one body, about 1 KiB each."""
 MAX_BODY_BYTES = 64 << 10

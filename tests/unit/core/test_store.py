@@ -7,6 +7,7 @@ import pytest
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
+from gpumem_exporter.wire.protocol import CommandResult, OutOfMemory
 from tests.support.builders import UUIDS, device, node, report, sample
 
 
@@ -15,8 +16,12 @@ def store() -> Store:
     return Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=2)
 
 
-def _put(store: Store, pid: int = 100, now: float = 0.0, **changes: Any) -> ReportingProcess:
-    return store.put_report(report(pid, **changes), host_pid=pid, now_seconds=now, now_unix_seconds=now)
+def _put(
+    store: Store, pid: int = 100, now: float = 0.0, owner_uid: int | None = None, **changes: Any
+) -> ReportingProcess:
+    return store.put_report(
+        report(pid, **changes), host_pid=pid, owner_uid=owner_uid, now_seconds=now, now_unix_seconds=now
+    )
 
 
 def test_a_snapshot_shows_the_last_report_of_each_process(store: Store) -> None:
@@ -55,11 +60,97 @@ def test_an_expired_poll_is_not_shown(store: Store) -> None:
 
 
 def test_a_new_session_replaces_the_earlier_one_of_the_same_process(store: Store) -> None:
-    _put(store, session="first", session_started_seconds=1.0, sequence=50)
-    taken = _put(store, session="second", session_started_seconds=2.0, sequence=1)
+    _put(store, now=3.0, session="first", session_started_seconds=1.0, sequence=50)
+    taken = _put(store, now=3.0, session="second", session_started_seconds=2.0, sequence=1)
     assert taken.report.process.session == "second"
     with pytest.raises(ReporterSupersededError):
-        _put(store, session="first", session_started_seconds=1.0, sequence=51)
+        _put(store, now=3.0, session="first", session_started_seconds=1.0, sequence=51)
+
+
+def test_a_session_that_claims_a_later_start_than_now_does_not_outrank_later_sessions(store: Store) -> None:
+    _put(store, now=3.0, session="ahead", session_started_seconds=1e9)
+    _put(store, now=4.0, session="ahead", session_started_seconds=1e9, sequence=2)
+    assert _put(store, now=5.0, session="next", session_started_seconds=4.5).report.process.session == "next"
+
+
+def test_users_never_share_an_entry(store: Store) -> None:
+    first = _put(store, owner_uid=1001, session="own", start_time_ticks=5)
+    other = _put(store, owner_uid=1002, session="squatter", start_time_ticks=6, final=True)
+    store.forget(other.key)
+    assert _put(store, owner_uid=1001, session="own", start_time_ticks=5, sequence=2).key == first.key
+    assert [process.owner_uid for process in store.snapshot(0.0).processes] == [1001]
+
+
+def test_an_attested_report_replaces_one_that_is_not(store: Store) -> None:
+    unattested = _put(store, owner_uid=None)
+    attested = _put(store, owner_uid=1001)
+    assert [process.key for process in store.snapshot(0.0).processes] == [attested.key]
+    assert store.take_displaced() == (unattested.key,)
+    assert store.take_displaced() == ()
+    with pytest.raises(ReporterSupersededError, match="attests"):
+        _put(store, owner_uid=None, sequence=2)
+
+
+def test_attested_reports_replace_unattested_ones_when_there_is_no_room(store: Store) -> None:
+    _put(store, 1, owner_uid=1001)
+    _put(store, 2, owner_uid=None)
+    _put(store, 3, owner_uid=1001)
+    assert {process.key.pid for process in store.snapshot(0.0).processes} == {1, 3}
+    with pytest.raises(TooManyProcessesError):
+        _put(store, 4, owner_uid=None)
+
+
+def test_the_user_with_the_most_processes_makes_room_for_others() -> None:
+    store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=6)
+    for pid in range(1, 7):
+        _put(store, pid, owner_uid=1001)
+    for pid in range(11, 14):
+        _put(store, pid, owner_uid=1002)
+    for owner_uid in (1001, 1002):
+        with pytest.raises(TooManyProcessesError):
+            _put(store, 21, owner_uid=owner_uid)
+    assert [process.key.pid for process in store.snapshot(0.0).processes] == [1, 2, 3, 11, 12, 13]
+
+
+def test_a_refused_report_displaces_no_process(store: Store) -> None:
+    store.put_reading(node(device(UUIDS[0])))
+    for pid in (1, 2):
+        _put(store, pid, owner_uid=1001)
+    with pytest.raises(UnknownDeviceError):
+        _put(store, 3, owner_uid=1002, devices=(sample("GPU-nowhere"),))
+    assert len(store.snapshot(0.0).processes) == 2
+
+
+def test_a_user_has_a_share_of_the_page() -> None:
+    store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=100)
+    large: dict[str, Any] = {
+        "devices": tuple(sample(f"GPU-{number:0120}") for number in range(64)),
+        "workload": "w" * 128,
+        "rank": "r" * 128,
+    }
+    for pid in range(1, 9):
+        _put(store, pid, owner_uid=1001, **large)
+    with pytest.raises(TooManyProcessesError, match=r"uid 1001 .* --report\.max-processes"):
+        _put(store, 9, owner_uid=1001, **large)
+    _put(store, 9, owner_uid=1001)
+    with pytest.raises(TooManyProcessesError):
+        _put(store, 9, owner_uid=1001, **large, sequence=2)
+    _put(store, 8, owner_uid=1001, **large, sequence=2)
+    _put(store, 10, owner_uid=1002, **large)
+
+
+def test_silent_processes_of_one_user_do_not_hide_those_of_others(store: Store) -> None:
+    _put(store, 1, owner_uid=1001, now=0.0)
+    for pid in range(2, 6):
+        _put(store, pid, owner_uid=1002, now=float(pid * 20))
+    assert [silent.key.pid for silent in store.snapshot(120.0).silent] == [1, 5]
+
+
+def test_results_and_errors_are_not_stored(store: Store) -> None:
+    taken = _put(store, ooms=(OutOfMemory(UUIDS[0], 1),), results=(CommandResult("a", "done"),))
+    assert (len(taken.report.ooms), len(taken.report.results)) == (1, 1)
+    (stored,) = store.snapshot(0.0).processes
+    assert (stored.report.ooms, stored.report.results) == ((), ())
 
 
 def test_a_later_process_replaces_an_earlier_one_with_the_same_pid(store: Store) -> None:

@@ -227,7 +227,7 @@ def test_facts_are_read_again_after_a_real_exec() -> None:
         (b"PATH=/bin\0SLURM_JOB_ID=4242\0RAY_JOB_ID=01000000\0SECRET=x\0", "4242", "01000000"),
         (b"SLURM_JOB_ID=4242", "4242", ""),
         (b"MY_SLURM_JOB_ID=1\0NOTE=SLURM_JOB_ID=2\0SLURM_JOB_ID_OLD=3\0", "", ""),
-        (b"SLURM_JOB_ID=\0RAY_JOB_ID=" + b"9" * 1000 + b"\0", "", "9" * 256),
+        (b"SLURM_JOB_ID=\0RAY_JOB_ID=" + b"9" * 1000 + b"\0", "", "9" * 128),
         (b"X=" + b"x" * 1_000_000 + b"\0RAY_JOB_ID=01\0", "", "01"),
         (b"RAY_JOB_ID=\xff\0", "", "\ufffd"),
         (b"", "", ""),
@@ -323,11 +323,17 @@ def test_a_different_start_time_means_another_process() -> None:
     assert host.host_pid(replace(ME, start_time_ticks=0), os.getpid()) is None
 
 
-def test_the_peer_pid_is_used_if_the_start_time_is_equal(tree: Tree, child: subprocess.Popen[bytes]) -> None:
-    elsewhere = replace(ME, pid=7, pid_namespace=tree.namespace("container"))
-    assert LinuxHost().host_pid(elsewhere, os.getpid()) == os.getpid()
-    assert LinuxHost().host_pid(replace(elsewhere, start_time_ticks=5), os.getpid()) is None
-    assert LinuxHost().host_pid(elsewhere, 0) is None
+def test_the_peer_pid_is_used_if_the_peer_is_the_reported_process(tree: Tree) -> None:
+    for pid in (300, 301):
+        (tree.process(pid, inner_pids=(7,), start=100) / "ns/pid").unlink()  # the namespace is not readable
+    host = LinuxHost(tree.root)
+    inside = replace(ME, pid=7, pid_namespace=tree.namespace("container"), start_time_ticks=100)
+    assert host.host_pid(inside, 0) is None
+    assert host.host_pid(inside, 301) == 301
+    for other in (replace(inside, start_time_ticks=5), replace(inside, pid=8), replace(inside, pid=301)):
+        assert host.host_pid(other, 301) is None
+    tree.process(302, inner_pids=(7,), start=101, namespace="own")
+    assert host.host_pid(replace(inside, start_time_ticks=101), 302) is None, "a peer in another namespace"
 
 
 def reporter(tree: Tree, *, pid: int, namespace: str, start: int = 100) -> ProcessIdentity:
@@ -371,7 +377,7 @@ def test_an_unreadable_process_does_not_hide_the_others(tree: Tree) -> None:
 def test_proc_is_scanned_once_a_second_at_most_and_every_ten_for_one_process(tree: Tree, clock: Clock) -> None:
     tree.namespace("a")
     host = LinuxHost(tree.root, clock=clock)
-    for pid in range(500):
+    for pid in (7, *range(500)):
         assert host.host_pid(reporter(tree, pid=pid, namespace="a"), None) is None
     tree.process(300, namespace="a", inner_pids=(7,))
     tree.process(301, namespace="a", inner_pids=(777,))

@@ -100,6 +100,9 @@ class Host:
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         return None
 
+    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
+        return None
+
     def program(self, host_pid: int) -> int | None:
         return None
 

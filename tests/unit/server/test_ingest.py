@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from gpumem_exporter.server.settings import load_settings
 from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, Report, to_wire
 from tests.support.builders import UUIDS, device, node, report, sample
 from tests.support.running_exporter import ScriptedHost, ScriptedProvider
+
+OWN = Peer(uid=os.geteuid(), pid=os.getpid())
 
 
 @pytest.fixture
@@ -62,20 +65,20 @@ def test_a_report_goes_through_all_steps_with_at_most_one_snapshot(
 
     async def steps() -> None:
         first = report(7, devices=(sample(allocated=5, reclaimable=7),), actions=("empty_cache",))
-        assert "commands" not in await take(runtime, first, Peer(uid=0, pid=4711))
-        assert host.lookups == [(7, 4711)]
+        assert "commands" not in await take(runtime, first, OWN)
+        assert host.lookups == [(7, os.getpid())]
         action = runtime.dispatcher.submit(
             ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t")
         )
         monkeypatch.setattr(runtime.store, "snapshot", counted)
         again = report(7, devices=(sample(allocated=5, reclaimable=7),), sequence=2, actions=("empty_cache",))
-        (command,) = (await take(runtime, again, Peer(uid=0)))["commands"]
+        (command,) = (await take(runtime, again, OWN))["commands"]
         result = CommandResult(command["id"], "done", devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),))
-        await take(runtime, report(7, devices=(sample(allocated=5),), sequence=3, results=(result,)), Peer(uid=0))
+        await take(runtime, report(7, devices=(sample(allocated=5),), sequence=3, results=(result,)), OWN)
         finished = runtime.dispatcher.get(action.id)
         assert finished is not None
         assert [(row.gpu, row.outcome, row.freed_bytes) for row in finished.results] == [("0", "done", 7)]
-        await take(runtime, report(7, sequence=4, final=True), Peer(uid=0))
+        await take(runtime, report(7, sequence=4, final=True), OWN)
 
     asyncio.run(steps())
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action
@@ -10,7 +11,7 @@ from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.wire.protocol import ProcessIdentity
-from tests.support.builders import identity, report
+from tests.support.builders import report
 from tests.support.dispatching import build_dispatcher
 
 
@@ -19,16 +20,16 @@ class ScriptedHost:
     """A host whose processes the test sets."""
 
     living: set[int] = field(default_factory=set)
-    found: int | None = 4711
-    lookups: list[tuple[int, int | None]] = field(default_factory=list)
     runs: int | None = None
 
     def facts(self, pid: int) -> ProcessFacts | None:
         return None
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        self.lookups.append((identity.pid, peer_pid))
-        return self.found
+        return None
+
+    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
+        return 0
 
     def program(self, host_pid: int) -> int | None:
         return self.runs
@@ -51,8 +52,8 @@ class Bench:
     def clock(self) -> float:
         return self.now
 
-    def take_report(self, pid: int, host_pid: int | None, sequence: int = 1) -> ReportingProcess:
-        sent = report(pid, sequence=sequence)
+    def take_report(self, pid: int, host_pid: int | None, **changes: Any) -> ReportingProcess:
+        sent = report(pid, **changes)
         return self.store.put_report(sent, host_pid=host_pid, now_seconds=self.now, now_unix_seconds=self.now)
 
     def pids(self) -> list[int]:
@@ -102,17 +103,12 @@ def test_a_silent_reporter_is_removed_when_its_process_exits() -> None:
 
 def test_an_expired_reporter_without_a_host_pid_is_removed_only_if_its_connection_broke() -> None:
     bench = Bench()
-    bench.host.found = None
     broken, stopped, again = (bench.take_report(pid, host_pid=None) for pid in (1, 2, 3))
     for process in (broken, again):
         bench.presence.connection_lost(process)
 
-    async def reports_again() -> None:
-        await bench.presence.host_pid(again.report.process, None)
-        bench.take_report(3, host_pid=None, sequence=2)
-
     bench.now += 10
-    asyncio.run(reports_again())
+    bench.presence.reported(bench.take_report(3, host_pid=None, sequence=2))
     bench.presence.sweep()
     assert bench.pids() == [1, 2, 3], "no report has expired"
     bench.now += 16
@@ -122,13 +118,12 @@ def test_an_expired_reporter_without_a_host_pid_is_removed_only_if_its_connectio
 
 def test_a_quiet_process_that_runs_another_program_is_removed_and_its_actions_end() -> None:
     bench = Bench()
-    bench.host.living, bench.host.found, bench.host.runs = {1}, 1, 77
+    bench.host.living, bench.host.runs = {1}, 77
 
     async def scenario() -> None:
         for session in ("first", "second"):
             bench.host.runs = 77 if session == "first" else 78
-            await bench.presence.host_pid(identity(1, session=session), None)
-            bench.take_report(1, host_pid=1)
+            bench.presence.reported(bench.take_report(1, host_pid=1, session=session))
             bench.now += 2.1
             bench.presence.sweep()
             assert bench.pids() == [1], "it runs the program of its first report"
@@ -143,45 +138,3 @@ def test_a_quiet_process_that_runs_another_program_is_removed_and_its_actions_en
     asyncio.run(scenario())
     (action,) = bench.finished
     assert [(result.outcome, "exec" in result.reason) for result in action.results] == [("gone", True)]
-
-
-def test_a_host_pid_is_looked_up_once_per_process() -> None:
-    bench = Bench()
-
-    async def scenario() -> None:
-        for _ in range(3):
-            assert await bench.presence.host_pid(identity(7), 70) == 4711
-        await bench.presence.host_pid(identity(7, session="another"), 70)
-        assert bench.host.lookups == [(7, 70)]
-        await bench.presence.host_pid(identity(7, start_time_ticks=2000), 71)
-        assert bench.host.lookups == [(7, 70), (7, 71)]
-
-    asyncio.run(scenario())
-
-
-def test_a_host_pid_that_was_not_found_is_looked_up_again_after_a_while() -> None:
-    bench = Bench()
-    bench.host.found = None
-
-    async def scenario() -> None:
-        assert await bench.presence.host_pid(identity(7), None) is None
-        bench.host.found = 4711
-        bench.now += 9
-        assert await bench.presence.host_pid(identity(7), None) is None
-        bench.now += 1
-        assert await bench.presence.host_pid(identity(7), None) == 4711
-
-    asyncio.run(scenario())
-
-
-def test_the_number_of_remembered_host_pids_is_limited() -> None:
-    bench = Bench()
-
-    async def scenario() -> None:
-        for pid in range(1, 101):
-            await bench.presence.host_pid(identity(pid), None)
-        await bench.presence.host_pid(identity(100), None)
-        await bench.presence.host_pid(identity(1), None)
-
-    asyncio.run(scenario())
-    assert len(bench.host.lookups) == 101  # only the latest was still known

@@ -13,7 +13,7 @@ from gpumem_exporter.server.api.report_schema import MAX_DEVICES, ReportReader
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.wire.protocol import (
     MAX_INTEGER,
-    MAX_LABEL_LENGTH,
+    MAX_TEXT_LENGTH,
     OUTCOMES,
     CommandResult,
     DeviceResult,
@@ -45,7 +45,7 @@ def refused(change: Change) -> ProblemError:
 
 
 _BYTES = st.none() | st.integers(0, MAX_INTEGER)
-_TEXT = st.text(max_size=MAX_LABEL_LENGTH).filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text))
+_TEXT = st.text(max_size=MAX_TEXT_LENGTH).filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text))
 _SECONDS = st.floats(0, 1e9)
 _IDENTITIES = st.builds(
     ProcessIdentity,
