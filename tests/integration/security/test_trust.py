@@ -86,24 +86,30 @@ def test_a_socket_is_trusted_in_a_folder_that_root_gave_to_its_user(
             assert server.received() == b""
 
 
-def test_a_socket_in_a_folder_of_its_user_alone_is_not_trusted(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as made:
-        folder = Path(made)
-        os.chown(folder, OTHER_UID, OTHER_UID)
-        with rogue_server(tmp_path, folder / "exporter.sock") as server, pytest.raises(ExporterUntrustedError):
-            post(server.url)
-        assert server.received() == b""
+@pytest.fixture
+def own_folder(root_folder: Path) -> Path:
+    """A folder of the other user, in one where every user may create folders, as /tmp is."""
+    shared = root_folder / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    folder = shared / "own"
+    folder.mkdir()
+    os.chown(folder, OTHER_UID, OTHER_UID)
+    return folder
 
 
-def test_a_link_to_a_folder_of_another_user_does_not_make_it_trusted(root_folder: Path, tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as made:
-        os.chown(made, OTHER_UID, OTHER_UID)
-        (root_folder / "gpumem").symlink_to(made)
-        with (
-            rogue_server(tmp_path, Path(made, "exporter.sock")),
-            pytest.raises(ExporterUntrustedError),
-        ):
-            post(f"unix://{root_folder}/gpumem/exporter.sock")
+def test_a_socket_in_a_folder_that_its_user_created_is_not_trusted(own_folder: Path, tmp_path: Path) -> None:
+    with rogue_server(tmp_path, own_folder / "exporter.sock") as server, pytest.raises(ExporterUntrustedError):
+        post(server.url)
+    assert server.received() == b""
+
+
+def test_a_link_to_a_folder_of_another_user_does_not_make_it_trusted(
+    root_folder: Path, own_folder: Path, tmp_path: Path
+) -> None:
+    (root_folder / "gpumem").symlink_to(own_folder)
+    with rogue_server(tmp_path, own_folder / "exporter.sock"), pytest.raises(ExporterUntrustedError):
+        post(f"unix://{root_folder}/gpumem/exporter.sock")
 
 
 def test_a_reporter_sends_nothing_to_a_server_of_another_user_and_says_so_once(
