@@ -18,6 +18,7 @@ The tree:
     │   └── UnknownDeviceError        the driver has none of the devices in the report
     ├── ActionRefusedError            the exporter rejects a valid action request
     │   ├── ActionNotAllowedError     `--action.allow` does not include the action
+    │   ├── ActionForbiddenError      the caller may not request the action, or not on these processes
     │   ├── TargetNotFoundError       no reporting process matches the target; lists the processes that report
     │   ├── GroupIncompleteError      not every rank of the group can take part
     │   ├── TooManyActionsError       the rate limit of the caller or of a process is reached
@@ -35,6 +36,7 @@ The tree:
 from __future__ import annotations
 
 __all__ = [
+    "ActionForbiddenError",
     "ActionNotAllowedError",
     "ActionRefusedError",
     "CommandRefusedError",
@@ -136,6 +138,10 @@ class ActionRefusedError(GpumemError):
 
 class ActionNotAllowedError(ActionRefusedError):
     """`--action.allow` does not include the action."""
+
+
+class ActionForbiddenError(ActionRefusedError):
+    """The caller may not request the action, or not on these processes; the message says what it may do."""
 
 
 class TargetNotFoundError(ActionRefusedError):

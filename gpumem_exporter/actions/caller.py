@@ -1,11 +1,18 @@
-"""The caller of an action: a value that rules decide on, and one spelling of it for logs, events and the API."""
+"""The caller of an action: a value that rules decide on, and one spelling of it for logs, events and the API.
+
+A caller comes from the kernel, a token, the policy file or an alert that the rules admitted. No text of a request
+becomes a part of it, except the name of an alert, which is reduced to letters, digits and `_.-`.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Caller", "CallerKind"]
+__all__ = ["Caller", "CallerKind", "Rights"]
+
+_MAX_ALERT_NAME = 128
 
 
 class CallerKind(Enum):
@@ -13,6 +20,8 @@ class CallerKind(Enum):
 
     UNIX = "unix"
     """On the unix socket, where the kernel identifies the peer."""
+    LOOPBACK = "loopback"
+    """Over TCP from a user of this machine, whom the kernel identifies."""
     TCP = "tcp"
     """Over TCP; only the address is known."""
     POLICY = "policy"
@@ -23,58 +32,79 @@ class CallerKind(Enum):
     """From a peer without an address."""
 
 
+class Rights(Enum):
+    """The processes that a caller may act on; the values are those of the API."""
+
+    ALL = "all"
+    """Every process, and the exporter itself."""
+    OWN = "own"
+    """The processes of its own user."""
+    NONE = "none"
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who requests an action.
 
     Attributes:
         kind: How the request came to the exporter.
-        uid: Of the peer of a unix socket, in the exporter's user namespace; else None.
-        pid: Of that peer, in the exporter's PID namespace; 0 if the exporter cannot see it.
+        rights: The processes that the caller may act on.
+        uid: Of a user of this machine, in the exporter's user namespace; else None.
+        pid: Of the peer of a unix socket, in the exporter's PID namespace; 0 if the exporter cannot see it.
         host: Address of a TCP peer; else empty.
         name: Name of the policy's rule or of the alert; else empty.
-        token: Whether the request had the right token.
+        token: Name of the token's file; empty without a token.
+        container: For root outside the exporter's namespaces, the id of its container, which may be empty; else None.
         sender: The client that sent the alert; else None.
     """
 
     kind: CallerKind
+    rights: Rights = Rights.NONE
     uid: int | None = None
-    pid: int | None = None
+    pid: int = 0
     host: str = ""
     name: str = ""
-    token: bool = False
+    token: str = ""
+    container: str | None = None
     sender: Caller | None = None
 
     @classmethod
     def policy(cls, rule: str) -> Caller:
         """The rule of a policy."""
-        return cls(CallerKind.POLICY, name=rule)
+        return cls(CallerKind.POLICY, Rights.ALL, name=rule)
 
     @classmethod
     def alert(cls, name: str, sender: Caller) -> Caller:
         """An alert, and the client that sent it."""
-        return cls(CallerKind.ALERT, name=name, sender=sender)
+        safe = re.sub(r"[^\w.-]", "_", name[:_MAX_ALERT_NAME])
+        return cls(CallerKind.ALERT, sender.rights, name=safe, sender=sender)
 
     @property
-    def anonymous(self) -> bool:
-        """Whether only an address is known, which all users of a machine share."""
-        return self.kind in (CallerKind.TCP, CallerKind.UNKNOWN) and not self.token
+    def key(self) -> str:
+        """The owner of rate limits, idempotency keys and entries of the audit log.
 
-    @property
-    def share(self) -> str:
-        """The key of the caller's rate limit. It has no pid, because a user may start many processes."""
-        return self._spelled(f"uid={self.uid}", self.sender.share if self.sender is not None else "")
+        All processes of a user have the same key, and so have all clients with the same token.
+        """
+        if self.token:
+            return f"token:{self.token}"
+        if self.kind in (CallerKind.POLICY, CallerKind.ALERT):
+            return f"{self.kind.value}:{self.name}"
+        if self.uid is None:
+            return f"{self.kind.value}:{self.host}"
+        return f"uid:{self.uid}" if self.container is None else f"uid:{self.uid}:container:{self.container}"
 
     def __str__(self) -> str:
-        return self._spelled(f"uid={self.uid}:pid={self.pid}", str(self.sender))
-
-    def _spelled(self, peer: str, sender: str) -> str:
-        if self.kind is CallerKind.UNIX:
-            return f"token@unix:{peer}" if self.token else f"unix:{peer}"
-        if self.kind is CallerKind.TCP:
-            return f"token@{self.host}" if self.token else f"tcp:{self.host}"
         if self.kind is CallerKind.POLICY:
-            return f"policy:{self.name}"
+            return self.key
         if self.kind is CallerKind.ALERT:
-            return f"alert:{self.name} by {sender}"
-        return "token@unknown" if self.token else "unknown"
+            return f"{self.key} by {self.sender}"
+        place = self._place()
+        return f"token:{self.token}@{place}" if self.token else place
+
+    def _place(self) -> str:
+        if self.uid is None:
+            return f"{self.kind.value}:{self.host}" if self.host else self.kind.value
+        text = f"{self.kind.value}:uid={self.uid}"
+        if self.kind is CallerKind.UNIX:
+            text += f":pid={self.pid}"
+        return text if self.container is None else f"{text}:container={self.container[:12] or 'unknown'}"

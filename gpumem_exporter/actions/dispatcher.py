@@ -28,6 +28,7 @@ from gpumem_exporter.actions.held_polls import HeldPolls
 from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, PartState, RunningAction, TerminationPart
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
+from gpumem_exporter.actions.permission import require_permission
 from gpumem_exporter.actions.registry import ActionRegistry
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.results import (
@@ -105,19 +106,22 @@ class Dispatcher:
 
         Raises:
             ActionNotAllowedError: `--action.allow` does not include the action.
+            ActionForbiddenError: the caller may not request the action, or not on these processes.
             TargetNotFoundError: no process matches the target.
             GroupIncompleteError: a rank of the group cannot take part.
             TooManyActionsError: the caller, or a process, has reached its limit.
-            IdempotencyConflictError: the key was used for another request.
+            IdempotencyConflictError: the caller used the key for another request.
         """
-        earlier = self._actions.with_key(idempotency_key, request) if idempotency_key is not None else None
-        if earlier is not None:
-            return earlier
+        if idempotency_key is not None:
+            earlier = self._actions.with_key(requested_by.key, idempotency_key, request)
+            if earlier is not None:
+                return earlier
         self._require_allowed(request.action)
+        require_permission(requested_by, request)
         now = self._clock()
-        selection = select(request, self._store.snapshot(now), now)
-        if not request.dry_run:
-            self._limits.take(requested_by.share, selection.limit_keys())
+        selection = select(request, requested_by, self._store.snapshot(now), now)
+        # A dry run reaches no process, so it counts for its caller only.
+        self._limits.take(requested_by.key, () if request.dry_run else selection.limit_keys())
         running = self._open(request, selection, requested_by)
         self._actions.start(running, request, idempotency_key)
         self._create_parts(running, request, selection)
@@ -145,6 +149,7 @@ class Dispatcher:
             at_step=selection.at_step,
             dry_run=request.dry_run,
             reason=request.reason,
+            caller=requested_by.key,
         )
         running = RunningAction(action, self._clock(), gpu_labels(selection.snapshot))
         if self._before_release is None or request.dry_run:
@@ -331,7 +336,9 @@ class Dispatcher:
     # Termination: the exporter acts, not the process.
 
     def _add_termination(self, running: RunningAction, target: TerminationTarget) -> None:
-        result = self._terminator.refusal(running.action.id, target.host_pid, target.start_time_ticks)
+        result = _unproven(running.action.id, target) or self._terminator.refusal(
+            running.action.id, target.host_pid, target.start_time_ticks
+        )
         if result is None and target.host_pid is not None and not running.action.dry_run:
             part = TerminationPart(target)
             running.terminations.append(part)
@@ -398,6 +405,7 @@ class Dispatcher:
             created_unix_seconds=self._wall_clock(),
             target=Target(),
             reason=reason,
+            caller=requested_by.key,
         )
         self._actions.finish(noted)
         return noted
@@ -410,3 +418,14 @@ class Dispatcher:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _unproven(action_id: str, target: TerminationTarget) -> CommandResult | None:
+    """Return the result for a process that only a report names; None if the kernel and the driver name it too."""
+    if not target.attested:
+        reason, code = "its report is not attested: the kernel has not named the sender", ReasonCode.NOT_ATTESTED
+    elif not target.listed:
+        reason, code = "the driver does not list it on a device", ReasonCode.NOT_LISTED
+    else:
+        return None
+    return CommandResult(action_id, "refused", reason, code)

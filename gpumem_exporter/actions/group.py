@@ -18,16 +18,25 @@ GROUP_LEAD_SECONDS = 5.0
 
 
 def group_of(selected: Sequence[SelectedProcess], snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
-    """Return every process of the selected processes' workload.
+    """Return every process of the selected processes' workload and user.
+
+    The workload is only a label, which the processes of another user may have as well.
 
     Raises:
-        GroupIncompleteError: they have several workloads, or none.
+        GroupIncompleteError: they have several workloads or users, or no workload.
     """
     workloads = sorted({one.process.report.process.workload for one in selected})
     if len(workloads) > 1 or not workloads[0]:
         named = ", ".join(workload or "(none)" for workload in workloads)
         raise GroupIncompleteError(f"a group is one workload; the target has {named}")
-    return tuple(select_reporting(Target(workload=workloads[0]), snapshot))
+    owners = {one.process.owner_uid for one in selected}
+    if len(owners) > 1:
+        named = ", ".join(sorted("unknown" if uid is None else str(uid) for uid in owners))
+        raise GroupIncompleteError(
+            f"a group belongs to one user; the target has processes of the uids {named}: name a process with pid"
+        )
+    ranks = select_reporting(Target(workload=workloads[0]), snapshot)
+    return tuple(rank for rank in ranks if rank.process.owner_uid in owners)
 
 
 def group_step(request: ActionRequest, ranks: Sequence[SelectedProcess], now_seconds: float) -> int:

@@ -51,6 +51,7 @@ class Action:
     state: str
     """The value of an `actions.lifecycle.ActionState`."""
     requested_by: str
+    """The caller, for people."""
     created_unix_seconds: float
     target: Target
     mode: str = "now"
@@ -59,6 +60,8 @@ class Action:
     dry_run: bool = False
     reason: str = ""
     results: tuple[ActionResult, ...] = ()
+    caller: str = ""
+    """The key of the caller, whose audit log has the action."""
     duration_seconds: float | None = None
     """From the request to the last result; None while it runs."""
 

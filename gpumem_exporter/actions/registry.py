@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from gpumem_exporter.actions.lifecycle import RunningAction
@@ -12,19 +12,24 @@ from gpumem_exporter.errors import IdempotencyConflictError
 
 __all__ = ["ActionRegistry"]
 
+_DRY_RUNS_SHARE = 4
+"""One dry run is kept for this number of actions."""
+
 
 class ActionRegistry:
-    """Finds actions by id and by idempotency key.
+    """Finds actions by id and by idempotency key. A key belongs to its caller and is known as long as its action.
 
     Args:
-        max_finished: the number of finished actions, and of keys, that are kept.
+        max_finished: the number of finished actions that are kept, besides dry runs.
     """
 
     def __init__(self, max_finished: int) -> None:
-        self._max_finished = max_finished
         self._running: dict[str, RunningAction] = {}
-        self._finished: OrderedDict[str, Action] = OrderedDict()
-        self._keys: OrderedDict[str, tuple[ActionRequest, str]] = OrderedDict()
+        self._finished = _Kept(max_finished)
+        self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE))
+        self._keys: dict[tuple[str, str], tuple[ActionRequest, str]] = {}
+        self._key_of: dict[str, tuple[str, str]] = {}
+        """The key of an action, by its id."""
 
     def __iter__(self) -> Iterator[RunningAction]:
         """Iterate over a copy of the running actions, oldest first."""
@@ -37,20 +42,20 @@ class ActionRegistry:
     def get(self, action_id: str) -> Action | None:
         """Return an action as it is now; None if it is unknown or forgotten."""
         running = self._running.get(action_id)
-        return running.action if running is not None else self._finished.get(action_id)
+        return running.action if running is not None else self._finished.get(action_id) or self._dry_runs.get(action_id)
 
     def recent(self) -> tuple[Action, ...]:
         """Return all known actions, newest first."""
-        actions = [*self._finished.values(), *(running.action for running in self._running.values())]
+        actions = [*self._finished, *self._dry_runs, *(running.action for running in self._running.values())]
         return tuple(sorted(actions, key=lambda action: action.created_unix_seconds, reverse=True))
 
-    def with_key(self, key: str, request: ActionRequest) -> Action | None:
-        """Return the action that this request has started with this key, if it is still known.
+    def with_key(self, caller: str, key: str, request: ActionRequest) -> Action | None:
+        """Return the action that a caller has started with this key, if it is still known.
 
         Raises:
-            IdempotencyConflictError: the key was used with another request.
+            IdempotencyConflictError: the caller used the key with another request.
         """
-        first, action_id = self._keys.get(key, (None, ""))
+        first, action_id = self._keys.get((caller, key), (None, ""))
         known = self.get(action_id)
         if known is not None and first != request:
             raise IdempotencyConflictError(f"Idempotency-Key {key!r} was used for another request (action {action_id})")
@@ -60,25 +65,64 @@ class ActionRegistry:
         """Add a new action."""
         self._running[running.action.id] = running
         if key is not None:
-            self._keys[key] = (request, running.action.id)
-            while len(self._keys) > self._max_finished:
-                self._keys.popitem(last=False)
+            self._remember_key(running.action, request, key)
 
     def finish(self, action: Action) -> None:
         """Add a finished action, or move it from the running ones."""
         self._running.pop(action.id, None)
-        self._finished[action.id] = action
-        while len(self._finished) > self._max_finished:
-            self._finished.popitem(last=False)
+        for forgotten in (self._dry_runs if action.dry_run else self._finished).add(action):
+            key = self._key_of.pop(forgotten.id, None)
+            if key is not None and self._keys[key][1] == forgotten.id:
+                del self._keys[key]
 
     def recall(self, action: Action, submitted: SubmittedAction | None) -> None:
         """Add an action of an earlier run of the exporter, and the request that started it.
 
         Called with the newest first. An action of an earlier run never displaces one of this run.
         """
-        if self.get(action.id) is not None or len(self._finished) >= self._max_finished:
+        if self.get(action.id) is not None or not self._finished.add_oldest(action):
             return
-        self._finished[action.id] = action
-        self._finished.move_to_end(action.id, last=False)
-        if submitted is not None and submitted.idempotency_key is not None:
-            self._keys.setdefault(submitted.idempotency_key, (submitted.request, action.id))
+        key = submitted.idempotency_key if submitted is not None else None
+        if submitted is not None and key is not None and (action.caller, key) not in self._keys:
+            self._remember_key(action, submitted.request, key)
+
+    def _remember_key(self, action: Action, request: ActionRequest, key: str) -> None:
+        owned = (action.caller, key)
+        self._keys[owned] = (request, action.id)
+        self._key_of[action.id] = owned
+
+
+class _Kept:
+    """A number of actions. If there are too many, the caller with the most actions loses its oldest one."""
+
+    def __init__(self, maximum: int) -> None:
+        self._maximum = maximum
+        self._actions: OrderedDict[str, Action] = OrderedDict()
+        self._of_caller: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Action]:
+        return iter(self._actions.values())
+
+    def get(self, action_id: str) -> Action | None:
+        return self._actions.get(action_id)
+
+    def add(self, action: Action) -> list[Action]:
+        """Add the newest action, and return those that are forgotten."""
+        self._of_caller[action.caller] += 1
+        self._actions[action.id] = action
+        return [self._forget_one() for _ in range(len(self._actions) - self._maximum)]
+
+    def add_oldest(self, action: Action) -> bool:
+        """Add an action before all others; return False if there is no room."""
+        if len(self._actions) >= self._maximum:
+            return False
+        self.add(action)
+        self._actions.move_to_end(action.id, last=False)
+        return True
+
+    def _forget_one(self) -> Action:
+        caller, count = self._of_caller.most_common(1)[0]
+        oldest = next(action for action in self._actions.values() if action.caller == caller)
+        self._of_caller[caller] = count - 1
+        self._of_caller += Counter()  # drops a caller without actions
+        return self._actions.pop(oldest.id)

@@ -94,6 +94,10 @@ class TerminationTarget:
     start_time_ticks: int
     used_bytes: tuple[tuple[str, int | None], ...]
     """The driver's value for each of its devices, by uuid."""
+    attested: bool = True
+    """The kernel has named the sender of its report; true for a process without a report."""
+    listed: bool = True
+    """The driver lists it on a device."""
 
 
 def reporting_target(selected: SelectedProcess, snapshot: Snapshot) -> TerminationTarget:
@@ -105,6 +109,7 @@ def reporting_target(selected: SelectedProcess, snapshot: Snapshot) -> Terminati
         for listed in device.processes or ()
         if listed.pid == process.host_pid
     }
+    listed = bool(used)
     reported = {sample.uuid: used.pop(sample.uuid, None) for sample in process.report.devices}
     return TerminationTarget(
         pid=selected.pid,
@@ -113,6 +118,8 @@ def reporting_target(selected: SelectedProcess, snapshot: Snapshot) -> Terminati
         host_pid=process.host_pid,
         start_time_ticks=identity.start_time_ticks,
         used_bytes=tuple((reported | used).items()),
+        attested=process.attested,
+        listed=listed,
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
+from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.group import group_of, group_step
+from gpumem_exporter.actions.permission import may_act_on, permitted_processes
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, mismatch, select_listed, select_reporting
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.errors import TargetNotFoundError
+from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
 __all__ = ["Selection", "select"]
 
@@ -38,18 +40,33 @@ class Selection:
         yield from ((listed.pid, "", "") for listed in self.listed)
 
 
-def select(request: ActionRequest, snapshot: Snapshot, now_seconds: float) -> Selection:
-    """Select the processes of a request; a group has all ranks of their workload.
+def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, now_seconds: float) -> Selection:
+    """Select the processes of a request that its caller may act on; a group has all ranks of their workload.
 
     Raises:
         TargetNotFoundError: nothing matches the target.
+        ActionForbiddenError: only processes match that the caller may not act on.
         GroupIncompleteError: a rank of the group cannot take part.
     """
-    reporting = tuple(select_reporting(request.target, snapshot))
+    matching = tuple(select_reporting(request.target, snapshot))
     listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
-    if not reporting and not listed:
+    if not matching and not listed:
         raise TargetNotFoundError(mismatch(request.target, snapshot))
+    reporting = _permitted(matching, caller, snapshot)
+    if not reporting and not listed:
+        raise ActionForbiddenError(
+            f"{request.target.describe()} matches only processes of others; "
+            f"{caller} may act on its own processes, of which {permitted_processes(caller, snapshot)} report"
+        )
     if not request.group:
         return Selection(snapshot, reporting, listed, None)
-    ranks = group_of(reporting, snapshot)
+    ranks = _permitted(group_of(reporting, snapshot), caller, snapshot)
     return Selection(snapshot, ranks, (), group_step(request, ranks, now_seconds))
+
+
+def _permitted(
+    processes: tuple[SelectedProcess, ...], caller: Caller, snapshot: Snapshot
+) -> tuple[SelectedProcess, ...]:
+    if caller.rights is Rights.ALL:
+        return processes
+    return tuple(one for one in processes if may_act_on(caller, one.process, snapshot))

@@ -52,6 +52,7 @@ class Exposition:
         own: the registry of the exporter's own metrics, which are at the end of the page.
         version: the version of the exporter.
         source: "nvml" or "demo".
+        hide_identities: the labels with a user, a command or a pod are empty.
         clock: monotonic seconds.
     """
 
@@ -61,10 +62,12 @@ class Exposition:
         *,
         version: str,
         source: str,
+        hide_identities: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._own = own
         self._build = (version, source, platform.python_version())
+        self._hide_identities = hide_identities
         self._clock = clock
         self._lines = {collector.name: SubjectLines(collector.families) for collector in COLLECTORS}
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
@@ -91,7 +94,7 @@ class Exposition:
         """Return the page in OpenMetrics 1.0 or in Prometheus' text format 0.0.4. Never raises."""
         outcomes: dict[str, tuple[int, float]] = {}
         families: dict[catalog.Metric, tuple[bytes, ...]] = {}
-        view = self._run("view", partial(View.of, snapshot), outcomes)
+        view = self._run("view", partial(View.of, snapshot, hide_identities=self._hide_identities), outcomes)
         if view is not None:
             for collector in COLLECTORS:
                 families.update(self._run(collector.name, partial(self._collect, collector, view), outcomes) or {})

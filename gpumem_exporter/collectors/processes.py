@@ -8,7 +8,7 @@ from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.naming import pid_order
-from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, SilentReporter
+from gpumem_exporter.core.samples import IDENTITY_FIELDS, ProcessFacts, ReportingProcess, SilentReporter
 
 __all__ = ["PROCESS"]
 
@@ -27,7 +27,8 @@ def _processes(view: View) -> Iterator[Subject]:
         yield key, Samples((key, pids), _used_series, used)
     rows = _info_rows(view, view.node.facts if view.node is not None else {})
     for pid in sorted(rows, key=pid_order):
-        yield pid, Samples((pid, rows[pid]), _info_series, (1,))
+        row = _without_identities(rows[pid]) if view.hide_identities else rows[pid]
+        yield pid, Samples((pid, row), _info_series, (1,))
 
 
 def _used_series(device: tuple[str, str], pids: tuple[int, ...]) -> Iterator[Series]:
@@ -84,6 +85,11 @@ def _described(
         slurm_job_id or facts.slurm_job_id,
         ray_job_id or facts.ray_job_id,
     )
+
+
+def _without_identities(row: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the labels of a process with those after workload and rank empty, as far as they identify it."""
+    return (*row[:2], *("" for _ in IDENTITY_FIELDS), *row[2 + len(IDENTITY_FIELDS) :])
 
 
 PROCESS = Collector("process", (catalog.PROCESS_INFO, catalog.PROCESS_USED), _processes)

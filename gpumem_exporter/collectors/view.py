@@ -30,15 +30,17 @@ class View:
     """The `gpu` label of each device; empty if the driver does not answer."""
     names: Names
     """The reporting processes and the silent reporters with their names."""
+    hide_identities: bool = False
+    """The labels with a user, a command or a pod are empty."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> View:
+    def of(cls, snapshot: Snapshot, *, hide_identities: bool = False) -> View:
         """Sort a snapshot."""
         node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
         devices = tuple(sorted(node.devices, key=_device_order)) if node is not None else ()
         listed = tuple([tuple(sorted(device.processes or (), key=attrgetter("pid"))) for device in devices])
         gpu_by_uuid = {device.uuid: device.gpu for device in devices}
-        return cls(snapshot, node, devices, listed, gpu_by_uuid, Names.of(snapshot))
+        return cls(snapshot, node, devices, listed, gpu_by_uuid, Names.of(snapshot), hide_identities)
 
 
 def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from gpumem_exporter.wire.protocol import Report
 
 __all__ = [
+    "IDENTITY_FIELDS",
     "DeviceMemory",
     "DeviceReading",
     "LastOom",
@@ -89,6 +90,13 @@ class ProcessFacts:
     k8s_pod_uid: str = ""
     slurm_job_id: str = ""
     ray_job_id: str = ""
+
+
+IDENTITY_FIELDS = (
+    *("command", "user", "container_id", "k8s_pod_uid"),
+    *("k8s_namespace", "k8s_pod", "k8s_container"),
+)
+"""The fields that name the user of a process, its program or its pod; `--web.hide-identities` hides them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ __all__ = ["MAX_RESULTS", "action_event", "policy_stopped_event", "read_action",
 T = TypeVar("T")
 
 _COLUMNS = ("gpu", "uuid", "pid", "workload", "rank")
-_COMMON = ("id", "action", "requested_by", "created_unix_seconds", "reason", "mode", "group", "at_step")
+_COMMON = ("id", "action", "requested_by", "caller", "created_unix_seconds", "reason", "mode", "group", "at_step")
 _RESULT = (*_COLUMNS, "outcome", "reason", "reason_code", "freed_bytes", "step")
 
 MAX_RESULTS = 512
@@ -105,7 +105,9 @@ def _common_detail(action: Action) -> dict[str, Any]:
 
 
 def _action(detail: Mapping[str, Any], state: str) -> Action:
-    return Action(state=state, target=Target(**detail["target"]), **{name: detail[name] for name in _COMMON})
+    # An earlier version did not record the caller.
+    common = {name: detail[name] for name in _COMMON if name in detail}
+    return Action(state=state, target=Target(**detail["target"]), **common)
 
 
 def _about(results: Sequence[ActionResult]) -> dict[str, Any]:

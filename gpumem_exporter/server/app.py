@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI
@@ -14,11 +15,13 @@ from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
 from gpumem_exporter import __version__
+from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.actions import actions_router
 from gpumem_exporter.server.api.alerts import alerts_router
+from gpumem_exporter.server.api.caller import caller_router
 from gpumem_exporter.server.api.events import events_router
 from gpumem_exporter.server.api.health import Health, health_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
@@ -33,7 +36,7 @@ from gpumem_exporter.server.runtime import Runtime, build_runtime
 from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.security.tokens import TokenRefresher
 from gpumem_exporter.server.settings import Settings
-from gpumem_exporter.server.web.live import LiveState, live_router
+from gpumem_exporter.server.web.live import Audience, LiveState, live_router
 from gpumem_exporter.server.web.page import Page, page_router
 from gpumem_exporter.server.web.streams import Streams
 from gpumem_exporter.wire.protocol import REPORTS_PATH
@@ -136,8 +139,19 @@ def _without_pydantic_v1() -> Iterator[None]:
 
 def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
     dispatcher, audit, holds = runtime.dispatcher, runtime.audit, runtime.holds
+    hide_identities = runtime.settings.web_hide_identities
     return [
-        state_router(snapshot=runtime.snapshot, source=runtime.source),
+        state_router(
+            snapshot=runtime.snapshot,
+            source=runtime.source,
+            hide_identities_from=runtime.callers if hide_identities else None,
+        ),
+        caller_router(
+            callers=runtime.callers,
+            own_names=runtime.own_names,
+            allowed=runtime.settings.action_allow,
+            snapshot=runtime.snapshot,
+        ),
         actions_router(dispatcher=dispatcher, audit=audit, holds=holds),
         alerts_router(
             dispatcher=dispatcher,
@@ -145,10 +159,9 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
             count_alert=runtime.instruments.count_alert,
             clock=runtime.clock,
             wall_clock=runtime.wall_clock,
-            has_action_token=runtime.actions_rule.token is not None,
         ),
         policy_router(runtime.policies),
-        events_router(runtime.events.log),
+        events_router(runtime.events.log, hide_identities=hide_identities),
         nvml_router(poller=runtime.poller, dispatcher=dispatcher, audit=audit, holds=holds, clock=runtime.clock),
         health_router(health=health, snapshot=runtime.snapshot),
     ]
@@ -158,9 +171,13 @@ def _page_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
     settings = runtime.settings
     page = Page(runtime.version, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
     state = LiveState(runtime.snapshot, health, runtime.history, page, settings.action_allow)
-    streams = Streams(state.document, clock=runtime.clock, wall_clock=runtime.wall_clock)
+    everything = public = Streams(state.document, clock=runtime.clock, wall_clock=runtime.wall_clock)
+    if settings.web_hide_identities:
+        hidden = replace(state, viewer=Caller(CallerKind.UNKNOWN))
+        public = Streams(hidden.document, clock=runtime.clock, wall_clock=runtime.wall_clock)
+    audience = Audience(everything, public, runtime.callers)
     return [
-        live_router(streams=streams, history=runtime.history, holds=runtime.holds, own_names=runtime.own_names),
+        live_router(audience=audience, history=runtime.history, holds=runtime.holds, own_names=runtime.own_names),
         page_router(page),
     ]
 
@@ -171,7 +188,7 @@ def _add_guards(app: FastAPI, runtime: Runtime) -> None:
         Guard,
         own_names=runtime.own_names,
         reports=runtime.reports_rule,
-        actions=runtime.actions_rule,
+        callers=runtime.callers,
         on_report_refused=runtime.instruments.count_report,
     )
     if runtime.web is not None:
@@ -181,13 +198,13 @@ def _add_guards(app: FastAPI, runtime: Runtime) -> None:
             BasicAuth,
             access=runtime.web,
             reports=runtime.reports_rule,
-            actions=runtime.actions_rule,
+            actions=runtime.callers.rule,
             on_report_refused=runtime.instruments.count_report,
         )
 
 
 def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
-    rules = (runtime.reports_rule, runtime.actions_rule)
+    rules = (runtime.reports_rule, runtime.callers.rule)
     tokens = TokenRefresher([rule.token for rule in rules if rule.token is not None])
 
     @contextlib.asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.held_requests import Holds
 from gpumem_exporter.server.ingest import Ingest
-from gpumem_exporter.server.security.access_rules import OwnNames, Rule
+from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
@@ -72,7 +71,7 @@ class Runtime:
     ingest: Ingest
     own_names: OwnNames
     reports_rule: Rule
-    actions_rule: Rule
+    callers: Callers
     policies: PolicyRunner | None
     """None without `--policy.file`."""
     web: WebAccess | None
@@ -116,7 +115,9 @@ def build_runtime(
         report_interval_seconds=settings.report_interval,
         on_ended=events.processes_ended,
     )
-    exposition = Exposition(registry, version=__version__, source=provider.source)
+    exposition = Exposition(
+        registry, version=__version__, source=provider.source, hide_identities=settings.web_hide_identities
+    )
     ingest = Ingest(
         state.store,
         ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes),
@@ -149,8 +150,8 @@ def build_runtime(
         history=History(reading_expiry_seconds=state.store.reading_expiry_seconds),
         ingest=ingest,
         own_names=OwnNames(_own_names(settings)),
-        reports_rule=_rule("reports", "--report.token-file", settings.report_token_file, any_user=True),
-        actions_rule=_rule("actions", "--action.token-file", settings.action_token_file),
+        reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
+        callers=Callers(_rule("actions", "--action.token-file", settings.action_token_file)),
         policies=_policies(settings, state, dispatcher, instruments, events.log),
         web=_web_access(settings),
     )
@@ -286,8 +287,8 @@ def _web_access(settings: Settings) -> WebAccess | None:
     return WebAccess(Path(settings.web_config_file))
 
 
-def _rule(what: str, flag: str, token_file: str, *, any_user: bool = False) -> Rule:
-    return Rule(what, flag, TokenFile(Path(token_file)) if token_file else None, os.geteuid(), any_user)
+def _rule(what: str, flag: str, token_file: str) -> Rule:
+    return Rule(what, flag, TokenFile(Path(token_file)) if token_file else None)
 
 
 def _own_names(settings: Settings) -> list[str]:

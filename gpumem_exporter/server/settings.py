@@ -104,6 +104,7 @@ class Settings(BaseModel):
     web_telemetry_path: Annotated[str, AfterValidator(_telemetry_path)] = Field(
         "/metrics", description="path of the metrics"
     )
+    web_hide_identities: bool = Field(False, description="hide user, command and pod of others' processes")
     web_config_file: str = Field(
         "", description="file with certificate and users for the TCP addresses, in the format of Prometheus' exporters"
     )

@@ -109,6 +109,8 @@ class ReasonCode(str, Enum):
     ENDED_BY_SIGKILL = "ended_by_sigkill"
     SURVIVED_SIGKILL = "survived_sigkill"
     UNKNOWN_HOST_PID = "unknown_host_pid"
+    NOT_ATTESTED = "not_attested"
+    NOT_LISTED = "not_listed"
     UNKNOWN_START_TIME = "unknown_start_time"
     PROTECTED_PROCESS = "protected_process"
     NOT_PERMITTED = "not_permitted"

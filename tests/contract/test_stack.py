@@ -158,7 +158,16 @@ def test_systemd_keeps_the_folder_of_the_socket_across_restarts() -> None:
     unit = (DEPLOY / "systemd" / "gpumem-exporter.service").read_text(encoding="utf-8")
     settings = dict(re.findall(r"^(\w+)=(.*)$", unit, flags=re.MULTILINE))
     assert (settings["RuntimeDirectory"], settings["RuntimeDirectoryPreserve"]) == ("gpumem", "yes")
-    assert f"GPUMEM_WEB_LISTEN_SOCKET=/run/{settings['RuntimeDirectory']}/exporter.sock" in unit
+    assert f"\nEnvironment=GPUMEM_WEB_LISTEN_SOCKET=/run/{settings['RuntimeDirectory']}/exporter.sock\n" in unit
+    assert "DynamicUser" not in settings, "the preserved folder of a dynamic user is in /run/private"
+
+
+def test_training_containers_mount_the_socket_read_only() -> None:
+    (job,) = documents("deploy/kubernetes/training.yaml")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert [mount["readOnly"] for mount in container["volumeMounts"]] == [True]
+    assert "-v gpumem-run:/run/gpumem:ro" in (REPOSITORY / "docker-compose.yml").read_text()
+    assert "-v /run/gpumem:/run/gpumem:ro" in (DEPLOY / "systemd" / "gpumem-exporter.service").read_text()
 
 
 @pytest.mark.parametrize("path", KUSTOMIZATIONS)

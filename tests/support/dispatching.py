@@ -62,13 +62,17 @@ class Bench:
 
     def put(self, pid: int, **changes: Any) -> ReportingProcess:
         self.sequence += 1
+        owner_uid = changes.pop("owner_uid", 0)
         sent = report(pid, sequence=self.sequence, **changes)
-        return self.store.put_report(sent, host_pid=pid, now_seconds=self.now, now_unix_seconds=self.now)
+        return self.store.put_report(
+            sent, host_pid=pid, owner_uid=owner_uid, now_seconds=self.now, now_unix_seconds=self.now
+        )
 
     def ask(self, action: str = "empty_cache", target: Target = EVERYBODY, **changes: Any) -> Action:
         key = changes.pop("idempotency_key", None)
+        caller = changes.pop("caller", None) or Caller.policy("test")
         request = ActionRequest(action=action, target=target, **changes)
-        return self.dispatcher.submit(request, requested_by=Caller.policy("test"), idempotency_key=key)
+        return self.dispatcher.submit(request, requested_by=caller, idempotency_key=key)
 
     def answer(self, process: ReportingProcess, action: Action, outcome: str = "done", freed: int = 0) -> None:
         devices = tuple(DeviceResult(s.uuid, freed_bytes=freed) for s in process.report.devices)

@@ -17,7 +17,7 @@ from gpumem_exporter.actions.policy.model import Rule
 from gpumem_exporter.actions.policy.outcomes import Outcomes, Stop
 from gpumem_exporter.actions.policy.quantities import shown_quantity
 from gpumem_exporter.actions.policy.rule_state import Decision, RuleState
-from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations, workload_subject
+from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
@@ -141,7 +141,7 @@ class _Observed:
 
     def subjects(self) -> set[str]:
         """Return every process and workload."""
-        return {each.reporter_id for each in self.all} | {workload_subject(workload) for workload in self._by_workload}
+        return {subject for each in self.all for subject in (each.reporter_id, each.group)}
 
     def _of(self, field: str) -> list[float]:
         values = self._values.get(field)
@@ -182,7 +182,8 @@ class _Round:
             self.count(rule, "unmet")  # the process has exited
             return False
         state.acted(subject, now)
-        target = Target(workload=seen.workload) if rule.request.group else Target(pid=json_pid(name))
+        # The process of a group names the ranks of its user. Another user's process may have the same workload.
+        target = Target(pid=json_pid(name), workload=seen.workload if rule.request.group else None)
         request = replace(rule.request, target=target, dry_run=rule.dry_run, reason=_reason(rule, seen))
         self.decisions.append(Decision(rule, subject, seen, request))
         if not rule.dry_run and self._under_way is not None:
@@ -198,7 +199,11 @@ class _Round:
         """Return the processes that a rule acts on."""
         if not rule.request.group:
             return (seen.process.key,)
-        return [each.key for each in self._snapshot.processes if each.report.process.workload == seen.workload]
+        return [
+            each.key
+            for each in self._snapshot.processes
+            if (each.report.process.workload, each.owner_uid) == (seen.workload, seen.process.owner_uid)
+        ]
 
     def _name(self, key: ProcessKey) -> str | None:
         if self._names is None:

@@ -15,7 +15,7 @@ from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.wire.protocol import DeviceSample
 
-__all__ = ["FIELDS", "Field", "IdleClock", "Observation", "observations", "workload_subject"]
+__all__ = ["FIELDS", "Field", "IdleClock", "Observation", "observations"]
 
 
 class Observation(NamedTuple):
@@ -37,13 +37,8 @@ class Observation(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The workload as the subject of a rule for groups."""
-        return workload_subject(self.workload)
-
-
-def workload_subject(workload: str) -> str:
-    """Return a workload as a rule's subject; it differs from `Observation.reporter_id` of every process."""
-    return f"workload {workload}"
+        """The workload of one user as the subject of a rule for groups: the ranks that act together."""
+        return f"workload {self.process.owner_uid} {self.workload}"
 
 
 @dataclass(frozen=True, slots=True)

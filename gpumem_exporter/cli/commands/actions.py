@@ -21,6 +21,7 @@ from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
+from gpumem_exporter.cli.rights import read_rights, rights_line
 
 __all__ = ["ACTION_COMMANDS", "ActionCommand", "build", "exit_code"]
 
@@ -109,8 +110,8 @@ ACTION_COMMANDS = (
         "terminate",
         "Terminate processes: SIGTERM, and SIGKILL after ten seconds.",
         "The process must report or be on a device, and `serve --action.allow` must include terminate. The exporter "
-        "sends the signals, so it needs the right to signal the process. It must know the caller: use its unix "
-        "socket, or the token of --action.token-file.",
+        "sends the signals, so it needs the right to signal the process. Only root, the exporter's user, and clients "
+        "with the token of --action.token-file may terminate processes.",
         """\
   gpumem-exporter terminate --pid 4711 --dry-run
   gpumem-exporter terminate --pid 4711 --reason "left behind by job 17"
@@ -144,6 +145,7 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
         wait_seconds = request.deadline_seconds + ANSWER_GRACE_SECONDS
     with ExporterApi(connection.urls(), token=connection.token()) as api:
         document = api.act(body, wait_seconds=wait_seconds)
+        rights = {} if connection.as_json else read_rights(api)
     if connection.as_json:
         print_json(document)
     else:
@@ -151,6 +153,8 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
         from gpumem_exporter.cli.render.terminal import open_console, show
 
         show(open_console(), action_tables(document, dry_run=request.dry_run))
+        if rights.get("rights") == "own":
+            print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds > 0)
 
 

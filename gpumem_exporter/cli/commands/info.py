@@ -7,6 +7,7 @@ import typer
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
+from gpumem_exporter.cli.rights import read_rights, rights_line
 
 __all__ = ["build"]
 
@@ -31,6 +32,7 @@ def _info(options: ConnectionOptions) -> int:
     with ExporterApi(options.urls(), token=options.token()) as api:
         devices = api.get("/api/v1/devices")
         processes = api.get("/api/v1/processes")
+        rights = {} if options.as_json else read_rights(api)
     if options.as_json:
         print_json({**devices, **processes})
         return 0
@@ -38,4 +40,6 @@ def _info(options: ConnectionOptions) -> int:
 
     console = open_console()
     show(console, node_tables(devices, processes, width=console.width))
+    if line := rights_line(rights, "clear"):
+        print(line)
     return 0

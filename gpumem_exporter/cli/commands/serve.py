@@ -45,21 +45,25 @@ def build(name: str) -> typer.Typer:
 
 
 def read_plain_words(words: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values of `--name VALUE` and `--name=VALUE`; None if Typer must read the words (help, wrong usage).
+    """Return the values of switches, `--name VALUE` and `--name=VALUE`; None if Typer must read the words.
 
     The import of Typer takes 7 % of the exporter's start.
     """
     names = {f"--{setting_key(name)}": name for name in ("config_file", *Settings.model_fields)}
+    switches = {flag for flag, name in names.items() if _is_switch(name)}
     values: dict[str, Any] = {}
     rest = iter(words)
     for word in rest:
         if word == "--demo":
             values["demo"] = True
             continue
+        if word in switches:
+            values[names[word]] = True
+            continue
         flag, equals, value = word.partition("=")
         if not equals:
             value = next(rest, "-")
-        if flag not in names or value.startswith("-"):
+        if flag not in names or flag in switches or value.startswith("-"):
             return None
         name = names[flag]
         if name in Settings.model_fields and _repeatable(Settings.model_fields[name]):
@@ -67,6 +71,10 @@ def read_plain_words(words: Sequence[str]) -> dict[str, Any] | None:
         else:
             values[name] = value
     return values
+
+
+def _is_switch(name: str) -> bool:
+    return name in Settings.model_fields and Settings.model_fields[name].annotation is bool
 
 
 def serve(values: dict[str, Any]) -> int:
@@ -94,6 +102,9 @@ def _parameters() -> list[Parameter]:
 def _parameter(name: str, field: FieldInfo) -> Parameter:
     import typer
 
+    if field.annotation is bool:
+        flag = typer.Option(f"--{setting_key(name)}", help=field.description, show_default=False)
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[bool | None, flag])
     repeatable = _repeatable(field)
     text = f"{field.description}{' (repeatable)' if repeatable else ''} [default: {_shown_default(field)}]"
     option = typer.Option(f"--{setting_key(name)}", metavar=_metavar(name, field), help=text, show_default=False)

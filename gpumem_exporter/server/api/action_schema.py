@@ -54,7 +54,7 @@ class TargetBody(_Strict):
     )
     workload: str | None = None
     rank: str | None = None
-    all: bool = Field(False, description="without other fields: every reporting process")
+    all: bool = Field(False, description="without other fields: every reporting process that the caller may act on")
 
 
 class ActionBody(_Strict):
@@ -109,7 +109,9 @@ class ActionDocument(TypedDict):
     id: str
     action: str
     state: Annotated[str, Field(json_schema_extra={"enum": ["queued", "running", "done", "failed", "expired"]})]
-    requested_by: str
+    requested_by: Annotated[
+        str, Field(description="the caller: unix:uid=…, loopback:uid=…, token:FILE@…, policy:RULE or alert:NAME")
+    ]
     created: Annotated[str, Field(description="RFC 3339")]
     target: dict[str, str | int | bool]
     mode: str

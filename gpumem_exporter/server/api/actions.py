@@ -11,7 +11,9 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import retry_after
 from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.permission import may_see
 from gpumem_exporter.errors import (
+    ActionForbiddenError,
     ActionNotAllowedError,
     GroupIncompleteError,
     IdempotencyConflictError,
@@ -30,10 +32,6 @@ __all__ = ["ActionRoutes", "actions_router"]
 MAX_IDEMPOTENCY_KEY_LENGTH = 255
 MAX_LISTED = 1000
 
-_ANONYMOUS_TERMINATION = (
-    "terminate requires a known caller: send the token of --action.token-file, or use --web.listen-socket; every local"
-    " user can connect over loopback"
-)
 _UNKNOWN_ACTION = "the action is unknown, or too old to be kept"
 
 _IdempotencyKey = Annotated[
@@ -85,8 +83,6 @@ class ActionRoutes:
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
-        if body.action == "terminate" and request.state.caller.anonymous:
-            raise ProblemError(403, _ANONYMOUS_TERMINATION)
         action_request = body.request()
         if idempotency_key is not None:
             await self._audit.wait_until_recalled()
@@ -102,17 +98,24 @@ class ActionRoutes:
             reply.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
         return reply
 
-    async def recent(self, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> Response:
-        """The audit log: the last actions, newest first."""
-        return json_response({"actions": [action_document(action) for action in self._dispatcher.recent()[:limit]]})
+    async def recent(self, request: Request, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> Response:
+        """The audit log: the last actions, newest first. A caller without the rights to all sees its own actions."""
+        visible = [action for action in self._dispatcher.recent() if may_see(request.state.caller, action)]
+        return json_response({"actions": [action_document(action) for action in visible[:limit]]})
 
-    async def one(self, action_id: str) -> Response:
+    async def one(self, request: Request, action_id: str) -> Response:
         """One action."""
-        return await self._recorded(self._dispatcher.get(action_id), running_status=200)
+        return await self._recorded(self._visible(request, action_id), running_status=200)
 
     async def cancel(self, request: Request, action_id: str) -> Response:
         """Cancel the parts of an action that have not started. May be repeated."""
+        if self._visible(request, action_id) is None:
+            raise ProblemError(404, _UNKNOWN_ACTION)
         return await self._recorded(self._dispatcher.cancel(action_id, requested_by=request.state.caller))
+
+    def _visible(self, request: Request, action_id: str) -> Action | None:
+        action = self._dispatcher.get(action_id)
+        return action if action is not None and may_see(request.state.caller, action) else None
 
     async def _recorded(self, action: Action | None, running_status: int = 202) -> Response:
         """Return the action. If it has ended, wait until its end is stored."""
@@ -127,7 +130,7 @@ class ActionRoutes:
 def _refusals_as_problems() -> Iterator[None]:
     try:
         yield
-    except ActionNotAllowedError as error:
+    except (ActionNotAllowedError, ActionForbiddenError) as error:
         raise ProblemError(403, str(error)) from None
     except TargetNotFoundError as error:
         raise ProblemError(404, str(error)) from None

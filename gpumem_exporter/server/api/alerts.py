@@ -38,10 +38,6 @@ _BODY: dict[str, Any] = {
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/AlertsBody"}}},
     }
 }
-_ANONYMOUS_TERMINATION = (
-    "terminate requires a known caller: start the exporter with --action.token-file and configure that token in"
-    " Alertmanager"
-)
 
 
 class AlertOutcome(TypedDict):
@@ -66,11 +62,10 @@ def alerts_router(
     count_alert: Callable[[str], None],
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
-    has_action_token: bool,
 ) -> APIRouter:
-    """Return the route of the receiver; with `has_action_token`, its callers are known."""
+    """Return the route of the receiver."""
     router = APIRouter(tags=["alerts"])
-    receiver = _Receiver(dispatcher, clock, wall_clock, has_action_token)
+    receiver = _Receiver(dispatcher, clock, wall_clock)
 
     @router.post(
         ALERTS_PATH,
@@ -142,7 +137,6 @@ class _Receiver:
     dispatcher: Dispatcher
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
-    has_action_token: bool
     memory: AlertMemory = field(default_factory=AlertMemory)
 
     def take(self, alert: AlertBody, caller: Caller) -> AlertOutcome:
@@ -169,7 +163,7 @@ class _Receiver:
             AlertRequestError: the alert's request is invalid.
             ActionRefusedError: the dispatcher rejects it.
         """
-        from gpumem_exporter.server.api.alert_schema import AlertRequestError, requested_action
+        from gpumem_exporter.server.api.alert_schema import requested_action
 
         now = self.clock()
         requested = requested_action(alert)
@@ -178,14 +172,12 @@ class _Receiver:
         objection = self.memory.objection(alert.fingerprint, alert.starts_at, now)
         if objection:
             return objection, "", None
-        if requested.request.action == "terminate" and not self.has_action_token:
-            raise AlertRequestError(_ANONYMOUS_TERMINATION)
         started_unix_seconds = self.wall_clock()
         try:
             action = self.dispatcher.submit(
                 requested.request,
-                requested_by=Caller.alert(alert.name[:128], caller),
-                idempotency_key=f"alert:{alert.fingerprint}:{alert.starts_at}",
+                requested_by=Caller.alert(alert.name, caller),
+                idempotency_key=f"{alert.fingerprint}:{alert.starts_at}",
             )
         except IdempotencyConflictError:
             action = None  # the alert's template now produces another request

@@ -6,11 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.actions.permission import may_act_on
 from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.plan_errors import plan_error_ratio
-from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.core.samples import (
+    IDENTITY_FIELDS,
+    DeviceReading,
+    ProcessFacts,
+    ReportingProcess,
+    SilentReporter,
+    Snapshot,
+)
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
@@ -20,7 +29,7 @@ _SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("
 _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")
 _IDENTITY = ("workload", "rank", "world_size", "torch_version", "allocator_settings", "client_version")
 _REPORT = ("step", "step_seconds", "pinned_host_bytes")
-_FACTS = ("user", "container_id", "k8s_pod_uid", "k8s_namespace", "k8s_pod", "k8s_container")
+_FACTS = tuple(name for name in IDENTITY_FIELDS if name != "command")
 _JOBS = ("slurm_job_id", "ray_job_id")
 
 
@@ -61,6 +70,8 @@ class SeenProcess:
     """By uuid, for the devices on which the driver lists it."""
     facts: ProcessFacts | None = None
     """The host's description of this process."""
+    hidden: bool = False
+    """Its user, command and pod are hidden."""
 
     @property
     def state(self) -> str:
@@ -70,8 +81,14 @@ class SeenProcess:
     @property
     def command(self) -> str | None:
         """Program and script, as the host reports them, otherwise as the reporter does."""
+        if self.hidden:
+            return None
         own = self.reporter.report.process.command if self.reporter else None
         return (self.facts.command if self.facts else "") or own
+
+    def identity(self, name: str) -> str | None:
+        """Return one of the host's `IDENTITY_FIELDS`; None if it is unknown or hidden."""
+        return None if self.facts is None or self.hidden else getattr(self.facts, name)
 
     @property
     def last_report_unix_seconds(self) -> float | None:
@@ -81,14 +98,18 @@ class SeenProcess:
         return self.silent.last_report_unix_seconds if self.silent is not None else None
 
 
-def processes_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
-    """Return every process that reports, that is silent, or that the driver lists."""
+def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = None) -> dict[str, Any]:
+    """Return every process that reports, that is silent, or that the driver lists.
+
+    The identities of others' processes are hidden from `viewer`; None shows them.
+    """
     gpus = gpu_labels(snapshot)
-    return {"source": source, "processes": [_process(process, gpus, snapshot) for process in seen_processes(snapshot)]}
+    processes = [_process(process, gpus, snapshot) for process in seen_processes(snapshot, viewer)]
+    return {"source": source, "processes": processes}
 
 
-def seen_processes(snapshot: Snapshot) -> list[SeenProcess]:
-    """Return every process that reports, that is silent, or that the driver lists."""
+def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[SeenProcess]:
+    """Return every process that reports, that is silent, or that the driver lists; see `processes_document`."""
     facts = snapshot.node.facts if snapshot.node else {}
     names = Names.of(snapshot)
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
@@ -104,7 +125,14 @@ def seen_processes(snapshot: Snapshot) -> list[SeenProcess]:
             process.shares[uuid] = share
     for process in seen:
         process.facts = _facts(process, facts)
+        process.hidden = viewer is not None and not _knows(viewer, process, snapshot)
     return seen
+
+
+def _knows(viewer: Caller, process: SeenProcess, snapshot: Snapshot) -> bool:
+    if viewer.rights is not Rights.OWN:
+        return viewer.rights is Rights.ALL
+    return process.reporter is not None and may_act_on(viewer, process.reporter, snapshot)
 
 
 def _facts(process: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:
@@ -129,7 +157,7 @@ def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) 
         "state": process.state,
         "command": process.command,
         **{name: getattr(identity, name, None) for name in _IDENTITY},
-        **{name: getattr(facts, name, None) for name in _FACTS},
+        **{name: process.identity(name) for name in _FACTS},
         **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in _JOBS},
         **{name: getattr(report, name, None) for name in _REPORT},
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi import Query as QueryParameters
 from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
+from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import EVENT_TYPES, Event, EventLog, Page, Query
 from gpumem_exporter.server.api.event_writes import read_events
@@ -21,6 +24,7 @@ from gpumem_exporter.server.security.request_guard import EVENTS_PATH
 __all__ = ["EventParameters", "events_document", "events_router"]
 
 MAX_LISTED = 1000
+_AUDIT_TYPES = frozenset({"action_asked", "action", "policy_stopped"})
 
 
 def _split(values: object) -> object:
@@ -88,17 +92,22 @@ class EventsDocument(TypedDict):
     more: bool
 
 
-def events_router(log: EventLog) -> APIRouter:
-    """Return the route of events."""
+def events_router(log: EventLog, *, hide_identities: bool) -> APIRouter:
+    """Return the route of events.
+
+    Args:
+        log: has the events.
+        hide_identities: hide users, commands and pods from callers that may not act on every process.
+    """
     router = APIRouter(tags=["events"])
 
     @router.get(EVENTS_PATH, responses={200: json_reply(EventsDocument), **problems(401, 403, 422, 503)})
-    async def events(parameters: Annotated[EventParameters, QueryParameters()]) -> Response:
+    async def events(request: Request, parameters: Annotated[EventParameters, QueryParameters()]) -> Response:
         """The events in the order in which the exporter recorded them.
 
         Without `after` and `since`, the reply has the last `limit` events. With one of them, it has the first `limit`
-        events that match; `after=<next_after>` continues from there. The callers that may read the audit log may read
-        events.
+        events that match; `after=<next_after>` continues from there. A caller that may only act on its own processes
+        gets no events about the actions of others.
 
         With `--storage.path`, events are on disk and survive a restart. The reply to a report with an out-of-memory
         error waits up to one second until the event is on disk. If the disk fails, the event stays in memory and
@@ -108,9 +117,23 @@ def events_router(log: EventLog) -> APIRouter:
             page = await read_events(log, parameters.query())
         except StorageError as error:
             raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
+        caller: Caller = request.state.caller
+        if caller.rights is not Rights.ALL:
+            page = replace(page, events=_for_user(page.events, caller, hide_identities=hide_identities))
         return json_response(events_document(page))
 
     return router
+
+
+def _for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> tuple[Event, ...]:
+    """Return the events for a caller that may only act on its own processes."""
+    visible = [event for event in events if event.type not in _AUDIT_TYPES or event.detail.get("caller") == caller.key]
+    return tuple(_without_identities(event) for event in visible) if hide_identities else tuple(visible)
+
+
+def _without_identities(event: Event) -> Event:
+    detail = {name: None if name in IDENTITY_FIELDS else value for name, value in event.detail.items()}
+    return replace(event, detail=detail)
 
 
 def events_document(page: Page) -> EventsDocument:

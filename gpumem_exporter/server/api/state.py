@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
 from gpumem_exporter.server.api.documents import devices_document, processes_document
 from gpumem_exporter.server.http.replies import json_reply, json_response
+from gpumem_exporter.server.security.access_rules import Callers
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["DevicesDocument", "ProcessesDocument", "state_router"]
@@ -101,8 +102,11 @@ class ProcessesDocument(TypedDict):
     processes: list[ProcessDocument]
 
 
-def state_router(*, snapshot: Callable[[], Snapshot], source: str) -> APIRouter:
-    """Return the routes that show devices and processes; `source` is `nvml` or `demo`."""
+def state_router(*, snapshot: Callable[[], Snapshot], source: str, hide_identities_from: Callers | None) -> APIRouter:
+    """Return the routes that show devices and processes; `source` is `nvml` or `demo`.
+
+    `hide_identities_from` identifies the viewers from whom the identities of others' processes are hidden.
+    """
     router = APIRouter(tags=["state"])
 
     @router.get("/api/v1/devices", responses={200: json_reply(DevicesDocument)})
@@ -111,8 +115,13 @@ def state_router(*, snapshot: Callable[[], Snapshot], source: str) -> APIRouter:
         return json_response(devices_document(snapshot(), source))
 
     @router.get("/api/v1/processes", responses={200: json_reply(ProcessesDocument)})
-    async def processes() -> Response:
-        """Every process that reports or that the driver lists, with its values for each device."""
-        return json_response(processes_document(snapshot(), source))
+    async def processes(request: Request) -> Response:
+        """Every process that reports or that the driver lists, with its values for each device.
+
+        With `--web.hide-identities`, the user, the command and the pod of others' processes are null for a caller that
+        may not act on them.
+        """
+        viewer = await hide_identities_from.of(request.scope) if hide_identities_from is not None else None
+        return json_response(processes_document(snapshot(), source, viewer))
 
     return router

@@ -13,6 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from gpumem_exporter.server.api.action_schema import ActionDocument, ActionsDocument
 from gpumem_exporter.server.api.alert_schema import AlertsBody
 from gpumem_exporter.server.api.alerts import AlertsDocument
+from gpumem_exporter.server.api.caller import CallerDocument
 from gpumem_exporter.server.api.events import EventsDocument
 from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.server.api.nvml import NvmlDocument
@@ -30,6 +31,7 @@ _REPLIES: tuple[type, ...] = (
     ActionDocument,
     ActionsDocument,
     AlertsDocument,
+    CallerDocument,
     DevicesDocument,
     EventsDocument,
     HealthDocument,

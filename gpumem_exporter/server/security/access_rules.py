@@ -1,69 +1,58 @@
-"""The caller of a request and its rights. Pure: derived from the connection and the headers."""
+"""The callers of requests and their rights: derived from the connection and the headers, once for each request."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from gpumem_exporter.actions.caller import Caller, CallerKind
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.server.http.addresses import is_loopback
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.security.tokens import TokenFile
 
-__all__ = ["OwnNames", "Rule"]
+__all__ = ["Callers", "OwnNames", "Rule"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The callers that may use a group of routes.
+    """The clients that may use a group of routes: with a token file those with its token, otherwise local users.
 
     Args:
         what: the subject of the routes, for messages: "actions".
         flag: the flag of the token file.
-        token: required from every caller; None admits loopback, root and the exporter's own uid.
-        owner_uid: the uid of the exporter.
-        any_user: whether without a token every user of this machine is admitted on the unix socket as well.
+        token: required from every client; None admits every user of this machine.
     """
 
     what: str
     flag: str
     token: TokenFile | None
-    owner_uid: int
-    any_user: bool = False
 
-    def admit(self, peer: Peer, headers: Mapping[bytes, bytes]) -> Caller:
-        """Admit a request and return its caller.
+    def admit(self, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
+        """Check a client.
 
         Raises:
-            ProblemError: 401 for a missing or wrong token; 403 if the exporter has no token and the caller no right.
+            ProblemError: 401 for a missing or wrong token; 403 if the exporter has no token and cannot identify the
+                user.
         """
+        problem = self.refusal(peer, headers)
+        if problem is not None:
+            raise problem
+
+    def refusal(self, peer: Peer, headers: Mapping[bytes, bytes]) -> ProblemError | None:
+        """Return why a client is refused; None if it is admitted."""
         if self.token is not None:
-            if self.matches_token(headers):
-                return _caller(peer, token=True)
-            bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
-            wrong = "wrong token" if bearer else "a token is required"
-            raise ProblemError(
-                401,
-                f"{self.what}: {wrong}; send `Authorization: Bearer TOKEN`, the token of the exporter's {self.flag}",
-                {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
-            )
-        if peer.on_unix_socket:
-            if self.any_user or peer.uid in (0, self.owner_uid):
-                return _caller(peer)
-            raise ProblemError(
-                403,
-                f"{self.what} are allowed for the exporter's uid {self.owner_uid} and root, not for uid "
-                f"{peer.uid}; start the exporter with {self.flag} and send that token as "
-                "`Authorization: Bearer TOKEN`",
-            )
+            return None if self.matches_token(headers) else self._unauthorized(headers)
         if peer.uid is not None:
-            return _caller(peer)
+            return None
         place = f"from {peer.host or 'an unknown peer'}"
         if is_loopback(peer.host):
             place = "through a proxy, nor from a user that the kernel does not name"
-        raise ProblemError(
+        return ProblemError(
             403,
             f"{self.what} are allowed over loopback and the unix socket, not {place}; start the "
             f"exporter with {self.flag} and send that token as `Authorization: Bearer TOKEN`",
@@ -74,12 +63,82 @@ class Rule:
         scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
         return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(presented.strip())
 
+    def _unauthorized(self, headers: Mapping[bytes, bytes]) -> ProblemError:
+        bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
+        wrong = "wrong token" if bearer else "a token is required"
+        return ProblemError(
+            401,
+            f"{self.what}: {wrong}; send `Authorization: Bearer TOKEN`, the token of the exporter's {self.flag}",
+            {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
+        )
 
-def _caller(peer: Peer, *, token: bool = False) -> Caller:
-    """Return the peer as the caller of an action, authenticated by a token or not."""
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """Identifies the callers of actions and decides their rights.
+
+    The token grants every right. Without a token file, root and the exporter's own user have every right if they are
+    in the exporter's PID and user namespace; any other user of this machine may act on its own processes.
+
+    Args:
+        rule: the rule for actions.
+        owner_uid: the uid of the exporter.
+    """
+
+    rule: Rule
+    owner_uid: int = field(default_factory=os.geteuid)
+
+    async def of(self, scope: Mapping[str, Any]) -> Caller:
+        """Return the caller of an ASGI request. It has no rights if the rule refuses the request."""
+        peer = Peer.of(scope)
+        caller = _identified(peer)
+        if self.rule.refusal(peer, dict(scope["headers"])) is not None:
+            return caller
+        if self.rule.token is not None:
+            return replace(caller, rights=Rights.ALL, token=self.rule.token.path.name)
+        if peer.uid not in (0, self.owner_uid):
+            return replace(caller, rights=Rights.OWN)
+        # For a TCP connection, its process is searched once.
+        place = peer.place if peer.on_unix_socket else await asyncio.to_thread(lambda: peer.place)
+        if place.in_own_namespaces:
+            return replace(caller, rights=Rights.ALL)
+        return replace(caller, rights=Rights.OWN, container=place.container if peer.uid == 0 else None)
+
+    async def admit(self, scope: Mapping[str, Any]) -> Caller:
+        """Return the caller of an ASGI request, which may act at least on its own processes.
+
+        Raises:
+            ProblemError: see `Rule.admit`.
+        """
+        caller = await self.of(scope)
+        if caller.rights is Rights.NONE:
+            self.rule.admit(Peer.of(scope), dict(scope["headers"]))
+        return caller
+
+    def require_all(self, caller: Caller, what: str) -> None:
+        """Refuse a caller that may only act on its own processes.
+
+        Raises:
+            ProblemError: 403.
+        """
+        if caller.rights is Rights.ALL:
+            return
+        users = "root" if self.owner_uid == 0 else f"root and uid {self.owner_uid}"
+        raise ProblemError(
+            403,
+            f"{what}: allowed for {users} outside of containers, not for {caller}, which may act on its own "
+            f"processes; use the unix socket as root, or start the exporter with {self.rule.flag} and send that token "
+            "as `Authorization: Bearer TOKEN`",
+        )
+
+
+def _identified(peer: Peer) -> Caller:
+    """Return the peer as a caller without rights."""
     if peer.on_unix_socket:
-        return Caller(CallerKind.UNIX, uid=peer.uid, pid=peer.pid, token=token)
-    return Caller(CallerKind.TCP if peer.host else CallerKind.UNKNOWN, host=peer.host, token=token)
+        return Caller(CallerKind.UNIX, uid=peer.uid, pid=peer.pid)
+    if peer.uid is not None:
+        return Caller(CallerKind.LOOPBACK, uid=peer.uid, host=peer.host)
+    return Caller(CallerKind.TCP if peer.host else CallerKind.UNKNOWN, host=peer.host)
 
 
 _LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from gpumem_exporter.host.containers import container_id
 from gpumem_exporter.server.http.addresses import is_loopback
 from gpumem_exporter.wire.peer import socket_pid, tcp_peer_owner, unix_peer
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "Place"]
 
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
 """Headers of proxies: the connection is then the proxy's, not the caller's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Peer:
     """The process at the other end of a connection, in the exporter's namespaces.
 
@@ -40,14 +43,17 @@ class Peer:
             return cls()
         if sock.family == socket.AF_UNIX:
             credentials = unix_peer(sock)
-            return cls(uid=credentials.uid, pid=credentials.pid)
+            peer = cls(uid=_known(credentials.uid), pid=credentials.pid)
+            if credentials.uid in (0, os.geteuid()):
+                _ = peer.place  # while the process certainly exists: its pid may be used again
+            return peer
         try:
             # A socket for both address families reports an IPv4 peer by its IPv6-mapped address.
             host = sock.getpeername()[0].removeprefix("::ffff:")
         except OSError:
             return cls()  # it has closed the connection
         owner = tcp_peer_owner(sock) if is_loopback(host) else None
-        return cls(host) if owner is None else cls(host, uid=owner.uid, inode=owner.inode)
+        return cls(host) if owner is None else cls(host, uid=_known(owner.uid), inode=owner.inode)
 
     @classmethod
     def of(cls, scope: Mapping[str, Any]) -> Peer:
@@ -61,13 +67,51 @@ class Peer:
         """Whether the peer is connected to the unix socket, whose peer the kernel always knows."""
         return not self.host and self.uid is not None
 
+    @cached_property
+    def place(self) -> Place:
+        """Where the process runs. May read the descriptors of all processes, once for a TCP connection."""
+        pid = self.pid or (socket_pid(self.inode) if self.inode else None)
+        if pid is None:
+            return Place(in_own_namespaces=False, container="")
+        return Place(_namespaces(str(pid)) == _own_namespaces(), _container(str(pid)))
+
     def in_own_namespaces(self) -> bool:
         """Return whether the peer is in the exporter's PID and user namespace, and not in a container of its own.
 
-        False if the process cannot be seen. May read the descriptors of all processes.
+        False if the process cannot be seen.
         """
-        pid = self.pid or (socket_pid(self.inode) if self.inode else None)
-        return pid is not None and _namespaces(str(pid)) == _namespaces("self")
+        return self.place.in_own_namespaces
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs."""
+
+    in_own_namespaces: bool
+    """In the exporter's PID and user namespace; False if the process cannot be seen."""
+    container: str
+    """The id of its container by its cgroup; empty if there is none or the process cannot be seen."""
+
+
+_OVERFLOW_UID = 65534
+
+
+def _known(uid: int) -> int | None:
+    """Return None for the uid that stands for every user outside of the exporter's user namespace."""
+    return None if uid == _OVERFLOW_UID and not _has_every_uid() else uid
+
+
+@cache
+def _has_every_uid() -> bool:
+    try:
+        return Path("/proc/self/uid_map").read_text("ascii").split() == ["0", "0", "4294967295"]
+    except OSError:
+        return False
+
+
+@cache
+def _own_namespaces() -> tuple[int, str] | None:
+    return _namespaces("self")
 
 
 def _namespaces(pid: str) -> tuple[int, str] | None:
@@ -82,3 +126,10 @@ def _namespaces(pid: str) -> tuple[int, str] | None:
         return depth, (entry / "uid_map").read_text("utf-8")
     except (OSError, StopIteration):
         return None
+
+
+def _container(pid: str) -> str:
+    try:
+        return container_id(Path("/proc", pid, "cgroup").read_text("utf-8", "replace"))
+    except OSError:
+        return ""

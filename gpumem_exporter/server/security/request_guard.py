@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.access_rules import OwnNames, Rule
+from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.wire.protocol import REPORTS_PATH
 
@@ -50,14 +50,14 @@ class Guard:
         app: the next application.
         own_names: the names that `Host` and `Origin` may have.
         reports: the rule for reports.
-        actions: the rule for actions, the audit log and events.
+        callers: identifies the callers of actions, the audit log and events.
         on_report_refused: called with the outcome of a refused report: `unauthorized`, `too_large` or `invalid`.
     """
 
     app: ASGIApp
     own_names: OwnNames
     reports: Rule
-    actions: Rule
+    callers: Callers
     on_report_refused: Callable[[str], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,9 +68,8 @@ class Guard:
         path, method = scope["path"], scope["method"]
         is_report = path == REPORTS_PATH
         try:
-            rule = self.reports if is_report else self.actions if _is_restricted(path) else None
-            if rule is not None:
-                self._admit(scope, rule)
+            if is_report or _is_restricted(path):
+                await self._admit(scope, path)
                 if method == "POST":
                     receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
         except ProblemError as problem:
@@ -84,15 +83,22 @@ class Guard:
             scope = {**scope, "method": "GET"}  # the server sends no body
         await self.app(scope, receive, send)
 
-    def _admit(self, scope: Scope, rule: Rule) -> None:
+    async def _admit(self, scope: Scope, path: str) -> None:
         headers = dict(scope["headers"])
+        rule = self.reports if path == REPORTS_PATH else self.callers.rule
         self.own_names.require_own_page(headers)
         if rule.token is None:
             # A client with the token is not a web page, and may use any name of the exporter.
             self.own_names.require_own_host(headers)
-        scope.setdefault("state", {})["caller"] = rule.admit(Peer.of(scope), headers)
+        if path == REPORTS_PATH:
+            rule.admit(Peer.of(scope), headers)
+        else:
+            caller = await self.callers.admit(scope)
+            if path in (ALERTS_PATH, RELOAD_PATH) or path.startswith(NVML_PATH + "/"):
+                self.callers.require_all(caller, path)
+            scope.setdefault("state", {})["caller"] = caller
         # A reload has no body, so its Content-Type does not matter.
-        if scope["method"] == "POST" and scope["path"] != RELOAD_PATH:
+        if scope["method"] == "POST" and path != RELOAD_PATH:
             media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             if media_type != b"application/json":
                 raise ProblemError(415, "expected JSON with `Content-Type: application/json`")

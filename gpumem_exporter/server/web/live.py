@@ -11,18 +11,19 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
+from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.http.held_requests import RELEASED, Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
-from gpumem_exporter.server.security.access_rules import OwnNames
+from gpumem_exporter.server.security.access_rules import Callers, OwnNames
 from gpumem_exporter.server.web.history import History
 from gpumem_exporter.server.web.live_document import live_document
 from gpumem_exporter.server.web.page import Page
 from gpumem_exporter.server.web.streams import Following, Streams, TooManyStreamsError
 
-__all__ = ["LIVE_PATH", "LiveState", "live_router"]
+__all__ = ["LIVE_PATH", "Audience", "LiveState", "live_router"]
 
 LIVE_PATH = "/api/v1/live"
 
@@ -56,6 +57,8 @@ class LiveState:
     history: History
     page: Page
     allowed_actions: tuple[str, ...]
+    viewer: Caller | None = None
+    """From whom the identities of others' processes are hidden; None shows them."""
 
     def document(self) -> dict[str, Any]:
         """Return the state now."""
@@ -66,10 +69,32 @@ class LiveState:
             page=self.page.digest,
             allowed_actions=self.allowed_actions,
             newest=self.history.newest(),
+            viewer=self.viewer,
         )
 
 
-def live_router(*, streams: Streams, history: History, holds: Holds, own_names: OwnNames) -> APIRouter:
+@dataclass(frozen=True, slots=True)
+class Audience:
+    """The streams for each viewer. All viewers have the same one, unless identities are hidden.
+
+    Args:
+        everything: for a viewer that may act on every process.
+        public: for the others.
+        callers: identifies the viewers.
+    """
+
+    everything: Streams
+    public: Streams
+    callers: Callers
+
+    async def streams(self, scope: Scope) -> Streams:
+        """Return the streams for the viewer of a request."""
+        if self.public is self.everything or (await self.callers.of(scope)).rights is Rights.ALL:
+            return self.everything
+        return self.public
+
+
+def live_router(*, audience: Audience, history: History, holds: Holds, own_names: OwnNames) -> APIRouter:
     """Return the route of the live page's content."""
     router = APIRouter(tags=["state"])
 
@@ -81,6 +106,7 @@ def live_router(*, streams: Streams, history: History, holds: Holds, own_names: 
         programs should read those documents.
         """
         own_names.require_own_page(dict(request.scope["headers"]))
+        streams = await audience.streams(request.scope)
         if EVENT_STREAM in request.headers.get("accept", ""):
             return _Stream(streams, history, holds)
         latest = streams.latest()

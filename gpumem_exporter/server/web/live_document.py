@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
@@ -35,6 +36,7 @@ def live_document(
     page: str,
     allowed_actions: tuple[str, ...],
     newest: dict[str, Any] | None,
+    viewer: Caller | None = None,
 ) -> dict[str, Any]:
     """Return the state of the node.
 
@@ -44,6 +46,7 @@ def live_document(
         page: the digest of the page that can read this document.
         allowed_actions: the actions of `--action.allow`.
         newest: the last point of the history.
+        viewer: from whom the identities of others' processes are hidden; None shows them.
     """
     devices = devices_document(snapshot, health["source"])
     gpus = gpu_labels(snapshot)
@@ -59,13 +62,12 @@ def live_document(
         "allowed_actions": allowed_actions,
         "newest": newest,
         "columns": COLUMNS,
-        "processes": [row for process in seen_processes(snapshot) for row in _rows(process, gpus)],
+        "processes": [row for process in seen_processes(snapshot, viewer) for row in _rows(process, gpus)],
     }
 
 
 def _rows(process: SeenProcess, gpus: dict[str, str]) -> Iterator[list[Any]]:
     """Build the rows of a process by hand: a node has hundreds of rows, and reports wait meanwhile."""
-    facts = process.facts
     samples: dict[str, DeviceSample] = {}
     clears = False
     workload = rank = None
@@ -79,7 +81,7 @@ def _rows(process: SeenProcess, gpus: dict[str, str]) -> Iterator[list[Any]]:
         workload, rank = process.silent.workload, process.silent.rank
     of_process = [
         *(process.pid, process.state, workload, rank, process.command),
-        *((facts.user, facts.k8s_namespace, facts.k8s_pod) if facts else (None, None, None)),
+        *(process.identity("user"), process.identity("k8s_namespace"), process.identity("k8s_pod")),
         *(process.last_report_unix_seconds, clears),
     ]
     uuids = [*samples, *(uuid for uuid in process.shares if uuid not in samples)]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpumem_exporter.core.samples import ProcessMemory
 from gpumem_exporter.server.security.request_guard import MAX_ALERTS_BYTES
 from gpumem_exporter.wire.http import Connection
 from gpumem_exporter.wire.protocol import MODES
@@ -26,7 +28,7 @@ from tests.support.alert_path import running_alertmanager
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import QUICK
 from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import patient, wait_for
 
 ALERTS = "/api/v1/alerts"
@@ -80,7 +82,7 @@ def test_a_firing_alert_becomes_an_action_with_its_name(exporter: RunningExporte
     (action,) = actions(exporter)
     assert outcomes == {"fingerprint": "aaaa", "outcome": "acted", "reason": "", "action_id": action["id"]}
     assert (action["action"], action["mode"], action["target"]) == ("empty_cache", "step", {"pid": 1})
-    assert action["requested_by"] == "alert:Hoarded by tcp:127.0.0.1"
+    assert action["requested_by"] == f"alert:Hoarded by loopback:uid={os.getuid()}"
     assert re.search(r"\bHoarded \(aaaa\): 7 bytes$", action["reason"])
     assert action["state"] == "queued"
     assert counted(exporter, "acted") == 1
@@ -166,26 +168,21 @@ def test_only_callers_that_may_act_may_send_alerts(exporter: RunningExporter, tm
         assert send(guarded, alert(summary="hi"), Authorization="Bearer s3cret")[0]["outcome"] == "ignored"
 
 
-def test_terminate_from_an_alert_requires_permission_and_the_token(tmp_path: Path) -> None:
-    (tmp_path / "token").touch(0o600)
-    (tmp_path / "token").write_text("s3cret")
+def test_terminate_from_an_alert_requires_that_the_action_is_allowed() -> None:
     target = subprocess.Popen(["sleep", "600"])
     request = {"gpumem_action": "terminate", "gpumem_target_pid": str(target.pid)}
-    secret = {"Authorization": "Bearer s3cret"}
+    provider = ScriptedProvider()
+    provider.processes[UUIDS[0]] = (ProcessMemory(target.pid, MIB),)
     try:
-        for flags, headers, texts in (
-            ({"action_allow": "terminate"}, {}, "--action.token-file"),
-            ({"action_token_file": str(tmp_path / "token")}, secret, "--action.allow"),
-        ):
-            with running_exporter(**flags) as exporter:
-                assert exporter.report(report(target.pid, devices=(sample(),))).status == 200
-                (outcomes,) = send(exporter, alert(**request), **headers)
-                assert outcomes["outcome"] == "refused"
-                assert texts in outcomes["reason"]
-        assert target.poll() is None
-        with running_exporter(action_allow="terminate", action_token_file=str(tmp_path / "token")) as exporter:
+        with running_exporter(provider=provider) as exporter:
             assert exporter.report(report(target.pid, devices=(sample(),))).status == 200
-            assert send(exporter, alert(**request), **secret)[0]["outcome"] == "acted"
+            (outcomes,) = send(exporter, alert(**request))
+            assert outcomes["outcome"] == "refused"
+            assert "--action.allow" in outcomes["reason"]
+        assert target.poll() is None
+        with running_exporter(provider=provider, action_allow="terminate") as exporter:
+            assert exporter.report(report(target.pid, devices=(sample(),))).status == 200
+            assert send(exporter, alert(**request))[0]["outcome"] == "acted"
             target.wait(patient(30))
     finally:
         target.kill()
@@ -231,7 +228,7 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
     (action,) = json.loads(answer.body)["actions"]
     (row,) = action["results"]
     assert (row["pid"], row["outcome"], row["freed_bytes"]) == (process.pid, "done", 256 * MIB)
-    assert action["requested_by"] == "alert:CacheHoarded by token@127.0.0.1"
+    assert action["requested_by"] == f"alert:CacheHoarded by token:token@loopback:uid={os.getuid()}"
     assert re.search(r"\bCacheHoarded \([0-9a-f]{16}\): 256 MiB could be released$", action["reason"])
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +56,7 @@ def test_a_finished_action_is_answered_200_with_its_results(exporter: RunningExp
         "outcome": "done",
         "freed_bytes": 7,
     }
-    assert action["requested_by"] == "tcp:127.0.0.1"
+    assert action["requested_by"] == f"loopback:uid={os.getuid()}"
 
 
 def test_a_running_action_is_answered_202_with_its_location(exporter: RunningExporter) -> None:
@@ -145,7 +146,7 @@ def test_actions_require_the_token_if_there_is_one(tmp_path: Path) -> None:
         problem(exporter.get(ACTIONS), 401)
         request = {"action": "empty_cache", "target": {"all": True}, "dry_run": True}
         answer = exporter.request("POST", ACTIONS, request, Authorization="Bearer s3cret")
-        assert json.loads(answer.body)["requested_by"] == "token@127.0.0.1"
+        assert json.loads(answer.body)["requested_by"] == f"token:token@loopback:uid={os.getuid()}"
         assert exporter.get(ACTIONS, Authorization="Bearer s3cret").status == 200
 
 

@@ -34,7 +34,7 @@ def test_an_action_that_has_not_started_is_canceled_in_processes_that_wait(
     assert answer.status == 202
     (row,) = json.loads(answer.body)["results"]
     assert (row["pid"], row["outcome"]) == (2, "refused")
-    assert "tcp:127.0.0.1" in row["reason"]
+    assert "loopback:uid=" in row["reason"]
 
     reply = exporter.report(
         report(1, sequence=3, devices=(sample(UUIDS[0], 10, 7),), modes=MODES, waiting=(action_id,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,3 +165,15 @@ def test_disabled_clears_are_shown_as_disabled(tmp_path: Path, open_page: OpenPa
         live.page.locator("#clear-all").click()
         shows(live, "#dialog-error", r"\w")
         assert exporter.get("/api/v1/actions")["actions"] == []
+
+
+def test_the_page_says_which_processes_a_user_may_clear(demo: Demo, open_page: OpenPage) -> None:
+    _, url = demo
+    caller = {"uid": 1001, "rights": "own", "actions": ["empty_cache"], "processes": 3, "reason": None}
+    own = f"""
+        const send = window.fetch;
+        window.fetch = (path, how) =>
+            path === "/api/v1/caller" ? Promise.resolve(Response.json({json.dumps(caller)})) : send(path, how);
+    """
+    live = open_page(url, script=own)
+    shows(live, "#access", r"^You can clear your own 3 processes \(uid 1001\)\.$")

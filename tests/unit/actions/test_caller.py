@@ -1,31 +1,46 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from gpumem_exporter.actions.caller import Caller, CallerKind
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 
-USER = Caller(CallerKind.UNIX, uid=1000, pid=42)
+USER = Caller(CallerKind.UNIX, Rights.OWN, uid=1000, pid=42)
 
 
 @pytest.mark.parametrize(
-    ("caller", "spelled", "share", "anonymous"),
+    ("caller", "spelled", "key"),
     [
-        (USER, "unix:uid=1000:pid=42", "unix:uid=1000", False),
-        (Caller(CallerKind.UNIX, uid=7, pid=1, token=True), "token@unix:uid=7:pid=1", "token@unix:uid=7", False),
-        (Caller(CallerKind.TCP, host="127.0.0.1"), "tcp:127.0.0.1", "tcp:127.0.0.1", True),
-        (Caller(CallerKind.TCP, host="10.0.0.5", token=True), "token@10.0.0.5", "token@10.0.0.5", False),
-        (Caller(CallerKind.UNKNOWN), "unknown", "unknown", True),
-        (Caller.policy("hoarders"), "policy:hoarders", "policy:hoarders", False),
+        (USER, "unix:uid=1000:pid=42", "uid:1000"),
+        (Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1000, host="::1"), "loopback:uid=1000", "uid:1000"),
+        (Caller(CallerKind.UNIX, uid=7, pid=1, token="token"), "token:token@unix:uid=7:pid=1", "token:token"),
+        (Caller(CallerKind.TCP, host="10.0.0.5", token="token"), "token:token@tcp:10.0.0.5", "token:token"),
+        (Caller(CallerKind.TCP, host="10.0.0.5"), "tcp:10.0.0.5", "tcp:10.0.0.5"),
+        (Caller(CallerKind.UNKNOWN), "unknown", "unknown:"),
         (
-            Caller.alert("GpuMemLeak", USER),
-            "alert:GpuMemLeak by unix:uid=1000:pid=42",
-            "alert:GpuMemLeak by unix:uid=1000",
-            False,
+            dataclasses.replace(USER, uid=0, container="c" * 64),
+            f"unix:uid=0:pid=42:container={'c' * 12}",
+            f"uid:0:container:{'c' * 64}",
         ),
+        (Caller.policy("hoarders"), "policy:hoarders", "policy:hoarders"),
+        (Caller.alert("GpuMemLeak", USER), "alert:GpuMemLeak by unix:uid=1000:pid=42", "alert:GpuMemLeak"),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
-def test_a_caller_has_one_text_and_shares_its_limit_with_its_other_processes(
-    caller: Caller, spelled: str, share: str, anonymous: bool
+def test_a_caller_has_one_text_and_shares_its_key_with_its_other_processes(
+    caller: Caller, spelled: str, key: str
 ) -> None:
-    assert (str(caller), caller.share, caller.anonymous) == (spelled, share, anonymous)
+    assert (str(caller), caller.key) == (spelled, key)
+
+
+@pytest.mark.parametrize("name", ["Leak by unix:uid=0:pid=1", "Leak\npolicy:hoarders", "x" * 200, "a:b/c d"])
+def test_the_name_of_an_alert_cannot_look_like_another_caller(name: str) -> None:
+    caller = Caller.alert(name, USER)
+    assert str(caller).removesuffix(f" by {USER}").removeprefix("alert:") == caller.name
+    assert not set(caller.name) & set(": \n/=")
+    assert len(caller.name) <= 128
+
+
+def test_an_alert_has_the_rights_of_its_sender() -> None:
+    assert Caller.alert("GpuMemLeak", USER).rights is Rights.OWN

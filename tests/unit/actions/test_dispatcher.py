@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 
 import pytest
 
-from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.dispatcher import (
     ANSWER_GRACE_SECONDS,
     GROUP_ANSWER_SECONDS,
 )
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
 from gpumem_exporter.actions.limits import RateLimits
-from gpumem_exporter.actions.model import SubmittedAction
+from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.targets import select_listed
 from gpumem_exporter.actions.terminate import Terminator
@@ -227,9 +227,36 @@ def test_the_last_actions_are_listed_newest_first() -> None:
     ids = []
     for _ in range(5):
         bench.now += 0.1
-        ids.append(bench.ask(dry_run=True).id)
+        ids.append(done(bench).id)
     assert [action.id for action in bench.dispatcher.recent()] == ids[:-4:-1]
     assert bench.dispatcher.get(ids[0]) is None
+
+
+def done(bench: Bench, caller: Caller | None = None, **changes: Any) -> Action:
+    """Request an action of one process, and answer it."""
+    action = bench.ask(target=Target(pid=1), caller=caller, **changes)
+    bench.answer(bench.first, action)
+    return action
+
+
+def test_dry_runs_displace_no_action() -> None:
+    bench = Bench()
+    bench.dispatcher = bench.build(kept_actions=4)
+    real = done(bench)
+    estimates = [bench.ask(dry_run=True).id for _ in range(9)]
+    assert bench.dispatcher.get(real.id) is not None
+    assert [bench.dispatcher.get(one) is not None for one in estimates[-2:]] == [False, True]
+
+
+def test_a_caller_with_many_actions_displaces_only_its_own() -> None:
+    bench = Bench()
+    bench.dispatcher = bench.build(kept_actions=4)
+    flooder, other = (Caller(CallerKind.UNIX, Rights.ALL, uid=uid) for uid in (1001, 1002))
+    first = done(bench, other, idempotency_key="k")
+    flood = [done(bench, flooder, idempotency_key=f"k{number}") for number in range(20)]
+    assert done(bench, other, idempotency_key="k").id == first.id
+    assert bench.dispatcher.get(first.id) is not None
+    assert [bench.dispatcher.get(one.id) is not None for one in flood[-4:]] == [False, True, True, True]
 
 
 @pytest.fixture
@@ -374,7 +401,17 @@ def test_the_limit_of_a_caller_says_when_to_retry(bench: Bench) -> None:
     with pytest.raises(TooManyActionsError) as caught:
         bench.ask()
     assert caught.value.retry_seconds == pytest.approx(30.0)
-    bench.ask(dry_run=True)  # touches nothing, and is not counted
+    with pytest.raises(TooManyActionsError):
+        bench.ask(dry_run=True)
+
+
+def test_a_dry_run_does_not_count_for_its_processes(bench: Bench) -> None:
+    bench.dispatcher = bench.build(limits=RateLimits(per_caller=100, per_process=1, clock=lambda: bench.now))
+    for _ in range(3):
+        bench.ask(dry_run=True)
+    bench.ask()
+    with pytest.raises(TooManyActionsError):
+        bench.ask()
 
 
 @pytest.mark.parametrize(
@@ -446,8 +483,8 @@ def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(b
 
 def test_a_recalled_action_does_not_displace_one_of_this_run(bench: Bench) -> None:
     bench.dispatcher = bench.build(kept_actions=2)
-    old = dataclasses.replace(bench.ask(dry_run=True), id="before")
-    new = bench.ask(dry_run=True, idempotency_key="k")
+    old = dataclasses.replace(done(bench), id="before")
+    new = done(bench, idempotency_key="k")
     bench.dispatcher.recall(old, None)
     assert bench.dispatcher.get("before") is None
-    assert bench.dispatcher.get(new.id) == new
+    assert bench.dispatcher.get(new.id) is not None

@@ -254,6 +254,19 @@ def test_a_rule_is_evaluated_only_for_its_workloads() -> None:
     assert found.counts == {}
 
 
+def test_a_made_up_rank_of_another_user_neither_acts_on_a_group_nor_delays_its_rule() -> None:
+    bench = Bench(rule(group=True, cooldown_seconds=600.0))
+    bench.now += 1
+    mine, rank = (process(pid, at=bench.now, workload="train", owner_uid=1001) for pid in (1, 2))
+    other = process(3, at=bench.now, workload="train", owner_uid=1002)
+    quiet = process(1, sample(), at=bench.now, workload="train", owner_uid=1001)
+    (decision,) = bench.evaluate(quiet, other).decisions
+    assert decision.request.target == Target(pid=3, workload="train")  # of its own user only
+    bench.under_way = {other.key}
+    (decision,) = bench.evaluate(mine, rank, other).decisions
+    assert decision.request.target == Target(pid=1, workload="train")
+
+
 def test_a_group_gets_one_action_and_none_while_a_rank_is_busy() -> None:
     bench = Bench(rule(group=True))
     bench.now += 1
@@ -262,7 +275,7 @@ def test_a_group_gets_one_action_and_none_while_a_rank_is_busy() -> None:
     assert only(bench.evaluate(*ranks), "busy")
     bench.under_way = set()
     (decision,) = bench.evaluate(*ranks).decisions
-    assert (decision.request.target, decision.request.group) == (Target(workload="train"), True)
+    assert (decision.request.target, decision.request.group) == (Target(pid=1, workload="train"), True)
     assert only(bench.evaluate(*ranks), "cooling")
 
 

@@ -81,7 +81,12 @@ def test_every_flag_reaches_its_setting(served: list[tuple[Settings, bool]]) -> 
 
 @pytest.mark.parametrize(
     "words",
-    [["--log.level=debug"], ["--demo", "--config.file", ""], ["--action.allow", "clear", "--action.allow=gc"]],
+    [
+        ["--log.level=debug"],
+        ["--demo", "--config.file", ""],
+        ["--action.allow", "clear", "--action.allow=gc"],
+        ["--web.hide-identities", "--log.level", "debug"],
+    ],
 )
 def test_plain_words_have_the_values_that_typer_reads(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[dict[str, Any]] = []
@@ -90,7 +95,10 @@ def test_plain_words_have_the_values_that_typer_reads(words: list[str], monkeypa
     assert read_plain_words(words) == {name: value for name, value in read[0].items() if value not in (None, [], False)}
 
 
-@pytest.mark.parametrize("words", [["--help"], ["--no-such", "1"], ["--log.level"], ["--log.level", "--demo"], ["x"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--no-such", "1"], ["--log.level"], ["--log.level", "--demo"], ["x"], ["--web.hide-identities=1"]],
+)
 def test_typer_reads_help_and_wrong_usage(words: list[str]) -> None:
     assert read_plain_words(words) is None
 

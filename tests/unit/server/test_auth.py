@@ -1,27 +1,48 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 
 import pytest
 
+from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.access_rules import OwnNames, Rule
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
+from gpumem_exporter.server.security.peer import Peer, Place
 from gpumem_exporter.server.security.tokens import TokenFile, TokenRefresher
 from tests.support.waiting import patient
 
 OWNER = 1000
-LOCAL = Peer("127.0.0.1", uid=1000, inode=4711)
+HERE = Place(in_own_namespaces=True, container="")
+CONTAINER = Place(in_own_namespaces=False, container="c" * 64)
+UNSEEN = Place(in_own_namespaces=False, container="")
+
+
+def unix(uid: int, place: Place = HERE) -> Peer:
+    return placed(Peer(uid=uid, pid=42), place)
+
+
+def tcp(uid: int | None, place: Place = HERE, host: str = "127.0.0.1") -> Peer:
+    return placed(Peer(host, uid=uid, inode=4711), place)
+
+
+def placed(peer: Peer, place: Place) -> Peer:
+    peer.__dict__["place"] = place  # the cache of the property
+    return peer
+
+
+LOCAL = tcp(OWNER)
 REMOTE = Peer("10.0.0.5")
 
 
-def unix(uid: int) -> Peer:
-    return Peer(uid=uid, pid=42)
-
-
 def rule(token: TokenFile | None = None) -> Rule:
-    return Rule("actions", "--action.token-file", token, OWNER)
+    return Rule("actions", "--action.token-file", token)
+
+
+def caller(peer: Peer, headers: dict[bytes, bytes] | None = None, token: TokenFile | None = None) -> Caller:
+    scope = {"state": {"peer": peer}, "headers": list((headers or {}).items())}
+    return asyncio.run(Callers(rule(token), OWNER).of(scope))
 
 
 def token_file(path: Path, text: str) -> TokenFile:
@@ -32,15 +53,45 @@ def token_file(path: Path, text: str) -> TokenFile:
     return token
 
 
-def refusal(of: Rule, caller: Peer, headers: dict[bytes, bytes] | None = None) -> ProblemError:
+def refusal(of: Rule, peer: Peer, headers: dict[bytes, bytes] | None = None) -> ProblemError:
     with pytest.raises(ProblemError) as caught:
-        of.admit(caller, headers or {})
+        of.admit(peer, headers or {})
     return caught.value
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
-def test_without_a_token_file_loopback_is_admitted(host: str) -> None:
-    assert str(rule().admit(Peer(host, uid=1000), {})) == f"tcp:{host}"
+@pytest.mark.parametrize(
+    ("peer", "rights", "container"),
+    [
+        (unix(0), Rights.ALL, None),
+        (unix(OWNER), Rights.ALL, None),
+        (tcp(0), Rights.ALL, None),
+        (tcp(OWNER, host="::1"), Rights.ALL, None),
+        (unix(1001), Rights.OWN, None),
+        (tcp(1001), Rights.OWN, None),
+        (unix(1001, CONTAINER), Rights.OWN, None),
+        (unix(0, CONTAINER), Rights.OWN, "c" * 64),
+        (tcp(0, UNSEEN), Rights.OWN, ""),
+        (unix(OWNER, CONTAINER), Rights.OWN, None),
+        (tcp(None), Rights.NONE, None),
+        (REMOTE, Rights.NONE, None),
+        (Peer(), Rights.NONE, None),
+    ],
+    ids=str,
+)
+def test_without_a_token_file_the_kernel_decides_the_rights(peer: Peer, rights: Rights, container: str | None) -> None:
+    found = caller(peer)
+    assert (found.rights, found.container, found.uid) == (rights, container, peer.uid)
+
+
+@pytest.mark.parametrize("peer", [unix(1001), tcp(1001), unix(0, CONTAINER), tcp(0, UNSEEN)], ids=str)
+def test_routes_for_all_processes_refuse_users_with_what_to_do(peer: Peer) -> None:
+    callers = Callers(rule(), OWNER)
+    with pytest.raises(ProblemError) as caught:
+        callers.require_all(caller(peer), "/api/v1/nvml/release")
+    assert caught.value.status == 403
+    assert f"uid={peer.uid}" in caught.value.detail
+    assert "--action.token-file" in caught.value.detail
+    callers.require_all(caller(unix(0)), "/api/v1/nvml/release")
 
 
 @pytest.mark.parametrize("host", ["10.0.0.5", "::ffff:10.0.0.5", "fe80::1", "0.0.0.0", "::", ""])
@@ -50,45 +101,41 @@ def test_without_a_token_file_another_machine_is_refused_with_the_flag_to_set(ho
     assert "--action.token-file" in problem.detail
 
 
-@pytest.mark.parametrize("uid", [0, OWNER])
-def test_without_a_token_file_root_and_the_exporters_uid_are_admitted(uid: int) -> None:
-    assert str(rule().admit(unix(uid), {})) == f"unix:uid={uid}:pid=42"
-
-
-def test_without_a_token_file_another_uid_is_refused() -> None:
-    problem = refusal(rule(), unix(1001))
-    assert problem.status == 403
-    assert "1001" in problem.detail
-    assert "--action.token-file" in problem.detail
+@pytest.mark.parametrize("peer", [LOCAL, unix(0), unix(OWNER), unix(1001), tcp(1001)], ids=str)
+def test_without_a_token_file_users_of_this_machine_are_admitted(peer: Peer) -> None:
+    assert rule().refusal(peer, {}) is None
 
 
 @pytest.mark.parametrize("header", [b"x-forwarded-for", b"forwarded", b"via"])
-def test_a_request_through_a_local_proxy_is_refused(header: bytes) -> None:
-    peer = Peer.of({"state": {"peer": LOCAL}, "headers": [(header, b"10.0.0.5")]})
-    assert refusal(rule(), peer).status == 403
+def test_a_request_through_a_local_proxy_has_no_rights(header: bytes) -> None:
+    assert caller(LOCAL, {header: b"10.0.0.5"}).rights is Rights.NONE
 
 
-@pytest.mark.parametrize("caller", [LOCAL, REMOTE, unix(0), unix(OWNER)])
-def test_with_a_token_file_every_caller_needs_the_token(tmp_path: Path, caller: Peer) -> None:
-    guarded = rule(token_file(tmp_path / "token", "right\n"))
-    problem = refusal(guarded, caller)
+@pytest.mark.parametrize("peer", [LOCAL, REMOTE, unix(0), unix(OWNER), unix(1001)], ids=str)
+def test_with_a_token_file_every_caller_needs_the_token(tmp_path: Path, peer: Peer) -> None:
+    token = token_file(tmp_path / "token", "right\n")
+    problem = refusal(rule(token), peer)
     assert problem.status == 401
     assert "WWW-Authenticate" in problem.headers
-    assert guarded.admit(caller, {b"authorization": b"Bearer right"}).token
+    assert caller(peer, token=token).rights is Rights.NONE
+    found = caller(peer, {b"authorization": b"Bearer right"}, token)
+    assert (found.rights, found.token) == (Rights.ALL, "token")
 
 
 @pytest.mark.parametrize(
     "value", [b"", b"right", b"Basic right", b"Bearer", b"Bearer ", b"Bearer wrong", b"Bearer right2", b"Bearer \xff"]
 )
 def test_a_wrong_token_is_refused(tmp_path: Path, value: bytes) -> None:
-    guarded = rule(token_file(tmp_path / "token", "right"))
-    assert refusal(guarded, REMOTE, {b"authorization": value}).status == 401
+    token = token_file(tmp_path / "token", "right")
+    assert refusal(rule(token), REMOTE, {b"authorization": value}).status == 401
+    assert caller(LOCAL, {b"authorization": value}, token).rights is Rights.NONE
 
 
 def test_the_caller_of_a_token_includes_the_peer(tmp_path: Path) -> None:
-    guarded = rule(token_file(tmp_path / "token", "right"))
-    assert str(guarded.admit(REMOTE, {b"authorization": b"bearer right"})) == "token@10.0.0.5"
-    assert str(guarded.admit(unix(7), {b"authorization": b"Bearer right"})) == "token@unix:uid=7:pid=42"
+    token = token_file(tmp_path / "token", "right")
+    headers = {b"authorization": b"bearer right"}
+    assert str(caller(REMOTE, headers, token)) == "token:token@tcp:10.0.0.5"
+    assert str(caller(unix(7), headers, token)) == "token:token@unix:uid=7:pid=42"
 
 
 def test_a_replaced_token_is_in_force_after_the_next_refresh(tmp_path: Path) -> None:

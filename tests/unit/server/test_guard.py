@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.server.security.access_rules import OwnNames, Rule
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
+from gpumem_exporter.server.security.peer import Peer, Place
 from gpumem_exporter.server.security.request_guard import (
     ACTIONS_PATH,
+    ALERTS_PATH,
     EVENTS_PATH,
     MAX_BODY_BYTES,
     MAX_REPORT_BYTES,
+    NVML_PATH,
+    RELOAD_PATH,
     Guard,
 )
 from gpumem_exporter.server.security.tokens import TokenFile
@@ -47,6 +50,7 @@ def pass_through(
     chunks: Sequence[bytes] = (b"{}",),
     client: str = "127.0.0.1",
     token: Path | None = None,
+    uid: int = 1000,
     cut_off: bool = False,
 ) -> Exchange:
     exchange = Exchange()
@@ -79,9 +83,10 @@ def pass_through(
     token_file = TokenFile(token) if token else None
     if token_file is not None:
         token_file.refresh()
-    rule = Rule("things", "--x.token-file", token_file, 1000)
-    guard = Guard(route, OwnNames(["node-7"]), rule, rule, exchange.outcomes.append)
-    peer = Peer(client, uid=1000 if client == "127.0.0.1" else None)
+    rule = Rule("things", "--x.token-file", token_file)
+    guard = Guard(route, OwnNames(["node-7"]), rule, Callers(rule, 1000), exchange.outcomes.append)
+    peer = Peer(client, uid=uid if client == "127.0.0.1" else None)
+    peer.__dict__["place"] = Place(in_own_namespaces=True, container="")
     scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "state": {"peer": peer}}
     asyncio.run(guard(scope, receive, send))
     return exchange
@@ -136,6 +141,18 @@ def test_the_audit_log_and_the_events_are_guarded_like_the_actions(path: str) ->
     assert pass_through(path, method="GET", headers=[HOST], client="10.0.0.5").status == 403
     assert pass_through(path, method="GET", headers=[(b"host", b"evil.example")]).status == 403
     assert pass_through(path, method="GET", headers=[HOST]).status == 200
+
+
+@pytest.mark.parametrize("path", [ALERTS_PATH, RELOAD_PATH, NVML_PATH + "/release", NVML_PATH + "/attach"])
+def test_routes_for_the_whole_exporter_refuse_other_users(path: str) -> None:
+    exchange = pass_through(path, uid=1001)
+    assert (exchange.status, exchange.seen, exchange.received) == (403, [], 0)
+    assert pass_through(path).status == 200
+
+
+@pytest.mark.parametrize("path", [ACTIONS_PATH, ACTIONS_PATH + "/some-id", REPORTS])
+def test_other_users_may_report_and_request_actions(path: str) -> None:
+    assert pass_through(path, uid=1001).status == 200
 
 
 def test_a_client_with_the_token_may_use_any_host_name(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def test_the_defaults() -> None:
         "web_listen_address": (":9844",),
         "web_listen_socket": "",
         "web_telemetry_path": "/metrics",
+        "web_hide_identities": False,
         "web_config_file": "",
         "collect_interval": 1.0,
         "report_interval": 1.0,

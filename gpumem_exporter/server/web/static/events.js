@@ -47,6 +47,8 @@ class Events {
   /** Whether the viewer may act: "open", "token" (a token is required) or "refused"; null while unknown. */
   access = null;
   detail = "";
+  /** The document of /api/v1/caller; null while unknown. */
+  caller = null;
 
   /** Request new events, at most every few seconds. */
   async refresh(force = false) {
@@ -59,6 +61,8 @@ class Events {
       const since = this.after === null ? "" : `&after=${this.after}`;
       const { document: page } = await access.request(`/api/v1/events?limit=${SHOWN_EVENTS}${since}`);
       this.take(page);
+      // The rights to all processes do not change; the number of a user's processes does.
+      if (this.caller?.rights !== "all") this.caller = (await access.request("/api/v1/caller")).document;
       this.allow("open", "");
     } catch (error) {
       // The connection shows a missing reply; a warning shows a failing disk.
@@ -73,6 +77,7 @@ class Events {
     if (what !== "open") {
       this.after = null;
       this.events = [];
+      this.caller = null;
     }
     this.access = what;
     this.detail = detail;

@@ -92,6 +92,7 @@ const app = {
     const { access: may, detail } = this.events;
     const off = this.view !== null && !this.view.allowed_actions.includes(CLEAR);
     const words = {
+      open: ownRights(this.events.caller),
       token: "Clearing requires the exporter's token; the buttons request it.",
       refused: `You may not clear. ${sentence(detail)}`,
     };
@@ -119,6 +120,13 @@ const app = {
     if (before === "lost" || before === "waiting") this.events.forget();
   },
 };
+
+/** Say what a viewer may clear that may not clear every process. */
+function ownRights(caller) {
+  if (caller?.rights !== "own") return "";
+  const count = caller.processes === 1 ? "process" : `${caller.processes} processes`;
+  return `You can clear your own ${count} (uid ${caller.uid}).`;
+}
 
 /** Return whether the page has not yet reloaded for this version, so that it never reloads in a loop. */
 function isFirstTry(page) {
