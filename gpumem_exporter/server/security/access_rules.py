@@ -49,8 +49,8 @@ class Rule:
             return None if self.matches_token(headers) else self._unauthorized(headers)
         if peer.uid is not None:
             return None
-        place = f"from {peer.host or 'an unknown peer'}"
-        if is_loopback(peer.host):
+        place = f"from {peer.host}"
+        if not peer.host or is_loopback(peer.host):
             place = "through a proxy, nor from a user that the kernel does not name"
         return ProblemError(
             403,

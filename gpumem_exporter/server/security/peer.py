@@ -57,9 +57,9 @@ class Peer:
 
     @classmethod
     def of(cls, scope: Mapping[str, Any]) -> Peer:
-        """Return the peer of an ASGI request."""
+        """Return the peer of an ASGI request; a request that a proxy forwards has no known user, on a socket too."""
         peer: Peer = scope.get("state", {}).get("peer") or cls()
-        forwarded = peer.host and any(name in _FORWARDED for name, _ in scope.get("headers", ()))
+        forwarded = any(name in _FORWARDED for name, _ in scope.get("headers", ()))
         return cls(peer.host) if forwarded else peer
 
     @property

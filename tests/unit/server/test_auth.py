@@ -108,7 +108,8 @@ def test_without_a_token_file_users_of_this_machine_are_admitted(peer: Peer) -> 
 
 @pytest.mark.parametrize("header", [b"x-forwarded-for", b"forwarded", b"via"])
 def test_a_request_through_a_local_proxy_has_no_rights(header: bytes) -> None:
-    assert caller(LOCAL, {header: b"10.0.0.5"}).rights is Rights.NONE
+    for peer in (LOCAL, unix(0)):
+        assert caller(peer, {header: b"10.0.0.5"}).rights is Rights.NONE
 
 
 @pytest.mark.parametrize("peer", [LOCAL, REMOTE, unix(0), unix(OWNER), unix(1001)], ids=str)
