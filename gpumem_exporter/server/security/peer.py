@@ -73,7 +73,9 @@ class Peer:
         pid = self.pid or (socket_pid(self.inode) if self.inode else None)
         if pid is None:
             return Place(in_own_namespaces=False, container="")
-        return Place(_namespaces(str(pid)) == _own_namespaces(), _container(str(pid)))
+        if _namespaces(str(pid)) == _own_namespaces():
+            return Place(in_own_namespaces=True, container="")
+        return Place(in_own_namespaces=False, container=_container(str(pid)))
 
     def in_own_namespaces(self) -> bool:
         """Return whether the peer is in the exporter's PID and user namespace, and not in a container of its own.
@@ -90,7 +92,7 @@ class Place:
     in_own_namespaces: bool
     """In the exporter's PID and user namespace; False if the process cannot be seen."""
     container: str
-    """The id of its container by its cgroup; empty if there is none or the process cannot be seen."""
+    """The id of its container by its cgroup; empty in the exporter's namespaces, and if the process cannot be seen."""
 
 
 _OVERFLOW_UID = 65534
