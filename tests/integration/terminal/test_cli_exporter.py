@@ -77,7 +77,9 @@ def test_info_shows_every_device_and_process_and_a_full_ledger(node: _Node) -> N
         assert device["name"] in ended.stdout
     for process in document["processes"]:
         assert process["command"] in ended.stdout
-    size, giving, of = re.findall(r"\d+(?:\.\d+)?(?: [KMGT]iB)?", ended.stdout.splitlines()[-1])[:3]
+    *_, reclaimable, rights = ended.stdout.splitlines()
+    assert rights.startswith("You can")
+    size, giving, of = re.findall(r"\d+(?:\.\d+)?(?: [KMGT]iB)?", reclaimable)[:3]
     assert size.endswith("GiB")
     assert 0 < int(giving) <= int(of)
 
