@@ -133,6 +133,7 @@ class ActionsDocument(TypedDict):
 def action_document(action: Action) -> dict[str, Any]:
     """Return an action as an `ActionDocument`."""
     document = asdict(action)
+    del document["caller"]  # `requested_by` is for readers
     document["created"] = iso_time(document.pop("created_unix_seconds"))
     document["target"] = {name: value for name, value in document["target"].items() if value not in (None, False)}
     document["freed_bytes"] = action.freed_bytes
