@@ -54,7 +54,8 @@ class Caller:
         host: Address of a TCP peer; else empty.
         name: Name of the policy's rule or of the alert; else empty.
         token: Name of the token's file; empty without a token.
-        container: For root outside the exporter's namespaces, the id of its container, which may be empty; else None.
+        container: For root outside the exporter's namespaces, the id of its container or its PID namespace, empty if
+            unknown; else None.
         sender: The client that sent the alert; else None.
     """
 

@@ -65,7 +65,8 @@ def may_act_on(caller: Caller, process: ReportingProcess, snapshot: Snapshot) ->
     if process.key.pid_namespace in (0, _own_pid_namespace()):
         return False
     facts = snapshot.node.facts.get(process.host_pid) if snapshot.node and process.host_pid is not None else None
-    return (facts.container_id if facts is not None else "") == caller.container
+    by_cgroup = facts.container_id if facts is not None else ""
+    return bool(caller.container) and caller.container in (by_cgroup, f"pid:[{process.key.pid_namespace}]")
 
 
 def may_see(caller: Caller, action: Action) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_exporter.host.containers import container_id
+from gpumem_exporter.procfs import pid_namespace
 from gpumem_exporter.server.http.addresses import is_loopback
 from gpumem_exporter.wire.peer import socket_pid, tcp_peer_owner, unix_peer
 
@@ -92,7 +93,10 @@ class Place:
     in_own_namespaces: bool
     """In the exporter's PID and user namespace; False if the process cannot be seen."""
     container: str
-    """The id of its container by its cgroup; empty in the exporter's namespaces, and if the process cannot be seen."""
+    """The id of its container by its cgroup, else `pid:[INODE]`, its PID namespace.
+
+    Empty in the exporter's namespaces, and if the process cannot be seen.
+    """
 
 
 _OVERFLOW_UID = 65534
@@ -132,6 +136,8 @@ def _namespaces(pid: str) -> tuple[int, str] | None:
 
 def _container(pid: str) -> str:
     try:
-        return container_id(Path("/proc", pid, "cgroup").read_text("utf-8", "replace"))
+        by_cgroup = container_id(Path("/proc", pid, "cgroup").read_text("utf-8", "replace"))
     except OSError:
-        return ""
+        by_cgroup = ""
+    namespace = pid_namespace(f"/proc/{pid}")
+    return by_cgroup or (f"pid:[{namespace}]" if namespace else "")

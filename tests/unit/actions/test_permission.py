@@ -97,6 +97,8 @@ def test_root_of_a_container_reaches_root_in_the_same_container() -> None:
     assert {result.pid for result in bench.ask(caller=caller, dry_run=True).results} == {2}
     snapshot = bench.store.snapshot(bench.now)
     assert [permitted_processes(each, snapshot) for each in (caller, ADA, EVE)] == [1, 1, 0]
+    by_namespace, unseen = (dataclasses.replace(caller, container=container) for container in ("pid:[7]", ""))
+    assert [permitted_processes(each, snapshot) for each in (by_namespace, unseen)] == [2, 0]
 
 
 def test_the_actions_of_a_user_are_those_that_concern_only_its_processes() -> None:
