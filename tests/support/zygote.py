@@ -85,7 +85,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal if it still runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Send SIGKILL if it still runs."""
