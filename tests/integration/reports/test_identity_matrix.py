@@ -113,9 +113,12 @@ def test_reporters_in_containers_have_their_host_pids_and_bytes(
 @pytest.mark.parametrize("reporter", ["of the host", "of another container"])
 @pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_a_reporter_that_the_exporter_cannot_see_has_its_own_pid_and_matches_no_process(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, way: str, reporter: str
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, way: str, reporter: str, tmp_path: Path
 ) -> None:
-    exporter = start_exporter(node, *QUICK, launcher=CONTAINER)
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("right")  # this caller is one of those that the exporter cannot see
+    exporter = start_exporter(node, *QUICK, "--action.token-file", str(token), launcher=CONTAINER)
     url = exporter.url if way == "unix" else exporter.tcp_url
     if reporter == "of the host":
         process = start_torch(GPUMEM_EXPORTER_URL=url)
@@ -154,11 +157,19 @@ def test_a_reporter_that_the_exporter_cannot_see_has_its_own_pid_and_matches_no_
     assert (info[str(host_pid)]["workload"], info[str(host_pid)]["reporting"]) == ("", "false")
 
     process.call("free")
-    unmatched = exporter.request("POST", "/api/v1/actions", {"action": "empty_cache", "target": {"pid": host_pid}})
-    assert unmatched.status == 404
-    assert f"pid={name}" in unmatched.body.decode()
-    action = exporter.act("empty_cache", target={"pid": name})
-    assert [(row["pid"], row["outcome"], row["freed_bytes"]) for row in action["results"]] == [(name, "done", 40 * MIB)]
+    by_host_pid, by_name = (
+        exporter.request(
+            "POST",
+            "/api/v1/actions",
+            {"action": "empty_cache", "target": {"pid": pid}},
+            {"Authorization": "Bearer right"},
+        )
+        for pid in (host_pid, name)
+    )
+    assert by_host_pid.status == 404
+    assert f"pid={name}" in by_host_pid.body.decode()
+    results = json.loads(by_name.body)["results"]
+    assert [(row["pid"], row["outcome"], row["freed_bytes"]) for row in results] == [(name, "done", 40 * MIB)]
 
     finding = doctor(exporter)
     assert finding["verdict"] == "FAIL"
