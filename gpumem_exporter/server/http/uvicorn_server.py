@@ -16,7 +16,7 @@ import functools
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gpumem_exporter.server.http.problems import problem_response
 from gpumem_exporter.server.security.peer import Peer
 
-__all__ = ["SUPPORTED_UVICORN", "LimitedProtocol", "LimitedServer", "Limits"]
+__all__ = ["SUPPORTED_UVICORN", "Bodies", "LimitedProtocol", "LimitedServer", "Limits"]
 
 SUPPORTED_UVICORN = ">=0.32,<0.55"
 
@@ -47,12 +47,21 @@ class Limits:
     """Beyond this number, the longest idle connection is closed. If none is idle, the new one is answered with 503."""
     pipelined_requests: int = 8
     """The number of requests that may wait for an earlier one; with more, the connection is closed."""
+    bodies_bytes: int = 32 << 20
+    """The size of all bodies of unanswered requests together. Beyond it, the connection with most of them is closed."""
     head_bytes: int = 64 << 10
     """The size of request line and headers."""
     request_seconds: float = 10.0
     """The time until a whole request has arrived, headers and body."""
     unread_seconds: float = 30.0
     """The time until a client reads its reply."""
+
+
+@dataclass(slots=True)
+class Bodies:
+    """The bodies of the unanswered requests of all connections."""
+
+    total_bytes: int = 0
 
 
 class LimitedServer(uvicorn.Server):
@@ -77,7 +86,7 @@ class LimitedServer(uvicorn.Server):
         on_stopping: Callable[[], None],
         **options: Any,
     ) -> None:
-        protocol: Any = functools.partial(LimitedProtocol, limits=limits)
+        protocol: Any = functools.partial(LimitedProtocol, limits=limits, bodies=Bodies())
         super().__init__(uvicorn.Config(app, http=protocol, ws="none", lifespan="on", log_config=None, **options))
         self._limits = limits
         self._tls = tls
@@ -118,13 +127,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     Args:
         limits: the limits of its client.
+        bodies: the bodies of all connections.
         *arguments: uvicorn's arguments.
         **keywords: uvicorn's keyword arguments.
     """
 
-    def __init__(self, *arguments: Any, limits: Limits, **keywords: Any) -> None:
+    def __init__(self, *arguments: Any, limits: Limits, bodies: Bodies, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._limits = limits
+        self._bodies = bodies
+        self.body_bytes = 0
         self._peer = Peer()
         self._request_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -145,7 +157,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._start_request_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers."""
+        """Stop the timers and free the bodies."""
+        self._free_bodies()
         self._stop_request_timer()
         self._stop_unread_timer()
         super().connection_lost(exc)
@@ -214,6 +227,18 @@ class LimitedProtocol(HttpToolsProtocol):
         finally:
             self.app = app
 
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body, and make room if the bodies of all connections are too long."""
+        if self.transport.is_closing():
+            return
+        if not self.cycle.response_complete:
+            self.body_bytes += len(body)
+            self._bodies.total_bytes += len(body)
+        super().on_body(body)
+        if self._bodies.total_bytes > self._limits.bodies_bytes:
+            connections = (each for each in self.connections if isinstance(each, LimitedProtocol))
+            max(connections, key=lambda connection: connection.body_bytes).reject_bodies()
+
     def on_message_complete(self) -> None:
         """Stop the timer: the whole request has arrived."""
         self._in_head = True
@@ -222,6 +247,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Mark the connection as idle."""
+        if not self.pipeline:
+            self._free_bodies()
         super().on_response_complete()
         self.idle_since = time.monotonic()
 
@@ -259,11 +286,22 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self._reject(408, f"the request did not arrive within {self._limits.request_seconds:g} seconds")
 
-    def _reject(self, status: int, detail: str) -> None:
-        """Send a problem, unless a reply has started, and close the connection."""
+    def _free_bodies(self) -> None:
+        self._bodies.total_bytes -= self.body_bytes
+        self.body_bytes = 0
+
+    def reject_bodies(self) -> None:
+        """Free the received bodies at once: other connections may receive theirs before this one's task runs."""
+        for cycle in (self.cycle, *(waiting for waiting, _ in self.pipeline)):
+            cycle.body = bytearray()
+        self._free_bodies()
+        self._reject(503, "too many bodies are being received", {"Retry-After": "1"})
+
+    def _reject(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
+        """Send a problem, unless a reply has started or is due to an earlier request, and close the connection."""
         busy = self.cycle is not None and not self.cycle.response_complete
-        if not busy or not (self._in_head or self.cycle.response_started):
-            response = problem_response(status, detail, headers={"Connection": "close"})
+        if not busy or not (self._in_head or self.cycle.response_started or self.pipeline):
+            response = problem_response(status, detail, headers={"Connection": "close", **(headers or {})})
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
             headers = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
             self.transport.write(head + headers + b"\r\n" + bytes(response.body))

@@ -127,19 +127,18 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         # The parser cuts off a body that is longer than its Content-Length.
         if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > limit):
             raise too_large
-    message = await receive()
-    if message["type"] == "http.request" and not message.get("more_body", False) and len(message["body"]) <= limit:
-        return bytes(message["body"])
     body = bytearray()
     while True:
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise _DisconnectedError
-        body += message.get("body", b"")
-        if len(body) > limit:
+        part: bytes = message.get("body", b"")
+        if len(body) + len(part) > limit:
             raise too_large
         if not message.get("more_body", False):
-            return bytes(body)
-        message = await receive()
+            return bytes(body + part) if body else part
+        body += part
+        del message, part  # it may wait for the next part
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -10,7 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gpumem_exporter.server.http.uvicorn_server import SUPPORTED_UVICORN, LimitedProtocol, Limits
+from gpumem_exporter.server.http.uvicorn_server import SUPPORTED_UVICORN, Bodies, LimitedProtocol, Limits
 from tests.support.paths import REPOSITORY
 
 
@@ -33,8 +33,8 @@ def numbers(version: str) -> tuple[int, ...]:
             HttpToolsProtocol,
             (
                 *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
-                *("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_message_complete"),
-                *("on_response_complete", "send_400_response"),
+                *("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body"),
+                *("on_message_complete", "on_response_complete", "send_400_response"),
             ),
         ),
     ],
@@ -54,14 +54,15 @@ def test_uvicorn_has_the_attributes_that_are_used() -> None:
         state = server.server_state
         assert isinstance(state, ServerState)
         assert state.connections == set()
-        protocol = LimitedProtocol(config=config, server_state=state, app_state={}, limits=Limits(max_connections=1))
-        used = ("app", "connections", "cycle", "loop", "scope", "transport")
+        limits, bodies = Limits(max_connections=1), Bodies()
+        protocol = LimitedProtocol(config=config, server_state=state, app_state={}, limits=limits, bodies=bodies)
+        used = ("app", "connections", "cycle", "loop", "pipeline", "scope", "transport")
         assert [name for name in used if not hasattr(protocol, name)] == []
         assert not hasattr(HttpToolsProtocol, "idle_since")
 
     asyncio.run(scenario())
     source = inspect.getsource(RequestResponseCycle.__init__)
-    for name in ("disconnected", "message_event", "response_complete", "response_started"):
+    for name in ("body", "disconnected", "message_event", "response_complete", "response_started"):
         assert f"self.{name} = " in source
     assert "self.lifespan = " in inspect.getsource(uvicorn.Server)
     assert "self.servers" in inspect.getsource(uvicorn.Server)

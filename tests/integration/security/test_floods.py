@@ -1,0 +1,85 @@
+"""What one client can make the exporter store: a real exporter process, its memory as the kernel counts it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import patient, wait_for
+
+MIB = 1 << 20
+MOST_BYTES = 120 * MIB
+HEAD = b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
+    started = ExporterProcess(tmp_path_factory.mktemp("floods"), fresh=True)
+    yield started
+    print(started.log())
+    started.close()
+
+
+def peak_bytes(exporter: ExporterProcess) -> int:
+    status = Path(f"/proc/{exporter.pid}/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
+def connections(exporter: ExporterProcess, count: int, stack: contextlib.ExitStack) -> list[socket.socket]:
+    opened = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(count)]
+    for connection in opened:
+        connection.settimeout(patient(30))
+        connection.connect(str(exporter.socket))
+    return opened
+
+
+def flood(opened: list[socket.socket], sent: bytes) -> None:
+    """Send to every connection as much as the exporter reads."""
+    left = {connection: memoryview(sent) for connection in opened}
+    quiet_since = time.monotonic()
+    while left and time.monotonic() - quiet_since < 0.5:
+        for connection in tuple(left):
+            try:
+                part = connection.send(left[connection], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                part = len(left[connection])
+            quiet_since = time.monotonic()
+            left[connection] = left[connection][part:]
+            if not left[connection]:
+                del left[connection]
+
+
+def test_pipelined_requests_use_little_memory(exporter: ExporterProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        get = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        flood(connections(exporter, 16, stack), get * (250 * 1024 // len(get)))
+        assert exporter.request("GET", "/-/healthy").status == 200
+        assert peak_bytes(exporter) < MOST_BYTES
+
+
+@pytest.mark.parametrize("size", [250 << 10, MIB - 1])
+def test_half_sent_bodies_use_little_memory(exporter: ExporterProcess, size: int) -> None:
+    with contextlib.ExitStack() as stack:
+        opened = connections(exporter, 400, stack)
+        flood(opened, HEAD + b"Content-Length: 1048576\r\n\r\n" + b" " * size)
+        assert peak_bytes(exporter) < MOST_BYTES
+        refused = [each for each in opened if _answer(each).startswith(b"HTTP/1.1 503 ")]
+        assert refused
+        assert b"retry-after: 1\r\n" in _answer(refused[0])
+    wait_for(lambda: exporter.request("POST", "/api/v1/reports", {}).status == 422, "an answer to another report")
+
+
+def _answer(connection: socket.socket) -> bytes:
+    """Return what the exporter has sent, without removing it."""
+    try:
+        return connection.recv(65536, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except (BlockingIOError, ConnectionResetError):
+        return b""
