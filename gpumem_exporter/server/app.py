@@ -31,6 +31,7 @@ from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.hangup import reloading_on_hangup
 from gpumem_exporter.server.background.housekeeping import keep_house, recall_ooms
+from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
 from gpumem_exporter.server.security.request_guard import Guard
@@ -60,6 +61,7 @@ def create_app(
     wall_clock: Callable[[], float] = time.time,
     registry: CollectorRegistry | None = None,
     pods: PodResources | None = None,
+    socket_file: SocketFile | None = None,
 ) -> FastAPI:
     """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
 
@@ -71,6 +73,7 @@ def create_app(
         wall_clock: seconds of the Unix epoch.
         registry: the registry of the exporter's own counters; a new one by default.
         pods: adds the names of pods and containers to processes; None without a kubelet.
+        socket_file: the file of the unix socket; None without one.
     """
     runtime = build_runtime(
         settings,
@@ -80,6 +83,7 @@ def create_app(
         wall_clock=wall_clock,
         registry=registry if registry is not None else CollectorRegistry(),
         pods=pods,
+        socket_file=socket_file,
     )
     app = _Application(settings.web_telemetry_path, _lifespan(runtime, pods))
     app.state.runtime = runtime
@@ -88,7 +92,13 @@ def create_app(
         Route(REPORTS_PATH, ReportsRoute(runtime.ingest), include_in_schema=False),
         Route(settings.web_telemetry_path, MetricsRoute(runtime.exposition, runtime.snapshot), include_in_schema=False),
     ]
-    health = Health(runtime.poller, runtime.events.log, source=runtime.source, version=runtime.version)
+    health = Health(
+        runtime.poller,
+        runtime.events.log,
+        source=runtime.source,
+        version=runtime.version,
+        socket_file=socket_file,
+    )
     with _without_pydantic_v1():
         for router in (*_api_routers(runtime, health), *_page_routers(runtime, health)):
             app.include_router(router)
@@ -248,6 +258,8 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
     }
     if runtime.policies is not None:
         chores["run_policies"] = runtime.policies.tick
+    if runtime.socket_file is not None:
+        chores["check_socket"] = runtime.socket_file.check
     return chores
 
 

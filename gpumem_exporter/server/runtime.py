@@ -31,6 +31,7 @@ from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.held_requests import Holds
+from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.ingest import Ingest
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.report_sender import ReportSenders
@@ -76,6 +77,8 @@ class Runtime:
     """None without `--policy.file`."""
     web: WebAccess | None
     """None without `--web.config.file`."""
+    socket_file: SocketFile | None
+    """None without a unix socket."""
 
 
 def build_runtime(
@@ -87,6 +90,7 @@ def build_runtime(
     wall_clock: Callable[[], float],
     registry: CollectorRegistry,
     pods: PodResources | None = None,
+    socket_file: SocketFile | None = None,
 ) -> Runtime:
     """Build every part and connect them; starts nothing.
 
@@ -154,6 +158,7 @@ def build_runtime(
         callers=Callers(_rule("actions", "--action.token-file", settings.action_token_file)),
         policies=_policies(settings, state, dispatcher, instruments, events.log),
         web=_web_access(settings),
+        socket_file=socket_file,
     )
 
 

@@ -116,7 +116,14 @@ def serve(
         pods: adds the names of pods and containers to processes; None without a kubelet.
         on_started: called once, when requests are answered.
     """
-    app = create_app(settings, provider=provider, host=host, pods=pods, registry=process_registry())
+    app = create_app(
+        settings,
+        provider=provider,
+        host=host,
+        pods=pods,
+        registry=process_registry(),
+        socket_file=listeners.socket_file,
+    )
     server = build_server(app, settings, listeners, on_started=on_started)
     try:
         with _stopped_by_signals(server):

@@ -21,6 +21,7 @@ __all__ = [
     "tcp_listener_owner",
     "tcp_peer_owner",
     "unix_peer",
+    "user_name",
 ]
 
 
@@ -92,6 +93,16 @@ def tcp_listener_owner(address: tuple[str, int]) -> SocketOwner | None:
         return _owner(address, None)
     except OSError:
         return None
+
+
+def user_name(uid: int) -> str:
+    """Return a user for messages: the name, or `uid 1001` if it has none."""
+    import pwd  # only for messages
+
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"uid {uid}"
 
 
 def socket_pid(inode: int, proc: str = "/proc") -> int | None:

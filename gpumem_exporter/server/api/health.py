@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.events import EventLog, EventLogStatus
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
+from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.replies import json_reply, json_response
 
 __all__ = ["Health", "HealthDocument", "health_document", "health_router"]
@@ -50,17 +51,24 @@ class HealthDocument(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Computes the health of the exporter from its poller and its event log."""
+    """Computes the health of the exporter from its poller, its event log and its unix socket."""
 
     poller: Poller
     log: EventLog
     source: str
     version: str
+    socket_file: SocketFile | None = None
 
     def document(self, snapshot: Snapshot) -> HealthDocument:
         """Return the reply of `GET /health` for this snapshot."""
-        poller, events = self.poller.status(snapshot.taken_seconds), self.log.status()
-        return health_document(snapshot, poller, events, source=self.source, version=self.version)
+        return health_document(
+            snapshot,
+            self.poller.status(snapshot.taken_seconds),
+            self.log.status(),
+            source=self.source,
+            version=self.version,
+            socket_error=self.socket_file.error() if self.socket_file is not None else None,
+        )
 
 
 def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRouter:
@@ -71,7 +79,7 @@ def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRou
         "/health",
         responses={
             200: json_reply(
-                HealthDocument, "`ok`, or `degraded`: no driver, a lost device, or events that cannot be stored"
+                HealthDocument, "`ok`, or `degraded`: no driver, a lost device, events not stored, or a replaced socket"
             ),
             503: json_reply(HealthDocument, "`failing`: the exporter cannot do its work"),
         },
@@ -99,9 +107,18 @@ def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRou
 
 
 def health_document(
-    snapshot: Snapshot, poller: PollerStatus, events: EventLogStatus, *, source: str, version: str
+    snapshot: Snapshot,
+    poller: PollerStatus,
+    events: EventLogStatus,
+    *,
+    source: str,
+    version: str,
+    socket_error: str | None = None,
 ) -> HealthDocument:
-    """Return the exporter's state. A restart may fix `failing`; `degraded` is a fault of the node."""
+    """Return the exporter's state. A restart may fix `failing`; `degraded` is a fault of the node.
+
+    `socket_error` is None without a unix socket.
+    """
     node = snapshot.node
     checks = {
         "poller": _poller_check(poller),
@@ -110,6 +127,8 @@ def health_document(
         "reports": _reports_check(snapshot),
         "events": _events_check(events),
     }
+    if socket_error is not None:
+        checks["socket"] = _check("degraded" if socket_error else "ok", socket_error)
     up = bool(node and node.up)
     return {
         "status": max((check["status"] for check in checks.values()), key=_RANKS.index),

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpumem_exporter.errors import GpumemError
 from gpumem_exporter.server.http.addresses import ListenAddress, parse_listen_address
+from gpumem_exporter.wire.peer import user_name
 
-__all__ = ["BindError", "Listeners", "bind"]
+__all__ = ["BindError", "Listeners", "SocketFile", "bind"]
 
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
 _IN_USE = "; if an exporter is not running already, choose another --web.listen-address"
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+_WRITABLE_BY_OTHERS = 0o022
+
+_log = logging.getLogger(__name__)
 
 
 class BindError(GpumemError):
@@ -27,12 +32,53 @@ class BindError(GpumemError):
 
 
 @dataclass(slots=True)
+class SocketFile:
+    """The file of the unix socket, by whose path clients connect."""
+
+    path: str
+    inode: tuple[int, int]
+    _logged: str = ""
+
+    @classmethod
+    def at(cls, path: str) -> SocketFile:
+        """Return the file that is at a path now."""
+        return cls(path, _inode(os.lstat(path)))
+
+    def error(self) -> str:
+        """Return why clients do not reach this exporter by the path; empty if they do."""
+        try:
+            found = os.lstat(self.path)
+        except OSError as error:
+            return f"the socket {self.path} was removed ({_reason(error)}): restart the exporter"
+        if _inode(found) == self.inode:
+            return ""
+        return f"the socket {self.path} was replaced by {user_name(found.st_uid)}: remove that file and restart"
+
+    def check(self) -> None:
+        """Log an error once."""
+        error = self.error()
+        if error and error != self._logged:
+            _log.error(error)
+        self._logged = error
+
+    def remove(self) -> None:
+        """Delete the file, unless it was replaced."""
+        if not self.error():
+            with contextlib.suppress(OSError):
+                Path(self.path).unlink()
+
+
+@dataclass(slots=True)
 class Listeners:
     """Bound sockets and their URLs. A context manager that closes them."""
 
     sockets: list[socket.socket] = field(default_factory=list)
-    unix_path: str = ""
-    _unix_inode: tuple[int, int] | None = None
+    socket_file: SocketFile | None = None
+
+    @property
+    def unix_path(self) -> str:
+        """The path of the unix socket; empty without one."""
+        return self.socket_file.path if self.socket_file is not None else ""
 
     def names(self, *, tls: bool = False) -> tuple[str, ...]:
         """Return the URLs for clients: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`.
@@ -56,11 +102,9 @@ class Listeners:
         """Close all sockets, and delete the unix socket's file unless another process replaced it."""
         for sock in self.sockets:
             sock.close()
-        if self._unix_inode is not None:
-            with contextlib.suppress(OSError):
-                if _inode(self.unix_path) == self._unix_inode:
-                    Path(self.unix_path).unlink()
-            self._unix_inode = None
+        if self.socket_file is not None:
+            self.socket_file.remove()
+            self.socket_file = None
 
     def add_unix(self, path: str) -> None:
         """Listen on a unix socket.
@@ -69,17 +113,17 @@ class Listeners:
         exporter is replaced; that of a running one is not.
 
         Raises:
-            BindError: the socket cannot be created.
+            BindError: the socket cannot be created, or other users could replace it.
         """
         try:
             _create_folder(Path(path).parent)
+            _require_own_folder(Path(path).parent)
             _remove_unused_socket(path)
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.sockets.append(sock)
-            sock.bind(path)
-            self.unix_path = path
-            self._unix_inode = _inode(path)
-            Path(path).chmod(0o666)
+            with _umask(0o111):
+                sock.bind(path)
+            self.socket_file = SocketFile.at(path)
             sock.listen(BACKLOG)
         except OSError as error:
             raise BindError(f"cannot listen on {path}: {_reason(error)}") from error
@@ -143,11 +187,27 @@ def bind(addresses: Iterable[str], unix_path: str = "") -> Listeners:
 
 def _create_folder(folder: Path) -> None:
     """Create the folder with mode 0755 whatever the umask: with root's 077 no other user could reach the socket."""
-    try:
+    with _umask(0o022), contextlib.suppress(FileExistsError):
         folder.mkdir()
-    except FileExistsError:
-        return  # it keeps its mode
-    folder.chmod(0o755)
+
+
+def _require_own_folder(folder: Path) -> None:
+    mode = folder.stat().st_mode
+    if mode & _WRITABLE_BY_OTHERS and not mode & stat.S_ISVTX:
+        raise OSError(
+            0,
+            f"others may write to {folder} (mode {stat.S_IMODE(mode):04o}) and replace the socket; chmod go-w {folder}",
+        )
+
+
+@contextlib.contextmanager
+def _umask(mask: int) -> Iterator[None]:
+    """Create files with their final mode: a later chmod could reach a file that another user put at the path."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 def _remove_unused_socket(path: str) -> None:
@@ -169,8 +229,7 @@ def _remove_unused_socket(path: str) -> None:
     raise OSError(0, "another process listens there")
 
 
-def _inode(path: str) -> tuple[int, int]:
-    status = os.lstat(path)
+def _inode(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpumem_exporter.server.http.listeners import BindError, bind
+from gpumem_exporter.wire.http import Connection
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
@@ -83,3 +89,47 @@ def _answer(connection: socket.socket) -> bytes:
         return connection.recv(65536, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except (BlockingIOError, ConnectionResetError):
         return b""
+
+
+@pytest.mark.parametrize(("mode", "accepted"), [(0o775, False), (0o757, False), (0o1777, True)])
+def test_a_socket_needs_a_folder_that_others_cannot_write(tmp_path: Path, mode: int, accepted: bool) -> None:
+    tmp_path.chmod(mode)
+    path = tmp_path / "exporter.sock"
+    if accepted:
+        bind([], str(path)).close()
+    else:
+        with pytest.raises(BindError, match=f"chmod go-w {tmp_path}"):
+            bind([], str(path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_a_socket_has_its_mode_from_the_start(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "chmod", None)
+    monkeypatch.setattr(os, "chmod", None)
+    before = os.umask(umask)
+    try:
+        with bind([], str(tmp_path / "exporter.sock")):
+            assert stat.S_IMODE((tmp_path / "exporter.sock").stat().st_mode) == 0o666
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+
+
+def test_a_replaced_socket_is_logged_once_and_degrades_the_health(tmp_path: Path) -> None:
+    with contextlib.closing(ExporterProcess(tmp_path)) as exporter:
+        assert exporter.get("/health")["checks"]["socket"]["status"] == "ok"
+        (address,) = re.findall(r"addresses=(http://[^, ]*)", exporter.log().replace('"', ""))
+        with contextlib.closing(Connection(address, timeout_seconds=patient(30))) as tcp:
+            for change in ("removed", "replaced"):
+                exporter.socket.unlink(missing_ok=True)
+                if change == "replaced":
+                    with socket.socket(socket.AF_UNIX) as other:
+                        other.bind(str(exporter.socket))
+                check = json.loads(tcp.request("GET", "/health").body)["checks"]["socket"]
+                assert check["status"] == "degraded"
+                assert change in check["detail"]
+                wait_for(lambda change=change: f"was {change}" in exporter.log(), "the log line")
+        assert exporter.stop() == 0
+        assert exporter.log().count("level=error") == 2
+        assert exporter.socket.exists(), "the file of another process"
