@@ -77,6 +77,11 @@ class ExporterApi:
         """The address that answered. Before the first answer, the first address to try."""
         return self._candidates[0][0]
 
+    @property
+    def objection(self) -> str:
+        """Why the server that answered receives no token; empty if it is trusted."""
+        return self._candidates[0][1].objection
+
     def close(self) -> None:
         """Close the connections."""
         for _, transport in self._candidates:

@@ -87,6 +87,11 @@ class Connection:
         self._received = b""
         self._interrupted = False
 
+    @property
+    def objection(self) -> str:
+        """Why the server of the last connection receives no credentials; empty if it is accepted."""
+        return self._objection
+
     def request(
         self,
         method: str,

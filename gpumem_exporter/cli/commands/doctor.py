@@ -14,6 +14,7 @@ from gpumem_exporter.cli.doctor.exporter import (
     check_auth,
     check_clock,
     check_health,
+    check_trust,
     check_version,
     is_on_this_machine,
     reach,
@@ -88,6 +89,7 @@ def diagnose(options: ConnectionOptions) -> Iterator[Finding]:
 
 
 def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: bool, nearby: bool) -> Iterator[Finding]:
+    yield check_trust(api.objection, nearby=nearby)
     yield from collect("version", lambda: check_version(health))
     yield from collect("health", lambda: check_health(health))
     yield from collect("auth", lambda: check_auth(api, has_token=has_token))

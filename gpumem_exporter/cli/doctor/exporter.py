@@ -15,7 +15,7 @@ from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, counte
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.wire.http import shown_url
 
-__all__ = ["check_auth", "check_clock", "check_health", "check_version", "is_on_this_machine", "reach"]
+__all__ = ["check_auth", "check_clock", "check_health", "check_trust", "check_version", "is_on_this_machine", "reach"]
 
 _STALE_POLL_SECONDS = 15.0
 _CLOCKS_APART_SECONDS = 1.0
@@ -38,6 +38,14 @@ def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, An
     silent = [shown_url(url) for url in tried[: tried.index(api.url)]]
     also_tried = f" (no answer at {', '.join(silent)})" if silent else ""
     return Finding("exporter", PASS, f"answers at {shown_url(api.url)}{also_tried}"), health
+
+
+def check_trust(objection: str, *, nearby: bool) -> Finding:
+    """Judge whether the server that answers receives tokens and reports. On this machine another user may run it."""
+    if objection:
+        fix = "commands send it no token and reporters no report: find out whose process it is"
+        return Finding("trust", FAIL if nearby else WARN, f"the server is not trusted: {objection}", fix)
+    return Finding("trust", PASS, "the server receives tokens and reports")
 
 
 def check_version(health: Mapping[str, Any]) -> Iterator[Finding]:

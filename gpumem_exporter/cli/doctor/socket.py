@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import os
-import pwd
 import socket
 import stat
-import struct
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
+from gpumem_exporter.wire.peer import PeerCredentials, unix_peer, user_name
 
-__all__ = ["Peer", "check_socket", "socket_path", "socket_peer"]
-
-_UCRED = struct.Struct("3i")
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The process that listens at a unix socket: SO_PEERCRED of unix(7)."""
-
-    pid: int
-    """In this process' PID namespace; 0 for a process outside of it."""
-    uid: int
+__all__ = ["check_socket", "socket_path", "socket_peer"]
 
 
 def socket_path(urls: tuple[str, ...]) -> Path | None:
@@ -33,7 +20,7 @@ def socket_path(urls: tuple[str, ...]) -> Path | None:
     return next((Path(url.removeprefix("unix://")) for url in urls if url.startswith("unix://")), None)
 
 
-def socket_peer(path: Path, timeout_seconds: float = 2.0) -> Peer:
+def socket_peer(path: Path, timeout_seconds: float = 2.0) -> PeerCredentials:
     """Connect and return the listening process.
 
     Raises:
@@ -42,18 +29,17 @@ def socket_peer(path: Path, timeout_seconds: float = 2.0) -> Peer:
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(timeout_seconds)
         connection.connect(str(path))
-        pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Peer(pid, uid)
+        return unix_peer(connection)
 
 
 def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
     """Check the socket's file, its permissions and its listener. It is required if it is the only address."""
-    user = _user(os.geteuid())
+    user = user_name(os.geteuid())
     try:
         status = path.stat()
     except (FileNotFoundError, PermissionError) as error:
         missing = isinstance(error, FileNotFoundError)
-        detail = f"none at {path}" if missing else f"this user ({user}) may not access {path}"
+        detail = f"none at {path}" if missing else f"this process ({user}) may not access {path}"
         if not required:
             yield Finding("socket", PASS, f"{detail}, and not needed: there is a TCP address")
         elif missing:
@@ -64,7 +50,7 @@ def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
             yield Finding("socket", FAIL, detail, fix)
         return
     verdict = FAIL if required else WARN
-    described = f"{path} mode {stat.S_IMODE(status.st_mode):04o} of {_user(status.st_uid)}"
+    described = f"{path} mode {stat.S_IMODE(status.st_mode):04o} of {user_name(status.st_uid)}"
     if not stat.S_ISSOCK(status.st_mode):
         fix = "remove it, and mount the socket's directory, not the socket"
         yield Finding("socket", verdict, f"{described} is not a socket", fix)
@@ -73,7 +59,7 @@ def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
         peer = socket_peer(path)
     except PermissionError:
         fix = "run as its owner or in its group, or set the exporter's umask so that others may write to it"
-        yield Finding("socket", verdict, f"{described}: this user ({user}) may not connect", fix)
+        yield Finding("socket", verdict, f"{described}: this process ({user}) may not connect", fix)
         return
     except OSError as error:
         fix = "start the exporter again: it replaces the socket of a killed exporter"
@@ -81,11 +67,4 @@ def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
         yield Finding("socket", verdict, f"{described}: no process listens ({reason})", fix)
         return
     where = f"pid {peer.pid}" if peer.pid else "in another PID namespace"
-    yield Finding("socket", PASS, f"{described}; listening: {where}, {_user(peer.uid)}")
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
+    yield Finding("socket", PASS, f"{described}; listening: {where}, {user_name(peer.uid)}")

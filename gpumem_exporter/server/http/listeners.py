@@ -14,13 +14,13 @@ from pathlib import Path
 
 from gpumem_exporter.errors import GpumemError
 from gpumem_exporter.server.http.addresses import ListenAddress, parse_listen_address
-from gpumem_exporter.wire.peer import user_name
+from gpumem_exporter.wire.peer import tcp_listener_owner, unix_peer, user_name
 
 __all__ = ["BindError", "Listeners", "SocketFile", "bind"]
 
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
-_IN_USE = "; if an exporter is not running already, choose another --web.listen-address"
+_IN_USE = "; if that is not an exporter, choose another --web.listen-address"
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 _WRITABLE_BY_OTHERS = 0o022
 
@@ -142,7 +142,7 @@ class Listeners:
             for family, _, _, _, where in dict.fromkeys(found):
                 self._listen(family, where)
         except OSError as error:
-            fix = _IN_USE if error.errno == errno.EADDRINUSE else ""
+            fix = f"{_by_whom(address)}{_IN_USE}" if error.errno == errno.EADDRINUSE else ""
             raise BindError(f"cannot listen on {address}: {_reason(error)}{fix}") from error
 
     def _add_every_address(self, port: int) -> None:
@@ -183,6 +183,15 @@ def bind(addresses: Iterable[str], unix_path: str = "") -> Listeners:
         listeners.close()
         raise
     return listeners
+
+
+def _by_whom(address: ListenAddress) -> str:
+    """Return the user of the process that listens at an address or at all addresses of the machine."""
+    for host in filter(None, (address.host, "127.0.0.1", "::1")):
+        owner = tcp_listener_owner((host, address.port))
+        if owner is not None:
+            return f" by a process of {user_name(owner.uid)}"
+    return ""
 
 
 def _create_folder(folder: Path) -> None:
@@ -226,7 +235,8 @@ def _remove_unused_socket(path: str) -> None:
             return
         except FileNotFoundError:
             return
-    raise OSError(0, "another process listens there")
+        peer = unix_peer(probe)
+    raise OSError(0, f"another process listens there: pid {peer.pid} of {user_name(peer.uid)}")
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:

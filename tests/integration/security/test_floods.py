@@ -8,15 +8,21 @@ import os
 import re
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpumem_exporter.cli.commands.doctor import diagnose
+from gpumem_exporter.cli.doctor.finding import FAIL
+from gpumem_exporter.cli.options import ConnectionOptions
 from gpumem_exporter.server.http.listeners import BindError, bind
 from gpumem_exporter.wire.http import Connection
+from gpumem_exporter.wire.peer import user_name
 from tests.support.exporter_process import ExporterProcess
+from tests.support.other_user import OTHER_UID, needs_root, rogue_server
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20
@@ -133,3 +139,26 @@ def test_a_replaced_socket_is_logged_once_and_degrades_the_health(tmp_path: Path
         assert exporter.stop() == 0
         assert exporter.log().count("level=error") == 2
         assert exporter.socket.exists(), "the file of another process"
+
+
+@needs_root
+def test_a_taken_address_names_the_user(tmp_path: Path) -> None:
+    user = user_name(OTHER_UID)
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        os.chown(made, OTHER_UID, OTHER_UID)
+        path = Path(made, "exporter.sock")
+        with rogue_server(tmp_path, path), pytest.raises(BindError, match=f"pid [0-9]+ of {user}"):
+            bind([], str(path))
+    with rogue_server(tmp_path) as server:
+        address = server.url.removeprefix("http://")
+        for taken in (address, address.replace("127.0.0.1", "")):
+            with pytest.raises(BindError, match=f"a process of {user}"):
+                bind([taken])
+
+
+@needs_root
+def test_doctor_names_an_untrusted_server(tmp_path: Path) -> None:
+    with rogue_server(tmp_path) as server:
+        (trust,) = (each for each in diagnose(ConnectionOptions(url=server.url)) if each.check == "trust")
+    assert trust.verdict == FAIL
+    assert f"uid {OTHER_UID}" in trust.detail

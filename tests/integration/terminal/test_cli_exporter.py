@@ -175,6 +175,7 @@ def test_doctor_passes_a_healthy_demo(node: _Node) -> None:
     assert {check: finding["verdict"] for check, finding in findings.items() if check not in ("driver", "devices")} == {
         "exporter": "PASS",
         "socket": "PASS",
+        "trust": "PASS",
         "version": "PASS",
         "health": "PASS",
         "auth": "PASS",

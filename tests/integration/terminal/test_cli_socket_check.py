@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN
-from gpumem_exporter.cli.doctor.socket import Peer, check_socket, socket_path, socket_peer
+from gpumem_exporter.cli.doctor.socket import check_socket, socket_path, socket_peer
 
 
 def _listening(path: Path) -> socket.socket:
@@ -24,7 +24,7 @@ def test_a_listening_socket_passes_with_its_mode_and_listener(tmp_path: Path) ->
     with closing(_listening(path)):
         path.chmod(0o660)
         (finding,) = check_socket(path, required=True)
-        assert socket_peer(path) == Peer(os.getpid(), os.geteuid())
+        assert socket_peer(path) == (os.getpid(), os.geteuid(), os.getegid())
     assert finding.verdict == PASS
     assert "0660" in finding.detail
     assert f"pid {os.getpid()}" in finding.detail

@@ -12,6 +12,7 @@ from gpumem_exporter.cli.doctor.exporter import (
     check_auth,
     check_clock,
     check_health,
+    check_trust,
     check_version,
     is_on_this_machine,
     reach,
@@ -162,6 +163,9 @@ def test_the_text_of_each_finding() -> None:
         reach(_Api({"status": "ok"}, api), tried)[0],  # type: ignore[arg-type]
         reach(_Api(ExporterUnreachableError("no exporter answers at x"), api), tried)[0],  # type: ignore[arg-type]
         *(reach(_Api(ExporterAnswerError(code, "why"), api), tried)[0] for code in (401, 404)),  # type: ignore[arg-type]
+        check_trust("", nearby=True),
+        check_trust("it runs as uid 1001", nearby=True),
+        check_trust("it has no certificate", nearby=False),
         *check_version({"version": __version__}),
         *check_version({"version": "9.9"}),
         *check_health({"status": "ok", "devices": 1, "processes": 1, "source": "demo"}),
