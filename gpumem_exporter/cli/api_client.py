@@ -17,10 +17,13 @@ from gpumem_exporter.errors import (
     ExporterUntrustedError,
 )
 from gpumem_exporter.wire.http import Answer, Connection, shown_url
+from gpumem_exporter.wire.trust import Trust
 
 __all__ = ["ExporterApi", "has_ended"]
 
 _ACTIONS = "/api/v1/actions"
+_PUBLIC = ("/health", "/api/v1/devices", "/api/v1/live", "/api/v1/processes")
+"""Routes that need no token, unless the exporter has passwords."""
 _FINAL_STATES = ("done", "failed", "expired")
 _POLL_SECONDS = 0.25
 _LONGEST_HOLD_SECONDS = 10.0
@@ -38,6 +41,7 @@ class ExporterApi:
     Args:
         urls: the addresses to try, in order.
         token: the bearer token; empty for none.
+        trust: the servers that receive the token; by default those of the environment.
         timeout_seconds: for each answer, in addition to a delay that the request permits.
         advice: ends the error message when no address answers.
 
@@ -50,19 +54,20 @@ class ExporterApi:
         urls: Sequence[str],
         *,
         token: str = "",
+        trust: Trust | None = None,
         timeout_seconds: float = 5.0,
         advice: str = "start one with `gpumem-exporter serve`, or give its address with --url",
         connect: Callable[[str, float], Connection] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        make = connect or (lambda url, timeout: Connection(url, timeout_seconds=timeout))
+        make = connect or (lambda url, timeout: Connection(url, timeout_seconds=timeout, trust=trust))
         self._candidates = [(url, make(url, timeout_seconds)) for url in urls]
         self._timeout_seconds = timeout_seconds
         self._advice = advice
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._authorization = {"Authorization": f"Bearer {token}"} if token else {}
+        self._public_needs_token = False
         self._clock = clock
         self._sleep = sleep
 
@@ -154,21 +159,28 @@ class ExporterApi:
         headers: Mapping[str, str] | None = None,
         timeout_seconds: float | None = None,
     ) -> Answer:
-        failures = []
-        advice = self._advice
+        failures: list[ExporterUnreachableError] = []
+        public = method == "GET" and path.startswith(_PUBLIC) and not self._public_needs_token
+        sent = {**self._headers, **(headers or {})}
+        with_token = {**sent, **self._authorization}
         for url, transport in self._candidates:
             try:
                 answer = transport.request(
-                    method, path, body, {**self._headers, **(headers or {})}, timeout_seconds=timeout_seconds
+                    method, path, body, sent if public else with_token, timeout_seconds=timeout_seconds
                 )
+                if public and self._authorization and answer.status == http.client.UNAUTHORIZED:
+                    # The exporter has passwords. It accepts the token instead of one.
+                    self._public_needs_token = True
+                    answer = transport.request(method, path, body, with_token, timeout_seconds=timeout_seconds)
             except ExporterUnreachableError as error:
-                failures.append(str(error))
-                if isinstance(error, ExporterUntrustedError):
-                    advice = ""  # An exporter is running.
+                failures.append(error)
                 continue
             self._candidates = [(url, transport)]
             return answer
-        raise ExporterUnreachableError("; ".join(filter(None, (*failures, advice))))
+        reasons = "; ".join(map(str, failures))
+        if any(isinstance(error, ExporterUntrustedError) for error in failures):
+            raise ExporterUntrustedError(reasons)  # an exporter is running, so there is no advice to start one
+        raise ExporterUnreachableError("; ".join(filter(None, (reasons, self._advice))))
 
     def _document(self, answer: Answer, expected: Collection[int]) -> dict[str, Any]:
         try:

@@ -36,7 +36,7 @@ The labels of a series:
 \b
 The command acts only on processes that the query selects, and on at most --max-processes. It compares
 each exporter's answer with the request. Exporters on other machines require a token. The command
-sends the token to the addresses in the series.
+sends the token with actions to the addresses in the series, if they use https or with --insecure.
 
 \b
 Exit codes: 0 all done; 1 an exporter is down or refuses, or a process exited; 2 wrong usage or query.

@@ -164,8 +164,13 @@ class _Run:
         return self._result(requests, (), group.at_step, group.cancel_reason)
 
     def _connect(self, exporters: Iterable[Exporter], timeout_seconds: float = 5.0) -> Fleet:
-        parallel = self.options.parallel
-        return Fleet(exporters, token=self.token, parallel=parallel, timeout_seconds=timeout_seconds)
+        return Fleet(
+            exporters,
+            token=self.token,
+            trust=self.options.trust(),
+            parallel=self.options.parallel,
+            timeout_seconds=timeout_seconds,
+        )
 
     def _select(
         self, fleet: Fleet, selectors: Selectors, *, unreported: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -12,6 +12,7 @@ import typer
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.options import AccessOptions, read_token
 from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.wire.trust import Trust
 
 __all__ = ["FleetOptions", "OverviewOptions", "SelectionOptions"]
 
@@ -59,6 +60,22 @@ class FleetOptions(AccessOptions):
     parallel: Annotated[
         int, typer.Option("--parallel", metavar="N", min=1, max=256, help="Exporters that are queried at a time.")
     ] = 16
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Send the token also to other machines without https. Default: GPUMEM_EXPORTER_INSECURE=1.",
+        ),
+    ] = False
+
+    def trust(self, environ: Mapping[str, str] = os.environ) -> Trust:
+        """Return the servers that receive the token.
+
+        Raises:
+            ConfigurationError: GPUMEM_EXPORTER_USER is not a user.
+        """
+        trust = Trust.from_environment(environ)
+        return replace(trust, insecure=trust.insecure or self.insecure)
 
     def connect(self, environ: Mapping[str, str] = os.environ) -> Prometheus:
         """Return the API to query.

@@ -120,7 +120,7 @@ def read_overview(prometheus: Prometheus, query: str, options: FleetOptions) -> 
     """
     found = prometheus.query(query)
     exporters = exporters_of(found.series, options.instance_url)
-    with Fleet(exporters, token=options.token(), parallel=options.parallel) as fleet:
+    with Fleet(exporters, token=options.token(), trust=options.trust(), parallel=options.parallel) as fleet:
         return Overview(fleet.read(exporters, "devices"), found.warnings)
 
 

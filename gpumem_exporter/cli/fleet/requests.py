@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from gpumem_exporter.cli.api_client import ExporterApi, has_ended
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess
-from gpumem_exporter.errors import ExporterAnswerError, ExporterError
+from gpumem_exporter.errors import ExporterAnswerError, ExporterError, ExporterUntrustedError
 from gpumem_exporter.wire.http import shown_url
+from gpumem_exporter.wire.trust import Trust
 
 __all__ = ["ExporterRequest", "Fleet", "failed_row", "result_rows", "run_parallel"]
 
@@ -56,12 +57,15 @@ class Fleet:
         *,
         token: str,
         parallel: int,
+        trust: Trust | None = None,
         timeout_seconds: float = 5.0,
         connect: Callable[[str], ExporterApi] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        make = connect or (lambda url: ExporterApi((url,), token=token, timeout_seconds=timeout_seconds, advice=""))
+        make = connect or (
+            lambda url: ExporterApi((url,), token=token, trust=trust, timeout_seconds=timeout_seconds, advice="")
+        )
         self._apis = {exporter.url: make(exporter.url) for exporter in exporters}
         self._parallel = parallel
         self._clock = clock
@@ -186,6 +190,8 @@ def _submit(request: ExporterRequest, api: ExporterApi, body: Mapping[str, Any])
     except ExporterAnswerError as error:
         gone = Failure("gone", "no process matches; it may have exited")
         request.failure = gone if error.status == 404 else _failure(error)
+    except ExporterUntrustedError as error:
+        request.failure = Failure("refused", str(error))
     except ExporterError as error:
         request.failure = Failure("failed", f"{error}; the exporter may have received the request and acted")
 

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.commands.doctor import diagnose
 from gpumem_exporter.cli.doctor.finding import FAIL
+from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.options import ConnectionOptions
+from gpumem_exporter.errors import ExporterUntrustedError
 from gpumem_exporter.server.http.listeners import BindError, bind
 from gpumem_exporter.wire.http import Connection
 from gpumem_exporter.wire.peer import user_name
@@ -162,3 +165,16 @@ def test_doctor_names_an_untrusted_server(tmp_path: Path) -> None:
         (trust,) = (each for each in diagnose(ConnectionOptions(url=server.url)) if each.check == "trust")
     assert trust.verdict == FAIL
     assert f"uid {OTHER_UID}" in trust.detail
+
+
+@needs_root
+def test_a_token_is_for_actions_at_a_trusted_exporter(tmp_path: Path) -> None:
+    with rogue_server(tmp_path) as server, ExporterApi((server.url,), token="secret") as api:
+        api.get("/api/v1/devices")
+        with pytest.raises(ExporterUntrustedError, match=f"uid {OTHER_UID}"):
+            api.submit({"action": "empty_cache", "target": {"all": True}})
+        assert b"/api/v1/devices" in server.received()
+        assert b"secret" not in server.received()
+    assert not FleetOptions().trust({}).insecure
+    assert FleetOptions(insecure=True).trust({}).insecure
+    assert FleetOptions().trust({"GPUMEM_EXPORTER_INSECURE": "1"}).insecure

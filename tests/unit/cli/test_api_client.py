@@ -118,6 +118,21 @@ def test_a_token_is_sent_only_if_there_is_one() -> None:
     assert "Authorization" not in without.requests[0][3]
 
 
+def test_a_public_route_receives_the_token_only_after_a_401() -> None:
+    transport = _Scripted(_answer({}), _answer({}), _answer(_PROBLEM, 401), _answer({}), _answer({}))
+    api = _api({"a": transport}, token="secret")
+    for path in ("/health", "/api/v1/actions", "/api/v1/devices", "/api/v1/processes"):
+        api.get(path)
+    sent = [(request[1], "Authorization" in request[3]) for request in transport.requests]
+    assert sent == [
+        ("/health", False),
+        ("/api/v1/actions", True),
+        ("/api/v1/devices", False),
+        ("/api/v1/devices", True),
+        ("/api/v1/processes", True),
+    ]
+
+
 def test_an_action_is_posted_with_a_new_idempotency_key() -> None:
     transport = _Scripted(_answer({"id": "1", "state": "done"}), _answer({"id": "2", "state": "done"}))
     api = _api({"a": transport})

@@ -8,7 +8,7 @@ import pytest
 from gpumem_exporter.cli.fleet.action import requests_for
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, result_rows
 from gpumem_exporter.cli.fleet.selection import Failure, TargetProcess
-from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
 from tests.support.fleet_builders import A, B, Clock, ScriptedExporter, action, fleet_of, row
 
 BODY = {"action": "empty_cache", "dry_run": False}
@@ -83,6 +83,7 @@ def test_an_action_that_does_not_end_in_time_expires() -> None:
         (ExporterAnswerError(401, "token-needed"), "refused", "token-needed"),
         (ExporterAnswerError(500, "see-log"), "failed", "HTTP 500"),
         (ExporterUnreachableError("silent-x"), "failed", "silent-x"),
+        (ExporterUntrustedError("uid 1001"), "refused", "uid 1001"),
     ],
 )
 def test_an_error_of_an_exporter_is_an_outcome(error: Any, outcome: str, reason: str) -> None:
