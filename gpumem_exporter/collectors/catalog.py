@@ -435,7 +435,8 @@ EVENTS = _counter(
 )
 EVENTS_DROPPED = _counter(
     "gpumem_events_dropped_total",
-    "Events that could not be stored, because the disk failed and the queue was full. /health has the reason.",
+    "Events that were not stored: the disk failed and the queue was full, which /health shows, or a process had more "
+    "than 60 out-of-memory errors in a minute.",
 )
 HELD_REQUESTS = _gauge(
     "gpumem_held_requests",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gpumem_exporter.errors import StorageError
-from gpumem_exporter.events.model import Event, Page, Query
+from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query
 from gpumem_exporter.events.storage import Storage
 from gpumem_exporter.nvml.failure_log import FailureLog
 
@@ -25,8 +25,9 @@ __all__ = ["EventLog", "EventLogStatus"]
 
 T = TypeVar("T")
 
-MAX_WAITING = 4096
-"""The maximum number of events in the queue. The largest event, an action on many processes, has tens of KiB."""
+MAX_WAITING = 2048
+"""The maximum number of events of the audit trail in the queue, and of other events. The largest event, an action on
+many processes, has tens of KiB."""
 MAX_READERS = 16
 _BATCH = 256
 """The maximum number of events in one commit."""
@@ -68,6 +69,11 @@ class _Waiting:
     events: tuple[Event, ...]
     committed: Future[bool]
 
+    @property
+    def audit(self) -> bool:
+        """Whether these events are of the audit trail."""
+        return any(event.type in AUDIT_TYPES for event in self.events)
+
 
 class EventLog:
     """Stores and reads events in its own thread. Thread-safe.
@@ -78,7 +84,7 @@ class EventLog:
         on_dropped: receives the number of dropped events, in the thread that dropped them.
         on_committed: receives the new events after a commit, before they can be read, in the log's thread.
         retry_seconds: the time between two attempts after an error of the disk.
-        max_waiting: the maximum number of events in the queue.
+        max_waiting: the maximum number of events of the audit trail in the queue, and of other events.
     """
 
     def __init__(
@@ -100,7 +106,8 @@ class EventLog:
         self._failures = FailureLog(_log, clock)
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
-        self._waiting_events = 0
+        self._waiting_events = {True: 0, False: 0}
+        """The number of events of the audit trail, and of other events."""
         self._readers: deque[tuple[Query, Future[Page]]] = deque()
         self._dropped = 0
         self._stopping = False
@@ -132,14 +139,15 @@ class EventLog:
             True after the commit; False if the events are dropped, or if the disk fails and the commit is delayed.
         """
         committed: Future[bool] = Future()
+        new = _Waiting(tuple(events), committed)
         with self._changed:
-            accepted = not self._stopping and self._waiting_events + len(events) <= self._max_waiting
+            accepted = not self._stopping and self._waiting_events[new.audit] + len(events) <= self._max_waiting
             if accepted:
-                self._waiting.append(_Waiting(tuple(events), committed))
-                self._waiting_events += len(events)
+                self._waiting.append(new)
+                self._waiting_events[new.audit] += len(events)
                 self._changed.notify_all()
         if not accepted:
-            self._drop([_Waiting(tuple(events), committed)])
+            self._drop([new])
         elif self._error:
             _settle(committed, False)
         return committed
@@ -167,7 +175,7 @@ class EventLog:
             alive=self._thread.is_alive(),
             error=self._error,
             busy_seconds=None if busy_since is None else max(0.0, self._clock() - busy_since),
-            waiting=self._waiting_events,
+            waiting=sum(self._waiting_events.values()),
             dropped=self._dropped,
             damaged_file=self._storage.damaged_file,
         )
@@ -240,7 +248,7 @@ class EventLog:
         with self._changed:
             for each in batch:
                 self._waiting.popleft()
-                self._waiting_events -= len(each.events)
+                self._waiting_events[each.audit] -= len(each.events)
 
     def _fail(self, text: str) -> None:
         with self._changed:
@@ -286,7 +294,7 @@ class EventLog:
     def _end(self) -> None:
         with self._changed:
             lost, self._waiting = list(self._waiting), deque()
-            self._waiting_events = 0
+            self._waiting_events = {True: 0, False: 0}
             readers, self._readers = self._readers, deque()
         for _, page in readers:
             _settle(page, StorageError("the exporter is stopping"))

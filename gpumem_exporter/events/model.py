@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["EVENT_TYPES", "Event", "Page", "Query"]
+__all__ = ["AUDIT_TYPES", "EVENT_TYPES", "Event", "Page", "Query"]
 
-EVENT_TYPES = (
-    *("oom", "device_lost", "device_returned", "process_started", "process_ended"),
-    *("action_asked", "action", "policy_stopped"),
-)
+AUDIT_TYPES = ("action_asked", "action", "policy_stopped")
+"""The audit trail: who requested what. Its events and the others cannot take each other's half of the space."""
+EVENT_TYPES = ("oom", "device_lost", "device_returned", "process_started", "process_ended", *AUDIT_TYPES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from gpumem_exporter.core.ledger import fragmented_bytes
-from gpumem_exporter.core.samples import LastOom, ReportingProcess
+from gpumem_exporter.core.samples import LastOom, ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
 __all__ = ["OomDeduplicator", "last_ooms"]
 
+MAX_PER_MINUTE = 60
+"""The maximum number of a process's errors that are stored and logged in a minute."""
 _SESSIONS = 4096
 _SAMPLE_FIELDS = tuple(
     f.name
@@ -37,11 +39,13 @@ class OomDeduplicator:
 
     def __init__(self) -> None:
         self._highest: OrderedDict[str, int] = OrderedDict()
+        self._minute = 0
+        self._in_minute: Counter[ProcessKey] = Counter()
 
     def new_events(
         self, process: ReportingProcess, pid: int | str, gpus: Mapping[str, str], received_unix_seconds: float
     ) -> list[Event]:
-        """Return the events of the new errors in the last report of a process, and log them.
+        """Return the events of the new errors in the last report of a process.
 
         Args:
             process: the process with its last report.
@@ -60,12 +64,24 @@ class OomDeduplicator:
             self._highest.popitem(last=False)
         # A number that is sent twice or out of order is the same error.
         new = {oom.number: oom for oom in reversed(ooms) if oom.number > seen}
-        events = [
-            _event(process, pid, oom, gpus.get(oom.uuid), received_unix_seconds) for _, oom in sorted(new.items())
-        ]
-        for event in events:
+        return [_event(process, pid, oom, gpus.get(oom.uuid), received_unix_seconds) for _, oom in sorted(new.items())]
+
+    def within_limit(
+        self, process: ProcessKey, events: Sequence[Event], received_unix_seconds: float
+    ) -> Sequence[Event]:
+        """Log the first events of a process in each minute, and return them. The others are left out."""
+        minute = int(received_unix_seconds // 60)
+        if minute != self._minute:
+            self._minute, self._in_minute = minute, Counter()
+        before = self._in_minute[process]
+        self._in_minute[process] += len(events)
+        stored = events[: max(0, MAX_PER_MINUTE - before)]
+        for event in stored:
             _log_oom(event)
-        return events
+        if before <= MAX_PER_MINUTE < self._in_minute[process]:
+            shown = {"pid": events[0].pid, "workload": events[0].workload, "limit_per_minute": MAX_PER_MINUTE}
+            _log.warning("further out-of-memory errors of this minute are left out", extra={"fields": shown})
+        return stored
 
 
 def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: float) -> list[LastOom]:

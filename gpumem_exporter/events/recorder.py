@@ -46,6 +46,7 @@ class Recorder:
         reading_expiry_seconds: the age at which a reading of the driver expires.
         wall_clock: seconds of the Unix epoch.
         on_ooms: receives each new out-of-memory error, even if it cannot be stored.
+        on_left_out: receives the number of out-of-memory errors beyond the limit of their process.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class Recorder:
         reading_expiry_seconds: float,
         wall_clock: Callable[[], float],
         on_ooms: Callable[[Sequence[Event]], None],
+        on_left_out: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.log = log
         self._silent_reason = f"no report for {report_expiry_seconds:g} s"
         self._wall_clock = wall_clock
         self._snapshot = snapshot
         self._on_ooms = on_ooms
+        self._on_left_out = on_left_out
         self._processes = ProcessHistory(reading_expiry_seconds=reading_expiry_seconds)
         self._ooms = OomDeduplicator()
         self._reading: NodeReading | None = None
@@ -84,10 +87,14 @@ class Recorder:
             return None
         session = process.report.process.session
         self._uncommitted = {session: future for session, future in self._uncommitted.items() if not future.done()}
-        events = self._ooms.new_events(process, names(process), self._processes.gpus(), self._wall_clock())
+        now = self._wall_clock()
+        events = self._ooms.new_events(process, names(process), self._processes.gpus(), now)
         if events:
             self._on_ooms(events)  # before `put`, so that a client that reads the event finds its series
-            self._uncommitted[session] = self.log.put(events)
+            stored = self._ooms.within_limit(process.key, events, now)
+            self._on_left_out(len(events) - len(stored))
+            if stored:
+                self._uncommitted[session] = self.log.put(stored)
         return self._uncommitted.get(session)
 
     def take_reading(self, reading: NodeReading) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import StorageError
-from gpumem_exporter.events.model import Event, Page, Query
+from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query
 
 __all__ = ["FILE_NAME", "MEMORY_BYTES", "Storage"]
 
@@ -47,6 +47,11 @@ CREATE INDEX events_time ON events (time);
 CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
 """
 _COLUMNS = "id, type, time, gpu, uuid, pid, workload, rank, detail, subject"
+_IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
+_KINDS = f"SELECT sum(length(detail) + 256), count(*), {_IS_AUDIT} FROM events GROUP BY 3"  # noqa: S608
+"""The size and number of events of the audit trail and of the others; 256 bytes are those of the other columns."""
+_DELETE_OLDEST = f"""DELETE FROM events WHERE id IN (
+    SELECT id FROM events WHERE ({_IS_AUDIT}) = ? ORDER BY id LIMIT ?)"""  # noqa: S608 - constant names
 _OF_PID = """(pid = :pid OR (type = 'action' AND EXISTS (
     SELECT 1 FROM json_each(detail, '$.results') WHERE CAST(json_extract(value, '$.pid') AS TEXT) = :pid)))"""
 
@@ -59,7 +64,8 @@ class Storage:
     Args:
         folder: the folder of the file, created if missing; None for memory.
         retention_seconds: the age at which events are deleted.
-        max_bytes: the limit of the file and its write-ahead log; the oldest events are deleted to stay below it.
+        max_bytes: the limit of the file and its write-ahead log; the oldest events are deleted to stay below it. The
+            audit trail and the other events have half of it each, and may use what the other half does not need.
         wall_clock: seconds of the Unix epoch.
     """
 
@@ -135,6 +141,9 @@ class Storage:
         self.close()
         if self._path is not None:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.touch(mode=0o600)  # the mode of SQLite's other files too
+            with contextlib.suppress(PermissionError):
+                self._path.chmod(0o600)  # an older exporter created it
         connection = sqlite3.connect(":memory:" if self._path is None else self._path, timeout=0, isolation_level=None)
         try:
             connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
@@ -200,7 +209,7 @@ class Storage:
         return stored
 
     def _prune(self, connection: sqlite3.Connection, needed_bytes: int) -> None:
-        """Delete expired events, then the oldest events until there is room.
+        """Delete expired events, then the oldest of the kind that uses more space, until there is room.
 
         SQLite reuses the space; the file never shrinks.
         """
@@ -210,11 +219,11 @@ class Storage:
             (unused,) = connection.execute("PRAGMA freelist_count").fetchone()
             if (pages - unused) * _PAGE_BYTES + needed_bytes <= self._bytes:
                 return
-            (count,) = connection.execute("SELECT count(*) FROM events").fetchone()
-            if count == 0:
+            kinds = connection.execute(_KINDS).fetchall()
+            if not kinds:
                 return
-            oldest = "SELECT id FROM events ORDER BY id LIMIT ?"
-            connection.execute(f"DELETE FROM events WHERE id IN ({oldest})", (max(1, count // 32),))  # noqa: S608
+            _, count, audit = max(kinds)
+            connection.execute(_DELETE_OLDEST, (audit, max(1, count // 32)))
 
     def _error_text(self, error: Exception) -> str:
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):

@@ -245,6 +245,7 @@ def _recorder(settings: Settings, state: CurrentState, instruments: Instruments)
         reading_expiry_seconds=state.store.reading_expiry_seconds,
         wall_clock=state.wall_clock,
         on_ooms=state.put_ooms,
+        on_left_out=instruments.count_events_dropped,
     )
 
 

@@ -43,6 +43,7 @@ class RecorderBench:
         self.now = 100.0
         self.unix = 1.7e9
         self.snapshots = 0
+        self.left_out: list[int] = []
         self.log = RecordedLog()
         self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=1000)
         self.recorder = Recorder(
@@ -52,6 +53,7 @@ class RecorderBench:
             reading_expiry_seconds=5,
             wall_clock=lambda: self.unix,
             on_ooms=lambda events: self.store.put_ooms(last_ooms(events, self.now, self.unix)),
+            on_left_out=self.left_out.append,
         )
 
     def wait(self, seconds: float) -> None:

@@ -21,10 +21,13 @@ from gpumem_exporter.cli.doctor.finding import FAIL
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.options import ConnectionOptions
 from gpumem_exporter.errors import ExporterUntrustedError
+from gpumem_exporter.events.ooms import MAX_PER_MINUTE
 from gpumem_exporter.server.http.listeners import BindError, bind
 from gpumem_exporter.wire.http import Connection
 from gpumem_exporter.wire.peer import user_name
-from tests.support.exporter_process import ExporterProcess
+from gpumem_exporter.wire.protocol import REPORTS_PATH, OutOfMemory, to_wire
+from tests.support.builders import UUIDS, report
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.other_user import OTHER_UID, needs_root, rogue_server
 from tests.support.waiting import patient, wait_for
 
@@ -178,3 +181,18 @@ def test_a_token_is_for_actions_at_a_trusted_exporter(tmp_path: Path) -> None:
     assert not FleetOptions().trust({}).insecure
     assert FleetOptions(insecure=True).trust({}).insecure
     assert FleetOptions().trust({"GPUMEM_EXPORTER_INSECURE": "1"}).insecure
+
+
+def test_a_flood_of_out_of_memory_errors_is_limited(tmp_path: Path) -> None:
+    storage = ("--storage.path", str(tmp_path / "events"), "--storage.max-bytes", str(8 * MIB), *QUICK)
+    with contextlib.closing(ExporterProcess(tmp_path, *storage)) as exporter:
+        pid = os.getpid()
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+        for sequence in range(1, 21):
+            errors = tuple(OutOfMemory(uuid=UUIDS[0], number=50 * sequence + number) for number in range(50))
+            sent = report(pid, ooms=errors, sequence=sequence, start_time_ticks=ticks, pid_namespace=namespace)
+            assert exporter.request("POST", REPORTS_PATH, to_wire(sent)).status == 200
+        wait_for(lambda: exporter.metrics().value("gpumem_events_dropped_total") >= 800, "the errors beyond the limit")
+        assert exporter.log().count('msg="out of memory"') <= 2 * MAX_PER_MINUTE  # in at most two minutes
+        assert stat.S_IMODE((tmp_path / "events" / "events.db").stat().st_mode) == 0o600

@@ -176,6 +176,16 @@ def test_events_beyond_the_queue_are_dropped_and_counted(caplog: pytest.LogCaptu
     assert bench.log.stop(WAIT)
 
 
+def test_a_flood_of_one_kind_leaves_the_queue_to_the_other() -> None:
+    bench = Bench(max_waiting=3)
+    flood = [bench.put("a") for _ in range(5)]
+    audit = [bench.log.put([Event("action", 0.0)]) for _ in range(5)]
+    assert [future.done() for future in flood] == [future.done() for future in audit] == [False] * 3 + [True] * 2
+    bench.log.start()
+    assert all(future.result(WAIT) for future in (*flood[:3], *audit[:3]))
+    assert bench.log.stop(WAIT)
+
+
 def test_an_event_that_cannot_be_stored_does_not_block_the_others(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

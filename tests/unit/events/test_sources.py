@@ -13,6 +13,7 @@ from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.events.actions import MAX_RESULTS, action_event
 from gpumem_exporter.events.devices import device_changes
+from gpumem_exporter.events.ooms import MAX_PER_MINUTE
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.recorder_bench import RecorderBench as Bench
 from tests.support.recorder_bench import oom
@@ -73,6 +74,27 @@ def test_a_repeated_error_is_one_event_and_acknowledged_after_its_commit(
     assert [event.detail["number"] for event in ooms] == [1, 2, 3]
     assert len({event.subject for event in ooms}) == 3
     assert len(caplog.records) == 3
+
+
+def test_a_process_has_a_limited_number_of_errors_in_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    for first in range(0, 1000, 10):
+        ooms = [oom(1 + number) for number in range(first, first + 10)]
+        bench.report(7, *ooms, session=f"of-{first // 100}", session_started_seconds=float(first // 100))
+    bench.report(8, oom(1))
+    assert [event.pid for event in bench.log.of("oom")] == [7] * MAX_PER_MINUTE + [8]
+    assert sum(bench.left_out) == 1000 - MAX_PER_MINUTE
+    assert [last.number for last in bench.store.snapshot(bench.now).ooms] == [1000, 1], (
+        "the metrics have each last error"
+    )
+    assert len(caplog.records) == MAX_PER_MINUTE + 1 + 1
+    assert bench.report(9, *(oom(number) for number in range(1, 100)), oom(100)) is not None
+    for future in bench.log.futures:
+        future.set_result(True)
+    assert bench.report(9, oom(2000)) is None, "it is acknowledged"
+    bench.unix += 60
+    bench.report(9, oom(2001))
+    assert bench.log.events[-1].detail["number"] == 2001
 
 
 def test_each_session_numbers_its_errors_separately() -> None:

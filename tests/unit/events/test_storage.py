@@ -190,6 +190,26 @@ def test_the_oldest_events_are_deleted_to_limit_the_size(tmp_path: Path, stored:
     bench.storage.close()
 
 
+@pytest.mark.parametrize(("kept", "flood"), [("action", "oom"), ("oom", "action_asked"), ("policy_stopped", "oom")])
+def test_a_flood_of_one_kind_does_not_delete_the_other(kept: str, flood: str) -> None:
+    bench = Bench(None)
+    bench.put(1, type=kept)
+    for batch in range(120):
+        bench.put(*range(10), type=flood, detail={"number": batch, "x": "y" * 20_000})
+    assert bench.numbers(types=(kept,)) == [1]
+    assert bench.numbers(types=(flood,), after=0)[0] > 0
+    bench.storage.close()
+
+
+def test_the_files_are_readable_for_their_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).touch(0o644)
+    for folder in (tmp_path / "new", tmp_path):
+        bench = Bench(folder)
+        bench.put(1)
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir() if path.is_file()} == {0o600}
+        bench.storage.close()
+
+
 def test_ids_increase_over_a_restart_with_and_without_a_file(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
         bench = Bench(folder)
