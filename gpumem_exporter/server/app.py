@@ -31,6 +31,7 @@ from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.hangup import reloading_on_hangup
 from gpumem_exporter.server.background.housekeeping import keep_house, recall_ooms
+from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
@@ -200,6 +201,7 @@ def _add_guards(app: FastAPI, runtime: Runtime) -> None:
         reports=runtime.reports_rule,
         callers=runtime.callers,
         on_report_refused=runtime.instruments.count_report,
+        loopback_only=all(parse_listen_address(each).is_loopback for each in runtime.settings.web_listen_address),
     )
     if runtime.web is not None:
         from gpumem_exporter.server.security.basic_auth import BasicAuth

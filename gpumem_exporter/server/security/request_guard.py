@@ -1,7 +1,7 @@
 """Checks requests before the routes that change something or show events: caller, web page, size of the body.
 
-The other routes are readable by every client. Pure ASGI. The guard reads the whole body within its limit. The route
-gets it from its first `receive()`, then `http.disconnect`.
+The other routes are readable by every client, except by web pages if the exporter listens on loopback alone. Pure ASGI.
+The guard reads the whole body within its limit. The route gets it from its first `receive()`, then `http.disconnect`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Guard:
         reports: the rule for reports.
         callers: identifies the callers of actions, the audit log and events.
         on_report_refused: called with the outcome of a refused report: `unauthorized`, `too_large` or `invalid`.
+        loopback_only: whether the exporter listens on loopback alone. Its clients then use names of this machine, and a
+            request for another name is a web page's (DNS rebinding): it reads nothing.
     """
 
     app: ASGIApp
@@ -59,6 +61,7 @@ class Guard:
     reports: Rule
     callers: Callers
     on_report_refused: Callable[[str], None]
+    loopback_only: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on an admitted request; answer others with a problem."""
@@ -72,6 +75,8 @@ class Guard:
                 await self._admit(scope, path)
                 if method == "POST":
                     receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
+            elif self.loopback_only:
+                self._require_own_host(scope)
         except ProblemError as problem:
             if is_report:
                 self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
@@ -82,6 +87,11 @@ class Guard:
         if method == "HEAD":
             scope = {**scope, "method": "GET"}  # the server sends no body
         await self.app(scope, receive, send)
+
+    def _require_own_host(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        if Peer.of(scope).host and not self.callers.rule.matches_token(headers):
+            self.own_names.require_own_host(headers)
 
     async def _admit(self, scope: Scope, path: str) -> None:
         headers = dict(scope["headers"])

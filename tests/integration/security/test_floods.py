@@ -196,3 +196,11 @@ def test_a_flood_of_out_of_memory_errors_is_limited(tmp_path: Path) -> None:
         wait_for(lambda: exporter.metrics().value("gpumem_events_dropped_total") >= 800, "the errors beyond the limit")
         assert exporter.log().count('msg="out of memory"') <= 2 * MAX_PER_MINUTE  # in at most two minutes
         assert stat.S_IMODE((tmp_path / "events" / "events.db").stat().st_mode) == 0o600
+
+
+def test_a_rebound_name_reads_nothing_on_loopback(exporter: ExporterProcess) -> None:
+    (address,) = re.findall(r"addresses=(http://[^, ]*)", exporter.log().replace('"', ""))
+    with contextlib.closing(Connection(address, timeout_seconds=patient(30))) as tcp:
+        for path in ("/", "/metrics", "/api/v1/processes", "/api/v1/live", "/health"):
+            assert tcp.request("GET", path, headers={"Host": "evil.example"}).status == 403
+            assert tcp.request("GET", path).status in (200, 503)

@@ -52,6 +52,7 @@ def pass_through(
     token: Path | None = None,
     uid: int = 1000,
     cut_off: bool = False,
+    loopback_only: bool = False,
 ) -> Exchange:
     exchange = Exchange()
 
@@ -84,7 +85,7 @@ def pass_through(
     if token_file is not None:
         token_file.refresh()
     rule = Rule("things", "--x.token-file", token_file)
-    guard = Guard(route, OwnNames(["node-7"]), rule, Callers(rule, 1000), exchange.outcomes.append)
+    guard = Guard(route, OwnNames(["node-7"]), rule, Callers(rule, 1000), exchange.outcomes.append, loopback_only)
     peer = Peer(client, uid=uid if client == "127.0.0.1" else None)
     peer.__dict__["place"] = Place(in_own_namespaces=True, container="")
     scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "state": {"peer": peer}}
@@ -134,6 +135,20 @@ def test_the_media_type_may_have_parameters() -> None:
 def test_readable_routes_are_open_to_every_client_under_any_name(path: str) -> None:
     headers = [(b"host", b"gpumem.monitoring.svc:9844"), (b"origin", b"http://grafana.example")]
     assert pass_through(path, method="GET", headers=headers, client="10.0.0.5").status == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [(b"localhost:9844", 200), (b"127.0.0.1", 200), (b"node-7", 200), (b"evil.example", 403)]
+)
+def test_an_exporter_on_loopback_alone_has_only_its_own_names(host: bytes, status: int, tmp_path: Path) -> None:
+    for path in ("/metrics", "/", "/api/v1/processes"):
+        answer = pass_through(path, method="GET", headers=[(b"host", host)], loopback_only=True)
+        assert (answer.status, len(answer.seen)) == (status, status == 200)
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("right")
+    headers = [(b"host", host), (b"authorization", b"Bearer right")]
+    assert pass_through("/metrics", method="GET", headers=headers, token=token, loopback_only=True).status == 200
 
 
 @pytest.mark.parametrize("path", [ACTIONS_PATH, EVENTS_PATH])
