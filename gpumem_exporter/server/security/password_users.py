@@ -22,8 +22,8 @@ _MAX_PASSWORD_BYTES = 72
 class Users:
     """The users. Used on the event loop only; bcrypt runs in a thread, one login at a time.
 
-    Verified credentials are remembered as a keyed hash, so that a scraper waits for bcrypt only once. An unknown name
-    takes as long to verify as a known one.
+    Verified credentials are remembered as a keyed hash, so that a scraper waits for bcrypt only once. Every name, known
+    or not, takes as long to verify as the one with the slowest hash.
 
     Args:
         hashes: bcrypt hashes by name.
@@ -31,14 +31,24 @@ class Users:
 
     def __init__(self, hashes: Mapping[str, bytes]) -> None:
         self._hashes = dict(hashes)
-        self._slowest = max(self._hashes.values(), key=lambda hashed: hashed[4:6], default=b"")
+        self._slowest = max(self._hashes.values(), key=_cost, default=b"")
         self._key = secrets.token_bytes(32)
-        self._remembered: set[bytes] = set()
+        self._remembered: dict[bytes, str] = {}
+        """The names of verified credentials."""
         self._lock = asyncio.Lock()
         self._waiting = 0
 
     def __len__(self) -> int:
         return len(self._hashes)
+
+    def changed_to(self, hashes: Mapping[str, bytes]) -> Users:
+        """Return other users. The verified credentials of those with the same hash stay remembered."""
+        users = Users(hashes)
+        users._key = self._key
+        users._remembered = {
+            digest: name for digest, name in self._remembered.items() if users._hashes.get(name) == self._hashes[name]
+        }
+        return users
 
     async def admit(self, credentials: bytes) -> bool:
         """Return whether `name:password` belongs to one of the users.
@@ -63,16 +73,29 @@ class Users:
         if admitted:
             if len(self._remembered) >= _MAX_REMEMBERED:
                 self._remembered.clear()
-            self._remembered.add(digest)
+            self._remembered[digest] = _name(credentials)
         return admitted
 
     def _check(self, credentials: bytes) -> bool:
         import bcrypt
 
-        name, _, password = credentials.partition(b":")
-        known = self._hashes.get(name.decode("utf-8", "replace"))
+        known = self._hashes.get(_name(credentials))
+        password = credentials.partition(b":")[2][:_MAX_PASSWORD_BYTES]
+        hashed = known or self._slowest
         try:
-            right = bcrypt.checkpw(password[:_MAX_PASSWORD_BYTES], known or self._slowest)
+            right = bcrypt.checkpw(password, hashed)
+            # Each cost takes twice the time of the one before, so all these together take that of the slowest.
+            for cost in range(_cost(hashed), _cost(self._slowest)):
+                bcrypt.checkpw(password, b"%b%02d%b" % (hashed[:4], cost, hashed[6:]))
         except ValueError:
             return False  # for example, the password has a zero byte
         return right and known is not None
+
+
+def _name(credentials: bytes) -> str:
+    return credentials.partition(b":")[0].decode("utf-8", "replace")
+
+
+def _cost(hashed: bytes) -> int:
+    """Return the cost in `$2b$10$…`."""
+    return int(hashed[4:6])

@@ -59,8 +59,7 @@ class WebAccess:
                     extra={"fields": {"error": str(error)}},
                 )
                 return
-            if config.users != self._config.users:
-                self.users = Users(config.users)
+            self.users = self.users.changed_to(config.users)
             self._config, self._in_force = config, context
             fields = {"file": str(self._path), "tls": str(context is not None).lower(), "users": len(self.users)}
             _log.info("web configuration reloaded", extra={"fields": fields})

@@ -65,9 +65,21 @@ def test_right_credentials_are_verified_once_and_wrong_ones_each_time(
     assert [password for password, _ in checks] == [b"secret", b"wrong", b"wrong"]
 
 
-def test_an_unknown_name_takes_as_long_as_the_slowest_known_one(checks: list[tuple[bytes, bytes]]) -> None:
-    assert admitted(Users({"ada": ADA, "bob": BOB}), b"eve:secret") == [False]
-    assert checks == [(b"secret", BOB)]
+@pytest.mark.parametrize("credentials", [b"ada:secret", b"ada:wrong", b"bob:wrong", b"eve:secret"])
+def test_every_name_takes_as_long_as_the_slowest_one(checks: list[tuple[bytes, bytes]], credentials: bytes) -> None:
+    slow = bcrypt.hashpw(b"other", bcrypt.gensalt(7))
+    admitted(Users({"ada": ADA, "bob": BOB, "carl": slow}), credentials)
+    assert sum(2 ** int(hashed[4:6]) for _, hashed in checks) == 2**7
+
+
+def test_a_change_of_the_users_forgets_the_changed_ones_alone(checks: list[tuple[bytes, bytes]]) -> None:
+    users = Users({"ada": ADA, "bob": ADA, "carl": ADA})
+    logins = (b"ada:secret", b"bob:secret", b"carl:secret")
+    assert admitted(users, *logins) == [True] * 3
+    checks.clear()
+    users = users.changed_to({"ada": ADA, "bob": bcrypt.hashpw(b"new", bcrypt.gensalt(4))})
+    assert admitted(users, *logins) == [True, False, False]
+    assert len(checks) == 2
 
 
 def test_simultaneous_connections_are_verified_once(checks: list[tuple[bytes, bytes]]) -> None:
