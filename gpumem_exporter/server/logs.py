@@ -47,7 +47,8 @@ class JsonFormatter(_Fields):
 
     def format(self, record: logging.LogRecord) -> str:
         """Render one record."""
-        return json.dumps(dict(self._items(record)), default=str, ensure_ascii=False)
+        line = json.dumps(dict(self._items(record)), default=str, ensure_ascii=False)
+        return line if line.isprintable() else "".join(map(_escaped, line))
 
 
 def configure_logging(level: str, log_format: str) -> None:
@@ -72,3 +73,8 @@ def _quoted(value: Any) -> str:
     text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     plain = text and all(c.isprintable() and c not in ' "=\\' for c in text)
     return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+def _escaped(character: str) -> str:
+    """Return a character for JSON. Control and bidirectional characters would change how a terminal shows the line."""
+    return character if character.isprintable() else json.dumps(character)[1:-1]

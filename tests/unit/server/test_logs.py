@@ -6,6 +6,8 @@ import shlex
 import sys
 from typing import Any
 
+import pytest
+
 from gpumem_exporter.server.logs import JsonFormatter, LogfmtFormatter, iso_time
 
 
@@ -55,6 +57,17 @@ def test_json_lines_carry_the_same_fields() -> None:
     assert list(document)[:6] == ["ts", "level", "logger", "msg", "n", "odd"]
     assert document["n"] == 3
     assert "LookupError" in document["exception"]
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter(), LogfmtFormatter()])
+def test_no_character_changes_how_a_terminal_shows_a_line(formatter: logging.Formatter) -> None:
+    hidden = "\x1b[2K \x9b31m \x7f \u202e \u2066 \u200b \ue000 \U000e0041 \u2028 \udce9"
+    line = formatter.format(record(f"é {hidden}", {"command": f"größe 火 {hidden}"}))
+    assert line.isprintable()
+    if isinstance(formatter, JsonFormatter):
+        document = json.loads(line)
+        assert (document["msg"], document["command"]) == (f"é {hidden}", f"größe 火 {hidden}")
+        assert "größe 火" in line
 
 
 def test_times_are_utc_to_the_millisecond() -> None:
