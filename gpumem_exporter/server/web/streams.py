@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["MAX_STREAMS", "Following", "Rendering", "Streams", "TooManyStreamsError"]
+__all__ = ["MAX_STREAMS", "MAX_STREAMS_OF_VIEWER", "Following", "Rendering", "Streams", "TooManyStreamsError"]
 
 MAX_STREAMS = 32
+MAX_STREAMS_OF_VIEWER = 4
+"""So that one user or machine leaves streams to the others."""
 INTERVAL_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
@@ -60,13 +63,14 @@ class Streams:
         self._clock = clock
         self._wall_clock = wall_clock
         self._interval_seconds = interval_seconds
-        self._followers = 0
+        self._followers: Counter[Hashable] = Counter()
+        """The number of streams of each viewer."""
         self._ticker: asyncio.Task[None] | None = None
         self._ticked = asyncio.Event()
         self._rendering: Rendering | None = None
 
     def __len__(self) -> int:
-        return self._followers
+        return self._followers.total()
 
     def latest(self) -> Rendering:
         """Return the current state, or the last rendering if it is recent."""
@@ -78,15 +82,20 @@ class Streams:
         return self._refresh()
 
     @contextlib.contextmanager
-    def follow(self) -> Iterator[Following]:
+    def follow(self, viewer: Hashable) -> Iterator[Following]:
         """Follow the state until the block ends.
 
+        Args:
+            viewer: the user or the machine that follows.
+
         Raises:
-            TooManyStreamsError: the maximum number of streams is open.
+            TooManyStreamsError: the maximum number of streams is open, in total or by this viewer.
         """
-        if self._followers >= MAX_STREAMS:
-            raise TooManyStreamsError(f"{self._followers} streams are open, the maximum")
-        self._followers += 1
+        if self._followers[viewer] >= MAX_STREAMS_OF_VIEWER:
+            raise TooManyStreamsError(f"{MAX_STREAMS_OF_VIEWER} streams are open from there, the maximum: poll instead")
+        if len(self) >= MAX_STREAMS:
+            raise TooManyStreamsError(f"{MAX_STREAMS} streams are open, the maximum: poll instead")
+        self._followers[viewer] += 1
         if self._ticker is None:
             self._rendering = None
             self._ticker = asyncio.ensure_future(self._tick())
@@ -103,7 +112,8 @@ class Streams:
         try:
             yield following
         finally:
-            self._followers -= 1
+            self._followers[viewer] -= 1
+            self._followers = +self._followers
             if not self._followers:
                 self._ticker.cancel()
                 self._ticker = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.server.web.streams import MAX_STREAMS
+from gpumem_exporter.server.web.streams import MAX_STREAMS_OF_VIEWER
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually, patient
@@ -103,7 +103,7 @@ def test_the_document_has_the_same_content(exporter: RunningExporter) -> None:
 
 def test_streams_over_the_limit_are_refused_until_another_ends() -> None:
     with running_exporter() as exporter, contextlib.ExitStack() as stack:
-        streams = [stack.enter_context(following(exporter)) for _ in range(MAX_STREAMS)]
+        streams = [stack.enter_context(following(exporter)) for _ in range(MAX_STREAMS_OF_VIEWER)]
         assert {stream.answer.status for stream in streams} == {200}
         assert all(stream.event()[0] == "history" for stream in streams)
         problem(exporter.get(LIVE, Accept="text/event-stream"), 503)
