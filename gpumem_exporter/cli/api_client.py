@@ -23,7 +23,7 @@ __all__ = ["ExporterApi", "has_ended"]
 
 _ACTIONS = "/api/v1/actions"
 _PUBLIC = ("/health", "/api/v1/devices", "/api/v1/live", "/api/v1/processes")
-"""Routes that need no token, unless the exporter has passwords."""
+"""Routes that every client may read, unless the exporter has passwords."""
 _FINAL_STATES = ("done", "failed", "expired")
 _POLL_SECONDS = 0.25
 _LONGEST_HOLD_SECONDS = 10.0
@@ -41,6 +41,8 @@ class ExporterApi:
     Args:
         urls: the addresses to try, in order.
         token: the bearer token; empty for none.
+        token_for_reads: whether public routes receive the token too: it shows the identities that an exporter hides.
+            Otherwise, they receive it after a 401, because the exporter has passwords and accepts the token instead.
         trust: the servers that receive the token; by default those of the environment.
         timeout_seconds: for each answer, in addition to a delay that the request permits.
         advice: ends the error message when no address answers.
@@ -54,6 +56,7 @@ class ExporterApi:
         urls: Sequence[str],
         *,
         token: str = "",
+        token_for_reads: bool = True,
         trust: Trust | None = None,
         timeout_seconds: float = 5.0,
         advice: str = "start one with `gpumem-exporter serve`, or give its address with --url",
@@ -67,7 +70,7 @@ class ExporterApi:
         self._advice = advice
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
         self._authorization = {"Authorization": f"Bearer {token}"} if token else {}
-        self._public_needs_token = False
+        self._token_for_reads = token_for_reads
         self._clock = clock
         self._sleep = sleep
 
@@ -160,7 +163,7 @@ class ExporterApi:
         timeout_seconds: float | None = None,
     ) -> Answer:
         failures: list[ExporterUnreachableError] = []
-        public = method == "GET" and path.startswith(_PUBLIC) and not self._public_needs_token
+        public = method == "GET" and path.startswith(_PUBLIC) and not self._token_for_reads
         sent = {**self._headers, **(headers or {})}
         with_token = {**sent, **self._authorization}
         for url, transport in self._candidates:
@@ -169,8 +172,7 @@ class ExporterApi:
                     method, path, body, sent if public else with_token, timeout_seconds=timeout_seconds
                 )
                 if public and self._authorization and answer.status == http.client.UNAUTHORIZED:
-                    # The exporter has passwords. It accepts the token instead of one.
-                    self._public_needs_token = True
+                    self._token_for_reads = True
                     answer = transport.request(method, path, body, with_token, timeout_seconds=timeout_seconds)
             except ExporterUnreachableError as error:
                 failures.append(error)

@@ -72,7 +72,7 @@ def diagnose(options: ConnectionOptions) -> Iterator[Finding]:
     """Run every check. A check that fails does not stop the others."""
     urls = options.urls()
     token = options.token()
-    with ExporterApi(urls, token=token, advice="") as api:
+    with ExporterApi(urls, token=token, token_for_reads=False, advice="") as api:
         reached, health = reach(api, urls)
         nearby = is_on_this_machine(api.url)
         if nearby:

@@ -63,9 +63,8 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        make = connect or (
-            lambda url: ExporterApi((url,), token=token, trust=trust, timeout_seconds=timeout_seconds, advice="")
-        )
+        options: dict[str, Any] = {"token": token, "trust": trust, "timeout_seconds": timeout_seconds}
+        make = connect or (lambda url: ExporterApi((url,), token_for_reads=False, advice="", **options))
         self._apis = {exporter.url: make(exporter.url) for exporter in exporters}
         self._parallel = parallel
         self._clock = clock

@@ -297,11 +297,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._free_bodies()
         self._reject(503, "too many bodies are being received", {"Retry-After": "1"})
 
-    def _reject(self, status: int, detail: str, headers: Mapping[str, str] | None = None) -> None:
+    def _reject(self, status: int, detail: str, added: Mapping[str, str] | None = None) -> None:
         """Send a problem, unless a reply has started or is due to an earlier request, and close the connection."""
         busy = self.cycle is not None and not self.cycle.response_complete
         if not busy or not (self._in_head or self.cycle.response_started or self.pipeline):
-            response = problem_response(status, detail, headers={"Connection": "close", **(headers or {})})
+            response = problem_response(status, detail, headers={"Connection": "close", **(added or {})})
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
             headers = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
             self.transport.write(head + headers + b"\r\n" + bytes(response.body))

@@ -185,7 +185,7 @@ def test_doctor_names_an_untrusted_server(tmp_path: Path) -> None:
 
 @needs_root
 def test_a_token_is_for_actions_at_a_trusted_exporter(tmp_path: Path) -> None:
-    with rogue_server(tmp_path) as server, ExporterApi((server.url,), token="secret") as api:
+    with rogue_server(tmp_path) as server, ExporterApi((server.url,), token="secret", token_for_reads=False) as api:
         api.get("/api/v1/devices")
         with pytest.raises(ExporterUntrustedError, match=f"uid {OTHER_UID}"):
             api.submit({"action": "empty_cache", "target": {"all": True}})
