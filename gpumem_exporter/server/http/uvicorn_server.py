@@ -291,7 +291,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.body_bytes = 0
 
     def reject_bodies(self) -> None:
-        """Free the received bodies at once: other connections may receive theirs before this one's task runs."""
+        """Free the received bodies at once: other connections may receive more before this one's task runs."""
         for cycle in (self.cycle, *(waiting for waiting, _ in self.pipeline)):
             cycle.body = bytearray()
         self._free_bodies()
