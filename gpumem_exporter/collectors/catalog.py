@@ -312,7 +312,7 @@ TORCH_COMPONENT = _gauge(
 TORCH_NON_TORCH = _gauge(
     "gpumem_torch_non_torch_bytes",
     "Memory of the process according to NVML minus the bytes that its allocator reserved: CUDA context, NCCL,"
-    " libraries, other allocators. Signed: negative while the report is newer than the driver's last reading.",
+    " libraries, other allocators. Absent while the report and the driver's reading do not belong together.",
     _TORCH,
 )
 
