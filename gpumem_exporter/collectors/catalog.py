@@ -234,6 +234,13 @@ TORCH_FRAGMENTED = _gauge(
     " is absent.",
     _TORCH,
 )
+TORCH_UNMAPPED = _gauge(
+    "gpumem_torch_unmapped_bytes",
+    "Bytes that PyTorch counts as reserved and the driver does not hold: torch_memory_saver or vLLM's sleep mode has"
+    " released the pages of live tensors. They are not memory of the device, and the allocated, reclaimable, fragmented"
+    " and reserved bytes are without them. Absent if there are none and the process has loaded no such library.",
+    _TORCH,
+)
 TORCH_PRIVATE_POOLS = _gauge(
     "gpumem_torch_private_pools_bytes",
     "Bytes reserved by live private pools (CUDA graphs, torch.cuda.MemPool), included in gpumem_torch_reserved_bytes."

@@ -67,6 +67,8 @@ class _Row:
     """…and the newest one after this time."""
     non_torch_bytes: int | None = None
     """The last known difference of the driver's bytes and the reserved ones."""
+    positive_bytes: int = 0
+    """Its last value that was not negative."""
     fits: bool = False
     """`shown` belongs to the reading that the device shows."""
 
@@ -108,6 +110,29 @@ class _Row:
         self.fits = self.belongs_to(reading)
         if self.fits:
             self.non_torch_bytes = self.difference(reading)
+            self._show_unmapped()
+
+    def _show_unmapped(self) -> None:
+        """Show memory that the driver does not hold as unmapped: it holds less than the process reserved.
+
+        The process has released pages of its tensors and cannot say so. Its last known non-torch memory is still there.
+        """
+        if self.non_torch_bytes is None or self.non_torch_bytes >= 0:
+            self.positive_bytes = self.non_torch_bytes or 0
+            return
+        sample, missing = self.newest, self.positive_bytes - self.non_torch_bytes
+        reserved = max(0, (sample.reserved_bytes or 0) - missing)
+        allocated = None if sample.allocated_bytes is None else max(0, sample.allocated_bytes - missing)
+        cached = (
+            None if sample.reclaimable_bytes is None else min(sample.reclaimable_bytes, reserved - (allocated or 0))
+        )
+        self.shown = replace(
+            sample,
+            reserved_bytes=reserved,
+            allocated_bytes=allocated,
+            reclaimable_bytes=cached,
+            unmapped_bytes=(sample.unmapped_bytes or 0) + missing,
+        )
 
 
 @dataclass(slots=True)

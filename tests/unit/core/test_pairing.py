@@ -174,6 +174,25 @@ def test_another_session_of_a_process_starts_again() -> None:
     assert one.shown() == (1000, None)
 
 
+def test_memory_that_the_driver_does_not_hold_is_unmapped() -> None:
+    one = Node(1)
+    one.settle()
+    one.non_torch[1] = CONTEXT - 800  # the pages of tensors are released, and PyTorch does not count that
+    for _ in range(2):
+        one.poll()
+        assert one.shown() == (1000, CONTEXT)
+        one.report()
+    assert one.shown() == (200, CONTEXT)
+    (process,) = one.store.snapshot(one.now).processes
+    assert process.report.devices[0].unmapped_bytes == 800
+    one.non_torch[1] = CONTEXT
+    for _ in range(2):
+        one.poll()
+        assert one.shown() == (200, CONTEXT)
+        one.report()
+    assert one.shown() == (1000, CONTEXT)
+
+
 def test_an_older_sample_keeps_its_time() -> None:
     one = Node(1)
     one.settle()
