@@ -234,6 +234,13 @@ TORCH_FRAGMENTED = _gauge(
     " is absent.",
     _TORCH,
 )
+TORCH_UNMAPPED = _gauge(
+    "gpumem_torch_unmapped_bytes",
+    "Bytes that PyTorch counts as reserved and the driver does not hold: torch_memory_saver or vLLM's sleep mode has"
+    " released the pages of live tensors. They are not memory of the device, and the allocated, reclaimable, fragmented"
+    " and reserved bytes are without them. Absent if there are none and the process has loaded no such library.",
+    _TORCH,
+)
 TORCH_PRIVATE_POOLS = _gauge(
     "gpumem_torch_private_pools_bytes",
     "Bytes reserved by live private pools (CUDA graphs, torch.cuda.MemPool), included in gpumem_torch_reserved_bytes."
@@ -312,7 +319,7 @@ TORCH_COMPONENT = _gauge(
 TORCH_NON_TORCH = _gauge(
     "gpumem_torch_non_torch_bytes",
     "Memory of the process according to NVML minus the bytes that its allocator reserved: CUDA context, NCCL,"
-    " libraries, other allocators. Signed: negative while the report is newer than the driver's last reading.",
+    " libraries, other allocators. Absent while the report and the driver's reading do not belong together.",
     _TORCH,
 )
 

@@ -7,8 +7,8 @@ This equation is exact for each device:
           + driver_reserved + unattributed + free
 
 `unattributed` is NVML's `used` minus every byte that has an owner. It is signed and never clamped, because the driver
-reads the device and the processes at slightly different times. For instance, it is negative while a report already
-counts memory that the driver's last reading lacks.
+reads the device and the processes at slightly different times. It also has the non-torch bytes of a process whose
+report and reading do not belong together: see `core.pairing`.
 
 A report enters the ledger of a device if the driver lists its process on that device, or if the driver lists no
 processes at all. A reporter without a known host pid is left out, because `other_processes` already includes its bytes.
@@ -25,7 +25,7 @@ process with a cache, `torch_reclaimable` is absent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,7 +64,8 @@ CATEGORIES = (
 class ProcessShare(NamedTuple):
     """The memory of one process on one device.
 
-    `non_torch_bytes` is the driver's value minus the reserved bytes; signed, and None if either is unknown.
+    `non_torch_bytes` is the driver's value minus the reserved bytes; signed, and None if either is unknown, or if the
+    two do not belong together.
     """
 
     pid: str
@@ -136,11 +137,16 @@ def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, lis
         for sample in process.report.devices:
             if sample.uuid in by_device:
                 by_device[sample.uuid].setdefault(host_pid, sample)
-    return {device.uuid: _shares(device, by_device[device.uuid], processes) for device in node.devices}
+    return {
+        device.uuid: _shares(device, by_device[device.uuid], processes, snapshot.unmatched) for device in node.devices
+    }
 
 
 def _shares(
-    device: DeviceReading, samples: Mapping[int, DeviceSample], processes: Mapping[int, ReportingProcess]
+    device: DeviceReading,
+    samples: Mapping[int, DeviceSample],
+    processes: Mapping[int, ReportingProcess],
+    unmatched: Collection[tuple[int, str]],
 ) -> list[ProcessShare]:
     """Return the shares of the processes that the driver lists, or of those that report if the list is unknown."""
     owners = device.processes if device.processes is not None else [ProcessMemory(pid, None) for pid in samples]
@@ -148,7 +154,9 @@ def _shares(
     for owner in owners:
         sample, used_bytes = samples.get(owner.pid), owner.used_bytes
         reserved_bytes = sample.reserved_bytes if sample is not None else None
-        non_torch_bytes = None if used_bytes is None or reserved_bytes is None else used_bytes - reserved_bytes
+        non_torch_bytes = None
+        if used_bytes is not None and reserved_bytes is not None and (owner.pid, device.uuid) not in unmatched:
+            non_torch_bytes = used_bytes - reserved_bytes
         process = processes[owner.pid] if sample is not None else None
         shares.append(ProcessShare(str(owner.pid), used_bytes, process, sample, non_torch_bytes))
     return shares

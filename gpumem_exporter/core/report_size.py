@@ -12,7 +12,7 @@ _SHARE_BYTES = 6 << 20
 _SHARE_BYTES_PER_PROCESS = 12 << 10
 """A process with short labels on one device takes 6 to 9 KiB."""
 
-_DEVICE_SERIES = 22
+_DEVICE_SERIES = 23
 """The series of a process on one device, without phases and components."""
 _LINE_BYTES = 120
 """Name, names of labels and value of a series."""

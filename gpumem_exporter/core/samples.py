@@ -227,8 +227,13 @@ class Snapshot:
 
     taken_seconds: float
     node: NodeReading | None
-    """The last poll; None before the first poll, and if the last poll has expired."""
+    """The last poll; None before the first poll, and if the last poll has expired.
+
+    The memory of its devices and the samples of `processes` belong together: see `core.pairing`.
+    """
     processes: tuple[ReportingProcess, ...] = ()
     silent: tuple[SilentReporter, ...] = ()
+    unmatched: frozenset[tuple[int, str]] = frozenset()
+    """Host pid and uuid of the processes whose samples do not fit to the reading; see `core.pairing`."""
     ooms: tuple[LastOom, ...] = ()
     """The errors of the last hour, one for each process and device, in no order."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gpumem_exporter.core.last_ooms import LastOoms
+from gpumem_exporter.core.pairing import Pairing
 from gpumem_exporter.core.report_size import page_bytes, share_bytes
 from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
@@ -51,11 +52,13 @@ class Store:
         self._silent: dict[ProcessKey, SilentReporter] = {}
         self._displaced: list[ProcessKey] = []
         self._ooms = LastOoms()
+        self._pairing = Pairing(reading_expiry_seconds)
 
     def put_reading(self, reading: NodeReading) -> None:
         """Store a reading of the driver; called by the poller's thread."""
         with self._lock:
             self._node = reading
+            self._pairing.put_reading(reading)
 
     def put_report(
         self,
@@ -95,10 +98,13 @@ class Store:
                 self._require_share(key, size)
             if entry is None and (displaced := self._displaced_by(key)) is not None:
                 del self._entries[displaced]
+                self._pairing.forget(displaced)
                 self._displaced.append(displaced)
             process = ReportingProcess(key, host_pid, report, now_seconds, now_unix_seconds)
-            self._entries[key] = _Entry(process.without_messages(), seniority, size)
+            kept = process.without_messages()
+            self._entries[key] = _Entry(kept, seniority, size)
             self._silent.pop(key, None)
+            self._pairing.put_report(kept)
             return process
 
     def take_displaced(self) -> tuple[ProcessKey, ...]:
@@ -122,15 +128,20 @@ class Store:
         with self._lock:
             self._entries.pop(key, None)
             self._silent.pop(key, None)
+            self._pairing.forget(key)
 
     def snapshot(self, now_seconds: float) -> Snapshot:
-        """Return the current state without expired data."""
+        """Return the current state without expired data; the readings and samples in it belong together."""
         with self._lock:
             self._expire(now_seconds)
+            node = self._valid_node(now_seconds)
+            processes = tuple([entry.process for entry in self._entries.values()])
+            is_paired = node is not None and node.up
             return Snapshot(
                 taken_seconds=now_seconds,
-                node=self._valid_node(now_seconds),
-                processes=tuple(entry.process for entry in self._entries.values()),
+                node=self._pairing.node(node) if node is not None and is_paired else node,
+                processes=tuple([self._pairing.process(process) for process in processes]) if is_paired else processes,
+                unmatched=self._pairing.unmatched(),
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
             )
@@ -187,6 +198,7 @@ class Store:
         oldest_seconds = now_seconds - self.report_expiry_seconds
         for process in [e.process for e in self._entries.values() if e.process.received_seconds < oldest_seconds]:
             del self._entries[process.key]
+            self._pairing.forget(process.key)
             identity = process.report.process
             self._silent[process.key] = SilentReporter(
                 key=process.key,

@@ -141,8 +141,7 @@ class SimulatedProcess:
         """End the process and release its memory on all devices."""
         self.ended, self.crashed = True, crashed
         for slot in self.slots:
-            slot.allocator.close()
-            slot.device.free(slot.non_torch_bytes)
+            slot.end()
 
     # Its reports and commands.
 

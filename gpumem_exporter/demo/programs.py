@@ -21,6 +21,7 @@ __all__ = [
     "indexing_with_a_leak",
     "inference_server",
     "notebook",
+    "sleeping_engine",
 ]
 
 Program: TypeAlias = Callable[[SimulatedProcess], Iterator[None]]
@@ -101,6 +102,22 @@ def inference_server(process: SimulatedProcess) -> Iterator[None]:
             process.free(entry[1])
         process.busy_ratio = min(0.95, 0.03 + 0.04 * len(running))
         yield
+
+
+def sleeping_engine(process: SimulatedProcess) -> Iterator[None]:
+    """An engine in sleep mode: between its requests it unmaps the memory of its weights and of its key-value cache."""
+    (slot,) = process.slots
+    process.hold(24, 512 * MIB)
+    while True:
+        process.busy_ratio = 0.0
+        slot.sleep()
+        for _ in range(process.rng.randint(300, 500)):
+            yield
+        while not slot.wake():
+            yield
+        process.busy_ratio = 0.7
+        for _ in range(process.rng.randint(20, 40)):
+            yield
 
 
 def embedding_server(process: SimulatedProcess) -> Iterator[None]:

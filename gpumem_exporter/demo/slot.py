@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from gpumem_exporter.client.allocator.unmapped import Unmapped, held_by_driver
 from gpumem_exporter.core.allocator_model import Block, CachingAllocator
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.wire.protocol import DeviceResult, DeviceSample
@@ -40,6 +41,8 @@ class DeviceSlot:
         self.device = device
         self.allocator = CachingAllocator(device)
         self.non_torch_bytes = 0
+        self.unmapped = Unmapped(0, 0)
+        """The memory of the allocator that the device does not hold."""
         self.planned_reserved_peak_bytes: int | None = None
         self.phase = ""
         """The current phase of the program; empty outside of phases."""
@@ -49,7 +52,7 @@ class DeviceSlot:
     @property
     def used_bytes(self) -> int:
         """The driver's value of the bytes that the process uses on the device."""
-        return self.non_torch_bytes + self.allocator.statistics.reserved_bytes
+        return self.non_torch_bytes + self.allocator.statistics.reserved_bytes - self.unmapped.reserved_bytes
 
     @property
     def limit_bytes(self) -> int:
@@ -75,6 +78,25 @@ class DeviceSlot:
             self._component_bytes[tensor.component] -= tensor.block.size_bytes
         self.allocator.free(tensor.block, used_by_other_stream=used_by_other_stream)
 
+    def sleep(self) -> None:
+        """Unmap all memory of the allocator, as vLLM's sleep mode does; the tensors keep their addresses."""
+        self.allocator.empty_cache()
+        statistics = self.allocator.statistics
+        self.unmapped = Unmapped(statistics.reserved_bytes, statistics.allocated_bytes)
+        self.device.free(self.unmapped.reserved_bytes)
+
+    def wake(self) -> bool:
+        """Map the memory again; returns False if the device has not enough."""
+        if not self.device.allocate(self.unmapped.reserved_bytes):
+            return False
+        self.unmapped = Unmapped(0, 0)
+        return True
+
+    def end(self) -> None:
+        """Release all memory, because the process ends."""
+        self.allocator.close()
+        self.device.free(self.non_torch_bytes - self.unmapped.reserved_bytes)
+
     def start_phase(self, name: str) -> None:
         """Start a phase; an empty name ends the current phase."""
         self.phase = name
@@ -88,8 +110,10 @@ class DeviceSlot:
 
     def memory_use(self) -> MemoryUse:
         """Return the current memory."""
-        statistics = self.allocator.statistics
-        return MemoryUse(statistics.reserved_bytes, statistics.allocated_bytes, self.device.free_bytes)
+        statistics, unmapped = self.allocator.statistics, self.unmapped
+        reserved_bytes = statistics.reserved_bytes - unmapped.reserved_bytes
+        allocated_bytes = statistics.allocated_bytes - unmapped.allocated_bytes
+        return MemoryUse(reserved_bytes, allocated_bytes, self.device.free_bytes)
 
     def result_since(self, before: MemoryUse) -> DeviceResult:
         """Return the effect of a command on this device, given the memory before it."""
@@ -110,7 +134,7 @@ class DeviceSlot:
         components = dict(self._component_bytes)
         if components:
             components["other"] = self.allocator.statistics.allocated_bytes - sum(components.values())
-        return DeviceSample(
+        sample = DeviceSample(
             uuid=self.device.identity.uuid,
             **asdict(self.allocator.statistics),  # the names are the same
             reclaimable_bytes=self.allocator.reclaimable_bytes,
@@ -118,6 +142,7 @@ class DeviceSlot:
             phase_peak_bytes=dict(self._phase_peak_bytes),
             component_bytes=components,
         )
+        return held_by_driver(sample, self.unmapped) if self.unmapped.reserved_bytes else sample
 
     def _note_phase_peak(self) -> None:
         if self.phase:

@@ -92,6 +92,11 @@ DEMO_WORKLOADS = (
         restart_ticks=40,
         k8s_pod="ci/nightly-eval",
     ),
+    Workload(
+        *("demo-sleeping-engine", programs.sleeping_engine, "vllm serve", "serving", ((5,),)),
+        context_bytes=640 * MIB,
+        k8s_pod="serving/sleeping-engine",
+    ),
 )
 """Devices 0 to 3 are full without problems. On device 4, a leak takes the memory that three other processes leave.
 Device 5 has much more memory than its workloads need. On device 6, a fragmented heap stays within its memory fraction.

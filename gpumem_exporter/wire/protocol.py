@@ -176,6 +176,10 @@ class DeviceSample:
     Cache in a private pool counts once nothing can use the pool any more. The value may therefore be too low after a
     graph was freed under torch before 2.14, or if tensors outlive their `MemPool`, until the next `empty_cache()`.
     """
+    unmapped_bytes: int | None = None
+    """Bytes that PyTorch counts as reserved and the driver does not hold: torch_memory_saver and vLLM's sleep mode
+    release the pages of live tensors. The reserved, allocated, reclaimable and private bytes are without them. None if
+    they are not known, and in a process that has loaded no such library."""
     alloc_retries: int | None = None
     ooms: int | None = None
     segments_allocated: int | None = None

@@ -41,6 +41,7 @@ def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,))
         labels = {"gpu": str(book.index), "uuid": book.uuid, "pid": str(bench.pid)}
         if used is not None:
             bench.wait_until_listed(used, device)
+            bench.once("non_torch_bytes", used - stats["reserved_bytes.all.current"], device)
         metrics = bench.exporter.metrics()
         where = f" of device {device}" if len(devices) > 1 else ""
         for name, key in COMPARED.items():

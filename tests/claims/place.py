@@ -106,7 +106,7 @@ class Bench:
     def settle(self) -> tuple[Metrics, dict[str, float]]:
         """Return a scrape of the current heap, and its series of device 0; the process must be idle.
 
-        The second report after now was sampled after now.
+        The second sample after now was taken after now.
         """
         for _ in range(2):
             before = self._reported()
@@ -122,7 +122,7 @@ class Bench:
         return metrics, found
 
     def _reported(self) -> float:
-        return self.exporter.metrics().value("gpumem_reporter_last_report_timestamp_seconds", pid=str(self.pid))
+        return self.exporter.metrics().value("gpumem_reporter_sample_timestamp_seconds", pid=str(self.pid))
 
     def unlike_torch(self, found: Mapping[str, float]) -> str:
         """Describe the series that differ from torch's values; empty if none does."""

@@ -22,6 +22,7 @@ WORKLOADS: Mapping[str, set[str]] = {
     # Bursts and short processes on a device with free memory.
     "demo-chat-server": set(),
     "demo-nightly-eval": set(),
+    "demo-sleeping-engine": set(),
     # No reporter.
     "": set(),
     "demo-rag-indexer-leak": {"GpuMemLeak", "GpuMemOomSoon", "GpuMemOomHappened"},
@@ -72,6 +73,7 @@ def test_a_device_with_small_workloads_is_underused(
     assert {workload.name for workload in workloads} == {
         "demo-chat-server",
         "demo-nightly-eval",
+        "demo-sleeping-engine",
     }
     history = demo_history(seconds=16_500, interval_seconds=60, names=metrics_in_rules(), workloads=workloads)
     found = alerts_over(history, tmp_path_factory.mktemp("devices"))

@@ -116,6 +116,7 @@ FULL = DeviceSample(
     allocated_peak_bytes=28 * GIB,
     reserved_peak_bytes=31 * GIB,
     private_pools_bytes=64 * MIB,
+    unmapped_bytes=0,
     reclaimable_bytes=8 * GIB,
     alloc_retries=3,
     ooms=1,

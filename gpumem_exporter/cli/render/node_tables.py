@@ -49,6 +49,7 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
     running = processes.get("processes") or []
     if running:
         yield from _process_tables(running, one_table=width >= _ONE_TABLE_WIDTH)
+        yield from _unmapped(running)
     else:
         yield plain("There is no process on a device, and no process that reports.")
     yield plain("")
@@ -135,6 +136,16 @@ def _process_tables(processes: Sequence[Document], *, one_table: bool) -> Iterat
     if rows:
         yield plain("")
         yield table("Process memory", (_NAMES[0], *_MEMORY), rows)
+
+
+def _unmapped(processes: Sequence[Document]) -> Iterator[Text]:
+    """Yield a line for each process on a device whose memory is unmapped: no device has it."""
+    for process in processes:
+        for device in process.get("devices") or ():
+            if device.get("unmapped_bytes"):
+                name = f"pid {process['pid']} {process.get('workload') or ''}".rstrip()
+                gpu = device.get("gpu") or device.get("uuid") or UNKNOWN
+                yield plain(f"{name}, gpu {gpu}: {human_bytes(device['unmapped_bytes'])} unmapped (sleeping)")
 
 
 def _names(process: Document) -> tuple[str, ...]:

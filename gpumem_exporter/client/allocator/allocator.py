@@ -19,6 +19,7 @@ from gpumem_exporter.client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_h
 from gpumem_exporter.client.allocator.reclaimable import Reclaimable, known
 from gpumem_exporter.client.allocator.settings import in_force
 from gpumem_exporter.client.allocator.torch_access import DeviceState
+from gpumem_exporter.client.allocator.unmapped import can_unmap, held_by_driver, unmapped_in
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.measure.observed import Observed, process_observed
 from gpumem_exporter.errors import CommandRefusedError
@@ -191,7 +192,7 @@ class Allocator:
         private = state.get("private_pools_bytes")
         segments = state.get("segment", {}).get("all", {})
         allocated_peak = known(state, "allocated_bytes", "peak")
-        return DeviceSample(
+        sample = DeviceSample(
             uuid=uuid,
             allocated_bytes=known(state, "allocated_bytes"),
             reserved_bytes=known(state, "reserved_bytes"),
@@ -211,6 +212,9 @@ class Allocator:
             phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
             component_bytes=self._observed.components(index),
         )
+        pool_segments = self._reclaimable.pool_segments(index, state) if can_unmap() else None
+        unmapped = None if pool_segments is None else unmapped_in(pool_segments)
+        return sample if unmapped is None else held_by_driver(sample, unmapped)
 
 
 def _large_page(settings: str) -> int | None:

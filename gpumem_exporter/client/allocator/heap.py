@@ -8,10 +8,10 @@ graph uses them; and blocks that wait for work on another stream, which a clear 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-__all__ = ["LARGE_PAGE_BYTES", "Heap", "PoolId", "read_heaps"]
+__all__ = ["LARGE_PAGE_BYTES", "Heap", "PoolId", "PoolSegment", "read_heaps"]
 
 PoolId = tuple[int, int]
 
@@ -19,6 +19,14 @@ LARGE_PAGE_BYTES = 20 << 20
 """A page of an expandable segment in the large pool, without the setting `large_segment_size_mb`."""
 _SMALL_PAGE_BYTES = 2 << 20
 _DEFAULT_POOL = (0, 0)
+
+
+class PoolSegment(NamedTuple):
+    """A classic segment of a private pool."""
+
+    address: int
+    size_bytes: int
+    allocated_bytes: int
 
 
 @dataclass(slots=True)
@@ -33,6 +41,7 @@ class Heap:
     """Whether there is an expandable segment."""
     returnable_bytes: int | None = 0
     """What `empty_cache()` would release to the driver; None if unknown."""
+    pool_segments: list[PoolSegment] = field(default_factory=list)
 
 
 def read_heaps(
@@ -67,6 +76,8 @@ def read_heaps(
         heap.expandable = heap.expandable or bool(segment.get("is_expandable"))
         if pool != _DEFAULT_POOL:
             heap.private_bytes += total
+            if not segment.get("is_expandable"):
+                heap.pool_segments.append(PoolSegment(segment["address"], total, allocated))
             if pool not in dead_pools:
                 continue
         returnable = _returnable(segment, large_pages)

@@ -18,9 +18,9 @@ unknown.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 
-from gpumem_exporter.client.allocator.heap import Heap
+from gpumem_exporter.client.allocator.heap import Heap, PoolSegment
 from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -63,7 +63,7 @@ class Reclaimable:
         self._unreturnable: dict[int, int] = {}
         self._walked: dict[int, tuple[int, ...]] = {}
         self._walked_pools: Hashable = None
-        self._layouts: dict[int, tuple[tuple[int, ...], int]] = {}
+        self._layouts: dict[int, tuple[tuple[int, ...], Heap]] = {}
 
     def look(self, states: Mapping[int, DeviceState]) -> None:
         """Walk over the heaps if a device needs it and has changed, and enough time has passed since the last walk."""
@@ -109,8 +109,15 @@ class Reclaimable:
 
     def private_bytes(self, index: int, state: DeviceState) -> int | None:
         """Return the bytes reserved by private pools; None if a segment was added or removed since the last walk."""
-        layout, private = self._layouts.get(index, (None, None))
-        return private if layout is not None and _complete(state) and layout == _layout(state) else None
+        heap = self._heap(index, state)
+        return None if heap is None else heap.private_bytes
+
+    def pool_segments(self, index: int, state: DeviceState) -> Collection[PoolSegment] | None:
+        """Return the segments of private pools; None if a segment was added or removed since the last walk."""
+        if state.get("private_pools_bytes") == 0:
+            return ()
+        heap = self._heap(index, state)
+        return None if heap is None else heap.pool_segments
 
     def exact_from_statistics(self, index: int, state: DeviceState) -> bool:
         """Whether these statistics alone show the exact reclaimable bytes."""
@@ -124,6 +131,11 @@ class Reclaimable:
             and state["active_bytes"]["all"]["current"] == state["allocated_bytes"]["all"]["current"]
             and not self._may_be_expandable(index, state)
         )
+
+    def _heap(self, index: int, state: DeviceState) -> Heap | None:
+        """Return the last walk's heap; None if a segment was added or removed since."""
+        layout, heap = self._layouts.get(index, (None, None))
+        return heap if layout is not None and _complete(state) and layout == _layout(state) else None
 
     def _may_be_expandable(self, index: int, state: DeviceState) -> bool:
         """Whether the device may have expandable segments, which are mapped by the page and not counted as segments.
@@ -150,7 +162,7 @@ class Reclaimable:
             self._unreturnable[index] = heap.reserved_bytes - heap.allocated_bytes - heap.returnable_bytes
         self._walked[index] = _version(state)
         if heap.reserved_bytes == state["reserved_bytes"]["all"]["current"]:
-            self._layouts[index] = _layout(state), heap.private_bytes
+            self._layouts[index] = _layout(state), heap
 
 
 def known(state: DeviceState | None, name: str, metric: str = "current") -> int | None:

@@ -13,6 +13,7 @@
 typedef unsigned long long u64;
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
        NOT_FOUND = 500, NOT_SUPPORTED = 801 };
+enum { POINTER_MAPPED = 13 };
 enum { PAGE = 2 << 20 };
 
 static struct emu_bridge *bridge(void) {
@@ -142,8 +143,14 @@ struct mapping {
     struct mapping *next;
 };
 enum { BUCKETS = 4096 };
+struct reservation {
+    u64 address;
+    size_t bytes;
+    struct reservation *next;
+};
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct mapping *mappings[BUCKETS];
+static struct reservation *reservations;
 
 static struct mapping **bucket(u64 address) { return &mappings[address / PAGE % BUCKETS]; }
 
@@ -176,10 +183,22 @@ int cuMemAddressReserve(u64 *address, size_t bytes, size_t alignment, u64 wanted
     if (aligned > space) munmap(space, (size_t)(aligned - space));
     if (space + room > aligned + bytes) munmap(aligned + bytes, (size_t)(space + room - (aligned + bytes)));
     *address = (u64)(uintptr_t)aligned;
+    struct reservation *reservation = malloc(sizeof *reservation);
+    pthread_mutex_lock(&mutex);
+    *reservation = (struct reservation){*address, bytes, reservations};
+    reservations = reservation;
+    pthread_mutex_unlock(&mutex);
     return OK;
 }
 int cuMemAddressFree(u64 address, size_t bytes) {
     ENTER("cuMemAddressFree");
+    pthread_mutex_lock(&mutex);
+    struct reservation **link = &reservations;
+    while (*link && (*link)->address != address) link = &(*link)->next;
+    struct reservation *reservation = *link;
+    if (reservation) *link = reservation->next;
+    pthread_mutex_unlock(&mutex);
+    free(reservation);
     return munmap((void *)(uintptr_t)address, bytes) ? INVALID_VALUE : OK;
 }
 int cuMemCreate(u64 *handle, size_t bytes, const struct properties *properties, u64 flags) {
@@ -231,6 +250,19 @@ int cuMemUnmap(u64 address, size_t bytes) {
     if (at != end) return INVALID_VALUE;
     madvise((void *)(uintptr_t)address, bytes, MADV_DONTNEED);
     mprotect((void *)(uintptr_t)address, bytes, PROT_NONE);
+    return OK;
+}
+/* Only CU_POINTER_ATTRIBUTE_MAPPED. An address outside of every reservation belongs to the runtime, and is mapped. */
+int cuPointerGetAttribute(void *data, int attribute, u64 address) {
+    ENTER("cuPointerGetAttribute");
+    if (attribute != POINTER_MAPPED) return NOT_SUPPORTED;
+    pthread_mutex_lock(&mutex);
+    struct reservation *reservation = reservations;
+    while (reservation && address - reservation->address >= reservation->bytes) reservation = reservation->next;
+    struct mapping *mapping = *bucket(address);
+    while (mapping && mapping->address != address) mapping = mapping->next;
+    *(unsigned *)data = !reservation || mapping;
+    pthread_mutex_unlock(&mutex);
     return OK;
 }
 int cuMemSetAccess(u64 address, size_t bytes, const void *access, size_t count) {

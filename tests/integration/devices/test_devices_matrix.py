@@ -213,6 +213,7 @@ def test_an_integrated_gpu_is_exported_with_the_host_s_memory(
             lambda: (
                 shown(scrape(exporter), uuid)["processes"] == whole["processes"]
                 and shown(scrape(exporter), uuid)["allocated"] == whole["allocated"]
+                and shown(scrape(exporter), uuid)["ledger"].get("non_torch") == whole["ledger"]["non_torch"]
             ),
             "a poll of this state",
         )

@@ -84,6 +84,8 @@ class World:
         """Processes that ended and may still be on the page."""
         self.gone: set[int] = set()
         """Processes that ended and are no longer on the page."""
+        self.non_torch: dict[tuple[str, str], set[int]] = {}
+        """The true values of each process on each device, by pid and uuid."""
         self.broken: tuple[Exception, int] | None = None
         """The first error, and the number of the check that raised it."""
 
@@ -113,6 +115,7 @@ class World:
         """Forget an earlier process with the same pid."""
         self.ending.discard(pid)
         self.gone.discard(pid)
+        self.non_torch = {key: values for key, values in self.non_torch.items() if key[0] != str(pid)}
 
     def ended(self, process: TorchProcess | Program) -> None:
         pid = process.pid
@@ -138,6 +141,21 @@ class World:
                 continue
             values = shown(metrics, uuid)
             assert not any(values[name] for name in values if name != "allocated"), "values of a device that is down"
+        self.check_non_torch(metrics)
+
+    def check_non_torch(self, metrics: Metrics) -> None:
+        """Check that non-torch memory has only values that it really had, whatever the allocator did meanwhile."""
+        books = self.node.books()
+        for process in self.torches:
+            for device in DEVICES:
+                used = books[device].processes.get(process.pid)
+                if used is not None:
+                    reserved = process.call("stats", device=device)["reserved_bytes.all.current"]
+                    key = str(process.pid), self.node.uuid(device)
+                    self.non_torch.setdefault(key, set()).add(used - reserved)
+        for labels, value in metrics.samples.get("gpumem_torch_non_torch_bytes", {}).items():
+            key = dict(labels)["pid"], dict(labels)["uuid"]
+            assert value in self.non_torch[key], f"non-torch memory of {key}"
 
     def check_quiet(self, rng: random.Random) -> None:
         """Check every value to the byte, once reports and readings have followed."""

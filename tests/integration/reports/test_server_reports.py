@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -45,13 +46,20 @@ def send_raw(exporter: RunningExporter, sent: Report) -> socket.socket:
 
 def test_a_report_is_on_the_next_page(exporter: RunningExporter) -> None:
     exporter.provider.processes = {UUIDS[0]: (ProcessMemory(4711, 300 * MIB),)}
-    answer = exporter.report(report(4711, devices=(sample(UUIDS[0], 100 * MIB, 50 * MIB, 10 * MIB),), rank="3"))
+    devices = (sample(UUIDS[0], 100 * MIB, 50 * MIB, 10 * MIB),)
+    answer = exporter.report(report(4711, devices=devices, rank="3"))
     assert answer.status == 200
     assert json.loads(answer.body) == {"report_interval_seconds": 1.0, "protocol": 1}
     labels = {"gpu": "0", "uuid": UUIDS[0], "pid": "4711", "workload": "train", "rank": "3"}
     assert exporter.sample("gpumem_torch_reserved_bytes", **labels) == 160 * MIB
     assert exporter.sample("gpumem_torch_reclaimable_bytes", **labels) == 50 * MIB
-    eventually(lambda: exporter.sample("gpumem_torch_non_torch_bytes", **labels), lambda value: value == 140 * MIB)
+    sequence = itertools.count(2)
+
+    def non_torch() -> float | None:
+        exporter.report(report(4711, devices=devices, rank="3", sequence=next(sequence)))
+        return exporter.sample("gpumem_torch_non_torch_bytes", **labels)
+
+    eventually(non_torch, lambda value: value == 140 * MIB)
     exporter.provider.processes = {}
 
 

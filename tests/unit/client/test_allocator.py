@@ -80,7 +80,14 @@ class Torch:
         free = self._C.reserved - 50 * MIB - sum(self.private.values())
         segments = [((0, 0), 50 * MIB, 40 * MIB), ((0, 0), free, 0)] + [(p, b, 0) for p, b in self.private.items()]
         return [
-            {"device": 0, "total_size": size, "allocated_size": allocated, "segment_pool_id": pool, "blocks": []}
+            {
+                "device": 0,
+                "address": 0,
+                "total_size": size,
+                "allocated_size": allocated,
+                "segment_pool_id": pool,
+                "blocks": [],
+            }
             for pool, size, allocated in segments
         ]
 

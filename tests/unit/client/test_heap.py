@@ -10,6 +10,7 @@ MIB = 1 << 20
 def _segment(*blocks: tuple[int, str], **changes: Any) -> dict[str, Any]:
     return {
         "device": 0,
+        "address": 0,
         "total_size": sum(size for size, _ in blocks),
         "allocated_size": sum(size for size, state in blocks if state == "active_allocated"),
         "segment_type": "large",

@@ -66,7 +66,8 @@ class ProcessRow {
       cell.set(unknown ? "–" : bytes(data[name]));
       if (unknown !== (before?.[name] === null)) cell.element.title = unknown ? "unknown" : "";
     }
-    this.cells.get("last").set(lastReport(data, nowUnix));
+    this.element.toggleAttribute("data-unmapped", data.unmapped_bytes > 0);
+    this.cells.get("last").set(unmapped(data) + lastReport(data, nowUnix));
     if (before?.state !== data.state) this.element.dataset.state = data.state;
     if (before?.clears !== data.clears) this.button.hidden = !data.clears;
   }
@@ -87,6 +88,10 @@ class ProcessRow {
     this.shown = shown;
     return shown;
   }
+}
+
+function unmapped(data) {
+  return data.unmapped_bytes ? `${bytes(data.unmapped_bytes)} unmapped (sleeping), ` : "";
 }
 
 function lastReport(data, nowUnix) {

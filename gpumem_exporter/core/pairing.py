@@ -1,0 +1,277 @@
+"""Pairs the driver's readings with the reports of processes, so that their difference is true: the non-torch memory.
+
+Driver and processes are read at different times. The difference of a reading and a report is the non-torch memory only
+if the process' reserved memory was the same at both times. Two facts show that:
+
+- The reading lies between two samples of the process, and its allocator took and released nothing between them.
+- The difference has the value that such a reading has shown before.
+
+A device therefore keeps an older reading and older samples in use until a newer reading fits to the samples of all
+processes on it, at most until the reading expires. Then the newest values are used as they are, and the non-torch
+memory of the processes that do not fit is unknown. It is also unknown for a new process until it is known once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess
+from gpumem_exporter.wire.protocol import DeviceSample
+
+__all__ = ["Pairing"]
+
+_NEVER = float("-inf")
+
+_heap_version = attrgetter("reserved_bytes", "segments_allocated", "segments_freed", "cache_flushes", "alloc_retries")
+"""Equal in two samples if the allocator took nothing from the driver and released nothing between them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reading:
+    """One device in one poll."""
+
+    node: NodeReading
+    device: DeviceReading
+    used: dict[int, int | None]
+    """The driver's bytes of each process, by host pid."""
+
+    @property
+    def ended_seconds(self) -> float:
+        return self.node.taken_seconds
+
+    @property
+    def started_seconds(self) -> float:
+        return self.node.taken_seconds - self.node.duration_seconds
+
+    def used_by(self, process: ReportingProcess) -> int | None:
+        """Return the driver's bytes of a process; None if unknown, and if another process had its pid."""
+        used = None if process.host_pid is None else self.used.get(process.host_pid)
+        return used if used is not None and self.node.pid_belongs_to(process) else None
+
+
+@dataclass(slots=True)
+class _Row:
+    """One process on one device."""
+
+    process: ReportingProcess
+    newest: DeviceSample
+    unchanged_from: float
+    """The first of the samples that are equal to the newest one was taken before this time…"""
+    shown: DeviceSample
+    shown_seconds: float
+    """When it was sampled."""
+    unchanged_until: float = _NEVER
+    """…and the newest one after this time."""
+    non_torch_bytes: int | None = None
+    """The last known difference of the driver's bytes and the reserved ones."""
+    positive_bytes: int = 0
+    """Its last value that was not negative."""
+    fits: bool = False
+    """`shown` belongs to the reading that the device shows."""
+
+    def continues_in(self, process: ReportingProcess) -> bool:
+        """Whether a report is of the same session."""
+        sessions = (each.report.process.session for each in (self.process, process))
+        return len(set(sessions)) == 1 and self.process.host_pid == process.host_pid
+
+    def take(self, sample: DeviceSample, process: ReportingProcess) -> None:
+        """Take the sample of a new report."""
+        if _heap_version(sample) == _heap_version(self.newest):
+            # The reporter creates a report after the exporter has received the one before.
+            self.unchanged_until = self.process.received_seconds - process.report.sample_age_seconds
+        else:
+            self.unchanged_from, self.unchanged_until = process.sampled_seconds, _NEVER
+        self.process, self.newest = process, sample
+
+    def unchanged_at(self, reading: _Reading) -> bool:
+        """Whether the process is known to have reserved the same memory throughout the reading."""
+        return self.unchanged_from < reading.started_seconds and reading.ended_seconds < self.unchanged_until
+
+    def belongs_to(self, reading: _Reading) -> bool:
+        """Whether the newest sample and the reading are known to belong together."""
+        difference = self.difference(reading)
+        return difference is None or difference == self.non_torch_bytes or self.unchanged_at(reading)
+
+    def may_show(self, reading: _Reading) -> bool:
+        """Whether the non-torch memory stays known with this reading, or is unknown anyway."""
+        return not self.fits or self.non_torch_bytes is None or self.belongs_to(reading)
+
+    def difference(self, reading: _Reading) -> int | None:
+        """Return the driver's bytes minus the reserved ones; None if either is unknown."""
+        used, reserved = reading.used_by(self.process), self.newest.reserved_bytes
+        return None if used is None or reserved is None else used - reserved
+
+    def show(self, reading: _Reading) -> None:
+        """Use the newest sample with this reading."""
+        self.shown, self.shown_seconds = self.newest, self.process.sampled_seconds
+        self.fits = self.belongs_to(reading)
+        if self.fits:
+            self.non_torch_bytes = self.difference(reading)
+            self._show_unmapped()
+
+    def _show_unmapped(self) -> None:
+        """Show memory that the driver does not hold as unmapped: it holds less than the process reserved.
+
+        The process has released pages of its tensors and cannot say so. Its last known non-torch memory is still there.
+        """
+        if self.non_torch_bytes is None or self.non_torch_bytes >= 0:
+            self.positive_bytes = self.non_torch_bytes or 0
+            return
+        sample, missing = self.newest, self.positive_bytes - self.non_torch_bytes
+        reserved = max(0, (sample.reserved_bytes or 0) - missing)
+        allocated = None if sample.allocated_bytes is None else max(0, sample.allocated_bytes - missing)
+        cached = (
+            None if sample.reclaimable_bytes is None else min(sample.reclaimable_bytes, reserved - (allocated or 0))
+        )
+        self.shown = replace(
+            sample,
+            reserved_bytes=reserved,
+            allocated_bytes=allocated,
+            reclaimable_bytes=cached,
+            unmapped_bytes=(sample.unmapped_bytes or 0) + missing,
+        )
+
+
+@dataclass(slots=True)
+class _Device:
+    """One device: its readings, oldest first, and the processes that report about it."""
+
+    readings: deque[_Reading] = field(default_factory=deque)
+    shown: _Reading | None = None
+    rows: dict[ProcessKey, _Row] = field(default_factory=dict)
+
+    def take(self, reading: _Reading, expiry_seconds: float) -> None:
+        """Take a new reading."""
+        oldest_seconds = reading.ended_seconds - expiry_seconds
+        while self.readings and self.readings[0].ended_seconds < oldest_seconds:
+            self.readings.popleft()
+        self.readings.append(reading)
+        shown = self.shown
+        if shown is None or shown not in self.readings or None in (shown.device.memory, reading.device.memory):
+            self._show(reading)
+        else:
+            self._show_newest(self.rows.values())
+
+    def settle(self, row: _Row) -> None:
+        """After a report, show the newest reading that fits to all processes, otherwise its sample if that fits."""
+        if self.shown is None or self._show_newest((row, *self.rows.values())):
+            return
+        if not row.fits or row.belongs_to(self.shown):
+            row.show(self.shown)
+
+    def learn(self, row: _Row) -> None:
+        """Learn the non-torch memory of a process from the last reading between two equal samples."""
+        for reading in reversed(self.readings):
+            difference = row.difference(reading)
+            if difference is not None and row.unchanged_at(reading):
+                row.non_torch_bytes = difference
+                return
+            if row.fits and reading is self.shown:
+                return
+
+    def _show_newest(self, rows: Iterable[_Row]) -> bool:
+        """Show the newest reading that fits to these rows; returns False if the shown one remains."""
+        for reading in reversed(self.readings):
+            if reading is self.shown:
+                break
+            if all(row.may_show(reading) for row in rows):
+                self._show(reading)
+                return True
+        return False
+
+    def _show(self, reading: _Reading) -> None:
+        self.shown = reading
+        for row in self.rows.values():
+            row.show(reading)
+
+
+class Pairing:
+    """The readings and samples that belong together. Not thread-safe.
+
+    Args:
+        expiry_seconds: the age at which a reading is replaced by a newer one that does not fit.
+    """
+
+    def __init__(self, expiry_seconds: float) -> None:
+        self._expiry_seconds = expiry_seconds
+        self._devices: dict[str, _Device] = {}
+
+    def put_reading(self, node: NodeReading) -> None:
+        """Take a reading of the driver."""
+        listed = {device.uuid for device in node.devices}
+        self._devices = {
+            uuid: device if uuid in listed else _Device(rows=device.rows)
+            for uuid, device in self._devices.items()
+            if uuid in listed or device.rows
+        }
+        for device in node.devices:
+            used = {process.pid: process.used_bytes for process in device.processes or ()}
+            self._device(device.uuid).take(_Reading(node, device, used), self._expiry_seconds)
+
+    def put_report(self, process: ReportingProcess) -> None:
+        """Take a report."""
+        reported = {sample.uuid: sample for sample in process.report.devices}
+        self.forget(process.key, except_devices=reported)
+        for uuid, sample in reported.items():
+            device = self._device(uuid)
+            row = device.rows.get(process.key)
+            if row is None or not row.continues_in(process):
+                row = device.rows[process.key] = _Row(
+                    process, sample, process.sampled_seconds, sample, process.sampled_seconds
+                )
+            else:
+                row.take(sample, process)
+                device.learn(row)
+            device.settle(row)
+
+    def forget(self, key: ProcessKey, except_devices: Iterable[str] = ()) -> None:
+        """Forget a process, except on the devices of `except_devices`."""
+        for uuid, device in self._devices.items():
+            if uuid not in except_devices:
+                device.rows.pop(key, None)
+
+    def node(self, node: NodeReading) -> NodeReading:
+        """Return the newest reading with the memory that fits to the reports."""
+        devices = tuple([self._shown_device(device) for device in node.devices])
+        return node if all(map(_is, devices, node.devices)) else replace(node, devices=devices)
+
+    def process(self, process: ReportingProcess) -> ReportingProcess:
+        """Return a process with the samples that fit to the readings, and with the age of the oldest one."""
+        report = process.report
+        rows = [self._shown_row(process.key, sample) for sample in report.devices]
+        samples = tuple([row.shown if row else sample for row, sample in zip(rows, report.devices, strict=True)])
+        if all(map(_is, samples, report.devices)):
+            return process
+        oldest_seconds = min(row.shown_seconds for row in rows if row)
+        age_seconds = max(report.sample_age_seconds, process.received_seconds - oldest_seconds)
+        return replace(process, report=replace(report, devices=samples, sample_age_seconds=age_seconds))
+
+    def unmatched(self) -> frozenset[tuple[int, str]]:
+        """Return host pid and uuid of the processes whose non-torch memory is unknown."""
+        return frozenset(
+            (host_pid, uuid)
+            for uuid, device in self._devices.items()
+            for row in device.rows.values()
+            if not row.fits and (host_pid := row.process.host_pid) is not None
+        )
+
+    def _device(self, uuid: str) -> _Device:
+        return self._devices.setdefault(uuid, _Device())
+
+    def _shown_device(self, newest: DeviceReading) -> DeviceReading:
+        device = self._devices.get(newest.uuid)
+        if device is None or device.shown is None or newest.memory is None or device.shown.device is newest:
+            return newest
+        shown = device.shown.device
+        return replace(newest, memory=shown.memory, processes=shown.processes)
+
+    def _shown_row(self, key: ProcessKey, sample: DeviceSample) -> _Row | None:
+        device = self._devices.get(sample.uuid)
+        return device.rows.get(key) if device is not None and device.shown is not None else None
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
