@@ -118,6 +118,7 @@ FULL = DeviceSample(
     private_pools_bytes=64 * MIB,
     unmapped_bytes=0,
     reclaimable_bytes=8 * GIB,
+    idle_cache_bytes=5 * GIB,
     alloc_retries=3,
     ooms=1,
     segments_allocated=900,
