@@ -230,9 +230,9 @@ TORCH_RECLAIMABLE = _gauge(
 )
 TORCH_IDLE_CACHE = _gauge(
     "gpumem_torch_idle_cache_bytes",
-    "Smallest gpumem_torch_reclaimable_bytes of the last 60 s: cache that the process did not need for a minute. A clear"
-    " releases it for good. From about three readings per second; memory that is used only between two readings"
-    " may be included. Absent for the first 60 s, and if reclaimable is absent.",
+    "Smallest gpumem_torch_reclaimable_bytes of the last 60 s: cache that the process did not need for a minute, and"
+    " that a clear releases for good. From about three readings per second; memory that is used only between two"
+    " readings may be included. Absent for the first 60 s, and if reclaimable is absent.",
     _TORCH,
 )
 TORCH_FRAGMENTED = _gauge(

@@ -44,6 +44,7 @@ def process(pid: int | str, *gpus: str, **changes: Any) -> dict[str, Any]:
         "used_bytes": 10 * GIB,
         "allocated_bytes": 6 * GIB,
         "reserved_bytes": 9 * GIB,
+        "idle_cache_bytes": GIB // 2,
         "reclaimable_bytes": 2 * GIB,
         "fragmented_bytes": GIB,
         "non_torch_bytes": GIB,
@@ -70,7 +71,7 @@ def process(pid: int | str, *gpus: str, **changes: Any) -> dict[str, Any]:
 def unreported(pid: int, gpu: str, used_bytes: int) -> dict[str, Any]:
     """Return a process that only the driver lists."""
     names = ("workload", "rank", "step", "sample_age_seconds", "allocated_bytes", "reserved_bytes")
-    unknown = dict.fromkeys((*names, "reclaimable_bytes", "fragmented_bytes", "non_torch_bytes"))
+    unknown = dict.fromkeys((*names, "idle_cache_bytes", "reclaimable_bytes", "fragmented_bytes", "non_torch_bytes"))
     return process(
         pid,
         gpu,

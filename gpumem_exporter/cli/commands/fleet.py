@@ -23,7 +23,7 @@ _EXAMPLES = """\b
 Examples:
   gpumem-exporter fleet info --prometheus http://prometheus:9090
   gpumem-exporter fleet clear --prometheus http://prometheus:9090 \\
-    --query 'gpumem_torch_reclaimable_bytes > 8e9' --dry-run
+    --query 'gpumem_torch_idle_cache_bytes > 8e9' --dry-run
   gpumem-exporter fleet clear --group --deadline 60 \\
     --query 'gpumem_reporter_up{workload="llm-pretrain"}'
   gpumem-exporter fleet gc --query 'sum by (instance, pid) (gpumem_torch_fragmented_bytes) > 4e9'
@@ -52,7 +52,7 @@ Examples:
 \b
 See `gpumem-exporter fleet --help` for the labels of a series.
 """
-_QUERY = "gpumem_torch_reclaimable_bytes > 8e9"
+_QUERY = "gpumem_torch_idle_cache_bytes > 8e9"
 
 
 @dataclass(frozen=True, kw_only=True)

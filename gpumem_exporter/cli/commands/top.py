@@ -26,7 +26,7 @@ __all__ = ["build"]
 _EXAMPLES = """\b
 Examples:
   gpumem-exporter top
-  gpumem-exporter top --url http://gpu-node-7:9844 --sort reclaimable
+  gpumem-exporter top --url http://gpu-node-7:9844 --sort idle-cache
   gpumem-exporter top --gpu 0 --gpu 1 --filter alice
   gpumem-exporter top --once | head -20
   gpumem-exporter top --once --json | jq -r '.rows[] | select(.fragmented_bytes > 1e9) | .workload'
@@ -43,8 +43,8 @@ e shows the events, ? helps, q quits.
              as GET /api/v1/devices has them; a device's ledger is null without an exporter
   rows       one for each process on each device, filtered and in order: pid, gpu, uuid, workload,
              rank, command, user, k8s_namespace, k8s_pod, state, used_bytes, allocated_bytes,
-             reserved_bytes, reclaimable_bytes, fragmented_bytes, non_torch_bytes, step,
-             sample_age_seconds, actions; null if unknown
+             reserved_bytes, idle_cache_bytes, reclaimable_bytes, fragmented_bytes, non_torch_bytes,
+             step, sample_age_seconds, actions; null if unknown
 
 \b
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.

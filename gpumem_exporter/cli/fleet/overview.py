@@ -10,7 +10,7 @@ from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.fleet.requests import Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, exporters_of
-from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, device_name, errors_of
+from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, cache_sentence, device_name, errors_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio
 from gpumem_exporter.wire.http import shown_url
@@ -24,7 +24,7 @@ __all__ = ["Overview", "read_overview"]
 
 Document = Mapping[str, Any]
 
-_SIZES = ("busy", "total", "used", "free", "reclaimable", "fragmented")
+_SIZES = ("busy", "total", "used", "free", "idle cache", "reclaimable", "fragmented")
 _COLUMNS = (("exporter", "left"), ("gpu", "left"), ("name", "cut"), *((name, "right") for name in _SIZES))
 
 
@@ -107,8 +107,11 @@ class Overview:
         reclaimable = [size for seen in devices if (size := _reclaimable(seen)) is not None]
         used, total = (human_bytes(sum(one[name] for one in memory)) for name in ("used_bytes", "total_bytes"))
         counts = f"{len(self._documents())} of {len(self.answers)} exporters, {len(devices)} devices"
-        freed = f"; a clear would free {human_bytes(sum(reclaimable))}" if reclaimable else ""
-        return plain(f"{counts}: {used} of {total} used{freed}.", "bold")
+        text = f"{counts}: {used} of {total} used."
+        if reclaimable:
+            idle = [size for seen in devices if (size := _idle_cache(seen)) is not None]
+            text = f"{text} {cache_sentence(sum(idle) if idle else None, sum(reclaimable))}."
+        return plain(text, "bold")
 
 
 def read_overview(prometheus: Prometheus, query: str, options: FleetOptions) -> Overview:
@@ -135,6 +138,11 @@ def _reclaimable(seen: Iterable[Document]) -> int | None:
     return max((ledger["torch_reclaimable"] for ledger in ledgers if "torch_reclaimable" in ledger), default=None)
 
 
+def _idle_cache(seen: Iterable[Document]) -> int | None:
+    """The idle cache of a device, from the exporter that knows the most."""
+    return max((size for device in seen if (size := device.get("idle_cache_bytes")) is not None), default=None)
+
+
 def _cells(exporter: Exporter, device: Document) -> tuple[str | Text, ...]:
     memory, ledger = device.get("memory") or {}, device.get("ledger") or {}
     return (
@@ -143,5 +151,6 @@ def _cells(exporter: Exporter, device: Document) -> tuple[str | Text, ...]:
         device_name(device),
         human_ratio(device.get("utilization_ratio")),
         *(human_bytes(memory.get(f"{name}_bytes")) for name in ("total", "used", "free")),
+        human_bytes(device.get("idle_cache_bytes")),
         *(human_bytes(ledger.get(f"torch_{name}")) for name in ("reclaimable", "fragmented")),
     )

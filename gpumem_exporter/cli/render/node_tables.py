@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = ["DEMO_NOTICE", "clear_summary", "device_name", "driver_error", "errors_of", "node_tables"]
+__all__ = ["DEMO_NOTICE", "cache_sentence", "clear_summary", "device_name", "driver_error", "errors_of", "node_tables"]
 
 Document = Mapping[str, Any]
 
 DEMO_NOTICE = "DEMO: simulated devices and processes"
 
+_WORTH_SAYING = 0.05
+"""The share of what a clear would free from which the summary says that it would be reserved again."""
 _BAR_WIDTH = 24
 _ONE_TABLE_WIDTH = 150
 """The width from which the identity and the memory of a process fit in one row."""
@@ -27,7 +30,7 @@ _ONE_TABLE_WIDTH = 150
 _NO_DEVICE: tuple[Document, ...] = ({},)
 _NAMES = (("pid", "right"), ("workload", "cut"), ("rank", "right"))
 _STATE = (("command", "cut"), ("state", "left"), ("age", "right"))
-_SIZES = ("used", "allocated", "reserved", "reclaimable", "fragmented", "non-torch")
+_SIZES = ("used", "allocated", "reserved", "idle cache", "reclaimable", "fragmented", "non-torch")
 _MEMORY = (("gpu", "left"), *((name, "right") for name in _SIZES))
 
 
@@ -56,8 +59,19 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
     yield plain(clear_summary(running), "bold")
 
 
+def cache_sentence(idle: int | None, reclaimable: int) -> str:
+    """Return the idle cache and what a clear would free now, without a period at the end."""
+    freed = f"clear would free {human_bytes(reclaimable)} now"
+    if idle is None:
+        return f"A {freed}"
+    rest = reclaimable - idle
+    part = "most" if rest > idle else human_bytes(rest)
+    fate = f", {part} of it would be reserved again" if rest >= _WORTH_SAYING * reclaimable > 0 else ""
+    return f"Idle cache: {human_bytes(idle)}; a {freed}{fate}"
+
+
 def clear_summary(processes: Sequence[Document]) -> str:
-    """Return how much memory a clear of all processes would free, where it is known."""
+    """Return the idle cache and how much memory a clear of all processes would free, where they are known."""
     able = [process for process in processes if process.get("reporting") and _clears(process)]
     if not able:
         return "A clear would free nothing: no process accepts this action."
@@ -71,8 +85,15 @@ def clear_summary(processes: Sequence[Document]) -> str:
     freeing = sum(1 for sizes in known if sum(sizes) > 0)
     hides = [any(map(_hides_its_cache, process.get("devices") or ())) for process in able]
     unknown = sum(1 for sizes, hidden in zip(known, hides, strict=True) if hidden or not sizes)
-    sentence = f"A clear would free {human_bytes(total)} in {freeing} of {len(able)} reporting processes"
-    return f"{sentence}; unknown for {unknown}." if unknown else f"{sentence}."
+    idle = [
+        device["idle_cache_bytes"]
+        for process in able
+        for device in process.get("devices") or ()
+        if _has(device, "idle_cache_bytes")
+    ]
+    sentence = cache_sentence(sum(idle) if idle else None, total)
+    where = f"in {freeing} of {len(able)} reporting processes"
+    return f"{sentence} ({where}; unknown for {unknown})." if unknown else f"{sentence} ({where})."
 
 
 def errors_of(devices: Document) -> Iterator[str]:
@@ -159,7 +180,7 @@ def _state(process: Document) -> tuple[str | Text, ...]:
 
 
 def _memory(device: Document) -> tuple[str, ...]:
-    sizes = (device.get(f"{name.replace('-', '_')}_bytes") for name in _SIZES)
+    sizes = (device.get(f"{re.sub('[- ]', '_', name)}_bytes") for name in _SIZES)
     return (device.get("gpu") or device.get("uuid") or UNKNOWN, *map(human_bytes, sizes))
 
 

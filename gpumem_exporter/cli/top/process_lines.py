@@ -70,7 +70,8 @@ _COLUMNS = (
     _Column("used", _size("used_bytes"), right=True, least=6),
     _Column("allocated", _size("allocated_bytes"), "alloc", right=True, least=6, style="green"),
     _Column("reserved", _size("reserved_bytes"), right=True, least=6, after=22),
-    _Column("reclaimable", _size("reclaimable_bytes"), "reclaim", right=True, least=6, style="yellow"),
+    _Column("idle-cache", _size("idle_cache_bytes"), "idle", right=True, least=6, style="yellow"),
+    _Column("reclaimable", _size("reclaimable_bytes"), "reclaim", right=True, least=6, after=14, style="yellow"),
     _Column("fragmented", _size("fragmented_bytes"), "frag", right=True, least=6, style="red"),
     _Column("non-torch", _size("non_torch_bytes"), right=True, least=6, style="blue"),
     _Column("age", _age, right=True, least=6, after=16),
@@ -80,7 +81,7 @@ _COLUMNS = (
     _Column("pod", _pod, most=40, after=26),
 )
 """From left to right."""
-_OPTIONAL = ("age", "reserved", "user", "command", "state", "step", "pod")
+_OPTIONAL = ("reclaimable", "age", "reserved", "user", "command", "state", "step", "pod")
 """The optional columns, in the order in which a wider screen adds them."""
 
 

@@ -34,6 +34,7 @@ class Row:
     used_bytes: int | None
     allocated_bytes: int | None
     reserved_bytes: int | None
+    idle_cache_bytes: int | None
     reclaimable_bytes: int | None
     fragmented_bytes: int | None
     non_torch_bytes: int | None
@@ -49,7 +50,7 @@ class Row:
 
 
 _OF_PROCESS = ("workload", "rank", "command", "user", "k8s_namespace", "k8s_pod", "state", "step", "sample_age_seconds")
-_SIZES = ("used", "allocated", "reserved", "reclaimable", "fragmented", "non-torch")
+_SIZES = ("used", "allocated", "reserved", "idle-cache", "reclaimable", "fragmented", "non-torch")
 _OF_DEVICE = ("gpu", "uuid", *(f"{name.replace('-', '_')}_bytes" for name in _SIZES))
 
 

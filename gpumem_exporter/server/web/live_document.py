@@ -23,7 +23,8 @@ COLUMNS = (
     *("pid", "state", "workload", "rank", "command", "user", "k8s_namespace", "k8s_pod"),
     *("last_report_unix_seconds", "clears"),
     *("gpu", "uuid", "used_bytes", "non_torch_bytes"),
-    *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes", "unmapped_bytes"),
+    *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "idle_cache_bytes", "fragmented_bytes"),
+    "unmapped_bytes",
 )
 """A row is a process on a device. A process without a known device has one row, with null for the device.
 `clears`: the process reports, and its reporter can run `empty_cache`."""
@@ -92,8 +93,8 @@ def _rows(process: SeenProcess, gpus: dict[str, str]) -> Iterator[list[Any]]:
         row = [*of_process, gpus.get(uuid), uuid]
         row += (share.used_bytes, share.non_torch_bytes) if share else (None, None)
         if sample is None:
-            row += (None, None, None, None, None)
+            row += (None,) * 6
         else:
-            row += (sample.allocated_bytes, sample.reserved_bytes, sample.reclaimable_bytes, fragmented_bytes(sample))
-            row.append(sample.unmapped_bytes)
+            row += (sample.allocated_bytes, sample.reserved_bytes, sample.reclaimable_bytes)
+            row += (sample.idle_cache_bytes, fragmented_bytes(sample), sample.unmapped_bytes)
         yield row

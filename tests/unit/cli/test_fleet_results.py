@@ -71,8 +71,10 @@ GPU = {
     "memory": {"total_bytes": 80 << 30, "used_bytes": 60 << 30, "free_bytes": 20 << 30},
     "utilization_ratio": 0.5,
     "ledger": {"torch_reclaimable": 8 << 30, "torch_fragmented": 1 << 30},
+    "idle_cache_bytes": 6 << 30,
 }
-LOST = {**GPU, "gpu": "1", "up": False, "error": "lost", "memory": None, "utilization_ratio": None, "ledger": None}
+LOST = {**GPU, "gpu": "1", "up": False, "error": "lost", "memory": None, "utilization_ratio": None}
+LOST |= {"ledger": None, "idle_cache_bytes": None}
 
 
 def shared_devices(source: str) -> Overview:
@@ -105,7 +107,9 @@ def test_the_output_of_fleet_commands(capsys: pytest.CaptureFixture[str]) -> Non
     }
     overviews = {
         "info": Overview({A: devices(GPU, LOST), B: Failure("failed", "no-answer"), C: devices(GPU)}),
-        "info, reclaimable not known": Overview({A: devices({**GPU, "ledger": {"torch_fragmented": 9 << 30}})}),
+        "info, reclaimable not known": Overview(
+            {A: devices({**GPU, "ledger": {"torch_fragmented": 9 << 30}, "idle_cache_bytes": None})}
+        ),
         "info, shared devices": shared_devices("nvml"),
         "info, demo": shared_devices("demo"),
         "info, no driver": Overview({A: {"source": "nvml", "nvml": {"up": False, "error": ""}, "devices": []}}),

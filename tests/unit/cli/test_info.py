@@ -84,10 +84,13 @@ def test_text_of_a_process_cannot_control_the_terminal() -> None:
 
 _SILENT = process(1, "0", state="silent", reporting=False)
 _UNABLE = process(1, "0", actions=["reset_peak"])
-_EMPTY = process(2, "0", reclaimable_bytes=0)
-_UNKNOWN = process(2, "0", reclaimable_bytes=None)
+_EMPTY = process(2, "0", reclaimable_bytes=0, idle_cache_bytes=0)
+_UNKNOWN = process(2, "0", reclaimable_bytes=None, idle_cache_bytes=None)
 _TWO = process(1, "0", "1")
-_HALF_UNKNOWN = {**_TWO, "devices": [_TWO["devices"][0], {**_TWO["devices"][1], "reclaimable_bytes": None}]}
+_HALF_UNKNOWN = {
+    **_TWO,
+    "devices": [_TWO["devices"][0], {**_TWO["devices"][1], "idle_cache_bytes": None, "reclaimable_bytes": None}],
+}
 _WITHOUT_CACHE = {**_TWO, "devices": [_TWO["devices"][0], {"gpu": "1", "used_bytes": 5}]}
 
 
@@ -98,16 +101,19 @@ _WITHOUT_CACHE = {**_TWO, "devices": [_TWO["devices"][0], {"gpu": "1", "used_byt
         ([_SILENT], []),
         ([_UNABLE], []),
         ([_UNKNOWN], []),
-        ([process(1, "0"), _EMPTY], ["2.0 GiB", "1", "2"]),
-        ([_TWO], ["4.0 GiB", "1", "1"]),
-        ([process(1, "0"), _UNKNOWN], ["2.0 GiB", "1", "2", "1"]),
-        ([_HALF_UNKNOWN], ["2.0 GiB", "1", "1", "1"]),
-        ([_WITHOUT_CACHE], ["2.0 GiB", "1", "1"]),
+        ([process(1, "0"), _EMPTY], ["512 MiB", "2.0 GiB", "1", "2"]),
+        ([_TWO], ["1.0 GiB", "4.0 GiB", "1", "1"]),
+        ([process(1, "0"), _UNKNOWN], ["512 MiB", "2.0 GiB", "1", "2", "1"]),
+        ([_HALF_UNKNOWN], ["512 MiB", "2.0 GiB", "1", "1", "1"]),
+        ([_WITHOUT_CACHE], ["512 MiB", "2.0 GiB", "1", "1"]),
+        ([process(1, "0", idle_cache_bytes=3 * GIB // 2)], ["1.5 GiB", "2.0 GiB", "512 MiB", "1", "1"]),
+        ([process(1, "0", idle_cache_bytes=None)], ["2.0 GiB", "1", "1"]),
     ],
 )
 def test_the_last_line_has_the_sum_that_a_clear_would_free(processes: list[dict[str, Any]], numbers: list[str]) -> None:
-    """The sum, the processes that free memory, the reporting processes, and the unknown ones."""
-    assert re.findall(r"\d+(?:\.\d+)?(?: GiB)?", clear_summary(processes)) == numbers
+    """The idle cache, the sum, what would be reserved again unless it is most of it, and the numbers of processes: those
+    that free memory, all that report, and the unknown ones."""
+    assert re.findall(r"\d+(?:\.\d+)?(?: [GM]iB)?", clear_summary(processes)) == numbers
 
 
 def test_the_output_of_info() -> None:

@@ -6,6 +6,7 @@ const SORT_SECONDS = 5;
 const AMOUNTS = [
   ["used_bytes", "Used"],
   ["allocated_bytes", "Allocated"],
+  ["idle_cache_bytes", "Idle cache"],
   ["reclaimable_bytes", "Reclaimable"],
   ["fragmented_bytes", "Fragmented"],
   ["non_torch_bytes", "Non-torch"],

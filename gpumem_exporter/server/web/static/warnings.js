@@ -42,10 +42,10 @@ function warningsOfDevice(device, view, add) {
   if (free < 0.1 * total) {
     const help =
       reclaimable >= 0.01 * total
-        ? `Clearing would free ${unsplit ? "at least " : ""}${bytes(reclaimable)}${largestShare("reclaimable_bytes", reclaimable)}.`
+        ? `${cacheInWords(device.idle_cache_bytes, reclaimable, unsplit)}${largestShare("reclaimable_bytes", reclaimable)}.`
         : unsplit
           ? "The reclaimable memory is unknown."
-          : `Clearing would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
+          : `A clear would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
     const [level, word, left] = free < 0.05 * total ? ["critical", "full", 0.05] : ["warning", "nearly full", 0.1];
     const leastMib = Math.floor(((1 - left) * total) / 2 ** 20);
     const since = sinceInWords(view.history.since(device.uuid, (mib) => mib !== null && mib >= leastMib), view.moment);
@@ -53,8 +53,9 @@ function warningsOfDevice(device, view, add) {
     const whose = user === null ? "" : `; ${nameOf(user)} uses ${bytes(user.used_bytes)}`;
     const text = `${name} is ${word}${since}: ${bytes(free)} of ${bytes(total)} free${whose}. ${help}`;
     add(level, `full ${device.uuid}`, text);
-  } else if (reclaimable >= 0.2 * total) {
-    const text = `${name}: ${bytes(reclaimable)} is reclaimable${largestShare("reclaimable_bytes", reclaimable)}. Clearing frees it.`;
+  } else if (device.idle_cache_bytes >= 0.2 * total) {
+    const share = largestShare("idle_cache_bytes", device.idle_cache_bytes);
+    const text = `${name}: ${bytes(device.idle_cache_bytes)} of idle cache${share}. A clear would free ${bytes(reclaimable)} now.`;
     add("note", `cached ${device.uuid}`, text, true);
   }
   if (fragmented >= 0.1 * total) {
@@ -68,6 +69,15 @@ function warningsOfDevice(device, view, add) {
     const text = `${name}: ${bytes(unattributed)} is unattributed: used by no process that the driver lists.`;
     add("warning", `unattributed ${device.uuid}`, text, true);
   }
+}
+
+/** Describe the idle cache and what a clear would free now, as `info` does. */
+function cacheInWords(idle, reclaimable, unsplit) {
+  const freed = `clear would free ${unsplit ? "at least " : ""}${bytes(reclaimable)} now`;
+  if (idle === null) return `A ${freed}`;
+  const rest = reclaimable - idle;
+  const fate = rest < 0.05 * reclaimable ? "" : `, ${rest > idle ? "most" : bytes(rest)} of it would be reserved again`;
+  return `Idle cache: ${bytes(idle)}; a ${freed}${fate}`;
 }
 
 function warningsOfReporters(view, add) {
