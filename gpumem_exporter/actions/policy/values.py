@@ -177,6 +177,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "slack_bytes": Field("bytes", _slack),
         "slack_ratio": Field("ratio", _of_reserved(_slack)),
         "reclaimable_bytes": Field("bytes", lambda seen: _known(seen.sample.reclaimable_bytes)),
+        "idle_cache_bytes": Field("bytes", lambda seen: _known(seen.sample.idle_cache_bytes)),
         "fragmented_bytes": Field("bytes", _fragmented),
         "fragmentation_ratio": Field("ratio", _of_reserved(_fragmented)),
         "allocated_bytes": Field("bytes", lambda seen: _known(seen.sample.allocated_bytes)),

@@ -85,6 +85,7 @@ def test_a_rule_requests_its_action_on_the_process_that_meets_its_conditions() -
         ("slack_bytes", 300 * MIB),
         ("slack_ratio", 0.75),
         ("reclaimable_bytes", 200 * MIB),
+        ("idle_cache_bytes", 150 * MIB),
         ("fragmented_bytes", 100 * MIB),
         ("fragmentation_ratio", 0.25),
         ("allocated_bytes", 100 * MIB),
@@ -100,6 +101,7 @@ def test_each_field_has_its_value_and_strict_bounds(field: str, value: float) ->
         bench = Bench(rule("r", Condition(field, over, under), cooldown_seconds=0.5))
         bench.reading = node(replace(device(UUIDS[0], total=1000 * MIB, used=990 * MIB), utilization_ratio=0.5))
         hoard = sample(allocated=100 * MIB, reclaimable=200 * MIB, fragmented=100 * MIB)
+        hoard = replace(hoard, idle_cache_bytes=150 * MIB)
         bench.evaluate(process(1, hoard, at=bench.now))
         bench.now += 1
         return bool(bench.evaluate(process(1, hoard, at=bench.now)).decisions)
