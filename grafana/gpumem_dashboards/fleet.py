@@ -75,10 +75,15 @@ def _overview() -> list[Any]:
             f"sum(({hard_used_ratio(GPU)}) > bool {ABOVE})",
         ),
         number(
-            "Reclaimable",
-            "Bytes that torch.cuda.empty_cache() in every reporting process would release to the driver now.",
+            "Idle cache",
+            "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
+            " good. A clear now: what torch.cuda.empty_cache() in every reporting process would release now. All"
+            " above the idle cache would be reserved again.",
             units.BytesIEC,
-            f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})',
+            [
+                (f"sum(gpumem_torch_idle_cache_bytes{{{WORKLOAD}}})", "idle cache"),
+                (f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})', "a clear now"),
+            ],
         ),
         count(
             "Out-of-memory errors",
@@ -129,6 +134,7 @@ def _devices() -> Any:
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
             Column("Full in", full, units.Seconds, width=90),
+            Column("Idle cache", f"sum by ({DEVICE}) (gpumem_torch_idle_cache_bytes{{{GPU}}})", width=110),
             Column("Reclaimable", by_device % '"torch_reclaimable"', width=140),
             Column("Fragmented", by_device % '"torch_fragmented"', width=110),
             Column("workload", heading="Largest process", link=TO_WORKLOAD),
@@ -186,8 +192,8 @@ def _wasted_workloads() -> Any:
     return table(
         "Workloads by cache",
         "Cache is memory that PyTorch reserved and no tensor uses. A clear releases the reclaimable part to the"
-        " driver; the fragmented part needs expandable segments or other sizes. The row without a name has the"
-        " processes without a workload. Click a workload to see its ranks.",
+        " driver, of which only the idle cache stays free; the fragmented part needs expandable segments or other"
+        " sizes. The row without a name has the processes without a workload. Click a workload to see its ranks.",
         units.BytesIEC,
         [
             Column("workload", heading="Workload", link=TO_WORKLOAD),
@@ -198,6 +204,7 @@ def _wasted_workloads() -> Any:
                 width=100,
             ),
             Column("Reserved", top(total("gpumem_torch_reserved_bytes")), width=120),
+            Column("Idle cache", top(total("gpumem_torch_idle_cache_bytes")), width=120),
             Column("Reclaimable", top(reclaimable), width=150),
             Column("Fragmented", top(fragmented), width=120),
             Column("Cache", top(wasted), width=120),

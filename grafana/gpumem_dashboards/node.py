@@ -77,10 +77,15 @@ def _overview() -> list[Any]:
             limits=PRESSURE,
         ),
         number(
-            "Reclaimable",
-            "Bytes that torch.cuda.empty_cache() in every reporting process would release to the driver now.",
+            "Idle cache",
+            "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
+            " good. A clear now: what torch.cuda.empty_cache() in every reporting process would release now. All"
+            " above the idle cache would be reserved again.",
             units.BytesIEC,
-            f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})',
+            [
+                (f"sum(gpumem_torch_idle_cache_bytes{{{GPU}}})", "idle cache"),
+                (f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})', "a clear now"),
+            ],
         ),
         number(
             "Fragmented",
@@ -136,6 +141,7 @@ def _devices() -> Any:
             Column("Used", value_of("memory_used_bytes")),
             Column("Free", value_of("memory_free_bytes")),
             Column("Driver reserved", value_of("memory_reserved_bytes")),
+            Column("Idle cache", f"sum by ({DEVICE}) (gpumem_torch_idle_cache_bytes{{{GPU}}})"),
             Column("Reclaimable", of("torch_reclaimable")),
             Column("Fragmented", of("torch_fragmented")),
             Column("Unattributed", of("unattributed")),
@@ -176,6 +182,7 @@ def _processes() -> Any:
             Column("Used", f"sum by ({by}) (gpumem_process_memory_used_bytes{{{GPU}}}) and on (instance, pid) {known}"),
             Column("Allocated", value_of("allocated_bytes")),
             Column("Reserved", value_of("reserved_bytes")),
+            Column("Idle cache", value_of("idle_cache_bytes")),
             Column("Reclaimable", value_of("reclaimable_bytes")),
             Column("Fragmented", value_of("fragmented_bytes")),
             Column("Non-torch", value_of("non_torch_bytes")),
@@ -208,11 +215,11 @@ def _ledger() -> Any:
 
 def _clear() -> Any:
     return bars(
-        "Reclaimable on GPU $gpu",
-        "The bytes of each process that torch.cuda.empty_cache() would release to the driver now. The fifteen"
-        " largest processes.",
+        "Idle cache on GPU $gpu",
+        "The bytes of each process that torch.cuda.empty_cache() would release for good: the cache that it did not"
+        " need in the last minute. The fifteen largest processes.",
         units.BytesIEC,
-        [(f"sort_desc(topk(15, gpumem_torch_reclaimable_bytes{{{GPU}}}))", "{{workload}} {{rank}} (pid {{pid}})")],
+        [(f"sort_desc(topk(15, gpumem_torch_idle_cache_bytes{{{GPU}}}))", "{{workload}} {{rank}} (pid {{pid}})")],
         no_value="no process reports",
         height=10,
     ).data_links([dashboard.DashboardLink("This workload").url(TO_THIS_WORKLOAD)])

@@ -122,10 +122,15 @@ def _overview() -> list[Any]:
             span=3,
         ),
         number(
-            "Reclaimable",
-            "Bytes that torch.cuda.empty_cache() in every process of the workload would release to the driver now.",
+            "Idle cache",
+            "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
+            " good. A clear now: what torch.cuda.empty_cache() in every process of the workload would release now. All"
+            " above the idle cache would be reserved again.",
             units.BytesIEC,
-            f"sum(gpumem_torch_reclaimable_bytes{{{ONE_WORKLOAD}}})",
+            [
+                (f"sum(gpumem_torch_idle_cache_bytes{{{ONE_WORKLOAD}}})", "idle cache"),
+                (f"sum(gpumem_torch_reclaimable_bytes{{{ONE_WORKLOAD}}})", "a clear now"),
+            ],
             span=3,
         ),
         count(
@@ -174,6 +179,7 @@ def _ranks() -> Any:
             Column("Peak allocated", value_of("allocated_peak_bytes")),
             Column("Reserved", value_of("reserved_bytes")),
             Column("Peak reserved", value_of("reserved_peak_bytes")),
+            Column("Idle cache", value_of("idle_cache_bytes")),
             Column("Reclaimable", value_of("reclaimable_bytes")),
             Column("Fragmented", value_of("fragmented_bytes")),
             Column("Growth", GROWTH, units.BytesPerSecondIEC, width=100),

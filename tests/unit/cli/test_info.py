@@ -111,8 +111,8 @@ _WITHOUT_CACHE = {**_TWO, "devices": [_TWO["devices"][0], {"gpu": "1", "used_byt
     ],
 )
 def test_the_last_line_has_the_sum_that_a_clear_would_free(processes: list[dict[str, Any]], numbers: list[str]) -> None:
-    """The idle cache, the sum, what would be reserved again unless it is most of it, and the numbers of processes: those
-    that free memory, all that report, and the unknown ones."""
+    """The idle cache, the sum, and what would be reserved again unless it is most of it; then the processes that free
+    memory, those that report, and the unknown ones."""
     assert re.findall(r"\d+(?:\.\d+)?(?: [GM]iB)?", clear_summary(processes)) == numbers
 
 
