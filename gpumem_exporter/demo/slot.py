@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from gpumem_exporter.client.allocator.idle_cache import IdleCache
@@ -155,15 +155,16 @@ class DeviceSlot:
             uuid=self.device.identity.uuid,
             **asdict(self.allocator.statistics),  # the names are the same
             reclaimable_bytes=self.allocator.reclaimable_bytes,
-            # A command may have emptied the cache since the last reading.
-            idle_cache_bytes=None
-            if self._idle_cache_bytes is None
-            else min(self._idle_cache_bytes, self.allocator.reclaimable_bytes),
             planned_reserved_peak_bytes=self.planned_reserved_peak_bytes,
             phase_peak_bytes=dict(self._phase_peak_bytes),
             component_bytes=components,
         )
-        return held_by_driver(sample, self.unmapped) if self.unmapped.reserved_bytes else sample
+        if self.unmapped.reserved_bytes:
+            sample = held_by_driver(sample, self.unmapped)
+        if self._idle_cache_bytes is None or sample.reclaimable_bytes is None:
+            return sample
+        # A command may have emptied the cache since the last reading.
+        return replace(sample, idle_cache_bytes=min(self._idle_cache_bytes, sample.reclaimable_bytes))
 
     def _note_phase_peak(self) -> None:
         if self.phase:

@@ -75,7 +75,8 @@ class IdleCache:
         if (now.alloc_retries or 0) > (before.alloc_retries or 0):
             self.retried_seconds = now_seconds
             return 0
-        reserved, peak = now.reserved_bytes or 0, now.allocated_peak_bytes
+        # Peaks count memory that is not mapped.
+        reserved, peak = (now.reserved_bytes or 0) + (now.unmapped_bytes or 0), now.allocated_peak_bytes
         if peak is None or peak == before.allocated_peak_bytes or now.segments_freed != before.segments_freed:
             return reserved
         return max(0, reserved - peak)
