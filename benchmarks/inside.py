@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PlainPosts", "busy", "reporter_thread", "sample_costs", "serve_echo", "training_cpu_seconds"]
+__all__ = ["PlainPosts", "busy", "reporter_thread", "sample_costs", "serve_echo", "start_steps", "training_cpu_seconds"]
 
 
 def sample_costs(devices: int, rounds: int, pause_seconds: float) -> dict[str, list[float]]:
@@ -85,6 +85,21 @@ class PlainPosts:
             with connection.getresponse() as response:
                 response.read()
             self.count += 1
+
+
+def start_steps() -> None:
+    """Make a step every 0.1 s in a thread, and hold a tensor for half of each."""
+    from gpumem_exporter import client
+
+    def step() -> None:
+        while True:
+            activations = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+            time.sleep(0.05)
+            del activations
+            client.step()
+            time.sleep(0.05)
+
+    threading.Thread(target=step, daemon=True).start()
 
 
 def serve_echo() -> int:

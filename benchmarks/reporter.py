@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def main() -> int:
     options.amount("--interval", 1.0, 0.25, "seconds between two reports")
     given = options.read()
     counts = (1,) if given.real_gpu or given.quick else (1, 8)
-    progress = Progress("reporter", 2 * len(counts) + 3)
+    progress = Progress("reporter", 3 * len(counts) + 3)
     rows = []
     for devices in counts:
         with Place(real_gpu=given.real_gpu, devices=devices) as place:
@@ -56,6 +57,7 @@ def main() -> int:
             process = _with_heaps(place, devices, GPUMEM_EXPORTER_URL=exporter.url)
             rows += samples(given, progress, process, devices)
             rows += reports(given, progress, place, exporter, process, devices)
+            rows.append(whole_reporter(given, progress, place, devices))
     rows += with_and_without(given, progress)
     with tempfile.TemporaryDirectory(prefix="gpumem-benchmark-") as bytecode:
         rows += injection(given, progress, Path(bytecode))
@@ -111,6 +113,19 @@ def reports(
         compared(what, 1e6 * spent / sent, "µs", "http.client POST of the same body", base, REPORT_RATIO),
         Row(f"the same at one report per second, {_count(devices)}", 100 * spent / sent, "% of a core"),
     ]
+
+
+def whole_reporter(given: argparse.Namespace, progress: Progress, place: Place, devices: int) -> Row:
+    """All that the reporter's thread does at one report per second while steps run: reports and readings."""
+    progress.part(f"the reporter while steps run, {_count(devices)}")
+    process = _with_heaps(place, devices, GPUMEM_EXPORTER_URL=place.exporter("--report.interval", "1").url)
+    reporter = _start_client(process)
+    process.exec("from benchmarks import inside; inside.start_steps()")
+    progress.sleep(3.0)
+    before, started = thread_seconds(process.pid, reporter), time.monotonic()
+    progress.sleep(given.seconds)
+    used = (thread_seconds(process.pid, reporter) - before) / (time.monotonic() - started)
+    return Row(f"CPU of the reporter while steps run, {_count(devices)}", 100 * used, "% of a core")
 
 
 def _recorded_body(process: TorchProcess, path: Path) -> str:

@@ -13,7 +13,7 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
@@ -86,6 +86,7 @@ class Connection:
         self._receives = 0
         self._received = b""
         self._interrupted = False
+        self._while_waiting: Callable[[], float] | None = None
 
     def request(
         self,
@@ -95,17 +96,28 @@ class Connection:
         headers: Mapping[str, str] | None = None,
         *,
         timeout_seconds: float | None = None,
+        while_waiting: Callable[[], float] | None = None,
     ) -> Answer:
         """Send one request and return the response.
 
         If the exporter has closed the persistent connection, the request is sent once more over a new one. The exporter
         may therefore receive it twice: every request of this project can be repeated.
 
+        Args:
+            method: the HTTP method.
+            path: the path with the query.
+            body: the body, if any.
+            headers: further headers.
+            timeout_seconds: the timeout of this request; by default that of the connection.
+            while_waiting: called before each wait for the start of the response; returns the seconds after which it is
+                called again. Not called over TLS.
+
         Raises:
             ExporterUnreachableError: no server answers in time and with HTTP.
             ExporterUntrustedError: the server is not accepted; it has received nothing.
         """
         headers = headers or {}
+        self._while_waiting = None if self._exporter.tls else while_waiting
         reused = self._socket is not None
         wait_seconds = timeout_seconds or self._timeout_seconds
         request = self._encode(method, path, body, headers)
@@ -285,6 +297,17 @@ class Connection:
                 raise TimeoutError("timed out")
             self._set_timeout(sock, left)
         self._receives += 1
+        return self._first_part(sock) if self._receives == 1 else sock.recv(_RECEIVE_BYTES)
+
+    def _first_part(self, sock: socket.socket) -> bytes:
+        while self._while_waiting is not None:
+            pause, left = self._while_waiting(), self._deadline - time.monotonic()
+            self._set_timeout(sock, min(pause, max(0.0, left)))
+            try:
+                return sock.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                if pause >= left:
+                    raise
         return sock.recv(_RECEIVE_BYTES)
 
     def _require_bounded(self, size: int) -> None:

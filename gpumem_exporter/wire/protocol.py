@@ -176,6 +176,13 @@ class DeviceSample:
     Cache in a private pool counts once nothing can use the pool any more. The value may therefore be too low after a
     graph was freed under torch before 2.14, or if tensors outlive their `MemPool`, until the next `empty_cache()`.
     """
+    idle_cache_bytes: int | None = None
+    """The smallest reclaimable value of the last 60 s: cache that the program did not need for a minute.
+
+    It comes from samples, from about two further readings per second at random moments, and from peaks and retries of
+    the allocator. It is above the true minimum by at most what the program used only between two readings. None for the
+    first 60 s, and if `reclaimable_bytes` is None.
+    """
     alloc_retries: int | None = None
     ooms: int | None = None
     segments_allocated: int | None = None

@@ -21,6 +21,9 @@ class FakeAllocator:
         self.resets: list[int] = []
         self.reserved = 100
         self.freed = 0
+        self.reclaimable: int | None = None
+        self.retries = 0
+        self.readings = 0
         self.error: Exception | None = None
         self.allocated_blocks = 0
         self.counted = 0
@@ -35,7 +38,21 @@ class FakeAllocator:
         self.looks += 1
         if self.error is not None:
             raise self.error
-        return (DeviceSample("GPU-0", reserved_bytes=self.reserved),)
+        return self._sample()
+
+    def unused(self) -> tuple[DeviceSample, ...]:
+        self.readings += 1
+        return self._sample()
+
+    def _sample(self) -> tuple[DeviceSample, ...]:
+        return (
+            DeviceSample(
+                "GPU-0",
+                reserved_bytes=self.reserved,
+                reclaimable_bytes=self.reclaimable,
+                alloc_retries=self.retries,
+            ),
+        )
 
     def pinned_host_bytes(self) -> int | None:
         return None

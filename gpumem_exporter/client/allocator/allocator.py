@@ -104,6 +104,21 @@ class Allocator:
         self._reclaimable.look({index: state for index, state in states.items() if state is not None})
         return tuple(self._sample(index, state) for index, state in states.items())
 
+    def unused(self) -> Iterator[DeviceSample]:
+        """Yield of each device only what the idle cache needs. Does not walk over the heap."""
+        for index in self.devices():
+            state = self.state(index) if self.uuid(index) else None
+            if state is not None:
+                peak = known(state, "allocated_bytes", "peak")
+                yield DeviceSample(
+                    uuid=self.uuid(index),
+                    reserved_bytes=known(state, "reserved_bytes"),
+                    allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", peak),
+                    reclaimable_bytes=self._reclaimable.unused_bytes(index, state),
+                    alloc_retries=state.get("num_alloc_retries"),
+                    segments_freed=known(state, "segment", "freed"),
+                )
+
     def sample_now(self, index: int) -> DeviceSample:
         """Return one device's sample without a walk over the heap. Any thread may call this."""
         return self._sample(index, self.state(index))

@@ -107,6 +107,15 @@ class Reclaimable:
         unreturnable = self._unreturnable.get(index)
         return None if unreturnable is None else max(0, reserved - allocated - unreturnable)
 
+    def unused_bytes(self, index: int, state: DeviceState) -> int | None:
+        """Return `bytes` without a walk for classic segments: memory pending on another stream counts as used."""
+        if not self._classic(index, state):
+            return self.bytes(index, state)
+        reserved: int = state["reserved_bytes"]["all"]["current"]
+        active: int = state["active_bytes"]["all"]["current"]
+        split: int = state["inactive_split_bytes"]["all"]["current"]
+        return reserved - active - split
+
     def private_bytes(self, index: int, state: DeviceState) -> int | None:
         """Return the bytes reserved by private pools; None if a segment was added or removed since the last walk."""
         layout, private = self._layouts.get(index, (None, None))
@@ -114,16 +123,19 @@ class Reclaimable:
 
     def exact_from_statistics(self, index: int, state: DeviceState) -> bool:
         """Whether these statistics alone show the exact reclaimable bytes."""
+        return (
+            self._classic(index, state)
+            and state["active_bytes"]["all"]["current"] == state["allocated_bytes"]["all"]["current"]
+        )
+
+    def _classic(self, index: int, state: DeviceState) -> bool:
+        """Whether all segments are classic ones of the default pool."""
         if not _complete(state):
             return False
         private = state.get("private_pools_bytes")
         if private is None:
             private = self.private_bytes(index, state)
-        return (
-            private == 0
-            and state["active_bytes"]["all"]["current"] == state["allocated_bytes"]["all"]["current"]
-            and not self._may_be_expandable(index, state)
-        )
+        return private == 0 and not self._may_be_expandable(index, state)
 
     def _may_be_expandable(self, index: int, state: DeviceState) -> bool:
         """Whether the device may have expandable segments, which are mapped by the page and not counted as segments.

@@ -3,18 +3,24 @@
 A sample in the training thread at the end of a step never meets that thread's own cache flush. A sample in another
 thread may, and would stop the interpreter until the flush ends. So the reporter's thread samples only while no step
 runs, never at the same time as a step, and not while another thread runs `empty_cache()`.
+
+The idle cache is the exception, because the cache is at its largest between two steps: the reporter's thread also reads
+it at random moments of a step. The training thread does not wait for such a reading. After the allocator retried an
+allocation there is none for a while: flushes come in series, and 0 bytes of the cache are idle then in any case.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumem_exporter.client.allocator.allocator import Allocator
+from gpumem_exporter.client.allocator.idle_cache import IDLE_CACHE_SECONDS, IdleCache
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.hooks.steps import OneStep
 from gpumem_exporter.wire.protocol import DeviceSample
@@ -32,6 +38,12 @@ _RATE_STEPS = 9
 """The step time is the median of this many steps, so that one that waited for an evaluation does not count."""
 _FLUSH_SECONDS_MAX = 10.0
 """While the cache is being emptied the last sample is reported again, up to this age."""
+_READING_SECONDS = 0.5
+"""The mean time between two readings of the cache…"""
+_READING_SHARE = 10_000
+"""…or this multiple of the CPU time of a reading, if that is longer: 0.01 % of a core."""
+_PRESSURE_SECONDS = 30.0
+"""There are no readings at random moments for this time after the allocator retried an allocation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,7 @@ class Sampler:
     """Takes samples of one process' allocator.
 
     `on_step` runs in the user's threads, everything else in the reporter's. `swallow` gets the errors of `on_step`.
+    The window of the idle cache is `idle_cache_seconds`.
 
     Attributes:
         at_step: called in the user's thread at the end of each step, with its number; must not raise.
@@ -60,6 +73,7 @@ class Sampler:
         *,
         swallow: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
+        idle_cache_seconds: float = IDLE_CACHE_SECONDS,
     ) -> None:
         self.at_step: Callable[[int], None] = lambda _: None
         self._allocator = allocator
@@ -73,6 +87,9 @@ class Sampler:
         self._step_seconds = 0.0
         self._recent_step_seconds = [0.0] * _RATE_STEPS
         self._one_step = OneStep()
+        self._idle_cache = IdleCache(idle_cache_seconds)
+        self._next_reading_seconds = 0.0
+        self._random = random.Random()  # noqa: S311 - a separate generator leaves the user's seeded one unchanged
 
     def on_step(self, optimizer: Any) -> None:
         """Called after a step of an optimizer, or with None for a mark of the user's code. Never raises.
@@ -103,11 +120,20 @@ class Sampler:
         latest, steps_run = self._latest, self.steps_run()
         if latest is None or not steps_run:
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
+            self._plan_reading(0.0)
+        else:
+            self._read()
         now = self._clock()
         if not steps_run or self._wanted_from_seconds > now:  # otherwise a requested sample waits for a step
             lead = max((next_report_seconds - now) * _LEAD, (self.step_seconds or 0.0) * _LEAD_STEPS)
             self._wanted_from_seconds = next_report_seconds - lead
-        return latest
+        return self._with_idle_cache(latest)
+
+    def read_when_due(self) -> float:
+        """Read the cache if its random time has come. Return the seconds until the next reading."""
+        if self._clock() >= self._next_reading_seconds:
+            self._read()
+        return max(0.0, self._next_reading_seconds - self._clock())
 
     def outdated(self) -> None:
         """Drop the last sample: a command has changed the heap."""
@@ -152,7 +178,39 @@ class Sampler:
             step=self.step,
         )
         self._latest = sample
+        for device in sample.devices:
+            self._idle_cache.note(device, sample.taken_seconds)
         return sample
+
+    def _read(self) -> None:
+        """Read the cache at this moment, unless that could wait for another thread."""
+        now, started = self._clock(), time.thread_time()
+        calm = now - self._idle_cache.retried_seconds > _PRESSURE_SECONDS
+        if calm and not self._allocator.flushing and self._busy.acquire(blocking=False):
+            try:
+                for reading in self._allocator.unused():
+                    self._idle_cache.note(reading, now)
+            finally:
+                self._busy.release()
+        self._plan_reading(time.thread_time() - started)
+
+    def _plan_reading(self, cost_seconds: float) -> None:
+        pause = max(_READING_SECONDS, cost_seconds * _READING_SHARE)
+        self._next_reading_seconds = self._clock() + pause * self._random.uniform(0.5, 1.5)
+
+    def _with_idle_cache(self, sample: Sample) -> Sample:
+        now = self._clock()
+        devices = [(device, self._idle_cache.bytes(device.uuid, now)) for device in sample.devices]
+        # The sample of a step may be older than the window.
+        return replace(
+            sample,
+            devices=tuple(
+                device
+                if idle is None or device.reclaimable_bytes is None
+                else replace(device, idle_cache_bytes=min(idle, device.reclaimable_bytes))
+                for device, idle in devices
+            ),
+        )
 
     def _last_known(self, latest: Sample | None) -> Sample:
         now = self._clock()

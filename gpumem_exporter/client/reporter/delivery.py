@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from gpumem_exporter.client.reporter.error_log import ErrorLog
 from gpumem_exporter.client.reporter.settings import ReporterSettings
@@ -56,10 +56,15 @@ class Delivery:
         self._connection: Connection | None = None
         wakeup.interrupt = self.interrupt
 
-    def deliver(self, report: Report) -> tuple[Outcome, Reply | None]:
-        """Post a report and return the reply, or None after an error, which is logged once."""
+    def deliver(self, report: Report, while_waiting: Callable[[], float] | None = None) -> tuple[Outcome, Reply | None]:
+        """Post a report and return the reply, or None after an error, which is logged once.
+
+        Args:
+            report: the report.
+            while_waiting: called during the wait for the reply (see `Connection.request`).
+        """
         try:
-            reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds)
+            reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds, while_waiting)
         except ExporterUnreachableError as error:
             if not self._wakeup.woken:
                 # A missing exporter is normal and not logged by default. An untrusted exporter needs an operator.
@@ -103,13 +108,20 @@ class Delivery:
         if self._connection is not None:
             self._connection.close()
 
-    def _post(self, report: Report, timeout_seconds: float) -> Reply:
+    def _post(self, report: Report, timeout_seconds: float, while_waiting: Callable[[], float] | None = None) -> Reply:
         headers = {"Content-Type": "application/json", **self._settings.authorization()}
         body = json.dumps(to_wire(report), separators=(",", ":")).encode()
         refusal: ExporterError = ExporterUnreachableError("the reporter stops")
         for connection in self._candidates():
             try:
-                answer = connection.request("POST", REPORTS_PATH, body, headers, timeout_seconds=timeout_seconds)
+                answer = connection.request(
+                    "POST",
+                    REPORTS_PATH,
+                    body,
+                    headers,
+                    timeout_seconds=timeout_seconds,
+                    while_waiting=while_waiting,
+                )
                 if answer.status == 200:
                     return reply_from_wire(json.loads(answer.body))
                 refusal = ExporterAnswerError(answer.status, _detail(answer.body))

@@ -60,7 +60,11 @@ class ReportLoop:
         self._wakeup = wakeup
         self._ooms = ooms
         self._errors = errors
-        self.sampler = Sampler(allocator, swallow=lambda error: errors.note("cannot sample at a step", error))
+        self.sampler = Sampler(
+            allocator,
+            swallow=lambda error: errors.note("cannot sample at a step", error),
+            idle_cache_seconds=settings.idle_cache_seconds,
+        )
         self._executor = Executor(allocator, self.sampler)
         self._waiting = Scheduler(self._executor, allocator, self.sampler, wake=wakeup.wake)
         self.sampler.at_step = self._waiting.at_step
@@ -113,7 +117,7 @@ class ReportLoop:
         outcome, reply = Outcome.FAILED, None
         with self._errors.swallowed("cannot sample"):
             report = self._next_report(started, hold_seconds)
-            outcome, reply = self._delivery.deliver(report)
+            outcome, reply = self._delivery.deliver(report, self._read_cache)
             if outcome in (Outcome.ACCEPTED, Outcome.REJECTED):
                 self._ooms.reported(report.ooms)
                 del self._results[: len(report.results)]
@@ -130,6 +134,12 @@ class ReportLoop:
         # New commands and results are reported immediately: the exporter then knows that they have arrived.
         if not self._results and not reply.commands:
             self._wakeup.wait(started + self._interval_seconds - time.monotonic())
+
+    def _read_cache(self) -> float:
+        """Read the cache if that is due, during the wait for a reply. Return the seconds until the next reading."""
+        with self._errors.swallowed("cannot read the cache"):
+            return self.sampler.read_when_due()
+        return self._interval_seconds
 
     def _next_report(self, started_seconds: float, hold_seconds: float) -> Report:
         sample = self.sampler.current(started_seconds + hold_seconds)

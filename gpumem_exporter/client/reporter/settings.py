@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpumem_exporter.client.allocator.idle_cache import IDLE_CACHE_SECONDS
 from gpumem_exporter.client.reporter.plan import AnyPlan, chosen_plan
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.wire.trust import Trust
@@ -39,6 +40,8 @@ class ReporterSettings:
     plan: AnyPlan | None = None
     world_size: int | None = None
     """The number of ranks, if `rank` comes from a launcher."""
+    idle_cache_seconds: float = IDLE_CACHE_SECONDS
+    """The window of the idle cache."""
 
     @classmethod
     def resolve(

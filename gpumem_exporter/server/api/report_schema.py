@@ -181,3 +181,7 @@ def contradictions(sample: DeviceSample, where: str) -> Iterator[FieldError]:
             f"{where}.reclaimable_bytes",
             f"{reclaimable} is more than reserved_bytes − allocated_bytes ({reserved - (allocated or 0)})",
         )
+    elif sample.idle_cache_bytes is not None and (reclaimable is None or sample.idle_cache_bytes > reclaimable):
+        yield FieldError(
+            f"{where}.idle_cache_bytes", f"{sample.idle_cache_bytes} is more than reclaimable_bytes ({reclaimable})"
+        )

@@ -155,3 +155,10 @@ def test_statistics_without_private_pools_need_a_walk_only_after_a_segment_chang
 def test_a_change_by_another_thread_before_the_walk_is_not_fragmentation(bench: Bench) -> None:
     bench.heaps = {0: Heap(180, 40, expandable=True, returnable_bytes=113)}  # 80 more were reserved in between
     assert bench.look(state(mapped=1)) == 33
+
+
+def test_unused_bytes_need_no_walk_for_memory_that_another_stream_uses(bench: Bench) -> None:
+    pending = {**state(), "active_bytes": {"all": dict.fromkeys(("current", "allocated", "freed"), 45)}}
+    assert bench.reclaimable.bytes(0, pending) is None
+    assert bench.reclaimable.unused_bytes(0, pending) == 100 - 45 - pending["inactive_split_bytes"]["all"]["current"]
+    assert bench.walks == 0

@@ -162,3 +162,45 @@ def test_during_a_long_flush_no_device_is_reported(bench: Bench, started: bool) 
     sample = bench.sampler.current(bench.now + 1.0)
     assert (sample.devices, sample.taken_seconds) == ((), bench.now)
     assert bench.allocator.looks == started
+
+
+def idle_cache(bench: Bench) -> int | None:
+    """Report, and return the reported idle cache."""
+    return bench.sampler.current(bench.now + 1.0).devices[0].idle_cache_bytes
+
+
+def wait(bench: Bench, seconds: float, reclaimable: int) -> None:
+    """Let a reporter wait for its exporter, while the cache has this size."""
+    bench.allocator.reclaimable = reclaimable
+    end = bench.now + seconds
+    while bench.now < end:
+        bench.now += max(0.01, bench.sampler.read_when_due())
+        bench.sampler.read_when_due()
+
+
+def test_the_cache_is_read_during_a_step(bench: Bench) -> None:
+    bench.allocator.reclaimable = 90
+    for _ in range(70):  # between two steps the cache is large, during a step it is small
+        bench.step(0.0)
+        idle_cache(bench)
+        bench.allocator.reclaimable = 20
+        wait(bench, 1.0, 20)
+        bench.allocator.reclaimable = 90
+        bench.step(0.0)
+    assert idle_cache(bench) == 20
+
+
+def test_no_reading_waits_for_a_flush(bench: Bench) -> None:
+    bench.allocator.reclaimable = 90
+    bench.step()
+    idle_cache(bench)
+    bench.allocator.flushing = True
+    readings = bench.allocator.readings
+    wait(bench, 5.0, 90)
+    assert bench.allocator.readings == readings
+    bench.allocator.flushing = False
+    bench.allocator.retries += 1
+    wait(bench, 5.0, 90)
+    assert bench.allocator.readings == readings + 1  # this one shows the retry: flushes come in series
+    wait(bench, 30.0, 90)
+    assert bench.allocator.readings > readings + 1

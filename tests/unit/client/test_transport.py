@@ -107,3 +107,40 @@ def test_a_token_takes_precedence_over_a_password() -> None:
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert shown_url(url) == shown
+
+
+def test_the_caller_can_work_while_it_waits_for_a_response() -> None:
+    calls: list[int] = []
+    answered = threading.Event()
+
+    def work() -> float:
+        calls.append(len(calls))
+        if len(calls) == 4:
+            answered.set()
+        return 0.001
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            answered.wait(patient(30))
+            connection.sendall(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with contextlib.closing(Connection(url, timeout_seconds=patient(30))) as connection:
+            assert connection.request("GET", "/", while_waiting=work).status == 204
+        thread.join(patient(60))
+    assert len(calls) >= 4
+
+
+def test_a_caller_that_works_while_it_waits_still_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with (
+            contextlib.closing(Connection(url, timeout_seconds=0.05)) as connection,
+            pytest.raises(ExporterUnreachableError, match="timed out"),
+        ):
+            connection.request("GET", "/", while_waiting=lambda: 0.02)

@@ -67,7 +67,7 @@ _SAMPLES = st.builds(
         field.name: _BYTES
         for field in dataclasses.fields(DeviceSample)
         if field.name not in ("uuid", "phase_peak_bytes", "component_bytes", "allocated_bytes", "reclaimable_bytes")
-        and field.name != "planned_reserved_peak_bytes"
+        and field.name not in ("planned_reserved_peak_bytes", "idle_cache_bytes")
     },
 )
 _OOMS = st.builds(
@@ -133,6 +133,10 @@ def test_an_older_reporter_may_omit_fields_with_a_default() -> None:
         ("devices.0.active_bytes", lambda d: d["devices"][0].update(active_bytes=True)),
         ("devices.0.allocated_bytes", lambda d: d["devices"][0].update(allocated_bytes=21)),
         ("devices.0.reclaimable_bytes", lambda d: d["devices"][0].update(reclaimable_bytes=11)),
+        (
+            "devices.0.idle_cache_bytes",
+            lambda d: d["devices"][0].update(reclaimable_bytes=8, idle_cache_bytes=9),
+        ),
         ("devices.1.uuid", lambda d: d["devices"][1].update(uuid=UUIDS[0])),
         ("devices.0.uuid", lambda d: d["devices"][0].update(uuid="")),
         ("devices.0.phase_peak_bytes.forward", lambda d: d["devices"][0].update(phase_peak_bytes={"forward": -1})),
