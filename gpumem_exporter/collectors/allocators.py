@@ -26,6 +26,7 @@ _SAMPLED = {
     catalog.TORCH_RESERVED_PEAK: "reserved_peak_bytes",
     catalog.TORCH_PLANNED_RESERVED_PEAK: "planned_reserved_peak_bytes",
     catalog.TORCH_RECLAIMABLE: "reclaimable_bytes",
+    catalog.TORCH_IDLE_CACHE: "idle_cache_bytes",
     catalog.TORCH_PRIVATE_POOLS: "private_pools_bytes",
     catalog.TORCH_ALLOC_RETRIES: "alloc_retries",
     catalog.TORCH_OOMS: "ooms",

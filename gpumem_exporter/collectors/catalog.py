@@ -228,6 +228,13 @@ TORCH_RECLAIMABLE = _gauge(
     " could not be released then are subtracted in between. Absent if unknown.",
     _TORCH,
 )
+TORCH_IDLE_CACHE = _gauge(
+    "gpumem_torch_idle_cache_bytes",
+    "Smallest gpumem_torch_reclaimable_bytes of the last 60 s: cache that the process did not need for a minute. A clear"
+    " releases it for good. From about three readings per second; memory that is used only between two readings"
+    " may be included. Absent for the first 60 s, and if reclaimable is absent.",
+    _TORCH,
+)
 TORCH_FRAGMENTED = _gauge(
     "gpumem_torch_fragmented_bytes",
     "Cached bytes that empty_cache cannot release: reserved minus allocated minus reclaimable. Absent if reclaimable"

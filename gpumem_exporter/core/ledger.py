@@ -44,6 +44,7 @@ __all__ = [
     "DeviceLedger",
     "ProcessShare",
     "fragmented_bytes",
+    "idle_cache_bytes",
     "node_ledgers",
     "node_shares",
     "sum_of_known",
@@ -95,6 +96,16 @@ def fragmented_bytes(sample: DeviceSample) -> int | None:
     if sample.reserved_bytes is None or sample.allocated_bytes is None or sample.reclaimable_bytes is None:
         return None
     return sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes
+
+
+def idle_cache_bytes(shares: Iterable[ProcessShare]) -> int | None:
+    """Return the idle cache of a device: the sum over the processes whose idle cache is known; None if none is."""
+    known = [
+        share.sample.idle_cache_bytes
+        for share in shares
+        if share.sample is not None and share.sample.idle_cache_bytes is not None
+    ]
+    return sum(known) if known else None
 
 
 def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, DeviceLedger]:

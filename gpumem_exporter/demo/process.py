@@ -151,6 +151,11 @@ class SimulatedProcess:
         """The pid, which is the same in the process, on the host and in the driver's lists."""
         return self.identity.pid
 
+    def read_cache(self) -> None:
+        """Take a reading of the cache on each device."""
+        for slot in self.slots:
+            slot.read_cache(self._clock())
+
     def report(self, sequence: int, results: Sequence[CommandResult] = (), *, final: bool = False) -> Report:
         """Build the next report; after the process has ended, it has no samples."""
         now = self._clock()

@@ -103,6 +103,7 @@ class Simulation:
         process, program = instance.running
         try:
             next(program)
+            process.read_cache()
         except StopIteration:
             self._end(instance, process, crashed=False)
         except SimulatedOutOfMemoryError:

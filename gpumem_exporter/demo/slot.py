@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from gpumem_exporter.client.allocator.idle_cache import IdleCache
 from gpumem_exporter.core.allocator_model import Block, CachingAllocator
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.wire.protocol import DeviceResult, DeviceSample
@@ -45,6 +46,8 @@ class DeviceSlot:
         """The current phase of the program; empty outside of phases."""
         self._phase_peak_bytes: dict[str, int] = {}
         self._component_bytes: dict[str, int] = {}
+        self._idle_cache = IdleCache()
+        self._idle_cache_bytes: int | None = None
 
     @property
     def used_bytes(self) -> int:
@@ -105,6 +108,20 @@ class DeviceSlot:
             device_free_after_bytes=after.device_free_bytes,
         )
 
+    def read_cache(self, now_seconds: float) -> None:
+        """Take a reading of the cache for the idle cache."""
+        statistics, uuid = self.allocator.statistics, self.device.identity.uuid
+        reading = DeviceSample(
+            uuid=uuid,
+            reserved_bytes=statistics.reserved_bytes,
+            allocated_peak_bytes=statistics.allocated_peak_bytes,
+            reclaimable_bytes=self.allocator.reclaimable_bytes,
+            alloc_retries=statistics.alloc_retries,
+            segments_freed=statistics.segments_freed,
+        )
+        self._idle_cache.note(reading, now_seconds)
+        self._idle_cache_bytes = self._idle_cache.bytes(uuid, now_seconds)
+
     def sample(self) -> DeviceSample:
         """Return the sample that a reporter would take now. Memory without a component counts as `other`."""
         components = dict(self._component_bytes)
@@ -114,6 +131,10 @@ class DeviceSlot:
             uuid=self.device.identity.uuid,
             **asdict(self.allocator.statistics),  # the names are the same
             reclaimable_bytes=self.allocator.reclaimable_bytes,
+            # A command may have emptied the cache since the last reading.
+            idle_cache_bytes=None
+            if self._idle_cache_bytes is None
+            else min(self._idle_cache_bytes, self.allocator.reclaimable_bytes),
             planned_reserved_peak_bytes=self.planned_reserved_peak_bytes,
             phase_peak_bytes=dict(self._phase_peak_bytes),
             component_bytes=components,

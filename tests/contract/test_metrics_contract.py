@@ -117,6 +117,7 @@ FULL = DeviceSample(
     reserved_peak_bytes=31 * GIB,
     private_pools_bytes=64 * MIB,
     reclaimable_bytes=8 * GIB,
+    idle_cache_bytes=5 * GIB,
     alloc_retries=3,
     ooms=1,
     segments_allocated=900,

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.permission import may_act_on
 from gpumem_exporter.actions.targets import gpu_labels
-from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers, node_shares
+from gpumem_exporter.core.ledger import (
+    DeviceLedger,
+    ProcessShare,
+    fragmented_bytes,
+    idle_cache_bytes,
+    node_ledgers,
+    node_shares,
+)
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import (
@@ -36,7 +43,7 @@ _JOBS = ("slurm_job_id", "ray_job_id")
 def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
     """Return every device that the driver lists, with its memory and its ledger."""
     node = snapshot.node
-    ledgers = node_ledgers(snapshot)
+    ledgers, shares = node_ledgers(snapshot), node_shares(snapshot)
     return {
         "source": source,
         "taken_unix_seconds": node.taken_unix_seconds if node else None,
@@ -45,15 +52,19 @@ def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
             "error": node.error if node else "the driver has not answered recently",
             "driver_version": node.driver_version if node else "",
         },
-        "devices": [_device(device, ledgers.get(device.uuid)) for device in (node.devices if node else ())],
+        "devices": [
+            _device(device, ledgers.get(device.uuid), shares.get(device.uuid, []))
+            for device in (node.devices if node else ())
+        ],
     }
 
 
-def _device(device: DeviceReading, ledger: DeviceLedger | None) -> dict[str, Any]:
+def _device(device: DeviceReading, ledger: DeviceLedger | None, shares: Sequence[ProcessShare]) -> dict[str, Any]:
     return {
         **{name: getattr(device, name) for name in _DEVICE},
         "memory": None if device.memory is None else asdict(device.memory),
         "ledger": None if ledger is None else dict(ledger.categories),
+        "idle_cache_bytes": idle_cache_bytes(shares),
     }
 
 

@@ -26,7 +26,14 @@ def _document(name: str, fields: dict[str, Any]) -> Any:
 _READING = {name: hint for name, hint in get_type_hints(DeviceReading).items() if name not in ("memory", "processes")}
 _Memory = _document("MemoryDocument", get_type_hints(DeviceMemory))
 _Device = _document(
-    "DeviceDocument", {**_READING, "up": bool, "memory": _Memory | None, "ledger": dict[str, int] | None}
+    "DeviceDocument",
+    {
+        **_READING,
+        "up": bool,
+        "memory": _Memory | None,
+        "ledger": dict[str, int] | None,
+        "idle_cache_bytes": int | None,
+    },
 )
 _ProcessDevice = _document(
     "ProcessDeviceDocument",

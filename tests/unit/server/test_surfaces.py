@@ -22,6 +22,7 @@ VALUES = {
     "gpumem_torch_allocated_bytes": "allocated_bytes",
     "gpumem_torch_reserved_bytes": "reserved_bytes",
     "gpumem_torch_reclaimable_bytes": "reclaimable_bytes",
+    "gpumem_torch_idle_cache_bytes": "idle_cache_bytes",
     "gpumem_torch_fragmented_bytes": "fragmented_bytes",
 }
 """The values of a process on a device that all three show."""
