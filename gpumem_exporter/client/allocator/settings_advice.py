@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
+from gpumem_exporter.client.allocator.neighbors import expandable_segments_conflict
 from gpumem_exporter.client.allocator.reclaimable import fragmented_bytes
 from gpumem_exporter.client.allocator.settings import VARIABLES, in_force, merged, parse_settings
 from gpumem_exporter.errors import ConfigurationError
@@ -19,6 +20,7 @@ _FRAGMENTED_SHARE = 0.1
 _FRAGMENTED_LEAST = 256 << 20
 _ROUNDED_SHARE = 0.1
 _RETRIES_MANY = 3
+_NO_OPTION = "expandable segments are no option, because {}: use fewer tensor sizes or less memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,21 @@ def recommend_allocator_settings() -> Recommendation:
         return Recommendation(reasons=("no CUDA: nothing was measured",))
     index_of = {allocator.uuid(index): index for index in allocator.devices()}
     devices = {index_of[sample.uuid]: sample for sample in allocator.samples() if sample.uuid in index_of}
-    return recommend(devices, allocator.settings, in_force(os.environ)[0])
+    conflict = expandable_segments_conflict()
+    return recommend(devices, allocator.settings, in_force(os.environ)[0], expandable_segments_conflict=conflict)
 
 
-def recommend(devices: Mapping[int, DeviceSample], current: str, variable: str = "") -> Recommendation:
-    """Return the recommendation for samples by device index."""
+def recommend(
+    devices: Mapping[int, DeviceSample], current: str, variable: str = "", *, expandable_segments_conflict: str = ""
+) -> Recommendation:
+    """Return the recommendation for samples by device index.
+
+    Args:
+        devices: the samples.
+        current: the settings in force.
+        variable: the environment variable that set them.
+        expandable_segments_conflict: why expandable segments are no option in this process; empty if they are one.
+    """
     try:
         settings = parse_settings(current) if current else {}
     except ConfigurationError:  # settings of a newer release
@@ -78,6 +90,10 @@ def recommend(devices: Mapping[int, DeviceSample], current: str, variable: str =
         name = f"cuda:{index}"
         for causes in (_fragmentation, _rounding, _pressure):
             for setting, value, reason in causes(name, sample, settings):
+                if setting == "expandable_segments" and expandable_segments_conflict:
+                    observation, *_ = reason.split(";")
+                    reasons.append(f"{observation}; {_NO_OPTION.format(expandable_segments_conflict)}")
+                    continue
                 if setting not in wanted:
                     reasons.append(f"{setting}:{value}: {reason}" if setting else reason)
                 if setting:
