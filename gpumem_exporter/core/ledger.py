@@ -25,7 +25,7 @@ process with a cache, `torch_reclaimable` is absent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,6 +86,8 @@ class DeviceLedger:
 
     total_bytes: int
     categories: Mapping[str, int]
+    allocatable_bytes: int
+    """Free bytes, and the idle cache of the processes that accept a clear; an unknown idle cache adds nothing."""
 
 
 def fragmented_bytes(sample: DeviceSample) -> int | None:
@@ -165,7 +167,7 @@ def _shares(
     return shares
 
 
-def _ledger(memory: DeviceMemory, shares: Iterable[ProcessShare], *, listed: bool) -> DeviceLedger:
+def _ledger(memory: DeviceMemory, shares: Sequence[ProcessShare], *, listed: bool) -> DeviceLedger:
     """Compute the ledger of one device; `listed` is whether the driver lists its processes."""
     reserved_sum = allocated = 0
     reclaimable: list[int | None] = []
@@ -199,7 +201,14 @@ def _ledger(memory: DeviceMemory, shares: Iterable[ProcessShare], *, listed: boo
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    return DeviceLedger(memory.total_bytes, categories)
+    return DeviceLedger(memory.total_bytes, categories, memory.free_bytes + sum(map(_clearable_idle_bytes, shares)))
+
+
+def _clearable_idle_bytes(share: ProcessShare) -> int:
+    """Return the idle cache of a process that accepts a clear; otherwise, and if it is unknown, 0."""
+    if share.process is None or share.sample is None or not share.process.clears:
+        return 0
+    return share.sample.idle_cache_bytes or 0
 
 
 def sum_of_known(parts: Sequence[int | None]) -> int | None:

@@ -45,6 +45,7 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
     known = [device for device in listed if device.get("ledger")]
     if known:
         yield from _ledger_tables(known, width)
+        yield from map(plain, _space_lines(known))
     yield plain("")
     running = processes.get("processes") or []
     if running:
@@ -120,6 +121,17 @@ def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[Renderab
         columns = (("category", "left"), *((heading, "right") for heading in headings[part]))
         yield plain("")
         yield table("Ledger", columns, ((name, *cells[part]) for name, cells in rows))
+
+
+def _space_lines(devices: Sequence[Document]) -> Iterator[str]:
+    """Yield the space for the next job on each device whose allocatable memory is known."""
+    known = [device for device in devices if _has(device, "allocatable_bytes")]
+    if known:
+        yield ""
+    for device in known:
+        free, allocatable = device["ledger"].get("free"), device["allocatable_bytes"]
+        name = device.get("gpu") or device.get("uuid") or UNKNOWN
+        yield f"GPU {name}: {human_bytes(free)} free, {human_bytes(allocatable)} allocatable"
 
 
 def _process_tables(processes: Sequence[Document], *, one_table: bool) -> Iterator[RenderableType]:
