@@ -201,14 +201,8 @@ def _ledger(memory: DeviceMemory, shares: Sequence[ProcessShare], *, listed: boo
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    return DeviceLedger(memory.total_bytes, categories, memory.free_bytes + sum(map(_clearable_idle_bytes, shares)))
-
-
-def _clearable_idle_bytes(share: ProcessShare) -> int:
-    """Return the idle cache of a process that accepts a clear; otherwise, and if it is unknown, 0."""
-    if share.process is None or share.sample is None or not share.process.clears:
-        return 0
-    return share.sample.idle_cache_bytes or 0
+    clearable = idle_cache_bytes(share for share in shares if share.process is not None and share.process.clears)
+    return DeviceLedger(memory.total_bytes, categories, memory.free_bytes + (clearable or 0))
 
 
 def sum_of_known(parts: Sequence[int | None]) -> int | None:
