@@ -118,3 +118,43 @@ def test_a_process_reports_its_memory_limit_and_nccl_s_bytes(
     eventually(lambda: values("gpumem_torch_nccl_bytes"), lambda found: found == [4 * MIB])
     process.exec("del Communicator.memory_stats")  # as with an NCCL that has no such function
     eventually(lambda: values("gpumem_torch_nccl_bytes"), lambda found: found == [])
+
+
+def test_a_job_s_report_has_its_peak_mean_and_idle_cache_also_after_it_ended(
+    node: EmulatedNode, start_exporter: StartExporter
+) -> None:
+    exporter, pid, uuid = start_exporter(node, "--collect.interval", "0.1"), os.getpid(), node.books()[0].uuid
+
+    def used_peak() -> int:
+        (process,) = exporter.get("/api/v1/jobs/4711")["processes"]
+        (device,) = process["devices"]
+        found: int = device["used_peak_bytes"]
+        return found
+
+    def sample(reserved_peak: int, idle: int | None) -> DeviceSample:
+        cache = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB, "reclaimable_bytes": GIB}
+        return DeviceSample(uuid, **cache, reserved_peak_bytes=reserved_peak, idle_cache_bytes=idle)
+
+    node.set_process(pid, 0, 4 * GIB)
+    report_this_process(exporter, 1, sample(3 * GIB, None), slurm_job_id="4711")
+    eventually(used_peak, lambda found: found == 4 * GIB)
+    node.set_process(pid, 0, 2 * GIB)
+    report_this_process(exporter, 2, sample(2 * GIB, GIB), slurm_job_id="4711")
+    report_this_process(exporter, 3, sample(2 * GIB, GIB), slurm_job_id="4711")
+    (process,) = exporter.get("/api/v1/jobs/4711")["processes"]
+    assert process["end_unix_seconds"] is None
+    assert "Still running: 1 of 1 processes." in command(exporter, "report", "--job", "4711")
+
+    eventually(lambda: exporter.get("/api/v1/jobs/4711")["processes"][0]["devices"][0]["used_mean_bytes"] < 4 * GIB)
+    report_this_process(exporter, 4, slurm_job_id="4711", final=True)
+    (ended,) = exporter.get("/api/v1/jobs/4711")["processes"]
+    assert (ended["pid"], ended["workload"], ended["end_unix_seconds"] is None) == (pid, "train", False)
+    (device,) = ended["devices"]
+    assert 2 * GIB < device.pop("used_mean_bytes") < 4 * GIB
+    highest = {"used_peak_bytes": 4 * GIB, "reserved_highest_bytes": 3 * GIB}
+    assert device == {"gpu": "0", "uuid": uuid, **highest, "idle_cache_mean_bytes": GIB}
+    text = command(exporter, "report", "--job", "4711")
+    assert "Highest peak of a process on a device: 4.0 GiB." in text
+    assert "running" not in text
+    answer = exporter.request("GET", "/api/v1/jobs/4712")
+    assert (answer.status, b"no process of job '4712'" in answer.body) == (404, True)
