@@ -44,7 +44,7 @@ def build(name: str) -> typer.Typer:
 
 
 def _report(options: _ReportOptions) -> int:
-    """Show peak, mean and idle cache of a job on this node, also after it ended.
+    """Show the memory of a job, also after it ended.
 
     The values are from the exporter's own history: of each reporting process, from its first report or the start of the
     exporter on. With --storage.path the exporter keeps them over a restart. Peak and mean are the driver's values, read
