@@ -174,7 +174,7 @@ async def request(app: FastAPI, method: str, path: str, document: Any = None) ->
         "root_path": "",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "client": ("127.0.0.1", 50000),
-        "state": {"peer": Peer("127.0.0.1", uid=os.geteuid())},
+        "state": {"peer": Peer(uid=os.geteuid(), pid=os.getpid())},
         "server": ("127.0.0.1", 9844),
     }
     await app(scope, receive, send)
