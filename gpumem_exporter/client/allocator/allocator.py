@@ -35,6 +35,7 @@ class Allocator:
         self._torch = torch
         self._statistics = torch_access.Statistics(torch)
         self._uuids: dict[int, str] = {}
+        self._environment_limits: dict[int, int | None] = {}
         self._observed = observed or Observed()
         self._captures = Captures(torch_access.current_stream_is_capturing(torch))
         self._stop_watching = self._captures.watch()
@@ -177,7 +178,9 @@ class Allocator:
         except (AttributeError, RuntimeError):
             fraction = 1.0
         of_fraction = int(fraction * self.total_bytes(index)) if fraction < 1 else None
-        limits = (of_fraction, environment_limit(os.environ, index))
+        if index not in self._environment_limits:
+            self._environment_limits[index] = environment_limit(os.environ, index)
+        limits = (of_fraction, self._environment_limits[index])
         return min((limit for limit in limits if limit is not None), default=None)
 
     def allocations(self, index: int) -> tuple[int, int] | None:
