@@ -15,6 +15,7 @@ from gpumem_exporter.server.security.request_guard import (
     ACTIONS_PATH,
     ALERTS_PATH,
     EVENTS_PATH,
+    JOBS_PATH,
     MAX_BODY_BYTES,
     MAX_REPORT_BYTES,
     NVML_PATH,
@@ -136,7 +137,7 @@ def test_readable_routes_are_open_to_every_client_under_any_name(path: str) -> N
     assert pass_through(path, method="GET", headers=headers, client="10.0.0.5").status == 200
 
 
-@pytest.mark.parametrize("path", [ACTIONS_PATH, EVENTS_PATH])
+@pytest.mark.parametrize("path", [ACTIONS_PATH, EVENTS_PATH, f"{JOBS_PATH}/4711"])
 def test_the_audit_log_and_the_events_are_guarded_like_the_actions(path: str) -> None:
     assert pass_through(path, method="GET", headers=[HOST], client="10.0.0.5").status == 403
     assert pass_through(path, method="GET", headers=[(b"host", b"evil.example")]).status == 403
