@@ -14,6 +14,7 @@ _MODULES = {
     "actions": ("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
     "plan": ("plan",),
     "nvml": ("release-nvml", "attach-nvml"),
+    "report": ("report",),
     "doctor": ("doctor",),
     "fleet": ("fleet",),
 }

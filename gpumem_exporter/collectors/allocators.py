@@ -35,6 +35,7 @@ _SAMPLED = {
     catalog.TORCH_SEGMENTS_FREED: "segments_freed",
     catalog.TORCH_CACHE_FLUSHES: "cache_flushes",
     catalog.TORCH_PEAK_RESETS: "peak_resets",
+    catalog.TORCH_NCCL: "nccl_bytes",
 }
 _DERIVED = (
     catalog.TORCH_STEP,
@@ -76,6 +77,7 @@ class AllocatorSource(NamedTuple):
             values += _derived_values(sample, self.step)
             values += [sample.phase_peak_bytes[phase] for phase in phases]
             values += [sample.component_bytes[component] for component in components]
+            values.append(sample.memory_limit_bytes)
         labels = (self.process, tuple(devices))
         return Samples(labels, _series, (*values, self.pinned_host_bytes))
 
@@ -103,6 +105,7 @@ def _series(
             yield catalog.TORCH_PHASE_PEAK, (*labels, phase)
         for component in components:
             yield catalog.TORCH_COMPONENT, (*labels, component)
+        yield catalog.PROCESS_MEMORY_LIMIT, (gpu, uuid, process[0])
     yield catalog.TORCH_PINNED_HOST, process
 
 
@@ -113,6 +116,9 @@ def _allocators(view: View) -> Iterator[Subject]:
 
 TORCH = Collector(
     "torch",
-    (*_SAMPLED, *_DERIVED, catalog.TORCH_PHASE_PEAK, catalog.TORCH_COMPONENT, catalog.TORCH_PINNED_HOST),
+    (
+        *(*_SAMPLED, *_DERIVED, catalog.TORCH_PHASE_PEAK, catalog.TORCH_COMPONENT),
+        *(catalog.PROCESS_MEMORY_LIMIT, catalog.TORCH_PINNED_HOST),
+    ),
     _allocators,
 )

@@ -120,6 +120,13 @@ DEVICE_UTILIZATION = _gauge(
     _DEVICE,
 )
 
+DEVICE_ALLOCATABLE = _gauge(
+    "gpumem_device_allocatable_bytes",
+    "Bytes that another process can get on the device: the free bytes, plus the idle cache of the processes that accept"
+    " a clear. A process whose idle cache is unknown adds nothing. A clear makes the idle cache free.",
+    _DEVICE,
+)
+
 # --- the ledger
 
 LEDGER = _gauge(
@@ -161,6 +168,14 @@ PROCESS_USED = _gauge(
     "gpumem_process_memory_used_bytes",
     "Bytes that the process uses on the device (NVML): tensors, cache, CUDA context, NCCL and libraries. Absent if the"
     " driver does not report it. pid is the host's.",
+    (*_DEVICE, "pid"),
+)
+
+PROCESS_MEMORY_LIMIT = _gauge(
+    "gpumem_process_memory_limit_bytes",
+    "The most bytes that a reporting process may use on the device: the smallest of the memory fraction of its"
+    " allocator (which limits gpumem_torch_reserved_bytes), HAMi's CUDA_DEVICE_MEMORY_LIMIT and KAI's GPU_MEMORY_LIMIT"
+    " (which limit its container). Absent if no limit is known.",
     (*_DEVICE, "pid"),
 )
 
@@ -322,6 +337,12 @@ TORCH_COMPONENT = _gauge(
     "gpumem_torch_component_bytes",
     "Allocated bytes by component: parameters, gradients, optimizer_state, other.",
     (*_TORCH, "component"),
+)
+TORCH_NCCL = _gauge(
+    "gpumem_torch_nccl_bytes",
+    "Device memory of NCCL's communicators, a part of gpumem_torch_non_torch_bytes. Without the bytes of suspended"
+    " communicators that NCCL has released. Absent before torch 2.15 and NCCL 2.29.7, and without communicators.",
+    _TORCH,
 )
 TORCH_NON_TORCH = _gauge(
     "gpumem_torch_non_torch_bytes",

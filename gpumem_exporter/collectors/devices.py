@@ -54,7 +54,7 @@ def _ledgers(view: View) -> Iterator[Subject]:
         key = (device.gpu, device.uuid)
         ledger = ledgers.get(device.uuid)
         categories = ledger.categories if ledger is not None else {}
-        processes, values = [], [*categories.values()]
+        processes, values = [], [ledger.allocatable_bytes if ledger is not None else None, *categories.values()]
         for share in shares_by_uuid[device.uuid]:
             if share.process is not None and share.non_torch_bytes is not None:
                 identity = share.process.report.process
@@ -66,6 +66,7 @@ def _ledgers(view: View) -> Iterator[Subject]:
 def _ledger_series(
     device: tuple[str, str], categories: tuple[str, ...], processes: tuple[tuple[str, str, str], ...]
 ) -> Iterator[Series]:
+    yield catalog.DEVICE_ALLOCATABLE, device
     for category in categories:
         yield catalog.LEDGER, (*device, category)
     for labels in processes:
@@ -73,4 +74,4 @@ def _ledger_series(
 
 
 DEVICE = Collector("device", _DEVICE_FAMILIES, _devices)
-LEDGER = Collector("ledger", (catalog.LEDGER, catalog.TORCH_NON_TORCH), _ledgers)
+LEDGER = Collector("ledger", (catalog.DEVICE_ALLOCATABLE, catalog.LEDGER, catalog.TORCH_NON_TORCH), _ledgers)

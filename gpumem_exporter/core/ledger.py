@@ -87,6 +87,8 @@ class DeviceLedger:
 
     total_bytes: int
     categories: Mapping[str, int]
+    allocatable_bytes: int
+    """Free bytes, and the idle cache of the processes that accept a clear; an unknown idle cache adds nothing."""
 
 
 def fragmented_bytes(sample: DeviceSample) -> int | None:
@@ -173,7 +175,7 @@ def _shares(
     return shares
 
 
-def _ledger(memory: DeviceMemory, shares: Iterable[ProcessShare], *, listed: bool) -> DeviceLedger:
+def _ledger(memory: DeviceMemory, shares: Sequence[ProcessShare], *, listed: bool) -> DeviceLedger:
     """Compute the ledger of one device; `listed` is whether the driver lists its processes."""
     reserved_sum = allocated = 0
     reclaimable: list[int | None] = []
@@ -207,7 +209,8 @@ def _ledger(memory: DeviceMemory, shares: Iterable[ProcessShare], *, listed: boo
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    return DeviceLedger(memory.total_bytes, categories)
+    clearable = idle_cache_bytes(share for share in shares if share.process is not None and share.process.clears)
+    return DeviceLedger(memory.total_bytes, categories, memory.free_bytes + (clearable or 0))
 
 
 def sum_of_known(parts: Sequence[int | None]) -> int | None:

@@ -162,6 +162,11 @@ class ReportingProcess:
         return self.key.owner_uid is not None
 
     @property
+    def clears(self) -> bool:
+        """Whether the process accepts `empty_cache`. A reporter that lists no actions supports all of them."""
+        return not self.report.actions or "empty_cache" in self.report.actions
+
+    @property
     def start_time_ticks(self) -> int:
         """The process start time in clock ticks after boot; differs for a later process with the same pid."""
         return self.report.process.start_time_ticks

@@ -155,6 +155,10 @@ class DeviceSlot:
             uuid=self.device.identity.uuid,
             **asdict(self.allocator.statistics),  # the names are the same
             reclaimable_bytes=self.allocator.reclaimable_bytes,
+            # A command may have emptied the cache since the last reading.
+            idle_cache_bytes=None
+            if self._idle_cache_bytes is None
+            else min(self._idle_cache_bytes, self.allocator.reclaimable_bytes),
             planned_reserved_peak_bytes=self.planned_reserved_peak_bytes,
             phase_peak_bytes=dict(self._phase_peak_bytes),
             component_bytes=components,

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
+from gpumem_exporter.events.usage import DeviceUsage
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["NameOf", "ProcessHistory"]
@@ -18,6 +19,7 @@ NameOf: TypeAlias = Callable[[ReportingProcess], int | str]
 """Returns the current name of a process."""
 
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
+_JOBS = ("slurm_job_id", "ray_job_id")
 _STARTED = ("pid_namespace", "command", "torch_version", "allocator_settings", "client_version")
 _ROW = (
     *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "allocated_peak_bytes", "reserved_peak_bytes"),
@@ -37,6 +39,19 @@ class _TrackedProcess:
     A process that exits leaves its devices one by one, so the times may differ.
     """
     facts: ProcessFacts | None = None
+    first_report_unix_seconds: float = 0.0
+    usage: dict[str, DeviceUsage] = field(default_factory=dict)
+    """By uuid."""
+
+    def job_ids(self) -> dict[str, str | None]:
+        """Return the ids of the process' jobs, as it reports them, otherwise as the host does."""
+        identity = self.process.report.process
+        return {name: getattr(identity, name) or getattr(self.facts, name, None) for name in _JOBS}
+
+    def take_samples(self) -> None:
+        """Add the samples of the last report to the usage."""
+        for sample in self.process.report.devices:
+            self.usage.setdefault(sample.uuid, DeviceUsage()).take_sample(sample, self.process.received_seconds)
 
 
 class ProcessHistory:
@@ -83,6 +98,7 @@ class ProcessHistory:
                 if not process.report.devices:  # as in the final report
                     process = replace(process, report=replace(process.report, devices=last.devices))
                 tracked.process = process
+                tracked.take_samples()
             return []
 
     def take_reading(self, reading: NodeReading) -> None:
@@ -109,8 +125,19 @@ class ProcessHistory:
                 if (tracked := self._tracked.pop(key, None)) is not None
             ]
 
+    def running(self, job_id: str, name_of: NameOf, now_unix_seconds: float) -> list[Event]:
+        """Return an event for each tracked process of a job, as if the process ended now."""
+        with self._lock:
+            return [
+                self._ended(tracked, "", name_of, now_unix_seconds)
+                for tracked in self._tracked.values()
+                if job_id in tracked.job_ids().values()
+            ]
+
     def _start_tracking(self, process: ReportingProcess, name_of: NameOf) -> Event:
-        tracked = self._tracked[process.key] = _TrackedProcess(process)
+        tracked = _TrackedProcess(process, first_report_unix_seconds=process.received_unix_seconds)
+        self._tracked[process.key] = tracked
+        tracked.take_samples()
         self._apply_reading(tracked)  # the process may exit before the next poll
         return self._started(process, name_of)
 
@@ -121,6 +148,8 @@ class ProcessHistory:
             return
         if host_pid in self._used and reading.pid_belongs_to(tracked.process):
             tracked.used.update(self._used[host_pid])
+            for uuid, (used_bytes, seconds) in self._used[host_pid].items():
+                tracked.usage.setdefault(uuid, DeviceUsage()).take_used(used_bytes, seconds)
             tracked.facts = reading.facts.get(host_pid, tracked.facts)
 
     def _ended(self, tracked: _TrackedProcess, reason: str, name_of: NameOf, now_unix_seconds: float) -> Event:
@@ -136,11 +165,16 @@ class ProcessHistory:
                 "reason": reason,
                 "command": (tracked.facts.command if tracked.facts else "") or process.report.process.command,
                 **{name: getattr(tracked.facts, name, None) for name in _FACTS},
+                **tracked.job_ids(),
+                "first_report_unix_seconds": tracked.first_report_unix_seconds,
                 "step": process.report.step,
                 "last_report_unix_seconds": process.received_unix_seconds,
                 "pinned_host_bytes": process.report.pinned_host_bytes,
                 "devices": [
-                    _row(uuid, self._gpus.get(uuid), samples.get(uuid), used.get(uuid))
+                    {
+                        **_row(uuid, self._gpus.get(uuid), samples.get(uuid), used.get(uuid)),
+                        **tracked.usage.get(uuid, DeviceUsage()).row(),
+                    }
                     for uuid in dict.fromkeys((*samples, *used))
                 ],
             },

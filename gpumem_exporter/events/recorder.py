@@ -121,6 +121,10 @@ class Recorder:
         names, now = _names(self._snapshot), self._wall_clock()
         self._put(self._processes.remove(ended, names, now))
 
+    def running(self, job_id: str) -> list[Event]:
+        """Return an event for each reporting process of a job, as if the process ended now."""
+        return self._processes.running(job_id, _names(self._snapshot), self._wall_clock())
+
     def sweep(self, snapshot: Snapshot) -> None:
         """Record the end of processes that are no longer in the snapshot, because their reports expired.
 

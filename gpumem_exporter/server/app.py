@@ -24,6 +24,7 @@ from gpumem_exporter.server.api.alerts import alerts_router
 from gpumem_exporter.server.api.caller import caller_router
 from gpumem_exporter.server.api.events import events_router
 from gpumem_exporter.server.api.health import Health, health_router
+from gpumem_exporter.server.api.jobs import jobs_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
@@ -173,6 +174,7 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
         ),
         policy_router(runtime.policies),
         events_router(runtime.events.log, hide_identities=hide_identities),
+        jobs_router(runtime.events),
         nvml_router(poller=runtime.poller, dispatcher=dispatcher, audit=audit, holds=holds, clock=runtime.clock),
         health_router(health=health, snapshot=runtime.snapshot),
     ]

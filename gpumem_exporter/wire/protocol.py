@@ -199,6 +199,11 @@ class DeviceSample:
     """The number of resets of the peaks that the reporter has seen, by any code."""
     planned_reserved_peak_bytes: int | None = None
     """The planned `reserved_peak_bytes`. A plan is for one device: here, the process's device with the highest peak."""
+    nccl_bytes: int | None = None
+    """Device memory of NCCL's communicators, which PyTorch's allocator does not count. None before torch 2.15."""
+    memory_limit_bytes: int | None = None
+    """The most that the process may use on the device: the smallest of the memory fraction of its allocator and of the
+    limits that HAMi and KAI set in its environment. None if there is no limit or none is known."""
     phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     """The highest known peak of allocated bytes in each named phase; a lower bound where it is not exact."""
     component_bytes: Mapping[str, int] = field(default_factory=dict)

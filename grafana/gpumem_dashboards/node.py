@@ -120,7 +120,8 @@ def _devices() -> Any:
     return table(
         "Devices",
         "One row per device. Pressure is the share that is neither free nor reclaimable. Used, free and driver"
-        " reserved are the driver's values and add up to the total. Unattributed is used memory of no listed"
+        " reserved are the driver's values and add up to the total. Allocatable is free plus the idle cache that a"
+        " clear makes free. Unattributed is used memory of no listed"
         " process: it is signed, and near zero on a healthy node. An empty cell means unknown, not zero.",
         units.BytesIEC,
         [
@@ -140,6 +141,7 @@ def _devices() -> Any:
             Column("Total", value_of("memory_total_bytes")),
             Column("Used", value_of("memory_used_bytes")),
             Column("Free", value_of("memory_free_bytes")),
+            Column("Allocatable", value_of("allocatable_bytes")),
             Column("Driver reserved", value_of("memory_reserved_bytes")),
             Column("Idle cache", f"sum by ({DEVICE}) (gpumem_torch_idle_cache_bytes{{{GPU}}})"),
             Column("Reclaimable", of("torch_reclaimable")),
@@ -170,7 +172,8 @@ def _processes() -> Any:
         "Processes",
         "Each process on each device, the largest first. For a process without a reporter, only the driver's"
         " value is known; an empty cell means unknown, not zero. Non-torch is the driver's value minus PyTorch's"
-        " reserved bytes: CUDA context, NCCL, libraries. Click a workload to see its ranks.",
+        " reserved bytes: CUDA context, NCCL, libraries; the column NCCL is NCCL's part. Click a workload to see its"
+        " ranks.",
         units.BytesIEC,
         [
             Column("gpu", heading="GPU", width=60),
@@ -180,12 +183,16 @@ def _processes() -> Any:
             Column("k8s_pod", heading="Pod"),
             Column("Who", f"{listed} * on (instance, pid) group_left ({shown}) {known}", hidden=True),
             Column("Used", f"sum by ({by}) (gpumem_process_memory_used_bytes{{{GPU}}}) and on (instance, pid) {known}"),
+            Column(
+                "Limit", f"sum by ({by}) (gpumem_process_memory_limit_bytes{{{GPU}}}) and on (instance, pid) {known}"
+            ),
             Column("Allocated", value_of("allocated_bytes")),
             Column("Reserved", value_of("reserved_bytes")),
             Column("Idle cache", value_of("idle_cache_bytes")),
             Column("Reclaimable", value_of("reclaimable_bytes")),
             Column("Fragmented", value_of("fragmented_bytes")),
             Column("Non-torch", value_of("non_torch_bytes")),
+            Column("NCCL", value_of("nccl_bytes")),
             Column(
                 "Last report",
                 f"{reported} * on (instance, pid) group_left () ({age})",
@@ -276,7 +283,7 @@ def _over_time() -> list[Any]:
             " is constant after the start; growth is a leak outside PyTorch. It is negative while the report is"
             " newer than the driver's reading.",
             units.BytesIEC,
-            of_torch("non_torch_bytes"),
+            [*of_torch("non_torch_bytes"), (f"gpumem_torch_nccl_bytes{{{TORCH}}}", f"NCCL of {LEGEND}")],
         ),
         graph(
             "Fragmentation, by process",

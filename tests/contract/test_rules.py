@@ -32,6 +32,8 @@ SECTIONS = ("What it means", "Confirm", "Do", "Do not")
 KINDS = ("fires", "silent", "resolves")
 FOREIGN = {"up", "process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"}
 """Metrics of other projects that rules and runbooks may use."""
+LEVELS = "process|device|rank|workload|slurm_job|ray_job|pod"
+"""The first parts of the names of recording rules."""
 CATALOG = {metric.name: metric for metric in METRICS}
 
 
@@ -82,9 +84,9 @@ def test_rules_and_runbooks_use_only_metrics_of_the_catalog() -> None:
     assert len(texts) == len(ALERTS) + 3
     for file, text in texts.items():
         # Names of recording rules contain names of metrics, so they are removed first.
-        recorded = re.findall(r"\b(?:process|device|rank|workload):\w+:\w+", text)
+        recorded = re.findall(rf"\b(?:{LEVELS}):\w+:\w+", text)
         assert set(recorded) <= RECORDS.keys(), file
-        plain = re.sub(r"\b(?:process|device|rank|workload):\w+:\w+", "", text)
+        plain = re.sub(rf"\b(?:{LEVELS}):\w+:\w+", "", text)
         named = {name for name in re.findall(r"\bgpumem_[a-z0-9_]+\b", plain) if name != "gpumem_exporter"}
         buckets = {f"{name}_bucket" for name, metric in CATALOG.items() if metric.type == "histogram"}
         assert named <= CATALOG.keys() | buckets, file

@@ -34,6 +34,7 @@ def device(gpu: str, **changes: Any) -> dict[str, Any]:
         "memory": memory,
         "utilization_ratio": 0.93,
         "ledger": ledger,
+        "allocatable_bytes": memory["free_bytes"] + GIB if memory else None,
         **changes,
     }
 

@@ -48,11 +48,13 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
     known = [device for device in listed if device.get("ledger")]
     if known:
         yield from _ledger_tables(known, width)
+        yield from map(plain, _space_lines(known))
     yield plain("")
     running = processes.get("processes") or []
     if running:
         yield from _process_tables(running, one_table=width >= _ONE_TABLE_WIDTH)
         yield from _unmapped(running)
+        yield from map(plain, _nccl_lines(running))
     else:
         yield plain("There is no process on a device, and no process that reports.")
     yield plain("")
@@ -142,6 +144,29 @@ def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[Renderab
         columns = (("category", "left"), *((heading, "right") for heading in headings[part]))
         yield plain("")
         yield table("Ledger", columns, ((name, *cells[part]) for name, cells in rows))
+
+
+def _space_lines(devices: Sequence[Document]) -> Iterator[str]:
+    """Yield the space for the next job on each device whose allocatable memory is known."""
+    known = [device for device in devices if _has(device, "allocatable_bytes")]
+    if known:
+        yield ""
+    for device in known:
+        free, allocatable = device["ledger"].get("free"), device["allocatable_bytes"]
+        name = device.get("gpu") or device.get("uuid") or UNKNOWN
+        yield f"GPU {name}: {human_bytes(free)} free, {human_bytes(allocatable)} allocatable"
+
+
+def _nccl_lines(processes: Sequence[Document]) -> Iterator[str]:
+    """Yield the parts of the non-torch memory of each process whose NCCL bytes are known."""
+    rows = [(process, device) for process in processes for device in process.get("devices") or ()]
+    known = [row for row in rows if _has(row[1], "nccl_bytes") and _has(row[1], "non_torch_bytes")]
+    if known:
+        yield ""
+    for process, device in known:
+        nccl, non_torch = device["nccl_bytes"], device["non_torch_bytes"]
+        parts = f"NCCL {human_bytes(nccl)}, CUDA context and other {human_bytes(non_torch - nccl)}"
+        yield f"Non-torch of pid {process['pid']} on GPU {device.get('gpu') or device.get('uuid')}: {parts}"
 
 
 def _process_tables(processes: Sequence[Document], *, one_table: bool) -> Iterator[RenderableType]:

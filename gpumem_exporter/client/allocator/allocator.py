@@ -16,6 +16,7 @@ from typing import Any
 from gpumem_exporter.client.allocator import torch_access
 from gpumem_exporter.client.allocator.captures import Captures
 from gpumem_exporter.client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
+from gpumem_exporter.client.allocator.memory_limits import environment_limit
 from gpumem_exporter.client.allocator.reclaimable import Reclaimable, known
 from gpumem_exporter.client.allocator.settings import in_force
 from gpumem_exporter.client.allocator.torch_access import DeviceState
@@ -35,6 +36,7 @@ class Allocator:
         self._torch = torch
         self._statistics = torch_access.Statistics(torch)
         self._uuids: dict[int, str] = {}
+        self._environment_limits: dict[int, int | None] = {}
         self._observed = observed or Observed()
         self._captures = Captures(torch_access.current_stream_is_capturing(torch))
         self._stop_watching = self._captures.watch()
@@ -103,7 +105,10 @@ class Allocator:
         self._notice_page_size()
         states = {index: self._observed.look(index, self.state) for index in self.devices() if self.uuid(index)}
         self._reclaimable.look({index: state for index, state in states.items() if state is not None})
-        return tuple(self._sample(index, state) for index, state in states.items())
+        nccl_bytes = torch_access.nccl_bytes(self.devices())
+        return tuple(
+            replace(self._sample(index, state), nccl_bytes=nccl_bytes.get(index)) for index, state in states.items()
+        )
 
     def unused(self) -> Iterator[DeviceSample]:
         """Yield of each device only what the idle cache needs. Does not walk over the heap."""
@@ -163,6 +168,21 @@ class Allocator:
     def set_memory_fraction(self, index: int, fraction: float) -> None:
         """Limit what the allocator may reserve to a fraction of the device; releases nothing."""
         self._torch.cuda.set_per_process_memory_fraction(fraction, index)
+
+    def memory_limit_bytes(self, index: int) -> int | None:
+        """Return the most that this process may use on a device; None if no limit is known. Any thread may call this.
+
+        Torch releases without `get_per_process_memory_fraction` do not report the memory fraction.
+        """
+        try:
+            fraction: float = self._torch.cuda.get_per_process_memory_fraction(index)
+        except (AttributeError, RuntimeError):
+            fraction = 1.0
+        of_fraction = int(fraction * self.total_bytes(index)) if fraction < 1 else None
+        if index not in self._environment_limits:
+            self._environment_limits[index] = environment_limit(os.environ, index)
+        limits = (of_fraction, self._environment_limits[index])
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def allocations(self, index: int) -> tuple[int, int] | None:
         """Return how many blocks of a device were ever allocated and freed; None if they are not counted."""
@@ -224,6 +244,7 @@ class Allocator:
             segments_freed=segments.get("freed"),
             cache_flushes=state.get("num_sync_all_streams"),
             peak_resets=None if allocated_peak is None else self._observed.peak_resets(index),
+            memory_limit_bytes=self.memory_limit_bytes(index),
             phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
             component_bytes=self._observed.components(index),
         )

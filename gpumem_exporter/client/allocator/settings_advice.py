@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
+from gpumem_exporter.client.allocator.neighbors import expandable_segments_conflict
 from gpumem_exporter.client.allocator.reclaimable import fragmented_bytes
 from gpumem_exporter.client.allocator.settings import VARIABLES, in_force, merged, parse_settings
 from gpumem_exporter.errors import ConfigurationError
@@ -19,6 +20,9 @@ _FRAGMENTED_SHARE = 0.1
 _FRAGMENTED_LEAST = 256 << 20
 _ROUNDED_SHARE = 0.1
 _RETRIES_MANY = 3
+_Cause = tuple[str, str, str, str]
+"""A setting and its value, both empty if none helps; what was observed; the effect of the setting, or other advice."""
+_NO_OPTION = "expandable segments are no option, because {}: use fewer tensor sizes or less memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,21 @@ def recommend_allocator_settings() -> Recommendation:
         return Recommendation(reasons=("no CUDA: nothing was measured",))
     index_of = {allocator.uuid(index): index for index in allocator.devices()}
     devices = {index_of[sample.uuid]: sample for sample in allocator.samples() if sample.uuid in index_of}
-    return recommend(devices, allocator.settings, in_force(os.environ)[0])
+    conflict = expandable_segments_conflict()
+    return recommend(devices, allocator.settings, in_force(os.environ)[0], expandable_segments_conflict=conflict)
 
 
-def recommend(devices: Mapping[int, DeviceSample], current: str, variable: str = "") -> Recommendation:
-    """Return the recommendation for samples by device index."""
+def recommend(
+    devices: Mapping[int, DeviceSample], current: str, variable: str = "", *, expandable_segments_conflict: str = ""
+) -> Recommendation:
+    """Return the recommendation for samples by device index.
+
+    Args:
+        devices: the samples.
+        current: the settings in force.
+        variable: the environment variable that set them.
+        expandable_segments_conflict: why expandable segments are no option in this process; empty if they are one.
+    """
     try:
         settings = parse_settings(current) if current else {}
     except ConfigurationError:  # settings of a newer release
@@ -77,8 +91,12 @@ def recommend(devices: Mapping[int, DeviceSample], current: str, variable: str =
     for index, sample in devices.items():
         name = f"cuda:{index}"
         for causes in (_fragmentation, _rounding, _pressure):
-            for setting, value, reason in causes(name, sample, settings):
+            for setting, value, observation, effect in causes(name, sample, settings):
+                if setting == "expandable_segments" and expandable_segments_conflict:
+                    reasons.append(f"{observation}; {_NO_OPTION.format(expandable_segments_conflict)}")
+                    continue
                 if setting not in wanted:
+                    reason = f"{observation}; {effect}"
                     reasons.append(f"{setting}:{value}: {reason}" if setting else reason)
                 if setting:
                     wanted.setdefault(setting, value)
@@ -87,7 +105,7 @@ def recommend(devices: Mapping[int, DeviceSample], current: str, variable: str =
     return Recommendation(tuple(wanted.items()), tuple(reasons), current, variable)
 
 
-def _fragmentation(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def _fragmentation(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
     fragmented, reserved = fragmented_bytes(sample), sample.reserved_bytes
     if fragmented is None or not reserved or fragmented < max(_FRAGMENTED_LEAST, _FRAGMENTED_SHARE * reserved):
         return
@@ -95,22 +113,22 @@ def _fragmentation(name: str, sample: DeviceSample, settings: Mapping[str, str])
         f"{name} has {human_bytes(fragmented)} of {human_bytes(reserved)} reserved memory fragmented between tensors"
     )
     if settings.get("expandable_segments") == "True":
-        yield "", "", f"{share}, although segments are expandable: allocate long-lived tensors first"
+        yield "", "", f"{share}, although segments are expandable", "allocate long-lived tensors first"
         return
     remove = "; max_split_size_mb has no effect then: remove it" if "max_split_size_mb" in settings else ""
-    yield "expandable_segments", "True", f"{share}; expandable segments are unmapped and reused by the page{remove}"
+    yield "expandable_segments", "True", share, f"expandable segments are unmapped and reused by the page{remove}"
 
 
-def _rounding(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def _rounding(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
     if not sample.requested_bytes or sample.allocated_bytes is None or "roundup_power2_divisions" not in settings:
         return
     rounded = sample.allocated_bytes - sample.requested_bytes
     if rounded >= max(_FRAGMENTED_LEAST, _ROUNDED_SHARE * sample.allocated_bytes):
         share = f"on {name} {human_bytes(rounded)} of {human_bytes(sample.allocated_bytes)} are rounding"
-        yield "roundup_power2_divisions", "8", f"{share}; finer divisions round less"
+        yield "roundup_power2_divisions", "8", share, "finer divisions round less"
 
 
-def _pressure(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def _pressure(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
     retries = sample.alloc_retries or 0
     if retries < _RETRIES_MANY:
         return
@@ -120,8 +138,8 @@ def _pressure(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> I
     fraction = settings.get("per_process_memory_fraction")
     if fraction is not None and float(fraction) < 1 and "garbage_collection_threshold" not in settings:
         effect = f"releases what was unused for long before it reaches the limit of {fraction}"
-        yield "garbage_collection_threshold", "0.8", f"{pressure}; the allocator then {effect}"
+        yield "garbage_collection_threshold", "0.8", pressure, f"the allocator then {effect}"
     elif settings.get("expandable_segments") == "True":
-        yield "", "", f"{pressure}: no setting helps; use less memory (a smaller batch, checkpointing)"
+        yield "", "", pressure, "no setting helps: use less memory (a smaller batch, checkpointing)"
     else:
-        yield "expandable_segments", "True", f"{pressure}; expandable segments grow by the page instead"
+        yield "expandable_segments", "True", pressure, "expandable segments grow by the page instead"

@@ -27,6 +27,8 @@ __all__ = ["snapshot", "snapshot_folder", "write_file", "write_snapshot"]
 _KEPT_FILES = 64
 _TRACE_ENTRIES_MAX = 50_000
 """The file keeps this number of the newest history entries per device; an entry with its stack takes kilobytes."""
+_PICKLE_PROTOCOL = 4
+"""memory_viz rejected protocol 5 until May 2026."""
 _SHOWN = 10
 _ALIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 
@@ -118,7 +120,7 @@ def write_file(file: Path, taken: dict[str, Any]) -> int:
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            pickle.dump(taken, stream, protocol=pickle.HIGHEST_PROTOCOL)
+            pickle.dump(taken, stream, protocol=_PICKLE_PROTOCOL)
             size = stream.tell()
         part.replace(file)
     except BaseException:

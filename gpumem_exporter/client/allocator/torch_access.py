@@ -23,6 +23,7 @@ __all__ = [
     "find_pinned_cache_clear",
     "history_is_recorded",
     "initialized_torch",
+    "nccl_bytes",
     "pinned_host_bytes",
     "remove_from_serialization_registry",
     "set_calling_thread_mark",
@@ -118,6 +119,36 @@ def pinned_host_bytes(torch: Any) -> int | None:
     except (AttributeError, RuntimeError, KeyError):
         return None
     return kept
+
+
+def nccl_bytes(contexts: list[int]) -> dict[int, int]:
+    """Return the device memory of NCCL's communicators by device index. A device is absent if that is not known.
+
+    It is known from torch 2.15 on with NCCL 2.29.7 and later. A suspended communicator has only its persistent memory.
+
+    Args:
+        contexts: the devices on which this process has a context.
+    """
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    found: dict[int, int] = {}
+    unknown: set[int] = set()
+    for group in list(getattr(world, "pg_map", ())):
+        try:
+            backend = group._get_backend(sys.modules["torch"].device("cuda"))
+            if not backend.name().startswith("nccl"):
+                continue
+        except RuntimeError:  # a group for CPU tensors only, or a backend without a name
+            continue
+        device = contexts[0] if len(contexts) == 1 else getattr(group.bound_device_id, "index", None)
+        if device is None:
+            return {}
+        try:
+            statistics = backend.memory_stats()
+        except (AttributeError, RuntimeError):
+            unknown.add(device)
+        else:
+            found[device] = found.get(device, 0) + statistics["persist" if statistics["suspended"] else "total"]
+    return {device: size for device, size in found.items() if device not in unknown}
 
 
 def take_snapshot(torch: Any) -> dict[str, Any]:

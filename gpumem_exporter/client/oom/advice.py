@@ -24,8 +24,8 @@ class Advice:
     """One thing to do."""
 
     kind: str
-    """`clear`, `memory_fraction`, `split_request`, `other_process`, `leak`, `expandable_segments`, `pieces`,
-    `smaller_batch`, `accumulation`, `checkpointing`, `mixed_precision`, `offload`, `optimizer_temporaries`,
+    """`clear`, `memory_fraction`, `split_request`, `other_process`, `leak`, `expandable_segments`, `fewer_sizes`,
+    `pieces`, `smaller_batch`, `accumulation`, `checkpointing`, `mixed_precision`, `offload`, `optimizer_temporaries`,
     `optimizer_state`, `shard`, `half_precision`, `private_pools`, `release`."""
     text: str
     gives_bytes: int | None = None
@@ -173,9 +173,16 @@ def _other_processes(values: OomValues) -> Advice | None:
 def _fragmentation(values: OomValues) -> Advice | None:
     if not values.fragmented or values.expandable:
         return None
+    pieces = f"{human_bytes(values.fragmented)} are free in pieces between live tensors"
+    if values.expandable_conflict:
+        text = (
+            f"use fewer tensor sizes (pad or bucket batches): {pieces}, and expandable segments are no option, because"
+            f" {values.expandable_conflict}"
+        )
+        return Advice("fewer_sizes", text)
     text = (
         "start the job with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (`gpumem-exporter run --allocator"
-        f" expandable_segments:True`): {human_bytes(values.fragmented)} are free in pieces between live tensors"
+        f" expandable_segments:True`): {pieces}"
     )
     return _advice(values, "expandable_segments", text, values.fragmented)
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from gpumem_exporter.client.allocator.attached import attached
+from gpumem_exporter.client.allocator.neighbors import expandable_segments_conflict
 from gpumem_exporter.client.allocator.reclaimable import known
 from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.api import latest_oom
@@ -147,6 +148,7 @@ def _memory(message: OomMessage, device: int | None) -> dict[str, Any]:
         "reclaimable": reclaimable,
         "fragmented": fragmented,
         "expandable": "expandable_segments:true" in settings.lower().replace(" ", ""),
+        "expandable_conflict": expandable_segments_conflict() if fragmented else "",
     }
 
 

@@ -40,6 +40,8 @@ class OomValues:
     """Reserved bytes that are in no tensor and that emptying the cache does not release."""
     expandable: bool = False
     """Whether expandable segments are in use."""
+    expandable_conflict: str = ""
+    """Why expandable segments are no option in this process; empty if they are one."""
 
     batch_size: int | None = None
     grown: int | None = None

@@ -65,6 +65,7 @@ def _device(device: DeviceReading, ledger: DeviceLedger | None, shares: Sequence
         "memory": None if device.memory is None else asdict(device.memory),
         "ledger": None if ledger is None else dict(ledger.categories),
         "idle_cache_bytes": idle_cache_bytes(shares),
+        "allocatable_bytes": None if ledger is None else ledger.allocatable_bytes,
     }
 
 

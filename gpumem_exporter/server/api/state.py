@@ -33,6 +33,7 @@ _Device = _document(
         "memory": _Memory | None,
         "ledger": dict[str, int] | None,
         "idle_cache_bytes": int | None,
+        "allocatable_bytes": int | None,
     },
 )
 _ProcessDevice = _document(

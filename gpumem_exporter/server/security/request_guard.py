@@ -20,6 +20,7 @@ __all__ = [
     "ACTIONS_PATH",
     "ALERTS_PATH",
     "EVENTS_PATH",
+    "JOBS_PATH",
     "MAX_ALERTS_BYTES",
     "MAX_BODY_BYTES",
     "MAX_REPORT_BYTES",
@@ -31,6 +32,7 @@ __all__ = [
 ACTIONS_PATH = "/api/v1/actions"
 ALERTS_PATH = "/api/v1/alerts"
 EVENTS_PATH = "/api/v1/events"
+JOBS_PATH = "/api/v1/jobs"
 NVML_PATH = "/api/v1/nvml"
 RELOAD_PATH = "/-/reload"
 
@@ -126,7 +128,7 @@ class _DisconnectedError(Exception):
 
 def _is_restricted(path: str) -> bool:
     return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
-        (ACTIONS_PATH + "/", NVML_PATH + "/")
+        (ACTIONS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
     )
 
 

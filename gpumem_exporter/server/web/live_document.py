@@ -76,8 +76,7 @@ def _rows(process: SeenProcess, gpus: dict[str, str]) -> Iterator[list[Any]]:
         report = process.reporter.report
         workload, rank = report.process.workload, report.process.rank
         samples = {sample.uuid: sample for sample in report.devices}
-        # A reporter that lists no actions supports all of them.
-        clears = not report.actions or "empty_cache" in report.actions
+        clears = process.reporter.clears
     elif process.silent is not None:
         workload, rank = process.silent.workload, process.silent.rank
     of_process = [

@@ -198,6 +198,7 @@ def test_a_snapshot_is_a_pickle_of_torch_with_a_correct_summary(
     assert Path(summary["path"]).parent == folder
     assert Path(summary["path"]).stat().st_size == summary["size_bytes"]
     assert Path(summary["path"]).stat().st_mode & 0o777 == 0o600
+    assert Path(summary["path"]).read_bytes()[:2] == b"\x80\x04", "memory_viz rejected pickle protocol 5"
     truth = process.exec(
         "import pickle; shot = pickle.load(open(path, 'rb')); segments = shot['segments']\n"
         "result = [len(segments), sum(len(s['blocks']) for s in segments), sum(s['total_size'] for s in segments)]",

@@ -48,6 +48,49 @@ def test_following_the_first_advice_makes_each_of_eight_staged_scripts_pass(
         assert followed["left"] == 0
 
 
+NEIGHBORS = {
+    "vLLM is loaded": "sys.modules['vllm'] = object()",
+    "SGLang is loaded": "sys.modules['sglang'] = object()",
+    "torch_memory_saver is loaded": "sys.modules['torch_memory_saver'] = object()",
+    "the program uses a torch.cuda.MemPool": "pool = torch.cuda.MemPool()",
+}
+"""Each reason, and the code that makes it true."""
+
+FRAGMENTED = """
+large = [torch.empty(460 << 20, dtype=torch.uint8, device="cuda") for _ in range(6)]
+del large
+kept = []
+for _ in range(6):
+    moment = torch.empty(400 << 20, dtype=torch.uint8, device="cuda")
+    kept += [torch.empty(60 << 20, dtype=torch.uint8, device="cuda"), moment]
+del kept[1::2], moment
+"""
+
+
+def test_advice_does_not_propose_expandable_segments_beside_an_allocator_that_they_break(
+    start_torch: StartTorch,
+) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None, PYTORCH_ALLOC_CONF=None)
+    process.exec("import sys; from gpumem_exporter import client; from tests.programs import staged_ooms")
+    process.exec("graphs_pool = torch.cuda.graph_pool_handle()" + FRAGMENTED)
+    ask = "advised = client.recommend_allocator_settings(); result = [advised.line, str(advised)]"
+    assert process.exec(ask)[0] == "expandable_segments:True", "a pool of CUDA graphs is no conflict"
+    for reason, code in NEIGHBORS.items():
+        process.exec(code)
+        line, text = process.exec(ask)
+        assert (line, f"because {reason}" in text, "expandable_segments:True" in text) == ("", True, False)
+        process.exec("for name in ('vllm', 'sglang', 'torch_memory_saver'): sys.modules.pop(name, None)")
+    process.exec("del kept; torch.cuda.empty_cache()")
+    assert process.exec("result = staged_ooms.run('fragmentation')")["error"] == "OutOfMemoryError"
+    note = process.exec("result = str(staged_ooms._last[-1])")
+    assert "because the program uses a torch.cuda.MemPool" in note
+    assert "expandable_segments" not in note
+    process.exec("del pool")
+    assert process.exec(ask)[0] == "", "nothing is fragmented any more"
+    process.exec("staged_ooms.run('fragmentation')")
+    assert process.exec("result = staged_ooms.last()")["kind"] == "expandable_segments"
+
+
 GUARDED = """
 import gc, sys
 from gpumem_exporter import client

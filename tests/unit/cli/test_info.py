@@ -58,6 +58,13 @@ def test_the_ledger_has_every_category_and_the_total_for_each_device() -> None:
     assert headings.split() == [word for i in range(8) for word in ("gpu", str(i))]
 
 
+def test_the_parts_of_non_torch_are_shown_where_nccl_s_bytes_are_known() -> None:
+    known, unknown = process(7, "0"), process(8, "0")
+    known["devices"][0]["nccl_bytes"] = 256 << 20
+    lines = [line for line in _lines([device("0")], [known, unknown]) if line.startswith("Non-torch of")]
+    assert lines == ["Non-torch of pid 7 on GPU 0: NCCL 256 MiB, CUDA context and other 768 MiB"]
+
+
 def test_an_unknown_category_is_a_dash() -> None:
     ledger = device("0")["ledger"]
     del ledger["non_torch"]

@@ -221,6 +221,15 @@ def test_recommended_settings(values: dict[str, int], current: str, line: str, n
     assert "PYTORCH_ALLOC_CONF" in text
 
 
+@pytest.mark.parametrize("values", [FRAGMENTED, RETRIES, {**FRAGMENTED, **RETRIES}])
+def test_expandable_segments_are_not_recommended_beside_an_allocator_that_they_break(values: dict[str, int]) -> None:
+    measured = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **values}
+    recommended = recommend({0: DeviceSample("", **measured)}, "", expandable_segments_conflict="vLLM is loaded")
+    assert (recommended.settings, recommended.line) == ((), "")
+    assert all("because vLLM is loaded" in reason for reason in recommended.reasons)
+    assert "expandable_segments:True" not in str(recommended)
+
+
 def test_copies_of_a_cleaner_and_a_detector_are_stopped() -> None:
     cleaner, detector = client.auto_clean(), client.leak_detector()
     try:

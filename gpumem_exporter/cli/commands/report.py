@@ -1,0 +1,83 @@
+"""`report`: the memory of a job, also after it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
+from gpumem_exporter.units import UNKNOWN, human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["build"]
+
+_EXAMPLES = """\b
+Examples:
+  gpumem-exporter report --job 4711
+  gpumem-exporter report --job "$SLURM_JOB_ID" >> "/var/log/slurm/memory-$SLURM_JOB_ID.txt"    # in a Slurm epilog
+  gpumem-exporter report --job 4711 --json
+"""
+_SIZES = ("used_peak_bytes", "used_mean_bytes", "reserved_highest_bytes", "idle_cache_mean_bytes")
+_COLUMNS = (
+    *(("gpu", "left"), ("pid", "right"), ("workload", "cut"), ("rank", "right"), ("time", "right")),
+    *((name, "right") for name in ("peak", "mean", "reserved peak", "mean idle cache")),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReportOptions(ConnectionOptions):
+    job: Annotated[str, typer.Option("--job", metavar="ID", help="The Slurm or Ray job id.")]
+
+
+def build(name: str) -> typer.Typer:
+    """Return the command."""
+    return command_from_options(name, _report, _ReportOptions, epilog=_EXAMPLES)
+
+
+def _report(options: _ReportOptions) -> int:
+    """Show the memory of a job, also after it ended.
+
+    The values are from the exporter's own history: of each reporting process, from its first report or the start of the
+    exporter on. With --storage.path the exporter keeps them over a restart. Peak and mean are the driver's values, read
+    once a second; the reserved peak is PyTorch's own, which is exact.
+    """
+    with ExporterApi(options.urls(), token=options.token()) as api:
+        job = api.get(f"/api/v1/jobs/{quote(options.job, safe='')}")
+    if options.as_json:
+        print_json(job)
+    else:
+        show(open_console(), _shown(job))
+    return 0
+
+
+def _shown(job: Mapping[str, Any]) -> Iterator[RenderableType]:
+    rows = [(process, device) for process in job["processes"] for device in process["devices"]]
+    yield table(f"Job {job['job_id']}", _COLUMNS, (_row(process, device) for process, device in rows))
+    peaks = [device["used_peak_bytes"] for _, device in rows if device["used_peak_bytes"] is not None]
+    running = sum(process["end_unix_seconds"] is None for process in job["processes"])
+    yield plain("")
+    yield plain(f"Highest peak of a process on a device: {human_bytes(max(peaks, default=None))}.", "bold")
+    if running:
+        yield plain(f"Still running: {running} of {len(job['processes'])} processes.")
+
+
+def _row(process: Mapping[str, Any], device: Mapping[str, Any]) -> tuple[str, ...]:
+    started, ended = process["first_report_unix_seconds"], process["end_unix_seconds"]
+    seconds = None if started is None else (time.time() if ended is None else ended) - started
+    return (
+        device["gpu"] or device["uuid"],
+        str(process["pid"]),
+        process["workload"] or UNKNOWN,
+        process["rank"] or UNKNOWN,
+        human_seconds(seconds),
+        *(human_bytes(device[name]) for name in _SIZES),
+    )

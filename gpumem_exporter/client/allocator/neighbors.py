@@ -1,0 +1,32 @@
+"""Finds what in this process does not work together with expandable segments, so that no advice proposes them.
+
+These allocators map and unmap the memory of a pool themselves, which expandable segments prevent: vLLM's sleep mode
+refuses to start with them, and torch_memory_saver, which SGLang uses, releases nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gpumem_exporter.client.leaks.tracked_objects import find_of_types
+
+__all__ = ["expandable_segments_conflict"]
+
+_LIBRARIES = {"vllm": "vLLM", "sglang": "SGLang", "torch_memory_saver": "torch_memory_saver"}
+_GENERATIONS = (0, 1, 2)
+"""The generations of the garbage collector."""
+
+
+def expandable_segments_conflict() -> str:
+    """Return why expandable segments are no option in this process, such as `vLLM is loaded`; empty if they are one.
+
+    A `torch.cuda.MemPool` is found among the objects of the garbage collector, because the allocator's state does not
+    distinguish it from the pool of CUDA graphs. The search keeps the GIL for about 0.05 s per million objects.
+    """
+    for module, name in _LIBRARIES.items():
+        if module in sys.modules:
+            return f"{name} is loaded"
+    pool_class = getattr(sys.modules.get("torch.cuda.memory"), "MemPool", None)  # torch 2.5 and later
+    if pool_class is not None and any(find_of_types(generation, (pool_class,)) for generation in _GENERATIONS):
+        return "the program uses a torch.cuda.MemPool"
+    return ""

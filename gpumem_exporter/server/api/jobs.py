@@ -1,0 +1,88 @@
+"""`GET /api/v1/jobs/{id}`: the memory of a job's processes, also after they ended."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Response
+from typing_extensions import TypedDict
+
+from gpumem_exporter.errors import StorageError
+from gpumem_exporter.events import Event, Query, Recorder
+from gpumem_exporter.server.api.event_writes import read_all_events
+from gpumem_exporter.server.http.problems import ProblemError, problems
+from gpumem_exporter.server.http.replies import json_reply, json_response
+from gpumem_exporter.server.security.request_guard import JOBS_PATH
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
+
+__all__ = ["jobs_router"]
+
+_PAGE = 1000
+_IDS = ("slurm_job_id", "ray_job_id")
+
+
+class JobDeviceDocument(TypedDict):
+    """The memory of a process on one device. Unknown values are null."""
+
+    gpu: str | None
+    uuid: str
+    used_peak_bytes: int | None
+    used_mean_bytes: int | None
+    reserved_highest_bytes: int | None
+    idle_cache_mean_bytes: int | None
+
+
+class JobProcessDocument(TypedDict):
+    """A process of a job. `end_unix_seconds` is null while it reports."""
+
+    pid: int | str
+    workload: str | None
+    rank: str | None
+    first_report_unix_seconds: float
+    end_unix_seconds: float | None
+    devices: list[JobDeviceDocument]
+
+
+class JobDocument(TypedDict):
+    """The processes of a job that reported to this exporter, in the order of their ends."""
+
+    job_id: str
+    processes: list[JobProcessDocument]
+
+
+def jobs_router(recorder: Recorder) -> APIRouter:
+    """Return the route of jobs."""
+    router = APIRouter(tags=["events"])
+
+    @router.get(JOBS_PATH + "/{job_id}", responses={200: json_reply(JobDocument), **problems(401, 403, 404, 422, 503)})
+    async def job(job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)]) -> Response:
+        """Peaks and means of the processes with this Slurm or Ray job id, from their first report on.
+
+        The values of ended processes are those of their `process_ended` events, those of others are from the exporter's
+        start on. The callers that may read events may read jobs.
+        """
+        try:
+            ended = await read_all_events(
+                recorder.log, Query(since_unix_seconds=0.0, types=("process_ended",), limit=_PAGE)
+            )
+        except StorageError as error:
+            raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
+        processes = [_process(event) for event in ended if job_id in (event.detail.get(name) for name in _IDS)]
+        processes += [{**_process(event), "end_unix_seconds": None} for event in recorder.running(job_id)]
+        if not processes:
+            raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
+        return json_response({"job_id": job_id, "processes": processes})
+
+    return router
+
+
+def _process(event: Event) -> dict[str, Any]:
+    names = tuple(JobDeviceDocument.__annotations__)
+    return {
+        "pid": event.pid,
+        "workload": event.workload,
+        "rank": event.rank,
+        "first_report_unix_seconds": event.detail.get("first_report_unix_seconds"),
+        "end_unix_seconds": event.time_unix_seconds,
+        "devices": [{name: row.get(name) for name in names} for row in event.detail.get("devices", ())],
+    }
