@@ -109,7 +109,7 @@ with FakeTensorMode():
             optimizer.zero_grad()
 tracked = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
 simulation.temporaries = lambda *_: ()  # the tracker does not count them
-traced = simulation.trace_job(Job(mine.make, [parse_tensor(one)], loss="mean", optimizer="adam"), 1024)
+traced = simulation.trace_job(Job(mine.make, [parse_tensor(one)], loss="mean", optimizer="adam", loop="trainer"), 1024)
 result["tracker"] = tracked, sum(traced.peak().values())
 """
 PROFILE = """
