@@ -27,8 +27,15 @@ def causal(name: str, **options: Any) -> nn.Module:
     import transformers
 
     sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     }
     config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
     return getattr(transformers, f"{name}ForCausalLM")(config)
@@ -87,8 +94,13 @@ def classifier(name: str, **options: Any) -> nn.Module:
     import transformers
 
     sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 4,
-        "num_attention_heads": 6, "num_labels": 4, "pad_token_id": 0,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_labels": 4,
+        "pad_token_id": 0,
     }
     config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
     return getattr(transformers, f"{name}ForSequenceClassification")(config)
