@@ -32,8 +32,8 @@ from tests.emulation.node import GIB, EmulatedNode
 from tests.support.paths import REPOSITORY
 
 WORST_PERCENT = 3.0
-STEPS = 4
-PATIENCE_SECONDS = 120.0
+STEPS = 3
+PATIENCE_SECONDS = 60.0
 """Kernels of the emulated node compute nothing. A model that loops until a value changes never ends there."""
 
 
