@@ -44,7 +44,7 @@ class Reading(nn.Module):
         self.layer = nn.Linear(512, 512)
 
     def forward(self, x):
-        return self.layer(x) if x.sum() > 0 else x  # line 32
+        return self.layer(x) if x.sum() > 0 else x  # line 30
 
 def broken():
     raise RuntimeError("no weights here")
@@ -200,7 +200,7 @@ def test_the_table_names_changes_and_says_if_a_job_does_not_fit(scenes: dict[str
         ("broken", "RuntimeError: no weights here"),
         ("no input", "--input"),
         ("reads a value", "_local_scalar_dense"),
-        ("reads a value", "mine.py:32; plan from measured steps instead: --profile"),
+        ("reads a value", "mine.py:30; plan from measured steps instead: --profile"),
         ("other argument", "--input NAME=TENSOR"),
         ("wrong input", "RuntimeError"),
         ("margin", "1.5"),
