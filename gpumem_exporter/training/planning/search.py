@@ -103,6 +103,10 @@ def _largest(line: Line, limit_bytes: int, multiple_of: int, start: int) -> int:
         else:
             tried = min(most, fits + step) if fits else max(1, fails - step)
             step *= 2
+    # A larger size may fit although a smaller one does not, because its blocks fill the cache better.
+    for units in range(min(most, fits + fits // 8), fits, -max(1, fits // 64)):
+        if _fits(line.at(units * multiple_of), limit_bytes):
+            return units
     return fits
 
 
