@@ -106,6 +106,7 @@ def job(name: str, cudnn: bool) -> Job:
         attention=given.attention,
         convolution="cudnn" if cudnn else "native",
         accumulation=given.accumulation,
+        loop="trainer",
     )
 
 

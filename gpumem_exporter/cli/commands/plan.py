@@ -59,9 +59,14 @@ class PlanOptions:
         str,
         typer.Option("--loss", help="auto, cross_entropy, mse, mean, sum, output, or MODULE:FUNCTION."),
     ] = "auto"
-    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, adam, sgd, …, none, or MODULE:FACTORY.")] = (
-        "adamw"
-    )
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            "--optimizer",
+            help="An optimizer of torch.optim such as adamw, adamw8bit, described (--optimizer-option bytes=2.06: "
+            "state per trainable parameter), none, or MODULE:FACTORY.",
+        ),
+    ] = "adamw"
     optimizer_options: Annotated[
         list[str] | None,
         typer.Option("--optimizer-option", metavar="NAME=VALUE", help="Such as fused=true or momentum=0.9."),
@@ -70,6 +75,13 @@ class PlanOptions:
     attention: Annotated[str, typer.Option("--attention", help="auto, flash, efficient, math or cudnn.")] = "auto"
     convolution: Annotated[str, typer.Option("--convolution", help="cudnn, or native if cuDNN is off.")] = "cudnn"
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute the repeated blocks.")] = False
+    loop: Annotated[
+        str,
+        typer.Option(
+            "--loop",
+            help="script: out = model(...); out.loss.backward(); trainer: the output is dropped before backward.",
+        ),
+    ] = "script"
     layers: Annotated[int | None, typer.Option("--layers", help="Without a model: number of transformer blocks.")] = (
         None
     )
@@ -220,6 +232,7 @@ def _job_options(options: PlanOptions) -> dict[str, Any]:
         "attention": options.attention,
         "convolution": options.convolution,
         "checkpointing": options.checkpointing,
+        "loop": options.loop,
     }
 
 

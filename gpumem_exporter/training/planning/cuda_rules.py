@@ -6,8 +6,8 @@ dispatch mode the two devices differ in two ways: the operators that autocast ru
 tensors of the process.
 
 Attention follows `ATen/native/transformers/cuda/sdp_utils.cpp` and `attention.cpp`. Flash and cuDNN attention take
-half-precision heads of up to 256 without a mask. Memory-efficient attention also takes float32 and masks. `math` takes
-all other inputs, and keeps the square matrix of scores.
+half-precision heads of up to 256 without a mask. Memory-efficient attention also takes float32 and masks. Both take
+grouped queries. `math` takes all other inputs, and keeps the square matrix of scores.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _attention(kernel: str) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        chosen = _choose(query, key, value, mask, enable_gqa) if kernel == "auto" else kernel
+        chosen = _choose(query, key, value, mask) if kernel == "auto" else kernel
         if chosen in ("flash", "cudnn"):
             return _flash(query, key, value, dropout, causal, scale)
         if chosen == "efficient":
@@ -137,7 +137,7 @@ def _attention(kernel: str) -> Callable[..., Tensor]:
     return run
 
 
-def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
+def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
     """Prefer flash, then memory-efficient attention, unless the job has disabled them.
 
     Some releases prefer cuDNN's on Hopper, which saves the same tensors as flash.
@@ -148,7 +148,7 @@ def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enab
     plain = four and same_head and mask is None and query.dtype in _HALF and query.shape[-1] <= _LARGEST_FLASH_HEAD
     if backends.flash_sdp_enabled() and plain:
         return "flash"
-    if backends.mem_efficient_sdp_enabled() and four and not enable_gqa and query.dtype in (*_HALF, torch.float32):
+    if backends.mem_efficient_sdp_enabled() and four and query.dtype in (*_HALF, torch.float32):
         return "efficient"
     return "math"
 

@@ -9,11 +9,17 @@ from typing import Any
 
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = ["LOSSES", "OPTIMIZERS", "PRECISIONS", "Job", "TensorSpec", "parse_tensor"]
+__all__ = ["LOOPS", "LOSSES", "OPTIMIZERS", "PRECISIONS", "Job", "TensorSpec", "parse_tensor"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")
 """`fp32`; `bf16` and `fp16`: autocast over fp32 parameters; `pure-…`: parameters in bf16 or fp16."""
-OPTIMIZERS = ("adam", "adamw", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "none")
+OPTIMIZERS = (
+    *("adam", "adamw", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "adafactor", "asgd"),
+    *("lbfgs", "muon", "rprop", "sparseadam", "adam8bit", "adamw8bit", "described", "none"),
+)
+"""Those of `torch.optim`; 8-bit Adam as in bitsandbytes; `described`: its option `bytes` is the state per parameter."""
+LOOPS = ("script", "trainer")
+"""`script`: `out = model(**batch); out.loss.backward()`; `trainer`: the output is dropped before backward."""
 ATTENTIONS = ("auto", "flash", "efficient", "math", "cudnn")
 CONVOLUTIONS = ("cudnn", "native")
 LOSSES = ("auto", "cross_entropy", "mse", "mean", "sum", "output")
@@ -94,6 +100,7 @@ class Job:
         accumulation: backward passes before each optimizer step.
         checkpointing: recompute the model's repeated blocks in backward, in addition to the model's own checkpointing.
         frozen: train only the last layer that has parameters.
+        loop: one of LOOPS. In a `script` the model's output lives until the next forward pass has ended.
     """
 
     make_model: Callable[[], Any]
@@ -108,11 +115,13 @@ class Job:
     accumulation: int = 1
     checkpointing: bool = False
     frozen: bool = False
+    loop: str = "script"
 
     def __post_init__(self) -> None:
         _check_choice("precision", self.precision, PRECISIONS)
         _check_choice("optimizer", self.optimizer, OPTIMIZERS)
         _check_choice("loss", self.loss, LOSSES)
+        _check_choice("loop", self.loop, LOOPS)
         _check_choice("attention", self.attention, ATTENTIONS)
         _check_choice("convolution", self.convolution, CONVOLUTIONS)
         if self.accumulation < 1:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.nn import functional
 
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.checkpointing.blocks import find_blocks, recomputed
 from gpumem_exporter.training.planning.job import Job
 
-__all__ = ["DTYPES", "Decoder", "checkpoint_blocks", "in_moving_order", "make_fake_mode", "make_model"]
+__all__ = ["DTYPES", "Decoder", "checkpoint_blocks", "convertible", "in_moving_order", "make_fake_mode", "make_model"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
 
@@ -24,6 +25,28 @@ def make_fake_mode() -> FakeTensorMode:
     # A deep copy of a fake tensor (nn.TransformerEncoder copies its layer) must keep the same mode.
     mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]
     return mode
+
+
+@contextmanager
+def convertible() -> Iterator[None]:
+    """Let `Module.to`, `half` and `bfloat16` convert modules of fake tensors within the context.
+
+    PyTorch swaps fake parameters with `swap_tensors`, which refuses tensors with weak references. The fake mode has one
+    to each parameter. The context assigns the data instead, so that tied parameters stay tied.
+    """
+    swap = torch.utils.swap_tensors
+
+    def assign(parameter: Tensor, converted: Tensor) -> None:
+        if isinstance(parameter, FakeTensor):
+            parameter.data = converted.detach().to(parameter.device)
+        else:
+            swap(parameter, converted)
+
+    torch.utils.swap_tensors = assign
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:

@@ -11,6 +11,7 @@ from gpumem_exporter.training.planning.description import Description
 from gpumem_exporter.training.planning.devices import Gpu, parse_gpu
 from gpumem_exporter.training.planning.job import Job, TensorSpec, parse_tensor
 from gpumem_exporter.training.planning.plan import Change, Plan, Target, accumulate
+from gpumem_exporter.training.planning.progress import Progress
 from gpumem_exporter.training.planning.search import Sizing
 from gpumem_exporter.training.planning.worker import run_in_worker
 
@@ -29,6 +30,7 @@ def plan(
     precision: str = "fp32",
     attention: str = "auto",
     convolution: str = "cudnn",
+    loop: str = "script",
     target_effective_batch: int | None = None,
     devices: int = 1,
     margin: float = 0.85,
@@ -50,6 +52,7 @@ def plan(
         precision: of parameters and computation.
         attention: the attention kernel.
         convolution: cudnn or native.
+        loop: `script` keeps the model's output through the backward pass, `trainer` drops it before.
         target_effective_batch: samples in one optimizer step, over all devices.
         devices: number of data-parallel processes.
         margin: the part of the device's free memory to plan with.
@@ -59,9 +62,17 @@ def plan(
         ConfigurationError: an argument is invalid, or the model fails on tensors without values. The cause of the
             error has the traceback.
     """
-    options = optimizer_options or {}
     job = Job(
-        make_model, _tensors(inputs), _tensors(targets), loss, optimizer, options, precision, attention, convolution
+        make_model,
+        _tensors(inputs),
+        _tensors(targets),
+        loss,
+        optimizer,
+        optimizer_options or {},
+        precision,
+        attention,
+        convolution,
+        loop=loop,
     )
     return plan_in_worker(job, _gpu(gpu), Target(target_effective_batch, devices, margin), changes=changes)
 
@@ -108,8 +119,13 @@ def plan_job(job: Job, gpu: Gpu, target: Target, *, source: str = "model", chang
     Raises:
         ConfigurationError: the model fails on tensors without values.
     """
+    with Progress() as progress:
+        return _planned(job, gpu, target, source, changes, progress)
+
+
+def _planned(job: Job, gpu: Gpu, target: Target, source: str, changes: bool, progress: Progress) -> Plan:
     limit_bytes = int(gpu.free_bytes * target.margin)
-    sizing, largest = _largest(job, limit_bytes, target)
+    sizing, largest = _largest(job, limit_bytes, target, progress)
     batch, accumulation = accumulate(largest, target)
     peaks, trace = sizing.peaks(batch, gpu.free_bytes if largest else None), sizing.trace(batch)
     at_peak = trace.peak()
@@ -126,18 +142,18 @@ def plan_job(job: Job, gpu: Gpu, target: Target, *, source: str = "model", chang
         reserved_peak_bytes=peaks.reserved_bytes,
         breakdown={**at_peak, "overhead": max(0, peaks.reserved_bytes - sum(at_peak.values()))},
         highest=trace.highs(),
-        changes=tuple(_changes(sizing, batch, limit_bytes, target)) if changes else (),
+        changes=tuple(_changes(sizing, batch, limit_bytes, target, progress)) if changes else (),
     )
 
 
-def _largest(job: Job, limit_bytes: int, target: Target) -> tuple[Sizing, int]:
+def _largest(job: Job, limit_bytes: int, target: Target, progress: Progress) -> tuple[Sizing, int]:
     """Return the largest batch size within a limit, and the sizing of the job that reaches the target with it."""
-    sizing = Sizing(job)
+    sizing = Sizing(job, progress.of("the job"))
     largest = sizing.largest(limit_bytes, target.multiple_of)
     if target.effective_batch is None or job.accumulation > 1 or largest * target.devices >= target.effective_batch:
         return sizing, largest
     # Gradients that stay between passes leave less memory. More than two passes need the same memory as two.
-    sizing = Sizing(replace(job, accumulation=2))
+    sizing = Sizing(replace(job, accumulation=2), progress.of("the job with accumulation"))
     return sizing, sizing.largest(limit_bytes, target.multiple_of)
 
 
@@ -149,23 +165,23 @@ def _tensors(texts: str | Sequence[str]) -> tuple[TensorSpec, ...]:
     return tuple(parse_tensor(text) for text in ((texts,) if isinstance(texts, str) else texts))
 
 
-def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target) -> Iterator[Change]:
+def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target, progress: Progress) -> Iterator[Change]:
     """Plan the job with one change at a time."""
     job, shards = base.job, max(2, target.devices)
-    changed = []
+    changed: list[tuple[str, Job, str]] = []
     if not job.checkpointing:
-        changed.append(("checkpointing", Sizing(replace(job, checkpointing=True)), "repeats forward in backward"))
+        changed.append(("checkpointing", replace(job, checkpointing=True), "repeats forward in backward"))
     if job.precision == "fp32":
-        changed.append(("bf16 autocast", Sizing(replace(job, precision="bf16")), "parameters and optimizer stay fp32"))
+        changed.append(("bf16 autocast", replace(job, precision="bf16"), "parameters and optimizer stay fp32"))
     if not job.frozen:
         note = "trains only the last layer; an adapter adds a few parameters"
-        changed.append(("freezing", Sizing(replace(job, frozen=True)), note))
+        changed.append(("freezing", replace(job, frozen=True), note))
+    sizings = [(name, Sizing(each, progress.of(name)), note) for name, each, note in changed]
     note = "parameters, gradients and optimizer state; excludes the layer that is gathered"
-    changed.append((f"sharding over {shards}", base.sharded(shards), note))
-    for name, sizing, note in changed:
+    sizings.append((f"sharding over {shards}", base.sharded(shards), note))
+    for name, sizing, cost in sizings:
         try:
-            yield Change(
-                name, sizing.peaks(batch).reserved_bytes, sizing.largest(limit_bytes, target.multiple_of), note
-            )
+            largest = sizing.largest(limit_bytes, target.multiple_of)
+            yield Change(name, sizing.peaks(batch).reserved_bytes, largest, cost)
         except ConfigurationError as error:
             yield Change(name, None, None, str(error))

@@ -1,40 +1,48 @@
-"""Searches for the largest batch size that fits, with a few traces and lines through them."""
+"""Searches for the largest batch size that fits, with two traces and the line through them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gpumem_exporter.training.bisection import Bisection
 from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.trace import Line, Peaks, Trace, blend, replay
+from gpumem_exporter.training.planning.trace import Line, Peaks, Trace, blend, proportional, replay
 
 __all__ = ["Sizing"]
 
 LARGEST = 1 << 20
-_NEAR, _FAR = 4, 8
+_NEAR = 4
 _TRIES = 24
 _SPREAD = ("parameters", "gradients", "optimizer")
 
 
 class Sizing:
-    """The traces of one job at any batch size, each recorded once. Not thread-safe."""
+    """The traces of one job at any batch size. Not thread-safe.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        job: the job.
+        notify: called with a batch size before the job is traced at it.
+    """
+
+    def __init__(self, job: Job, notify: Callable[[int], None] = lambda _: None) -> None:
         self.job = job
+        self._notify = notify
         self._traces: dict[int, Trace] = {}
+        self._line: Line | None = None
 
     def trace(self, batch: int) -> Trace:
-        """Return the allocations of the job at a batch size. Raises ConfigurationError if the job's code fails."""
-        if batch not in self._traces:
-            self._traces[batch] = self._make(batch)
-        return self._traces[batch]
+        """Return the allocations of the job at a batch size: recorded, or from a line through two recorded traces.
+
+        Raises:
+            ConfigurationError: the job's code fails.
+        """
+        if batch not in self._traces and self._line is not None:
+            return self._line.at(batch)
+        return self._recorded(batch)
 
     def sharded(self, shards: int) -> Sizing:
         """Return the sizing with parameters, gradients and optimizer state divided by the number of devices."""
         return _Sharded(self, shards)
-
-    def _make(self, batch: int) -> Trace:
-        from gpumem_exporter.training.planning.simulation import trace_job
-
-        return trace_job(self.job, batch)
 
     def peaks(self, batch: int, free_bytes: int | None = None) -> Peaks:
         """Return the peaks on a device with this number of free bytes; None means unlimited."""
@@ -43,34 +51,63 @@ class Sizing:
     def largest(self, limit_bytes: int, multiple_of: int = 1) -> int:
         """Return the largest batch size that runs within the limit; 0 if no size does.
 
-        A size fits even if the allocator has to flush its cache. A line through the traces of two sizes estimates the
-        largest size. The trace of the estimate shows whether it fits, and is one end of the next line.
+        A size fits even if the allocator has to flush its cache. The second trace is at the size that the first one
+        suggests, so that the line through both is exact where it matters. If the two traces have different events, the
+        search records a trace for each size that it tries.
         """
-        line = self._line(_NEAR * multiple_of, _FAR * multiple_of)
-        search = Bisection(_FAR, max(1, LARGEST // multiple_of))  # in units of multiple_of
-        guess: int | None = _FAR
+        near = _NEAR * multiple_of
+        guess = _reach(proportional(self._recorded(near), near), limit_bytes, multiple_of, _NEAR)
+        far = guess * multiple_of if guess != _NEAR else 2 * near
+        self._line = blend(self._recorded(near), near, self._recorded(far), far)
+        if self._line is not None:
+            return _largest(self._line, limit_bytes, multiple_of, guess) * multiple_of
+        search = Bisection(guess, max(1, LARGEST // multiple_of))
         for _ in range(_TRIES):
-            if guess is None:
+            units = search.next()
+            if units is None:
                 break
-            search.record(guess, fits=_fits(self.trace(guess * multiple_of), limit_bytes))
-            guess = search.next()
-            if line is not None and guess is not None:
-                guess = _estimate(line, limit_bytes, multiple_of, search)
-                if guess == search.fits:
-                    break
-                line = self._line(search.fits * multiple_of or _NEAR * multiple_of, guess * multiple_of) or line
+            search.record(units, fits=_fits(self._recorded(units * multiple_of), limit_bytes))
         return search.fits * multiple_of
 
-    def _line(self, a: int, b: int) -> Line | None:
-        return None if a == b else blend(self.trace(a), a, self.trace(b), b)
+    def _recorded(self, batch: int) -> Trace:
+        if batch not in self._traces:
+            self._notify(batch)
+            self._traces[batch] = self._make(batch)
+        return self._traces[batch]
+
+    def _make(self, batch: int) -> Trace:
+        from gpumem_exporter.training.planning.simulation import trace_job
+
+        return trace_job(self.job, batch)
 
 
-def _estimate(line: Line, limit_bytes: int, multiple_of: int, search: Bisection) -> int:
-    """Return the largest number of units that fits according to a line, from `search.fits` to below `search.fails`."""
-    more = Bisection(1, search.fails - search.fits - 1)  # doubles first: large batches take longest to replay
-    while (units := more.next()) is not None:
-        more.record(units, fits=_fits(line.at((search.fits + units) * multiple_of), limit_bytes))
-    return search.fits + more.fits
+def _reach(line: Line, limit_bytes: int, multiple_of: int, start: int) -> int:
+    """Return the number of units at which the reserved bytes reach the limit if they grow evenly, at least one."""
+    low, high = (replay(line.at(units * multiple_of)).reserved_bytes for units in (start, 2 * start))
+    reach = start + (limit_bytes - low) * start // max(1, high - low)
+    return max(1, min(LARGEST // multiple_of, reach))
+
+
+def _largest(line: Line, limit_bytes: int, multiple_of: int, start: int) -> int:
+    """Return the largest number of units of a batch that fits according to a line; 0 if none does."""
+    most = max(1, LARGEST // multiple_of)
+    tried, step = _reach(line, limit_bytes, multiple_of, start), 1
+    fits, fails = 0, most + 1
+    while fails - fits > 1:
+        if _fits(line.at(tried * multiple_of), limit_bytes):
+            fits = tried
+        else:
+            fails = tried
+        if fits and fails <= most:
+            tried = (fits + fails) // 2
+        else:
+            tried = min(most, fits + step) if fits else max(1, fails - step)
+            step *= 2
+    # A larger size may fit although a smaller one does not, because its blocks fill the cache better.
+    for units in range(min(most, fits + fits // 8), fits, -max(1, fits // 64)):
+        if _fits(line.at(units * multiple_of), limit_bytes):
+            return units
+    return fits
 
 
 def _fits(trace: Trace, limit_bytes: int) -> bool:

@@ -17,21 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.cuda_rules import cuda_rules
+from gpumem_exporter.training.planning.failures import explain
 from gpumem_exporter.training.planning.job import Job
 from gpumem_exporter.training.planning.kernels import temporaries
-from gpumem_exporter.training.planning.model import in_moving_order, make_fake_mode, make_model
+from gpumem_exporter.training.planning.model import convertible, in_moving_order, make_fake_mode, make_model
 from gpumem_exporter.training.planning.stepping import Watch, train
-from gpumem_exporter.training.planning.trace import Trace
+from gpumem_exporter.training.planning.trace import Mark, Trace
 
 __all__ = ["STEPS", "Tracer", "move", "quiet", "trace_job"]
 
 STEPS = 3
-"""The first step creates the optimizer state, the second the final state of the cache."""
+"""The first step creates the optimizer state, the second the final state of the cache. The third repeats the second."""
 
 
 class Tracer(TorchDispatchMode):
@@ -43,6 +45,7 @@ class Tracer(TorchDispatchMode):
     Attributes:
         kind: the kind of the next allocations (see trace.KINDS).
         ignore_scalars: skip tensors without dimensions, because an optimizer's step counts stay on the host.
+        in_optimizer: answer reads of values with one. An optimizer computes with them, and its memory stays the same.
     """
 
     def __init__(self, convolution: str = "cudnn") -> None:
@@ -50,6 +53,7 @@ class Tracer(TorchDispatchMode):
         self.trace = Trace()
         self.kind = "activations"
         self.ignore_scalars = False
+        self.in_optimizer = False
         self._convolution = convolution
         self._numbers: dict[int, int] = {}  # the number of the allocation, by storage
 
@@ -64,7 +68,14 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:  # two thirds of all calls
+            return args[0].fake_device
+        try:
+            result = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if self.in_optimizer and func is torch.ops.aten._local_scalar_dense.default:
+                return 1.0 if args[0].is_floating_point() else 1
+            raise
         tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         for tensor in reversed(tensors) if func is torch.ops.aten.native_dropout.default else tensors:
             self._record(tensor, self.kind)
@@ -86,23 +97,36 @@ class Tracer(TorchDispatchMode):
         self.trace.free(number)
 
 
-def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
-    """Run a few training steps at a batch size on fake tensors, in about a second.
+def trace_job(job: Job, batch: int) -> Trace:
+    """Record the first steps of a job at a batch size on fake tensors, in about a second.
 
-    Not thread-safe: CPU tensors of the whole process follow CUDA's rules during the call.
+    Runs all but the last step, which repeats the one before. Not thread-safe: CPU tensors of the whole process follow
+    CUDA's rules during the call.
 
     Raises:
         ConfigurationError: the job's own code failed.
     """
+    tracer, starts = _run(job, batch, STEPS - 1)
+    repeated = tracer.trace.repeated(starts[-2], starts[-1])
+    if repeated is None:
+        tracer, starts = _run(job, batch, STEPS)
+        repeated = tracer.trace
+    return repeated.ordered()
+
+
+def _run(job: Job, batch: int, steps: int) -> tuple[Tracer, list[Mark]]:
+    """Run a job for a few steps, and return the recorded trace with the start of each step and the last one's end."""
     tracer = Tracer(job.convolution)
-    with quiet(f"the job at batch size {batch}"):
+    with quiet(f"the job at batch size {batch}"), convertible():
         mode = make_fake_mode()
         model = make_model(job, mode)
         with mode, cuda_rules(job.attention), tracer:
             move(model, tracer)
-            train(job, model, batch, steps, "cpu", _Kinds(tracer))
-        # Must be read here: afterwards the remaining tensors are freed in an arbitrary order.
-        return tracer.trace.ordered()
+            watch = _Kinds(tracer)
+            train(job, model, batch, steps, "cpu", watch)
+        # Afterwards the remaining tensors are freed in an arbitrary order.
+        tracer.trace = tracer.trace.until(watch.starts[-1])
+    return tracer, watch.starts
 
 
 @contextmanager
@@ -124,8 +148,7 @@ def quiet(what: str) -> Iterator[None]:
     except ConfigurationError:
         raise
     except Exception as error:
-        text = str(error).strip().partition("\n")[0]
-        raise ConfigurationError(f"{what} fails on tensors without values: {type(error).__name__}: {text}") from error
+        raise ConfigurationError(f"{what} {explain(error)}") from error
     finally:
         logger.setLevel(level)
         if collecting:
@@ -152,6 +175,10 @@ class _Kinds(Watch):
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
+        self.starts: list[Mark] = []
+
+    def step(self) -> None:
+        self.starts.append(self._tracer.trace.mark())
 
     def forward(self) -> None:
         self._tracer.kind = "activations"
@@ -161,9 +188,10 @@ class _Kinds(Watch):
 
     def optimizer(self, counts_on_device: bool) -> None:
         self._tracer.ignore_scalars = not counts_on_device
+        self._tracer.in_optimizer = True
 
     def stepped(self, optimizer: Any, counts_on_device: bool) -> None:
-        self._tracer.ignore_scalars = False
+        self._tracer.ignore_scalars = self._tracer.in_optimizer = False
         for state in optimizer.state.values():
             values = [value for value in state.values() if isinstance(value, Tensor)]
             self._tracer.mark((v for v in values if counts_on_device or v.dim()), "optimizer")

@@ -13,16 +13,18 @@ from torch.nn import functional
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.job import Job, TensorSpec
 from gpumem_exporter.training.planning.model import DTYPES
+from gpumem_exporter.training.planning.optimizers import make_optimizer
 
 __all__ = ["Watch", "train"]
 
-_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
-_CLASSES = {name.lower(): name for name in _OPTIMIZERS}
 _FP16_SCALE = 65536.0
 
 
 class Watch:
     """Receives the progress of a step. `counts_on_device`: the optimizer's step counts are on the device."""
+
+    def step(self) -> None:
+        """Called before each step and after the last one."""
 
     def forward(self) -> None:
         """Called before the batch is created."""
@@ -38,16 +40,24 @@ class Watch:
 
 
 def train(job: Job, model: nn.Module, batch: int, steps: int, device: str, watch: Watch) -> None:
-    """Train for a few steps. As in a plain script, a tensor lives until its variable is reassigned."""
-    optimizer, counts_on_device = _optimizer(job, model)
+    """Train for a few steps. As in a plain script, a tensor lives until its variable is reassigned.
+
+    In the loop `script` this includes the model's output with its logits. The loop `trainer` drops the output before
+    the backward pass, as transformers' Trainer does.
+    """
+    optimizer, counts_on_device = make_optimizer(job, model)
     autocast = job.precision in ("bf16", "fp16")
     for _ in range(steps):
+        watch.step()
         for _ in range(job.accumulation):
             watch.forward()
             inputs = _make(job.inputs, batch, device)
             targets = _make(job.targets, batch, device)
             with torch.autocast(device, dtype=DTYPES[job.precision]) if autocast else nullcontext():
-                loss = _loss(job, model, inputs, targets)
+                output = _forward(job, model, inputs)
+                loss = _loss(job, output, targets)
+                if job.loop == "trainer":
+                    del output
                 if job.accumulation > 1:
                     loss = loss / job.accumulation
             watch.backward()
@@ -59,6 +69,7 @@ def train(job: Job, model: nn.Module, batch: int, steps: int, device: str, watch
         optimizer.step()
         watch.stepped(optimizer, counts_on_device)
         optimizer.zero_grad()
+    watch.step()
 
 
 def _make(specs: Sequence[TensorSpec], batch: int, device: str) -> list[Tensor]:
@@ -66,8 +77,7 @@ def _make(specs: Sequence[TensorSpec], batch: int, device: str) -> list[Tensor]:
     return [torch.zeros(spec.at(batch), dtype=getattr(torch, spec.dtype), device=device) for spec in specs]
 
 
-def _loss(job: Job, model: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-    output = _forward(job, model, inputs)
+def _loss(job: Job, output: Any, targets: Sequence[Tensor]) -> Tensor:
     if callable(job.loss):
         return _number(job.loss(output, *targets))
     kind = job.loss
@@ -114,24 +124,3 @@ def _number(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ConfigurationError("the loss is not a tensor with one element")
     return value
-
-
-def _optimizer(job: Job, model: nn.Module) -> tuple[Any, bool]:
-    """Return the optimizer, and whether its step counts are on the device."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if job.optimizer == "none" or not parameters:
-        return None, False
-    options = dict(job.optimizer_options)
-    if isinstance(job.optimizer, str):
-        options = {**({"lr": 1e-3} if job.optimizer == "sgd" else {}), **options}
-        try:
-            made = getattr(torch.optim, _CLASSES[job.optimizer])(parameters, **options)
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"optimizer {job.optimizer}: {error}") from error
-    else:
-        made = job.optimizer(parameters, **options)
-    for group in made.param_groups:
-        # CUDA parameters get the foreach implementation by default; CPU parameters, which these are, do not.
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
-    return made, any(group.get("fused") or group.get("capturable") for group in made.param_groups)

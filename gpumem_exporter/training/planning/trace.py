@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gpumem_exporter.core.allocator_model import Block, CachingAllocator, SimulatedOutOfMemoryError
 
-__all__ = ["KINDS", "Line", "Peaks", "Trace", "blend", "replay"]
+__all__ = ["KINDS", "Line", "Mark", "Peaks", "Trace", "blend", "proportional", "replay"]
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries")
 """The purposes of allocations. Activations come from the forward pass and its batch, temporaries from all else."""
+
+
+class Mark(NamedTuple):
+    """A position in a trace: the index of the next event, and the number of the next allocation."""
+
+    event: int
+    number: int
 
 
 @dataclass(slots=True)
@@ -37,6 +45,32 @@ class Trace:
     def free(self, number: int) -> None:
         """Record a free."""
         self.events.append(-number)
+
+    def mark(self) -> Mark:
+        """Return the end of the trace."""
+        return Mark(len(self.events), len(self.sizes))
+
+    def until(self, mark: Mark) -> Trace:
+        """Return the trace without the events after a mark."""
+        return Trace(self.events[: mark.event], self.sizes[: mark.number], self.kinds[: mark.number])
+
+    def repeated(self, start: Mark, end: Mark) -> Trace | None:
+        """Return the trace with the events between two marks once more; the trace ends at the second one.
+
+        The repetition frees what the original left, as the original freed what was there before. Returns None if these
+        differ, because the job has not reached a steady state.
+        """
+        events = self.events[start.event : end.event]
+        freed = {-event for event in events if event < 0}
+        before = sorted(number for number in freed if number < start.number)
+        left = [number for number in range(start.number, end.number) if number not in freed]
+        if [self.sizes[number] for number in before] != [self.sizes[number] for number in left]:
+            return None
+        more = end.number - start.number
+        names = dict(zip(before, left, strict=True)) | {n: n + more for n in range(start.number, end.number)}
+        events = [names[event] if event > 0 else -names[-event] for event in events]
+        repeated = slice(start.number, end.number)
+        return Trace(self.events + events, self.sizes + self.sizes[repeated], self.kinds + self.kinds[repeated])
 
     def ordered(self) -> Trace:
         """Return the trace with consecutive frees in a fixed order, so that two traces can be compared.
@@ -84,6 +118,13 @@ def blend(small: Trace, small_batch: int, large: Trace, large_batch: int) -> Lin
     if small.events != large.events or small_batch == large_batch:
         return None
     return Line(small, small_batch, large, large_batch)
+
+
+def proportional(trace: Trace, batch: int) -> Line:
+    """Return the line on which activations and temporaries grow with the batch size; a first estimate."""
+    scaled = ("activations", "temporaries")
+    sizes = [0 if kind in scaled else size for size, kind in zip(trace.sizes, trace.kinds, strict=True)]
+    return Line(Trace(trace.events, sizes, trace.kinds), 0, trace, batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,20 @@ def by_values():
     rates = [x.item() for x in torch.linspace(0, 0.1, 3)]
     return nn.Sequential(nn.Linear(8, 8), *(nn.Dropout(rate) for rate in rates))
 
+def converted():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).half().to("cpu")
+    model[2].weight = model[0].weight
+    adapter = nn.Linear(8, 2).to(model[0].weight.dtype)
+    return nn.Sequential(model, adapter).bfloat16()
+
+class Reading(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(512, 512)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else x  # line 30
+
 def broken():
     raise RuntimeError("no weights here")
 """
@@ -48,7 +62,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from gpumem_exporter import training
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.training.planning import planner, simulation
-from gpumem_exporter.training.planning.job import Job, parse_tensor
+from gpumem_exporter.training.planning.job import OPTIMIZERS, Job, parse_tensor
 
 def in_this_process(*call, uses_cuda=False, **options):
     function, *arguments = pickle.loads(pickle.dumps(call))
@@ -78,6 +92,8 @@ run("no module", "nowhere:make", *small, "--input", one)
 run("no callable", "mine:take", *small, "--input", one)
 run("broken", "mine:broken", *small, "--input", one)
 run("no input", "mine:make", *small)
+run("reads a value", "mine:Reading", *small, "--input", one)
+run("other argument", "mine:make", *small, "--input", "tokens=" + one)
 run("wrong input", "mine:make", *small, "--input", "float32[B,511]")
 run("margin", *job, *small, "--margin", "1.5")
 run("option", *job, *small, "--optimizer-option", "momentum=1")
@@ -91,6 +107,17 @@ plans = [
     training.plan(mine.tied, precision="pure-bf16", **sequences),
     training.plan(mine.by_values, "float32[B,8]", "1GiB", optimizer="sgd", changes=False),
 ]
+converted = training.plan(mine.converted, "bfloat16[B,8]", "1GiB", optimizer="sgd", changes=False)
+result["converted"] = converted.breakdown["parameters"]
+
+def traced(optimizer, loop="trainer", **options):
+    job = Job(mine.make, [parse_tensor(one)], loss="mean", optimizer=optimizer, optimizer_options=options, loop=loop)
+    return simulation.trace_job(job, 1024)
+
+result["loops"] = [sum(traced("sgd", loop).peak().values()) for loop in ("script", "trainer")]
+described = {"described": {"bytes": 2}, "lbfgs": {"history_size": 3}}
+stateful = set(OPTIMIZERS) - {"none", "sparseadam", "muon"}
+result["states"] = {name: traced(name, **described.get(name, {})).highs()["optimizer"] for name in sorted(stateful)}
 numbers = sum(p.numel() for p in mine.tied().parameters())
 result["parameters"] = [numbers, *(plan.breakdown["parameters"] for plan in plans)]
 
@@ -109,8 +136,7 @@ with FakeTensorMode():
             optimizer.zero_grad()
 tracked = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
 simulation.temporaries = lambda *_: ()  # the tracker does not count them
-traced = simulation.trace_job(Job(mine.make, [parse_tensor(one)], loss="mean", optimizer="adam"), 1024)
-result["tracker"] = tracked, sum(traced.peak().values())
+result["tracker"] = tracked, sum(traced("adam").peak().values())
 """
 PROFILE = """
 import contextlib, io, sys
@@ -173,6 +199,9 @@ def test_the_table_names_changes_and_says_if_a_job_does_not_fit(scenes: dict[str
         ("no callable", "take"),
         ("broken", "RuntimeError: no weights here"),
         ("no input", "--input"),
+        ("reads a value", "_local_scalar_dense"),
+        ("reads a value", "mine.py:30; plan from measured steps instead: --profile"),
+        ("other argument", "--input NAME=TENSOR"),
         ("wrong input", "RuntimeError"),
         ("margin", "1.5"),
         ("option", "momentum"),
@@ -190,6 +219,28 @@ def test_errors_are_one_line(scenes: dict[str, Any], scene: str, expected: str) 
 def test_models_that_copy_tie_or_read_values_can_be_planned(scenes: dict[str, Any]) -> None:
     numbers, tied, pure, valued = scenes["parameters"]
     assert (tied, pure, valued) == (4 * numbers, 2 * numbers, 4 * 72)
+
+
+def test_a_factory_may_convert_the_model(scenes: dict[str, Any]) -> None:
+    assert scenes["converted"] == 2 * (8 * 8 + 8 + 2 * 8 + 8 + 8 * 2 + 2), "tied parameters stay tied"
+
+
+def test_a_script_keeps_the_output_during_backward_and_a_trainer_does_not(scenes: dict[str, Any]) -> None:
+    script, trainer = scenes["loops"]
+    assert script - trainer == 1024 * 512 * 4
+
+
+def test_the_states_of_optimizers_have_their_documented_sizes(scenes: dict[str, Any]) -> None:
+    states = scenes["states"]
+    assert states["adam"] == states["radam"] == 2 * PARAMETERS
+    assert states["rmsprop"] == states["adagrad"] == PARAMETERS
+    assert states["sgd"] == 0
+    assert states["described"] == PARAMETERS // 2
+    assert states["lbfgs"] == (2 * 3 + 3) * PARAMETERS
+    factored = 4 * 4 * (512 + 512 + 512)  # a row and a column of each weight, and each bias
+    assert states["adafactor"] == factored
+    weights, scales, biases = 2 * 4 * 512 * 512, 2 * 4 * 4 * 1024, 2 * 4 * 4 * 512
+    assert states["adam8bit"] == weights + scales + biases
 
 
 def test_pytorchs_own_tracker_counts_the_same_bytes(scenes: dict[str, Any]) -> None:
