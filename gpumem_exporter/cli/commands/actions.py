@@ -170,20 +170,20 @@ def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> d
     """Wait until it is known how much of the freed memory stays free. Ctrl-C ends the wait."""
     from gpumem_exporter.cli.render.terminal import open_console
 
-    settle_seconds = document["settle_seconds"]
-    freed = human_bytes(document["freed_bytes"])
-    with contextlib.ExitStack() as stack:
-        status = stack.enter_context(open_console().status("")) if progress else None
+    settle_seconds, freed = document["settle_seconds"], human_bytes(document["freed_bytes"])
+    status = open_console().status("") if progress else None
 
-        def show_progress(elapsed_seconds: float) -> None:
-            if status is not None:
-                seconds = f"{min(elapsed_seconds, settle_seconds):.0f} of {settle_seconds:g} s"
-                status.update(f"Freed {freed}. Waiting to see how much of it stays free: {seconds}")
+    def show_progress(elapsed_seconds: float) -> None:
+        if status is not None:
+            seconds = f"{min(elapsed_seconds, settle_seconds):.0f} of {settle_seconds:g} s"
+            status.update(f"Freed {freed}. Waiting to see how much of it stays free: {seconds}")
 
-        stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        wait_seconds = settle_seconds + ANSWER_GRACE_SECONDS
-        return api.wait_until_settled(document, wait_seconds=wait_seconds, observe=show_progress)
-    return api.action(document["id"])
+    wait_seconds = settle_seconds + ANSWER_GRACE_SECONDS
+    try:
+        with status or contextlib.nullcontext():
+            return api.wait_until_settled(document, wait_seconds=wait_seconds, observe=show_progress)
+    except KeyboardInterrupt:
+        return document
 
 
 def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:
