@@ -134,6 +134,12 @@ def test_the_last_line_of_a_settled_clear_is_what_stayed_free(still_free: tuple[
     assert _printed({**_action(*results), **totals}, width=120)[-1] == line
 
 
+def test_the_last_line_of_a_settled_clear_of_several_processes_is_plural() -> None:
+    results = [_result(pid=pid, still_free_bytes=0) for pid in (1, 2)]
+    settled = {**_action(*results), "settle_seconds": 10.0, "still_free_bytes": 0}
+    assert _printed(settled, width=120)[-1].endswith(": the jobs reserved it again.")
+
+
 def test_results_are_sorted_by_workload_and_rank() -> None:
     lines = _printed(_action(*(_result(pid=int(rank) + 1, rank=rank) for rank in ("10", "2", "0"))))
     assert [line.split()[2] for line in lines[1:4]] == ["0", "2", "10"]

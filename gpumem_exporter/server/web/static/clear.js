@@ -161,7 +161,8 @@ function stillFree(action) {
   if (action.still_free_bytes === null) return "";
   const missing = action.results.some((result) => result.freed_bytes > 0 && result.still_free_bytes === null);
   const complete = missing || action.still_free_bytes === action.freed_bytes;
-  const rest = complete ? "" : action.still_free_bytes === 0 ? ": the job reserved it again" : ": the job reserved the rest again";
+  const job = new Set(action.results.map((result) => result.pid)).size === 1 ? "job" : "jobs";
+  const rest = complete ? "" : `: the ${job} reserved ${action.still_free_bytes === 0 ? "it" : "the rest"} again`;
   const size = action.still_free_bytes === 0 ? "0 B" : bytes(action.still_free_bytes);
   return ` ${missing ? "At least " : ""}${size} of it is still free after ${action.settle_seconds} s${rest}.`;
 }
