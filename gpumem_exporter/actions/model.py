@@ -78,7 +78,9 @@ class Action:
     @property
     def still_free_bytes(self) -> int | None:
         """The bytes that are still free after settling. None before, and if no process has reported them."""
-        return None if self.settling else sum_of_known([result.still_free_bytes for result in self.results])
+        if self.settling or not self.finished or not self.results:
+            return None
+        return sum_of_known([result.still_free_bytes for result in self.results])
 
     @property
     def finished(self) -> bool:

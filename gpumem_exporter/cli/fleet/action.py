@@ -93,7 +93,7 @@ class FleetResult:
     @property
     def still_free_bytes(self) -> int | None:
         """The freed bytes that are still free after settling; None if they are not known."""
-        return sum_of_known([row.get("still_free_bytes") for row in self.rows])
+        return sum_of_known([row.get("still_free_bytes") for row in self.rows]) if self.rows else None
 
     @property
     def done(self) -> bool:

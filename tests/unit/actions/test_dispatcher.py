@@ -185,6 +185,8 @@ def test_a_clear_is_done_before_it_is_known_what_stayed_free(bench: Bench) -> No
     action = bench.ask(settle_seconds=10.0)
     bench.answer(bench.first, action, freed=3)
     still_free(bench, bench.first, action, 3, 1)
+    running = bench.dispatcher.get(action.id)
+    assert (action.still_free_bytes, running and running.still_free_bytes) == (None, None)
     bench.answer(bench.second, action, freed=4)
     (finished,) = bench.finished
     assert (finished.state, finished.settling, finished.still_free_bytes) == ("done", True, None)
