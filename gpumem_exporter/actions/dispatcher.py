@@ -41,6 +41,7 @@ from gpumem_exporter.actions.results import (
     unsupported,
 )
 from gpumem_exporter.actions.selection import Selection, select
+from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.targets import SelectedProcess, gpu_labels
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
@@ -48,10 +49,12 @@ from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionNotAllowedError
 from gpumem_exporter.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
 
-__all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "Dispatcher"]
+__all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "SILENT_GRACE_SECONDS", "Dispatcher"]
 
+SILENT_GRACE_SECONDS = 0.75
+"""A process that has not reported since the deadline has this long for its result, which may be on the way."""
 ANSWER_GRACE_SECONDS = 10.0
-"""The result of a delivered command may arrive this long after the deadline: it may have started just in time."""
+"""One that has reported since the deadline has this long: its command may have started just in time and still run."""
 GROUP_ANSWER_SECONDS = 2.0
 """A rank must report within this time that it keeps its command; otherwise the group does not act."""
 _DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
@@ -71,6 +74,8 @@ class Dispatcher:
         limits: limits on the number of actions.
         before_release: awaited for each new action before a process gets a command of it, so that the action is
             recorded before it has an effect.
+        call_later: calls a function after some seconds, so that actions expire in time. Without it, they expire when
+            `expire` is called the next time.
         kept_actions: the number of finished actions that are kept.
     """
 
@@ -85,6 +90,7 @@ class Dispatcher:
         terminator: Terminator,
         limits: RateLimits,
         before_release: Callable[[SubmittedAction], Awaitable[None]] | None = None,
+        call_later: Callable[[float, Callable[[], None]], object] = lambda _seconds, _function: None,
         kept_actions: int = 1000,
     ) -> None:
         self._store = store
@@ -95,7 +101,9 @@ class Dispatcher:
         self._terminator = terminator
         self._limits = limits
         self._before_release = before_release
+        self._call_later = call_later
         self._actions = ActionRegistry(kept_actions)
+        self._settlements = Settlements(self._actions.replace)
         self._polls = HeldPolls()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -126,6 +134,8 @@ class Dispatcher:
         self._actions.start(running, request, idempotency_key)
         self._create_parts(running, request, selection)
         self._finish_if_complete(running)
+        if running.commands:
+            self._call_later(request.deadline_seconds + SILENT_GRACE_SECONDS, self.expire)
         if not running.released.is_set() and self._before_release is not None:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
             self._spawn(self._release_after(running, self._before_release(submitted)))
@@ -150,6 +160,7 @@ class Dispatcher:
             dry_run=request.dry_run,
             reason=request.reason,
             caller=requested_by.key,
+            settle_seconds=request.settle_seconds,
         )
         running = RunningAction(action, self._clock(), gpu_labels(selection.snapshot))
         if self._before_release is None or request.dry_run:
@@ -189,6 +200,7 @@ class Dispatcher:
             at_step=running.action.at_step,
             fraction=request.fraction,
             force=request.force,
+            settle_seconds=request.settle_seconds,
         )
         part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds)
         running.commands[part.key] = part
@@ -264,10 +276,12 @@ class Dispatcher:
                 if part.recalled and result.reason_code == ReasonCode.CANCELLED and running.withdrawal is not None:
                     result = running.withdrawal
                 self._end(running, part, result, process)
+        self._settlements.take(process)
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """End the parts of a process that has exited."""
         self._polls.wake(key)
+        self._settlements.gone(key)
         for running in self._actions:
             part = running.commands.get(key)
             if part is not None:
@@ -280,6 +294,7 @@ class Dispatcher:
 
     def _end(self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
         running.end_command(part, result, process)
+        self._settlements.start(running, part, result, self._clock())
         if running.action.group and result.outcome != "done":
             self._withdraw(running, "not every rank of the group could take part", ReasonCode.GROUP_INCOMPLETE)
         self._finish_if_complete(running)
@@ -293,8 +308,9 @@ class Dispatcher:
     # Deadlines and cancellation
 
     def expire(self) -> None:
-        """End the parts that are too late. Called about once a second."""
+        """End the parts that are too late. Called about once a second, and after each deadline."""
         now = self._clock()
+        self._settlements.expire(now)
         for running in self._actions:
             group_is_late = running.action.group and now >= running.started_seconds + GROUP_ANSWER_SECONDS
             for part in tuple(running.commands.values()):
@@ -304,11 +320,17 @@ class Dispatcher:
                     late, code = "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
                 elif part.state is PartState.WAITING and now >= part.deadline_seconds:
                     late, code = "the process did not report before the deadline", ReasonCode.NOT_FETCHED
-                elif now >= part.deadline_seconds + ANSWER_GRACE_SECONDS:
+                elif now >= part.deadline_seconds + self._grace_seconds(part):
                     late, code = "delivered without a result in time; it may still be running", ReasonCode.NO_RESULT
                 else:
                     continue
                 self._give_up(running, part, "expired", late, code)
+
+    def _grace_seconds(self, part: CommandPart) -> float:
+        """Return how long after its deadline a command may have its result."""
+        process = self._store.find(part.key)
+        runs = process is not None and process.received_seconds >= part.deadline_seconds
+        return ANSWER_GRACE_SECONDS if runs else SILENT_GRACE_SECONDS
 
     def cancel(self, action_id: str, *, requested_by: Caller) -> Action | None:
         """Withdraw the parts of an action that have not started; return the action, or None if it is unknown.

@@ -1,7 +1,7 @@
 """The states of an action and of each process's part in it, and the transitions between them.
 
-An action is `QUEUED` until a process has fetched a command of it, then `RUNNING`, and ends as `DONE`, `FAILED` or
-`EXPIRED`. Each process has a part of its own::
+An action is `QUEUED` until a process has fetched a command of it, then `RUNNING`, and ends as `DONE`, `FAILED`,
+`EXPIRED` or `CANCELLED`. Each process has a part of its own::
 
     WAITING ──▶ DELIVERED ──▶ HELD           the command travels to the process
                     │           │
@@ -26,7 +26,7 @@ from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.results import GpuLabels, TerminationTarget, command_results, termination_results
 from gpumem_exporter.actions.targets import SelectedProcess
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
-from gpumem_exporter.wire.protocol import Command, CommandResult
+from gpumem_exporter.wire.protocol import Command, CommandResult, ReasonCode
 
 __all__ = [
     "ActionState",
@@ -47,6 +47,7 @@ class ActionState(Enum):
     DONE = "done"
     FAILED = "failed"
     EXPIRED = "expired"
+    CANCELLED = "cancelled"
 
 
 class PartState(Enum):
@@ -68,13 +69,14 @@ class PartState(Enum):
     """The result is known."""
 
 
-_ENDS = frozenset({ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED})
+_ENDS = frozenset({ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED, ActionState.CANCELLED})
 _TRANSITIONS: Mapping[Enum, frozenset[Enum]] = {
     ActionState.QUEUED: frozenset({ActionState.RUNNING}) | _ENDS,
     ActionState.RUNNING: _ENDS,
     ActionState.DONE: frozenset(),
     ActionState.FAILED: frozenset(),
     ActionState.EXPIRED: frozenset(),
+    ActionState.CANCELLED: frozenset(),
     PartState.WAITING: frozenset({PartState.DELIVERED, PartState.HELD, PartState.ENDED}),
     PartState.DELIVERED: frozenset({PartState.HELD, PartState.RECALLED, PartState.ENDED}),
     PartState.HELD: frozenset({PartState.RECALLED_HELD, PartState.ENDED}),
@@ -212,15 +214,20 @@ class RunningAction:
         self.add(termination_results(part.target, result, self.gpus))
 
     def finish(self, now_seconds: float) -> Action:
-        """End the action: done if all parts are, expired if the other parts have expired, otherwise failed."""
-        outcomes = {result.outcome for result in self.action.results}
-        if outcomes <= {"done"}:
-            self._advance(ActionState.DONE)
-        else:
-            self._advance(ActionState.EXPIRED if outcomes <= {"done", "expired"} else ActionState.FAILED)
+        """End the action, in the state that its results have in common."""
+        self._advance(self._final_state())
         self.action = replace(self.action, duration_seconds=now_seconds - self.started_seconds)
         self.finished.set()
         return self.action
+
+    def _final_state(self) -> ActionState:
+        """Done if all parts are, cancelled if it was before that, expired if the others have expired, else failed."""
+        outcomes = {result.outcome for result in self.action.results}
+        if outcomes <= {"done"}:
+            return ActionState.DONE
+        if self.withdrawal is not None and self.withdrawal.reason_code == ReasonCode.CANCELLED:
+            return ActionState.CANCELLED
+        return ActionState.EXPIRED if outcomes <= {"done", "expired"} else ActionState.FAILED
 
     def _advance(self, to: ActionState) -> None:
         self.action = replace(self.action, state=advanced(ActionState(self.action.state), to).value)

@@ -32,6 +32,8 @@ class ActionResult:
     allocated_before_bytes: int | None = None
     allocated_after_bytes: int | None = None
     freed_bytes: int | None = None
+    still_free_bytes: int | None = None
+    """Of `freed_bytes`, what the process had not reserved again after the action's `settle_seconds`."""
     device_free_before_bytes: int | None = None
     device_free_after_bytes: int | None = None
     duration_seconds: float | None = None
@@ -64,11 +66,21 @@ class Action:
     """The key of the caller, whose audit log has the action."""
     duration_seconds: float | None = None
     """From the request to the last result; None while it runs."""
+    settle_seconds: float = 0.0
+    settling: bool = False
+    """Whether a process may still report `still_free_bytes`. The state does not wait for it."""
 
     @property
     def freed_bytes(self) -> int | None:
         """The bytes released to the driver, for a dry run the expected bytes. None if no result has a value."""
         return sum_of_known([result.freed_bytes for result in self.results])
+
+    @property
+    def still_free_bytes(self) -> int | None:
+        """The bytes that are still free after settling. None before, and if no process has reported them."""
+        if self.settling or not self.finished or not self.results:
+            return None
+        return sum_of_known([result.still_free_bytes for result in self.results])
 
     @property
     def finished(self) -> bool:

@@ -75,6 +75,10 @@ class ActionRegistry:
             if key is not None and self._keys[key][1] == forgotten.id:
                 del self._keys[key]
 
+    def replace(self, action: Action) -> None:
+        """Replace a finished action by a later state of it, unless it is forgotten."""
+        self._finished.replace(action)
+
     def recall(self, action: Action, submitted: SubmittedAction | None) -> None:
         """Add an action of an earlier run of the exporter, and the request that started it.
 
@@ -105,6 +109,10 @@ class _Kept:
 
     def get(self, action_id: str) -> Action | None:
         return self._actions.get(action_id)
+
+    def replace(self, action: Action) -> None:
+        if action.id in self._actions:
+            self._actions[action.id] = action
 
     def add(self, action: Action) -> list[Action]:
         """Add the newest action, and return those that are forgotten."""

@@ -19,6 +19,7 @@ __all__ = [
     "DEFAULT_DEADLINE_SECONDS",
     "MAX_DEADLINE_SECONDS",
     "MAX_REASON_LENGTH",
+    "MAX_SETTLE_SECONDS",
     "ActionRequest",
     "InvalidField",
     "Target",
@@ -32,6 +33,7 @@ DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")
 """The actions that the exporter allows by default: those that end no process."""
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_DEADLINE_SECONDS = 3600.0
+MAX_SETTLE_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
 
 _MAX_PID = 2**31 - 1
@@ -40,6 +42,7 @@ _ACTION_OF_OPTION = {
     "fraction": "set_memory_fraction",
     "force": "set_memory_fraction",
     "collect_garbage": "empty_cache",
+    "settle_seconds": "empty_cache",
 }
 """The only action that accepts each of these fields."""
 
@@ -81,6 +84,8 @@ class ActionRequest:
     force: bool = False
     """For `set_memory_fraction`: set the fraction even if more is reserved already."""
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
+    settle_seconds: float = 0.0
+    """For `empty_cache`: when to measure how much of the freed memory is still free. 0: never."""
     dry_run: bool = False
     reason: str = ""
 
@@ -143,6 +148,9 @@ def _invalid_values(request: ActionRequest) -> Iterator[InvalidField]:
     if not (math.isfinite(request.deadline_seconds) and 0 < request.deadline_seconds <= MAX_DEADLINE_SECONDS):
         expected = f"a finite number of seconds over 0 and at most {MAX_DEADLINE_SECONDS:g}"
         yield InvalidField("deadline_seconds", request.deadline_seconds, expected)
+    if not (math.isfinite(request.settle_seconds) and 0 <= request.settle_seconds <= MAX_SETTLE_SECONDS):
+        expected = f"a finite number of seconds from 0 to {MAX_SETTLE_SECONDS:g}"
+        yield InvalidField("settle_seconds", request.settle_seconds, expected)
     if len(request.reason) > MAX_REASON_LENGTH:
         yield InvalidField("reason", request.reason, f"at most {MAX_REASON_LENGTH} characters")
 

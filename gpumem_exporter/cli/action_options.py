@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -19,18 +19,23 @@ from gpumem_exporter.errors import ConfigurationError
 
 __all__ = [
     "ANSWER_GRACE_SECONDS",
+    "SETTLE_SECONDS",
     "ClearOptions",
     "FractionOptions",
     "RequestOptions",
     "TargetOptions",
     "TimedOptions",
     "checked",
+    "with_settling",
 ]
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
 
-_OPTIONS = {"deadline_seconds": "--deadline", "fraction": "F", "collect_garbage": "--gc"}
+SETTLE_SECONDS = 10.0
+"""The settling time of a clear on a terminal."""
+
+_OPTIONS = {"deadline_seconds": "--deadline", "settle_seconds": "--settle", "fraction": "F", "collect_garbage": "--gc"}
 """The options whose names differ from the fields of a request."""
 
 
@@ -96,6 +101,29 @@ class ClearOptions(TimedOptions):
         bool,
         typer.Option("--gc", help="Run Python's garbage collector first, which also runs finalizers of user code."),
     ] = False
+    settle_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--settle",
+            metavar="SECONDS",
+            help="Measure after this time how much of the freed memory is still free; 0 does not. Default: 10 on a "
+            "terminal, otherwise 0.",
+        ),
+    ] = None
+
+    def request(self, action: str) -> dict[str, Any]:
+        """Return the request without its target."""
+        request = super().request(action)
+        if not self.settle_seconds:
+            del request["settle_seconds"]
+        return request
+
+
+def with_settling(options: RequestOptions, *, on_terminal: bool) -> RequestOptions:
+    """Return the options with the default settling time of a clear on a terminal, if none is given."""
+    if on_terminal and isinstance(options, ClearOptions) and options.settle_seconds is None and not options.dry_run:
+        return replace(options, settle_seconds=SETTLE_SECONDS)
+    return options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ from gpumem_exporter.errors import (
 from gpumem_exporter.wire.http import Answer, Connection, shown_url
 from gpumem_exporter.wire.trust import Trust
 
-__all__ = ["ExporterApi", "has_ended"]
+__all__ = ["ExporterApi", "has_ended", "has_settled"]
 
 _ACTIONS = "/api/v1/actions"
 _PUBLIC = ("/health", "/api/v1/devices", "/api/v1/live", "/api/v1/processes")
 """Routes that every client may read, unless the exporter has passwords."""
-_FINAL_STATES = ("done", "failed", "expired")
+_FINAL_STATES = ("done", "failed", "expired", "cancelled")
 _POLL_SECONDS = 0.25
 _LONGEST_HOLD_SECONDS = 10.0
 """How long the exporter may delay the answer to one request. A longer wait polls for the rest."""
@@ -33,6 +33,11 @@ _LONGEST_HOLD_SECONDS = 10.0
 def has_ended(action: Mapping[str, Any]) -> bool:
     """Whether an action has its final state."""
     return action.get("state") in _FINAL_STATES
+
+
+def has_settled(action: Mapping[str, Any]) -> bool:
+    """Whether an action has its final state, and no process may still report what stayed free."""
+    return has_ended(action) and not action.get("settling")
 
 
 class ExporterApi:
@@ -125,6 +130,20 @@ class ExporterApi:
             action = self.submit(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
         while not has_ended(action) and (left := end - self._clock()) > 0:
             self._sleep(min(left, _POLL_SECONDS))
+            action = self.action(action["id"])
+        return action
+
+    def wait_until_settled(
+        self, action: dict[str, Any], *, wait_seconds: float, observe: Callable[[float], None]
+    ) -> dict[str, Any]:
+        """Read an action until it has settled or the wait is over, and return it. Raises the errors of `get`.
+
+        `observe` is called about four times a second with the seconds since the call.
+        """
+        started = self._clock()
+        while not has_settled(action) and (elapsed := self._clock() - started) < wait_seconds:
+            observe(elapsed)
+            self._sleep(min(wait_seconds - elapsed, _POLL_SECONDS))
             action = self.action(action["id"])
         return action
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
+from gpumem_exporter.client.commands.settling import Settling
 from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.device import SimulatedDevice
@@ -30,6 +31,8 @@ __all__ = ["SimulatedProcess", "Tensor"]
 
 ACTIONS = ("empty_cache", "collect_garbage", "reset_peak")
 MAX_UNREPORTED_OOMS = 16
+MAX_STILL_FREE = 64
+"""The maximum number of settled devices in one report."""
 NO_STEPS_SECONDS = 2.0
 """After this time without a step, the process reports no step duration."""
 
@@ -77,6 +80,7 @@ class SimulatedProcess:
         self._step_seconds: float | None = None
         self._waiting: dict[str, tuple[Command, float]] = {}
         self._results: dict[str, CommandResult] = {}
+        self._settling = Settling()
         self._unsent: list[CommandResult] = []
 
     # Calls of its program.
@@ -159,13 +163,16 @@ class SimulatedProcess:
         """Build the next report; after the process has ended, it has no samples."""
         now = self._clock()
         steps_run = self._step_seconds and now - self._stepped_seconds < max(3 * self._step_seconds, NO_STEPS_SECONDS)
+        samples = () if self.ended else tuple(slot.sample() for slot in self.slots)
+        self._settling.measure(samples, now)
         return Report(
             process=self.identity,
             sequence=sequence,
-            devices=() if self.ended else tuple(slot.sample() for slot in self.slots),
+            devices=samples,
             pinned_host_bytes=self.pinned_host_bytes,
             step=self.step,
             results=tuple(results),
+            still_free=self._settling.results(MAX_STILL_FREE),
             ooms=tuple(replace(oom, age_seconds=now - seconds) for seconds, oom in self.unreported_ooms),
             actions=ACTIONS,
             modes=MODES,
@@ -175,7 +182,8 @@ class SimulatedProcess:
         )
 
     def acknowledge(self, report: Report) -> None:
-        """Record that the exporter accepted a report, so that its errors are not sent again."""
+        """Record that the exporter accepted a report, so that its contents are not sent again."""
+        self._settling.delivered(report.still_free)
         known = {oom.number for oom in report.ooms}
         self.unreported_ooms = [entry for entry in self.unreported_ooms if entry[1].number not in known]
 
@@ -241,7 +249,11 @@ class SimulatedProcess:
                 slot.reset_peaks()
         duration_seconds = time.perf_counter() - started
         devices = tuple(slot.result_since(use) for slot, use in zip(slots, before, strict=True))
-        return CommandResult(command.id, "done", duration_seconds=duration_seconds, devices=devices)
+        result = CommandResult(command.id, "done", duration_seconds=duration_seconds, devices=devices)
+        if command.action == "empty_cache":
+            settle_seconds = command.settle_seconds
+            self._settling.cleared(result, self._clock() + settle_seconds if settle_seconds > 0 else None)
+        return result
 
     def _note_oom(self, slot: DeviceSlot, error: SimulatedOutOfMemoryError) -> None:
         self._oom_count += 1

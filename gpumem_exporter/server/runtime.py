@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
@@ -262,6 +263,7 @@ def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audi
         terminator=Terminator(host),
         limits=limits,
         before_release=audit.record if audit.durable else None,
+        call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
     )
 
 

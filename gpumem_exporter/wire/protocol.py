@@ -43,6 +43,7 @@ __all__ = [
     "SnapshotBlock",
     "SnapshotFile",
     "SnapshotSegment",
+    "StillFree",
     "reply_from_wire",
     "to_wire",
 ]
@@ -248,6 +249,16 @@ class DeviceResult:
 
 
 @dataclass(frozen=True, slots=True)
+class StillFree:
+    """How much of what a command freed on one device the process has not reserved again after the settling time."""
+
+    id: str
+    """The command."""
+    uuid: str
+    still_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotFile:
     """A memory snapshot that a process has written for https://pytorch.org/memory_viz, and its summary."""
 
@@ -321,6 +332,8 @@ class Report:
     """Pinned host memory of the process's caching host allocator."""
     step: int | None = None
     results: tuple[CommandResult, ...] = ()
+    still_free: tuple[StillFree, ...] = ()
+    """For commands with `settle_seconds`, in a later report than the result."""
     ooms: tuple[OutOfMemory, ...] = ()
     """The errors since the last report."""
     actions: tuple[str, ...] = ()
@@ -357,6 +370,8 @@ class Command:
     """For `set_memory_fraction`: the share of each device that the allocator may reserve, over 0 and at most 1."""
     force: bool = False
     """Set the fraction even if more is reserved already."""
+    settle_seconds: float = 0.0
+    """For `empty_cache`: report how much of the freed memory is still free after this time. 0: do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +392,7 @@ _FIELD_NAMES: dict[type, tuple[str, ...]] = {
         DeviceSample,
         OutOfMemory,
         DeviceResult,
+        StillFree,
         SnapshotBlock,
         SnapshotSegment,
         SnapshotFile,
@@ -443,6 +459,7 @@ def _command(item: Any, where: str) -> Command:
         at_step=None if at_step is None else int(at_step),
         fraction=_optional_number(command, "fraction", where),
         force=command.get("force") is True,
+        settle_seconds=_number(command, "settle_seconds", where, default=0.0),
     )
 
 

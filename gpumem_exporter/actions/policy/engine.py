@@ -34,7 +34,6 @@ class Evaluation:
     """The result of one evaluation."""
 
     decisions: tuple[Decision, ...]
-    stops: tuple[Stop, ...]
     counts: dict[tuple[str, str], int]
     """The number of results by rule and result, without the decisions."""
 
@@ -71,7 +70,6 @@ class Engine:
             before = earlier._states.get(name)
             if before is not None:
                 state.take_over(before)
-        self._outcomes.take_over(earlier._outcomes)
 
     def evaluate(self, snapshot: Snapshot, under_way: Callable[[], AbstractSet[ProcessKey]]) -> Evaluation:
         """Evaluate every rule on every process that it concerns.
@@ -83,7 +81,6 @@ class Engine:
         now = snapshot.taken_seconds
         clock = self._clock if self._needs_clock else None
         seen = _Observed(tuple(observations(snapshot, self._stale_seconds, clock)))
-        stops = self._outcomes.check(seen.all)
         round_ = _Round(snapshot, under_way)
         for state in self._states.values():
             self._evaluate_rule(state, seen, round_)
@@ -92,11 +89,11 @@ class Engine:
             present = seen.subjects()
             for state in self._states.values():
                 state.forget(present, now)
-        return Evaluation(tuple(round_.decisions), stops, round_.counts)
+        return Evaluation(tuple(round_.decisions), round_.counts)
 
-    def finished(self, decision: Decision, action: Action, now: float) -> Stop | None:
-        """Take the finished action of a decision; return the stop of its rule, if the rule stops now."""
-        return self._outcomes.finished(decision, action, now)
+    def finished(self, decision: Decision, action: Action) -> Stop | None:
+        """Take the settled action of a decision; return the stop of its rule, if the rule stops now."""
+        return self._outcomes.finished(decision, action)
 
     def _evaluate_rule(self, state: RuleState, seen: _Observed, round_: _Round) -> None:
         rule = state.rule

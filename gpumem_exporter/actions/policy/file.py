@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpumem_exporter.actions.policy.model import DEFAULT_COOLDOWN_SECONDS, FREEING, Condition, Rule, StopAfter
+from gpumem_exporter.actions.policy.model import (
+    DEFAULT_COOLDOWN_SECONDS,
+    DEFAULT_STILL_FREE_SECONDS,
+    FREEING,
+    Condition,
+    Rule,
+    StopAfter,
+)
 from gpumem_exporter.actions.policy.quantities import read_quantity, shown_quantity
 from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.actions.request import (
     ACTIONS,
     DEFAULT_DEADLINE_SECONDS,
+    MAX_SETTLE_SECONDS,
     ActionRequest,
     Target,
     invalid_fields,
@@ -74,15 +83,22 @@ class _Reader(YamlReader):
         if not _NAME.fullmatch(name):
             self.fail_value(given["name"], "name", name, "letters, digits and _ . -, at most 64")
         request = self._request(given["do"])
+        stop_after = self._stop_after(given.get("stop_after"), request.action)
+        cooldown_seconds = self._number(given, "cooldown", "seconds", DEFAULT_COOLDOWN_SECONDS, 1.0, _DAY_SECONDS)
+        settle_seconds = stop_after.still_free_seconds if stop_after is not None else 0.0
+        if cooldown_seconds < settle_seconds:
+            at_least = f"at least still_free_after of stop_after, which is {shown_quantity(settle_seconds, 'seconds')}"
+            shown = shown_quantity(cooldown_seconds, "seconds")
+            self.fail_value(given.get("cooldown", node), "cooldown", shown, at_least)
         return Rule(
             name=name,
             when=self._when(given["when"]),
-            request=request,
+            request=replace(request, settle_seconds=settle_seconds),
             workloads=self._workloads(given["workloads"]),
             for_seconds=self._number(given, "for", "seconds", 0.0, most=_DAY_SECONDS),
-            cooldown_seconds=self._number(given, "cooldown", "seconds", DEFAULT_COOLDOWN_SECONDS, 1.0, _DAY_SECONDS),
+            cooldown_seconds=cooldown_seconds,
             max_per_hour=self.count(given, "max_per_hour", 12, 600),
-            stop_after=self._stop_after(given.get("stop_after"), request.action),
+            stop_after=stop_after,
             dry_run=self.flag(given, "dry_run", default=True),
             line=line_of(node),
         )
@@ -134,7 +150,8 @@ class _Reader(YamlReader):
         return request
 
     def _stop_after(self, node: Node | None, action: str) -> StopAfter | None:
-        default = StopAfter()
+        clears = action == "empty_cache"  # no other action releases memory to the driver
+        default = StopAfter(still_free_seconds=DEFAULT_STILL_FREE_SECONDS if clears else 0.0)
         if node is None:
             return default if action in FREEING else None
         if action not in FREEING:
@@ -142,13 +159,14 @@ class _Reader(YamlReader):
         if is_scalar(node) and node.value == "never":
             return None
         given = self.mapping(node, _STOP_KEYS, what="stop_after")
-        still = given.get("still_free_after")
+        if "still_free_after" in given and not clears:
+            self.fail(given["still_free_after"], "still_free_after: only empty_cache accepts it")
         return StopAfter(
             clears=self.count(given, "clears", default.clears, 100),
             freed_under_bytes=self._number(given, "freed_under", "bytes", default.freed_under_bytes, least=1.0),
-            still_free_seconds=None
-            if still is None
-            else self._quantity(still, "still_free_after", "seconds", 1.0, _DAY_SECONDS),
+            still_free_seconds=self._number(
+                given, "still_free_after", "seconds", default.still_free_seconds, most=MAX_SETTLE_SECONDS
+            ),
         )
 
     def _number(

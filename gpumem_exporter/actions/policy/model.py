@@ -8,12 +8,21 @@ from math import inf
 
 from gpumem_exporter.actions.request import ActionRequest
 
-__all__ = ["DEFAULT_COOLDOWN_SECONDS", "FREEING", "RESULTS", "Condition", "Rule", "StopAfter"]
+__all__ = [
+    "DEFAULT_COOLDOWN_SECONDS",
+    "DEFAULT_STILL_FREE_SECONDS",
+    "FREEING",
+    "RESULTS",
+    "Condition",
+    "Rule",
+    "StopAfter",
+]
 
 FREEING = ("empty_cache", "collect_garbage")
 """The actions that free memory: a rule may find that they do not help."""
 
 DEFAULT_COOLDOWN_SECONDS = 300.0
+DEFAULT_STILL_FREE_SECONDS = 10.0
 
 RESULTS = ("unmet", "pending", "acted", "would_act", "refused", "cooling", "busy", "limited", "stopped")
 """The result of evaluating a rule for one process on one device, once a second.
@@ -21,8 +30,8 @@ RESULTS = ("unmet", "pending", "acted", "would_act", "refused", "cooling", "busy
 `unmet`: a condition is false or its value is unknown. `pending`: all conditions are true, but not for long enough.
 `acted`, or `would_act` in a dry run: the rule requested its action. `refused`: the exporter rejected the action.
 `cooling`: the rule waits after its last action there; in a dry run also until the conditions have been false once,
-because the action would have changed them. `busy`: another action is running there. `limited`: the rule has reached its
-number of actions per hour. `stopped`: the rule has stopped there because its actions did not help.
+because the action would have changed them. `busy`: another action is running or settling there. `limited`: the rule
+has reached its number of actions per hour. `stopped`: the rule has stopped there because its actions did not help.
 """
 
 
@@ -43,8 +52,8 @@ class StopAfter:
     clears: int = 3
     freed_under_bytes: float = 64 << 20
     """An action that released less than this did not help."""
-    still_free_seconds: float | None = None
-    """Nor did one whose released memory is reserved again after this time. None: this is not checked."""
+    still_free_seconds: float = 0.0
+    """Of a clear, only what is still free after this settling time counts. 0: everything that it released counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +18,14 @@ from gpumem_exporter.cli.action_options import (
     TargetOptions,
     TimedOptions,
     checked,
+    with_settling,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.cli.rights import read_rights, rights_line
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["ACTION_COMMANDS", "ActionCommand", "build", "exit_code"]
 
@@ -52,7 +56,7 @@ ACTION_COMMANDS = (
   gpumem-exporter clear --workload notebook --gc --reason "make room for the release run"
   gpumem-exporter clear --workload llm-pretrain --group    # all ranks, after the same step
   gpumem-exporter clear --workload notebook --mode idle --deadline 600
-  gpumem-exporter clear --pid 4711 --json | jq .freed_bytes
+  gpumem-exporter clear --pid 4711 --settle 10 --json | jq .still_free_bytes
 """,
         ClearOptions,
     ),
@@ -139,12 +143,16 @@ def build(name: str) -> typer.Typer:
 
 def _run(action: str, target: TargetOptions, request: RequestOptions, connection: ConnectionOptions) -> int:
     """Request an action, print its results, and return the exit code."""
-    body = checked({**request.request(action), "target": target.target()})
+    on_terminal = sys.stdout.isatty() and not connection.as_json
+    options = with_settling(request, on_terminal=on_terminal)
+    body = checked({**options.request(action), "target": target.target()})
     wait_seconds = target.wait_seconds
     if wait_seconds is None:
         wait_seconds = request.deadline_seconds + ANSWER_GRACE_SECONDS
     with ExporterApi(connection.urls(), token=connection.token()) as api:
         document = api.act(body, wait_seconds=wait_seconds)
+        if wait_seconds > 0 and document.get("settling") and document.get("freed_bytes"):
+            document = _settled(api, document, progress=on_terminal)
         rights = {} if connection.as_json else read_rights(api)
     if connection.as_json:
         print_json(document)
@@ -156,6 +164,26 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
         if rights.get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds > 0)
+
+
+def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> dict[str, Any]:
+    """Wait until it is known how much of the freed memory stays free. Ctrl-C ends the wait."""
+    from gpumem_exporter.cli.render.terminal import open_console
+
+    settle_seconds, freed = document["settle_seconds"], human_bytes(document["freed_bytes"])
+    status = open_console().status("") if progress else None
+
+    def show_progress(elapsed_seconds: float) -> None:
+        if status is not None:
+            seconds = f"{min(elapsed_seconds, settle_seconds):.0f} of {settle_seconds:g} s"
+            status.update(f"Freed {freed}. Waiting to see how much of it stays free: {seconds}")
+
+    wait_seconds = settle_seconds + ANSWER_GRACE_SECONDS
+    try:
+        with status or contextlib.nullcontext():
+            return api.wait_until_settled(document, wait_seconds=wait_seconds, observe=show_progress)
+    except KeyboardInterrupt:
+        return document
 
 
 def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS, RequestOptions, TimedOptions, checked
+from gpumem_exporter.cli.action_options import (
+    ANSWER_GRACE_SECONDS,
+    RequestOptions,
+    TimedOptions,
+    checked,
+    with_settling,
+)
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions, SelectionOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
@@ -51,14 +59,16 @@ def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet
         PrometheusError: the query could not be evaluated.
         ActionRefusedError: the query selects too many processes, or a group cannot take part. Nothing was requested.
     """
-    body = checked(options.request(action))
+    on_terminal = sys.stdout.isatty() and not fleet.as_json
+    body = checked(with_settling(options, on_terminal=on_terminal).request(action))
     prometheus = fleet.connect()
     token = fleet.token()
     found = prometheus.query(selection.query)
     selectors = selectors_of(found.series, fleet.instance_url)
     run = _Run(body, selection, fleet, token)
     as_group = selectors and isinstance(options, TimedOptions) and options.group
-    result = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
+    with open_console().status("Waiting for the processes") if on_terminal else contextlib.nullcontext():
+        result = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
     result.print(found.warnings, query=selection.query, as_json=fleet.as_json)
     return 0 if result.done else FAILED
 
@@ -78,6 +88,12 @@ class FleetResult:
     """The step of a group."""
     cancel_reason: str = ""
     """Why a group was canceled; empty if it was not."""
+    settle_seconds: float = 0.0
+
+    @property
+    def still_free_bytes(self) -> int | None:
+        """The freed bytes that are still free after settling; None if they are not known."""
+        return sum_of_known([row.get("still_free_bytes") for row in self.rows]) if self.rows else None
 
     @property
     def done(self) -> bool:
@@ -102,6 +118,7 @@ class FleetResult:
             "called_off": self.cancel_reason,
             "results": list(self.rows),
             "freed_bytes": sum_of_known([row.get("freed_bytes") for row in self.rows]),
+            "still_free_bytes": self.still_free_bytes,
             "warnings": list(warnings),
         }
 
@@ -117,7 +134,9 @@ class FleetResult:
             yield plain(only, "bold red") if acted else plain("No rank acted.")
         elif self.at_step is not None:
             yield plain(f"{'Would act' if self.dry_run else 'All acted'} after step {self.at_step}.")
-        yield plain(summary({"action": self.action, "results": self.rows}, dry_run=self.dry_run), "bold")
+        totals = {"settle_seconds": self.settle_seconds, "still_free_bytes": self.still_free_bytes}
+        document = {"action": self.action, "results": self.rows, **totals}
+        yield plain(summary(document, dry_run=self.dry_run), "bold")
 
 
 @dataclass(frozen=True)
@@ -132,7 +151,12 @@ class _Run:
     @property
     def wait_seconds(self) -> float:
         """How long to wait for the end of the action."""
-        return float(self.body["deadline_seconds"]) + ANSWER_GRACE_SECONDS
+        return float(self.body["deadline_seconds"]) + self.settle_seconds + ANSWER_GRACE_SECONDS
+
+    @property
+    def settle_seconds(self) -> float:
+        """After which time the processes measure what stayed free; 0: they do not."""
+        return float(self.body.get("settle_seconds", 0.0))
 
     def on_each(self, selectors: Selectors) -> FleetResult:
         """Every process acts by itself."""
@@ -205,7 +229,10 @@ class _Run:
     ) -> FleetResult:
         rows = [*((request.exporter, row) for request in requests for row in result_rows(request)), *failed]
         rows.sort(key=lambda item: (natural_order(item[0]), result_order(item[1])))
-        return FleetResult(self.body["action"], self.body["dry_run"], [row for _, row in rows], at_step, cancel_reason)
+        sorted_rows = [row for _, row in rows]
+        return FleetResult(
+            self.body["action"], self.body["dry_run"], sorted_rows, at_step, cancel_reason, self.settle_seconds
+        )
 
 
 def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[ExporterRequest]:

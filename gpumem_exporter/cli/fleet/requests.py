@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from gpumem_exporter.cli.api_client import ExporterApi, has_ended
+from gpumem_exporter.cli.api_client import ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess
 from gpumem_exporter.errors import ExporterAnswerError, ExporterError, ExporterUntrustedError
 from gpumem_exporter.wire.http import shown_url
@@ -41,7 +41,7 @@ class ExporterRequest:
     @property
     def pending(self) -> bool:
         """Whether the request may still change."""
-        return self.failure is None and not has_ended(self.action)
+        return self.failure is None and not has_settled(self.action)
 
 
 class Fleet:
@@ -114,7 +114,7 @@ class Fleet:
             self._for_each(pending, _poll)
             observe()
         for request in requests:
-            if request.pending:
+            if request.pending and not has_ended(request.action):
                 reason = f"action {request.action.get('id')} did not end within {wait_seconds:g} s"
                 request.failure = Failure("expired", reason)
 

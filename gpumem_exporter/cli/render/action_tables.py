@@ -91,7 +91,22 @@ def summary(action: Document, *, dry_run: bool) -> str:
     known = [result["freed_bytes"] for result in results if result.get("freed_bytes") is not None]
     if not known:
         return f"{'Would be done' if dry_run else 'Done'} {where}; the freed bytes are not known."
+    if sum(known) > 0 and action.get("still_free_bytes") is not None:
+        return _settled(action, sum(known), where if done < processes else "", "job" if processes == 1 else "jobs")
     return f"{'Would free' if dry_run else 'Freed'} {human_bytes(sum(known))} {where}."
+
+
+def _settled(action: Document, freed_bytes: int, where: str, job: str) -> str:
+    """The line of a clear after its settling time."""
+    still_free_bytes = action["still_free_bytes"]
+    missing = any(result.get("freed_bytes") and result.get("still_free_bytes") is None for result in action["results"])
+    if still_free_bytes == 0 and not missing:
+        reserved = f": the {job} reserved it again"
+    else:
+        reserved = "" if missing or still_free_bytes == freed_bytes else f": the {job} reserved the rest again"
+    freed = " ".join(filter(None, (f"Freed {human_bytes(freed_bytes)}", where)))
+    still_free = f"{'at least ' if missing else ''}{human_bytes(still_free_bytes)}"
+    return f"{freed}; {still_free} of it is still free after {action['settle_seconds']:g} s{reserved}."
 
 
 def _cells(result: Document, memory: str) -> tuple[str | Text, ...]:

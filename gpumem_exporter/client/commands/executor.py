@@ -13,6 +13,7 @@ from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.allocator.snapshot_file import write_snapshot
 from gpumem_exporter.client.allocator.torch_access import DeviceState
+from gpumem_exporter.client.commands.settling import Settling
 from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceResult, ReasonCode, SnapshotFile
@@ -32,12 +33,16 @@ class Executor:
         allocator: the allocator that the commands act on.
         sampler: does not sample while a command runs.
         clock: monotonic seconds.
+
+    Attributes:
+        settling: learns of each clear.
     """
 
     def __init__(self, allocator: Allocator, sampler: Sampler, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._allocator = allocator
         self._sampler = sampler
         self._clock = clock
+        self.settling = Settling()
         # Reentrant: a signal handler may end a step while its thread holds the lock.
         self._results_lock = threading.RLock()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
@@ -96,6 +101,9 @@ class Executor:
             return self.settle(CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED))
         result = self._run(command)
         self._sampler.outdated()
+        if command.action == "empty_cache" and result.outcome == "done":
+            settle_seconds = command.settle_seconds
+            self.settling.cleared(result, self._clock() + settle_seconds if settle_seconds > 0 else None)
         return self.settle(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
 
     def _run(self, command: Command) -> CommandResult:

@@ -136,6 +136,10 @@ class Scheduler:
             if held is not None:
                 self._settle(held.command, "refused", "the exporter withdrew the command", ReasonCode.CANCELLED)
 
+    def next_expiry_seconds(self) -> float | None:
+        """Return when the next waiting command expires; None if there is none."""
+        return min((held.expires_seconds for held in self._list()), default=None)
+
     def at_step(self, step: int) -> None:
         """Run the commands for this step, in the thread that ended it; usually there are none."""
         if self._for_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -27,6 +28,8 @@ _DEFAULT_INTERVAL_SECONDS = 1.0
 _INTERVAL_SECONDS_MAX = 60.0
 _REFUSED_INTERVALS = 5
 """The next report after a refused one comes this many intervals later."""
+_LATE_SECONDS = 0.005
+"""How long after a deadline or a settling time the next report is due, so that the time has passed for sure."""
 _MAX_RESULTS = 64
 """The limit per report; further results follow in the next one."""
 
@@ -113,7 +116,9 @@ class ReportLoop:
 
     def _report_once(self) -> None:
         """Send a report, follow the reply, and wait until the next report is due."""
-        started, hold_seconds = time.monotonic(), self._interval_seconds
+        started = time.monotonic()
+        early_seconds = self._early_report_seconds(started)
+        hold_seconds = min(self._interval_seconds, early_seconds - started)
         outcome, reply = Outcome.FAILED, None
         with self._errors.swallowed("cannot sample"):
             report = self._next_report(started, hold_seconds)
@@ -121,6 +126,7 @@ class ReportLoop:
             if outcome in (Outcome.ACCEPTED, Outcome.REJECTED):
                 self._ooms.reported(report.ooms)
                 del self._results[: len(report.results)]
+                self._executor.settling.delivered(report.still_free)
         if outcome in (Outcome.REFUSED, Outcome.REJECTED):
             self._wakeup.wait(self._interval_seconds * (_REFUSED_INTERVALS - 1))
         if reply is None:
@@ -133,7 +139,12 @@ class ReportLoop:
         self._collect_results()
         # New commands and results are reported immediately: the exporter then knows that they have arrived.
         if not self._results and not reply.commands:
-            self._wakeup.wait(started + self._interval_seconds - time.monotonic())
+            self._wakeup.wait(min(started + self._interval_seconds, early_seconds) - time.monotonic())
+
+    def _early_report_seconds(self, now: float) -> float:
+        """Return when a settling time or a deadline ends, for which a report may be due before the interval is over."""
+        ends = (self._executor.settling.next_due_seconds(), self._waiting.next_expiry_seconds())
+        return min((end + _LATE_SECONDS for end in ends if end is not None and end > now), default=math.inf)
 
     def _read_cache(self) -> float:
         """Read the cache if that is due, during the wait for a reply. Return the seconds until the next reading."""
@@ -144,6 +155,7 @@ class ReportLoop:
     def _next_report(self, started_seconds: float, hold_seconds: float) -> Report:
         sample = self.sampler.current(started_seconds + hold_seconds)
         self._collect_results()
+        self._executor.settling.measure(sample.devices, sample.taken_seconds)
         self._sequence += 1
         self._identity = replace(self._identity, allocator_settings=self._allocator.settings[:MAX_TEXT_LENGTH])
         return Report(
@@ -154,6 +166,7 @@ class ReportLoop:
             pinned_host_bytes=sample.pinned_host_bytes,
             step=sample.step,
             results=tuple(self._results[:_MAX_RESULTS]),
+            still_free=self._executor.settling.results(_MAX_RESULTS),
             ooms=self._ooms.waiting(),
             actions=self._executor.actions,
             modes=MODES,

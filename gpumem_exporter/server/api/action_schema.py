@@ -8,12 +8,14 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
+from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import (
     ACTIONS,
     DEFAULT_DEADLINE_SECONDS,
     MAX_DEADLINE_SECONDS,
     MAX_REASON_LENGTH,
+    MAX_SETTLE_SECONDS,
     ActionRequest,
     Target,
     invalid_fields,
@@ -84,6 +86,11 @@ class ActionBody(_Strict):
         description="a process that has not started by then does not act",
         json_schema_extra={"exclusiveMinimum": 0, "maximum": MAX_DEADLINE_SECONDS},
     )
+    settle_seconds: float = Field(
+        0.0,
+        description="for empty_cache: measure after this time how much of the freed memory is still free; 0 does not",
+        json_schema_extra={"minimum": 0, "maximum": MAX_SETTLE_SECONDS},
+    )
     wait_seconds: float = Field(10.0, ge=0, le=MAX_WAIT_SECONDS, description="how long the reply may take")
     dry_run: bool = Field(False, description="return the expected results, change nothing")
     reason: str = Field("", description="for the audit log", json_schema_extra={"maxLength": MAX_REASON_LENGTH})
@@ -108,7 +115,7 @@ class ActionDocument(TypedDict):
 
     id: str
     action: str
-    state: Annotated[str, Field(json_schema_extra={"enum": ["queued", "running", "done", "failed", "expired"]})]
+    state: Annotated[str, Field(json_schema_extra={"enum": [state.value for state in ActionState]})]
     requested_by: Annotated[
         str, Field(description="the caller: unix:uid=…, loopback:uid=…, token:FILE@…, policy:RULE or alert:NAME")
     ]
@@ -122,6 +129,9 @@ class ActionDocument(TypedDict):
     duration_seconds: float | None
     results: list[ActionResult]
     freed_bytes: int | None
+    settle_seconds: float
+    settling: Annotated[bool, Field(description="still_free_bytes may still become known")]
+    still_free_bytes: Annotated[int | None, Field(description="of freed_bytes, after settle_seconds")]
 
 
 class ActionsDocument(TypedDict):
@@ -137,4 +147,5 @@ def action_document(action: Action) -> dict[str, Any]:
     document["created"] = iso_time(document.pop("created_unix_seconds"))
     document["target"] = {name: value for name, value in document["target"].items() if value not in (None, False)}
     document["freed_bytes"] = action.freed_bytes
+    document["still_free_bytes"] = action.still_free_bytes
     return document

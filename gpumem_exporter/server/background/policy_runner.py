@@ -68,7 +68,7 @@ class PolicyRunner:
         self._event_log = log
         self._wall_clock = wall_clock
         self._running: dict[str, Decision] = {}
-        """The decisions whose actions have not finished, by the id of the action."""
+        """The decisions whose actions have not finished or settled, by the id of the action."""
         self._reading = asyncio.Lock()
         self._engine = Engine((), stale_seconds=stale_seconds)
         self._put_in_force(read_policy(path, allowed=allowed), "start")
@@ -83,17 +83,15 @@ class PolicyRunner:
         snapshot = self._snapshot()
         for action_id, decision in list(self._running.items()):
             action = self._dispatcher.get(action_id)
-            if action is None or action.finished:
+            if action is None or (action.finished and not action.settling):
                 del self._running[action_id]
                 if action is not None:
-                    self._finished(decision, action, snapshot.taken_seconds)
+                    self._finished(decision, action)
         found = self._engine.evaluate(snapshot, self._under_way)
-        for stop in found.stops:
-            self._log_stop(stop)
         for (rule, result), count in found.counts.items():
             self._instruments.count_policy(rule, result, count)
         for decision in found.decisions:
-            self._instruments.count_policy(decision.rule.name, self._submit(decision, snapshot.taken_seconds), 1)
+            self._instruments.count_policy(decision.rule.name, self._submit(decision), 1)
 
     async def reload(self, requested_by: str) -> tuple[Rule, ...]:
         """Read the file again and put its rules in force.
@@ -144,7 +142,7 @@ class PolicyRunner:
         own = {decision.observation.process.key for decision in self._running.values()}
         return {*self._dispatcher.under_way(), *own}
 
-    def _submit(self, decision: Decision, now: float) -> str:
+    def _submit(self, decision: Decision) -> str:
         """Submit the action of a decision and return its result, one of `policy.RESULTS`."""
         rule = decision.rule
         try:
@@ -154,13 +152,13 @@ class PolicyRunner:
             _log.warning("the action of a policy rule was refused", extra={"fields": fields})
             return "refused"
         if action.finished:
-            self._finished(decision, action, now)
+            self._finished(decision, action)
         else:
             self._running[action.id] = decision
         return "would_act" if rule.dry_run else "acted"
 
-    def _finished(self, decision: Decision, action: Action, now: float) -> None:
-        stop = self._engine.finished(decision, action, now)
+    def _finished(self, decision: Decision, action: Action) -> None:
+        stop = self._engine.finished(decision, action)
         if stop is not None:
             self._log_stop(stop)
 

@@ -222,7 +222,7 @@ class Process:
 
 
 def test_a_rule_that_does_not_help_stops_with_an_event(tmp_path: Path) -> None:
-    policy = written(tmp_path / "policy.yml", rule(cooldown="1s", stop_after={"clears": 2}))
+    policy = written(tmp_path / "policy.yml", rule(cooldown="1s", stop_after={"clears": 2, "still_free_after": "0s"}))
     with running_exporter(policy_file=str(policy)) as exporter:
         process = Process(exporter)
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,16 @@ def focused(live: LivePage, element: str) -> None:
     live.until("document.activeElement.id === it", element)
 
 
+def settle_soon(route: Any) -> None:
+    """Shorten the settling time of a request for an action."""
+    if route.request.method == "POST":
+        body = json.loads(route.request.post_data)
+        if "settle_seconds" in body:
+            route.continue_(post_data=json.dumps({**body, "settle_seconds": 0.5}))
+            return
+    route.continue_()
+
+
 def test_a_clear_frees_what_its_dry_run_showed(
     make_node: MakeNode, start_torch: StartTorch, tmp_path: Path, open_page: OpenPage
 ) -> None:
@@ -57,6 +68,7 @@ def test_a_clear_frees_what_its_dry_run_showed(
         live = open_page(url, viewport={"width": 1280, "height": 900})
         live.until("document.querySelector('.device .torch_reclaimable').dataset.bytes === it", str(GIB))
         before = live.ledger(0)
+        live.page.route("**/api/v1/actions", settle_soon)
         live.page.get_by_role("button", name="Clear GPU 0…").click()
         shows(live, "#dialog-status", r"1\.0 GiB\b.*\b1\b")
         assert live.ledger(0)["torch_reclaimable"] == GIB  # only the dry run has run
@@ -64,6 +76,7 @@ def test_a_clear_frees_what_its_dry_run_showed(
         shows(live, "#dialog-status", r"^Freed 1\.0 GiB\b.*\b1\b")
         row = live.text("#dialog-results tbody tr")
         assert row.split("\t") == [f"hoarder (pid {process.pid})", "0", "1.0 GiB → 0", "1.0 GiB", "done"]
+        shows(live, "#dialog-status", r"^Freed 1\.0 GiB\b.*\b1\.0 GiB of it is still free after 0\.5 s\.$")
         live.page.get_by_role("button", name="Close").click()
         live.until("document.querySelector('.device .torch_reclaimable').dataset.bytes === '0'")
         after = live.ledger(0)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -10,19 +11,22 @@ from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.dispatcher import (
     ANSWER_GRACE_SECONDS,
     GROUP_ANSWER_SECONDS,
+    SILENT_GRACE_SECONDS,
 )
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
 from gpumem_exporter.actions.targets import select_listed
 from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import (
     GroupIncompleteError,
     IdempotencyConflictError,
     TooManyActionsError,
 )
-from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
+from gpumem_exporter.wire.protocol import CommandResult, ReasonCode, StillFree
 from tests.support.builders import MIB, UUIDS, NobodyHost, device, node, sample
 from tests.support.dispatching import EVERYBODY, Bench, Ranks, run
 
@@ -132,7 +136,9 @@ def test_the_result_of_a_delivered_command_may_arrive_shortly_after_the_deadline
         action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
         (command,) = await bench.dispatcher.commands(bench.first, 0)
         assert command.deadline_seconds == 30.0
-        bench.now += 30.0 + ANSWER_GRACE_SECONDS - 0.1
+        bench.now += 30.0
+        bench.put(1)  # it runs the command in a training thread, and reports meanwhile
+        bench.now += ANSWER_GRACE_SECONDS - 0.1
         bench.dispatcher.expire()
         assert not bench.finished
         bench.answer(bench.first, action, freed=7)
@@ -145,12 +151,68 @@ def test_a_delivered_command_without_a_result_expires(bench: Bench) -> None:
     async def scenario() -> None:
         bench.ask(target=Target(pid=1), deadline_seconds=30.0)
         await bench.dispatcher.commands(bench.first, 0)
-        bench.now += 30.0 + ANSWER_GRACE_SECONDS
+        bench.now += 30.0 + SILENT_GRACE_SECONDS
         bench.dispatcher.expire()
         (finished,) = bench.finished
         assert {(row.outcome, row.reason_code) for row in finished.results} == {("expired", ReasonCode.NO_RESULT)}
 
     run(scenario())
+
+
+def test_an_action_expires_less_than_a_second_after_its_deadline(bench: Bench) -> None:
+    timers: list[tuple[float, Callable[[], None]]] = []
+    bench.dispatcher = bench.build(call_later=lambda *timer: timers.append(timer))
+    bench.ask(target=Target(pid=1), deadline_seconds=3.0)
+    run(bench.dispatcher.commands(bench.first, 0))
+    ((seconds, expire),) = timers
+    assert 3.0 <= seconds < 4.0
+    bench.now += seconds
+    expire()
+    assert [action.state for action in bench.finished] == ["expired"]
+
+
+def still_free(bench: Bench, process: ReportingProcess, action: Action, *sizes: int) -> None:
+    """Let a process report what stayed free of the action on its devices."""
+    values = tuple(
+        StillFree(action.id, each.uuid, size) for each, size in zip(process.report.devices, sizes, strict=False)
+    )
+    bench.dispatcher.take_results(
+        dataclasses.replace(process, report=dataclasses.replace(process.report, still_free=values))
+    )
+
+
+def test_a_clear_is_done_before_it_is_known_what_stayed_free(bench: Bench) -> None:
+    action = bench.ask(settle_seconds=10.0)
+    bench.answer(bench.first, action, freed=3)
+    still_free(bench, bench.first, action, 3, 1)
+    running = bench.dispatcher.get(action.id)
+    assert (action.still_free_bytes, running and running.still_free_bytes) == (None, None)
+    bench.answer(bench.second, action, freed=4)
+    (finished,) = bench.finished
+    assert (finished.state, finished.settling, finished.still_free_bytes) == ("done", True, None)
+    still_free(bench, bench.second, action, 2)
+    settled = bench.dispatcher.get(action.id)
+    assert settled is not None
+    assert (settled.state, settled.settling, settled.freed_bytes, settled.still_free_bytes) == ("done", False, 10, 6)
+    assert [row.still_free_bytes for row in settled.results] == [3, 1, 2]
+
+
+@pytest.mark.parametrize("ends", ["expired", "gone"])
+def test_a_process_that_does_not_report_what_stayed_free_leaves_it_unknown(bench: Bench, ends: str) -> None:
+    action = bench.ask(settle_seconds=10.0)
+    bench.answer(bench.first, action, freed=3)
+    bench.answer(bench.second, action, freed=4)
+    still_free(bench, bench.second, action, 2)
+    still_free(bench, bench.second, dataclasses.replace(action, id="unknown"), 4)
+    if ends == "gone":
+        bench.dispatcher.process_gone(bench.first.key, "it ended")
+    else:
+        bench.now += 10.0 + SETTLING_GRACE_SECONDS
+        bench.dispatcher.expire()
+    settled = bench.dispatcher.get(action.id)
+    assert settled is not None
+    assert (settled.settling, settled.still_free_bytes) == (False, 2)
+    assert [row.still_free_bytes for row in settled.results] == [None, None, 2]
 
 
 def test_an_exited_process_is_named_and_the_others_still_count(bench: Bench) -> None:

@@ -22,8 +22,14 @@ from gpumem_exporter.wire.protocol import Command
 from tests.support.builders import reporting
 
 LEGAL: dict[Any, set[Any]] = {
-    ActionState.QUEUED: {ActionState.RUNNING, ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED},
-    ActionState.RUNNING: {ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED},
+    ActionState.QUEUED: {
+        ActionState.RUNNING,
+        ActionState.DONE,
+        ActionState.FAILED,
+        ActionState.EXPIRED,
+        ActionState.CANCELLED,
+    },
+    ActionState.RUNNING: {ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED, ActionState.CANCELLED},
     PartState.WAITING: {PartState.DELIVERED, PartState.HELD, PartState.ENDED},
     PartState.DELIVERED: {PartState.HELD, PartState.RECALLED, PartState.ENDED},
     PartState.HELD: {PartState.RECALLED_HELD, PartState.ENDED},

@@ -56,14 +56,14 @@ class Bench:
         return self.finish(decision, **results)
 
     def finish(
-        self, decision: Decision, freed: int | None = 200 * MIB, outcome: str = "done", before: int | None = 200 * MIB
+        self, decision: Decision, freed: int | None = 200 * MIB, outcome: str = "done", still_free: int | None = None
     ) -> Stop | None:
         row = ActionResult(
-            1, "train", "", "0", UUIDS[0], outcome, "why", reserved_before_bytes=before, freed_bytes=freed
+            1, "train", "", "0", UUIDS[0], outcome, "why", freed_bytes=freed, still_free_bytes=still_free
         )
         dry = decision.request.dry_run
         action = Action(f"a{self.now}", "empty_cache", "done", "policy:r", 0.0, Target(pid=1), dry_run=dry)
-        return self.engine.finished(decision, replace(action, results=(row,)), self.now)
+        return self.engine.finished(decision, replace(action, results=(row,)))
 
 
 def only(found: Evaluation, result: str) -> bool:
@@ -340,20 +340,21 @@ def test_an_unmeasured_action_does_not_count() -> None:
     assert bench.engine.stopped("r") == 0
 
 
-def test_released_memory_that_is_reserved_again_did_not_help() -> None:
-    bench = Bench(rule(cooldown_seconds=100.0, stop_after=StopAfter(1, 64 * MIB, still_free_seconds=5.0)))
-    assert bench.act(100.0, freed=200 * MIB) is None
-    assert not bench.hoarding(4.9).stops
-    (stop,) = bench.hoarding(0.2).stops
-    assert re.search(r"\bempty_cache\b.*\b200\.0 MiB.*\b0 bytes\b.*\b5 s", stop.reason)
+@pytest.mark.parametrize(
+    ("still_free", "stops"), [(0, True), (64 * MIB - 1, True), (64 * MIB, False), (200 * MIB, False)]
+)
+def test_only_released_memory_that_is_still_free_after_settling_counts(still_free: int, stops: bool) -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB, still_free_seconds=5.0)))
+    stop = bench.act(freed=200 * MIB, still_free=still_free)
+    assert (stop is not None) is stops
+    if stop is not None:
+        shown = "0 bytes" if still_free == 0 else r"64\.0 MiB"
+        assert re.search(rf"\bempty_cache\b.*\b200\.0 MiB.*\b{shown}\b.*\b5 s", stop.reason)
 
 
-def test_released_memory_that_is_still_free_helped() -> None:
-    bench = Bench(rule(cooldown_seconds=100.0, stop_after=StopAfter(1, 64 * MIB, still_free_seconds=5.0)))
-    assert bench.act(100.0, freed=200 * MIB) is None
-    bench.now += 6
-    assert not bench.evaluate(process(1, sample(reclaimable=136 * MIB), at=bench.now)).stops
-    assert not bench.hoarding(1.0).stops
+def test_a_clear_of_which_it_is_unknown_what_stayed_free_does_not_count() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB, still_free_seconds=5.0)))
+    assert bench.act(freed=200 * MIB) is None
     assert bench.engine.stopped("r") == 0
 
 

@@ -85,7 +85,8 @@ def test_a_minimal_rule_is_a_dry_run_with_default_limits(tmp_path: Path) -> None
     assert rule.dry_run is True
     assert (rule.request.mode, rule.request.group) == ("now", False)
     assert (rule.for_seconds, rule.cooldown_seconds, rule.max_per_hour) == (0.0, 300.0, 12)
-    assert rule.stop_after == StopAfter(3, 64 << 20, None)
+    assert rule.stop_after == StopAfter(3, 64 << 20, 10.0)
+    assert rule.request.settle_seconds == 10.0
 
 
 def test_stop_after_may_be_never_and_applies_only_to_actions_that_free_memory(tmp_path: Path) -> None:
@@ -93,6 +94,13 @@ def test_stop_after_may_be_never_and_applies_only_to_actions_that_free_memory(tm
     (snapshot,) = read(tmp_path, MINIMAL.replace("empty_cache", "snapshot"))
     assert never.stop_after is None
     assert snapshot.stop_after is None
+
+
+def test_a_cooldown_may_be_as_short_as_the_settling_time(tmp_path: Path) -> None:
+    (equal,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: {still_free_after: 2s}\n")
+    (off,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: {still_free_after: 0s}\n")
+    (never,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: never\n")
+    assert [rule.request.settle_seconds for rule in (equal, off, never)] == [2.0, 0.0, 0.0]
 
 
 def test_a_group_acts_at_a_step(tmp_path: Path) -> None:
@@ -124,6 +132,14 @@ def test_the_example_has_every_field_and_key() -> None:
         (lambda text: text + "    name: s\n", 6, ("'name'",)),
         (lambda text: text + "    cooldown:\n", 6, ("cooldown",)),
         (lambda text: text + "    cooldown: 0\n", 6, ("cooldown: '0'", " 1 s")),
+        (lambda text: text + "    cooldown: 2s\n", 6, ("cooldown: '2 s'", "still_free_after", "10 s")),
+        (lambda text: text + "    stop_after: {still_free_after: 6m}\n", 2, ("cooldown: '300 s'", "360 s")),
+        (lambda text: text + "    stop_after: {still_free_after: 2h}\n", 6, ("still_free_after: '2h'", "3600 s")),
+        (
+            lambda text: text.replace("empty_cache", "collect_garbage") + "    stop_after: {still_free_after: 2s}\n",
+            6,
+            ("still_free_after", "empty_cache"),
+        ),
         (lambda text: text + "    cooldown: 2d\n", 6, ("cooldown: '2d'", "86400 s")),
         (lambda text: text + "    cooldown: soon\n", 6, ("cooldown: 'soon'", "60s, 5m or 1h")),
         (lambda text: text + "    for: 5GiB\n", 6, ("for: '5GiB'", "60s")),

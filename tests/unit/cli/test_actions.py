@@ -80,11 +80,13 @@ def test_the_request_has_every_option() -> None:
         "dry_run": True,
         "reason": "room",
     }
+    assert ClearOptions(settle_seconds=3.0).request("empty_cache")["settle_seconds"] == 3.0
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *((ClearOptions(settle_seconds=it), "--settle") for it in (-1.0, 3601.0, float("nan"))),
         *((RequestOptions(deadline_seconds=it), "--deadline") for it in (0.0, -1.0, 3601.0, float("nan"))),
         (ClearOptions(mode="soon"), r"--mode soon\b.*\bnow\b.*\bstep\b.*\bidle\b"),
         (ClearOptions(mode="now", group=True), r"--mode now\b"),
@@ -108,10 +110,34 @@ def test_an_invalid_option_is_an_error(options: RequestOptions, message: str) ->
         (_action(_result(), state="running"), False, 0),
         (_action(_result(outcome="gone"), state="running"), False, 1),
         (_action(state="failed"), True, 1),
+        (_action(_result(), state="cancelled"), True, 1),
     ],
 )
 def test_the_exit_code_is_0_only_when_every_result_is_done(answer: dict[str, Any], waited: bool, code: int) -> None:
     assert exit_code(answer, waited=waited) == code
+
+
+@pytest.mark.parametrize(
+    ("still_free", "line"),
+    [
+        ((0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the job reserved it again."),
+        ((1 << 30, 0), "Freed 4.0 GiB; 1.0 GiB of it is still free after 10 s: the job reserved the rest again."),
+        ((2 << 30, 2 << 30), "Freed 4.0 GiB; 4.0 GiB of it is still free after 10 s."),
+        ((1 << 30, None), "Freed 4.0 GiB; at least 1.0 GiB of it is still free after 10 s."),
+        ((None, None), "Freed 4.0 GiB in 1 of 1 process."),
+    ],
+)
+def test_the_last_line_of_a_settled_clear_is_what_stayed_free(still_free: tuple[int | None, ...], line: str) -> None:
+    results = [_result(gpu=str(gpu), still_free_bytes=size) for gpu, size in enumerate(still_free)]
+    known = [size for size in still_free if size is not None]
+    totals = {"settle_seconds": 10.0, "still_free_bytes": sum(known) if known else None}
+    assert _printed({**_action(*results), **totals}, width=120)[-1] == line
+
+
+def test_the_last_line_of_a_settled_clear_of_several_processes_is_plural() -> None:
+    results = [_result(pid=pid, still_free_bytes=0) for pid in (1, 2)]
+    settled = {**_action(*results), "settle_seconds": 10.0, "still_free_bytes": 0}
+    assert _printed(settled, width=120)[-1].endswith(": the jobs reserved it again.")
 
 
 def test_results_are_sorted_by_workload_and_rank() -> None:

@@ -55,6 +55,7 @@ def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> N
         "called_off": "why",
         "results": rows,
         "freed_bytes": 2 << 30,
+        "still_free_bytes": None,
         "warnings": ["w"],
     }
 

@@ -7,7 +7,7 @@ import pytest
 
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.commands.executor import Executor
-from gpumem_exporter.wire.protocol import Command, CommandResult
+from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceSample, StillFree
 from tests.support.fake_allocator import FakeAllocator
 
 
@@ -46,6 +46,24 @@ def test_freed_bytes_exclude_what_another_thread_reserves_during_the_clear(bench
     bench.allocator.empty_cache = clear_while_another_thread_allocates
     (device,) = bench.run().devices
     assert (device.reserved_after_bytes, device.freed_bytes) == (510, 90)
+
+
+def test_what_another_thread_reserves_during_the_clear_is_not_still_free(bench: Bench) -> None:
+    clear = bench.allocator.empty_cache
+
+    def clear_while_another_thread_allocates() -> None:
+        clear()
+        bench.allocator.reserved += 50
+
+    bench.allocator.empty_cache = clear_while_another_thread_allocates
+    (device,) = bench.run(settle_seconds=10.0).devices
+    settling = bench.executor.settling
+    settling.measure((DeviceSample(device.uuid, reserved_bytes=60),), taken_seconds=109.9)
+    assert settling.results(64) == ()
+    settling.measure((DeviceSample(device.uuid, reserved_bytes=60),), taken_seconds=110.0)
+    assert settling.results(64) == (StillFree("a", device.uuid, 40),)
+    settling.delivered(settling.results(64))
+    assert settling.results(64) == ()
 
 
 def test_a_feature_that_the_allocator_lacks_is_unsupported_not_failed(bench: Bench) -> None:

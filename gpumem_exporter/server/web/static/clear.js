@@ -2,6 +2,7 @@
 
 const CLEAR = "empty_cache";
 const WAIT_SECONDS = 10;
+const SETTLE_SECONDS = 10;
 const EXPLANATION =
   "PyTorch frees its reclaimable memory for other processes. The processes continue, and allocate from the driver again when they need memory.";
 
@@ -68,13 +69,13 @@ const clearing = (() => {
     const ownAttempt = attempt;
     show({ status: "Clearing…", cancel: "Close" });
     try {
-      const body = { action: CLEAR, target, wait_seconds: WAIT_SECONDS, reason: "requested on the live page" };
+      const reason = "requested on the live page";
+      const body = { action: CLEAR, target, wait_seconds: WAIT_SECONDS, settle_seconds: SETTLE_SECONDS, reason };
       const headers = { "Idempotency-Key": randomKey() };
       let reply = await access.request("/api/v1/actions", { method: "POST", body, headers, seconds: WAIT_SECONDS + 5 });
       while (reply.status === 202 || isRunning(reply.document)) {
         if (ownAttempt !== attempt) return;
-        await new Promise((resolve) => setTimeout(resolve, 500));
-        reply = await access.request(`/api/v1/actions/${encodeURIComponent(reply.document.id)}`);
+        reply = await later(reply.document);
       }
       app.events.refresh(true);
       if (ownAttempt !== attempt) return;
@@ -83,11 +84,29 @@ const clearing = (() => {
       const rest = failed > 0 ? ` ${failed} of ${action.results.length} results are not done.` : "";
       const freed = freedBytes(action);
       const status = freed === null ? `The memory that ${processCount(action)} freed is unknown.${rest}` : `Freed ${freed} in ${processCount(action)}.${rest}`;
-      show({ status, action, results: "Results", cancel: "Close" });
+      const settling = action.settling && action.freed_bytes > 0 ? ` Checking how much of it is still free after ${SETTLE_SECONDS} s…` : "";
+      show({ status: status + settling, action, results: "Results", cancel: "Close" });
       $("dialog-cancel").focus();
+      if (settling) await settle(reply.document, status, ownAttempt);
     } catch (error) {
       if (ownAttempt === attempt) explain(error, run);
     }
+  }
+
+  /** Wait until the processes have reported how much is still free, and add it to the status. */
+  async function settle(cleared, status, ownAttempt) {
+    let action = cleared;
+    while (action.settling) {
+      action = (await later(action)).document;
+      if (ownAttempt !== attempt) return;
+    }
+    setText($("dialog-status"), `${status}${stillFree(action)}`);
+  }
+
+  /** Read an action again after half a second. */
+  async function later(action) {
+    await new Promise((resolve) => setTimeout(resolve, 500));
+    return access.request(`/api/v1/actions/${encodeURIComponent(action.id)}`);
   }
 
   function explain(error, again) {
@@ -135,6 +154,17 @@ function isRunning(action) {
 function freedBytes(action) {
   const least = action.results.some((result) => result.freed_bytes === null) ? "at least " : "";
   return action.freed_bytes === null ? null : least + bytes(action.freed_bytes);
+}
+
+/** Say how much of the freed memory is still free after settling; empty if it is unknown. */
+function stillFree(action) {
+  if (action.still_free_bytes === null) return "";
+  const missing = action.results.some((result) => result.freed_bytes > 0 && result.still_free_bytes === null);
+  const complete = missing || action.still_free_bytes === action.freed_bytes;
+  const job = new Set(action.results.map((result) => result.pid)).size === 1 ? "job" : "jobs";
+  const rest = complete ? "" : `: the ${job} reserved ${action.still_free_bytes === 0 ? "it" : "the rest"} again`;
+  const size = action.still_free_bytes === 0 ? "0 B" : bytes(action.still_free_bytes);
+  return ` ${missing ? "At least " : ""}${size} of it is still free after ${action.settle_seconds} s${rest}.`;
 }
 
 function processCount(action) {
