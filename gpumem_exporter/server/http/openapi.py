@@ -16,6 +16,7 @@ from gpumem_exporter.server.api.alerts import AlertsDocument
 from gpumem_exporter.server.api.caller import CallerDocument
 from gpumem_exporter.server.api.events import EventsDocument
 from gpumem_exporter.server.api.health import HealthDocument
+from gpumem_exporter.server.api.jobs import JobDocument
 from gpumem_exporter.server.api.nvml import NvmlDocument
 from gpumem_exporter.server.api.policy import RulesDocument
 from gpumem_exporter.server.api.report_schema import report_core_schema
@@ -35,6 +36,7 @@ _REPLIES: tuple[type, ...] = (
     DevicesDocument,
     EventsDocument,
     HealthDocument,
+    JobDocument,
     LiveDocument,
     NvmlDocument,
     Problem,

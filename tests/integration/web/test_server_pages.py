@@ -82,6 +82,7 @@ def test_the_openapi_document_has_every_route(exporter: RunningExporter) -> None
         ("/api/v1/devices", "get"),
         ("/api/v1/processes", "get"),
         ("/api/v1/caller", "get"),
+        ("/api/v1/jobs/{job_id}", "get"),
         ("/api/v1/reports", "post"),
         ("/api/v1/actions", "get"),
         ("/api/v1/actions", "post"),
