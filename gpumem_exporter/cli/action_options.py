@@ -9,12 +9,13 @@ import typer
 
 from gpumem_exporter.actions.request import (
     DEFAULT_DEADLINE_SECONDS,
+    SELECTORS,
     ActionRequest,
     Target,
     invalid_fields,
     mode_for,
-    pid_of,
 )
+from gpumem_exporter.cli.options import comma_separated
 from gpumem_exporter.errors import ConfigurationError
 
 __all__ = [
@@ -139,19 +140,27 @@ class FractionOptions(TimedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """The processes of one exporter that act, and how long the command waits for them."""
+    """The processes of one exporter that act, and how long the command waits for them.
+
+    Each option that selects processes is repeatable and takes a list: `--gpu 0 --gpu 1` is `--gpu 0,1`.
+    """
 
     gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="INDEX", help="Processes on this device: 0, or 0:1 for MIG.")
+        list[str] | None, typer.Option("--gpu", metavar="INDEX", help="Processes on these devices: 0, or 0:1 for MIG.")
     ] = None
     uuid: Annotated[
-        str | None, typer.Option("--uuid", metavar="UUID", help="Processes on this device: GPU-… or MIG-….")
+        list[str] | None, typer.Option("--uuid", metavar="UUID", help="Processes on these devices: GPU-… or MIG-….")
     ] = None
-    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", help="This process, as `info` lists it.")] = None
-    workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="Processes of this workload.")] = (
-        None
-    )
-    rank: Annotated[str | None, typer.Option("--rank", metavar="RANK", help="Processes of this rank.")] = None
+    pid: Annotated[
+        list[str] | None, typer.Option("--pid", metavar="PID", help="These processes, as `info` lists them.")
+    ] = None
+    workload: Annotated[
+        list[str] | None, typer.Option("--workload", metavar="NAME", help="Processes of these workloads.")
+    ] = None
+    rank: Annotated[list[str] | None, typer.Option("--rank", metavar="RANK", help="Processes of these ranks.")] = None
+    user: Annotated[
+        list[str] | None, typer.Option("--user", metavar="USER", help="Processes of these users: names or uids.")
+    ] = None
     everything: Annotated[bool, typer.Option("--all", help="Every process that reports.")] = False
     wait_seconds: Annotated[
         float | None,
@@ -168,12 +177,13 @@ class TargetOptions:
         """
         if self.wait_seconds is not None and not 0 <= self.wait_seconds < float("inf"):
             raise ConfigurationError(f"--wait {self.wait_seconds:g}: must be 0 or more seconds")
-        pid = None if self.pid is None else pid_of(self.pid)
-        given = {"gpu": self.gpu, "uuid": self.uuid, "pid": pid, "workload": self.workload, "rank": self.rank}
-        chosen = {name: value for name, value in given.items() if value is not None}
+        given: dict[str, Any] = {
+            name: comma_separated(values) for name in SELECTORS if (values := getattr(self, name)) is not None
+        }
+        chosen = Target(**given).document()
         if self.everything and chosen:
             names = ", ".join(f"--{name}" for name in chosen)
             raise ConfigurationError(f"--all selects every process that reports; leave out --all or {names}")
         if not self.everything and not chosen:
-            raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank or --all")
+            raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user or --all")
         return {"all": True} if self.everything else chosen

@@ -52,7 +52,7 @@ ACTION_COMMANDS = (
         "milliseconds once.",
         """\
   gpumem-exporter clear --all --dry-run               # how much a clear would free
-  gpumem-exporter clear --gpu 0
+  gpumem-exporter clear --gpu 0,1                     # as --gpu 0 --gpu 1
   gpumem-exporter clear --workload notebook --gc --reason "make room for the release run"
   gpumem-exporter clear --workload llm-pretrain --group    # all ranks, after the same step
   gpumem-exporter clear --workload notebook --mode idle --deadline 600

@@ -98,6 +98,19 @@ def test_a_terminal_gets_its_width_and_colors_unless_no_color_is_set(
         terminal.close()
 
 
+def test_a_repeated_option_and_a_list_select_all_of_their_values(node: _Node) -> None:
+    def selected(*options: str) -> tuple[set[str], set[str]]:
+        results = node.json("reset-peak", *options, "--dry-run")["results"]
+        return {result["gpu"] for result in results}, {result["workload"] for result in results}
+
+    assert selected("--gpu", "0", "--gpu", "1") == selected("--gpu", "0,1")
+    assert selected("--gpu", "0,1")[0] == {"0", "1"}
+    users = {process["user"]: process["workload"] for process in node.json("info")["processes"] if process["reporting"]}
+    user, workload = next(iter(users.items()))
+    assert workload in selected("--user", user)[1]
+    assert selected("--user", user, "--workload", f"{workload},another") == selected("--workload", workload)
+
+
 def test_a_reader_that_exits_early_causes_no_traceback(node: _Node) -> None:
     shell = f"{sys.executable} -m gpumem_exporter info --json | head -1"
     ended = subprocess.run(

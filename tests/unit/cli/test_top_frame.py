@@ -244,7 +244,7 @@ def test_the_output_of_top() -> None:
             replace(_full(), no_events="the exporter refuses to show events: token needed"), view=events
         ),
         "events, none yet": _draw(replace(_full(), events=()), view=events),
-        "events, none chosen": _draw(some, view=View(shows_events=True, choice=Choice(gpus=("7",), workload="x"))),
+        "events, none chosen": _draw(some, view=View(shows_events=True, choice=Choice(gpus=("7",), workloads=("x",)))),
         "events, not known": _draw(_full(), view=events),
         "events, no exporter": _draw(alone, view=events),
         "help": _draw(_full(1), view=View(shows_help=True)),
