@@ -22,6 +22,7 @@ __all__ = [
     "ANSWER_GRACE_SECONDS",
     "SETTLE_SECONDS",
     "ClearOptions",
+    "ClearTargetOptions",
     "FractionOptions",
     "RequestOptions",
     "TargetOptions",
@@ -169,6 +170,11 @@ class TargetOptions:
         ),
     ] = None
 
+    @property
+    def asks_first(self) -> bool:
+        """Whether the command asks a person before it acts."""
+        return False
+
     def target(self) -> dict[str, Any]:
         """Return the target as the API takes it.
 
@@ -187,3 +193,17 @@ class TargetOptions:
         if not self.everything and not chosen:
             raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user or --all")
         return {"all": True} if self.everything else chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClearTargetOptions(TargetOptions):
+    """The target of `clear`."""
+
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask before `clear --all` on a terminal, and clear at once.")
+    ] = False
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the command asks a person before it acts."""
+        return self.everything and not self.yes
