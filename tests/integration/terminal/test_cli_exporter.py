@@ -219,6 +219,7 @@ def test_doctor_passes_a_healthy_demo(node: _Node) -> None:
         "version": "PASS",
         "health": "PASS",
         "auth": "PASS",
+        "actions": "PASS",
         "clock": "PASS",
         "reporters": "PASS",
         "pid namespace": "PASS",
