@@ -14,6 +14,7 @@ from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, sele
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
+from gpumem_exporter.units import counted
 
 __all__ = ["Selection", "select"]
 
@@ -59,7 +60,8 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, now_secon
     if not reporting and not listed:
         raise ActionForbiddenError(
             f"{request.target.describe()} matches only processes of others; "
-            f"{caller} may act on its own processes, of which {permitted_processes(caller, snapshot)} report"
+            f"{caller} may act on its own processes, "
+            f"of which {counted(permitted_processes(caller, snapshot), 'reports', 'report')}"
         )
     if not request.group:
         return Selection(snapshot, reporting, listed, None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.units import human_bytes
+from gpumem_exporter.units import counted, human_bytes
 
 __all__ = ["can_ask", "confirmed_requests"]
 
@@ -77,7 +77,7 @@ def _trains(before: Document, now: Document) -> bool:
 def _question(expected: Document, count: int, stepping: Iterable[Document], *, stalls: bool) -> str:
     freed = expected.get("freed_bytes")
     size = "an unknown number of bytes" if freed is None else human_bytes(freed)
-    text = f"A clear would free {size} in {count} {'process' if count == 1 else 'processes'}."
+    text = f"A clear would free {size} in {counted(count, 'process', 'processes')}."
     names = list(dict.fromkeys(map(_name, stepping)))
     if names:
         more = len(names) - _NAMED_JOBS_MAX

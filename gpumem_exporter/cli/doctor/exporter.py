@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, counted
+from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter.units import counted
 from gpumem_exporter.wire.http import shown_url
 
 __all__ = [
