@@ -114,7 +114,8 @@ def test_scarce_memory_is_marked_and_a_mig_profile_is_shown_once() -> None:
     of = device("0")
     for width in (80, 200):
         for free, style in ((3 * GIB, {"bold red"}), (7 * GIB, {"bold yellow"}), (9 * GIB, set[str]())):
-            memory, ledger = {**of["memory"], "free_bytes": free}, {**of["ledger"], "free": free}
+            others = {"torch_allocated": 79 * GIB - free, "driver_reserved": GIB}
+            memory, ledger = {**of["memory"], "free_bytes": free}, {**others, "free": free}
             assert styles(width, memory=memory, ledger=ledger) == style, (width, free)
     mig = device("0:1", name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", mig_profile="1g.10gb")
     assert "\n".join(_draw(reading([mig], []), 200)).count("1g.10gb") == 1
