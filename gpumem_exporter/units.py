@@ -5,11 +5,16 @@ The module uses the standard library only, because training processes import it.
 
 from __future__ import annotations
 
-__all__ = ["UNKNOWN", "human_bytes", "human_growth", "human_ratio", "human_seconds", "short_bytes"]
+__all__ = ["UNKNOWN", "counted", "human_bytes", "human_growth", "human_ratio", "human_seconds", "short_bytes"]
 
 UNKNOWN = "-"
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def counted(number: int | str, one: str, more: str) -> str:
+    """Return a number with its noun: `1 device`, `2 devices`."""
+    return f"{number} {one if number == 1 else more}"
 
 
 def human_bytes(value: int | None) -> str:

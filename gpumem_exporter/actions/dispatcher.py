@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.dry_run import expected_refusal
 from gpumem_exporter.actions.held_polls import HeldPolls
 from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, PartState, RunningAction, TerminationPart
 from gpumem_exporter.actions.limits import RateLimits
@@ -44,7 +45,7 @@ from gpumem_exporter.actions.selection import Selection, select
 from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.targets import SelectedProcess, gpu_labels
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionNotAllowedError
 from gpumem_exporter.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
@@ -175,19 +176,24 @@ class Dispatcher:
                 self._add_termination(running, listed_target(listed))
         else:
             for selected in selection.reporting:
-                self._add_command(running, request, selected)
+                self._add_command(running, request, selected, selection.snapshot)
 
-    def _add_command(self, running: RunningAction, request: ActionRequest, selected: SelectedProcess) -> None:
+    def _add_command(
+        self, running: RunningAction, request: ActionRequest, selected: SelectedProcess, snapshot: Snapshot
+    ) -> None:
         """Give a process its command, or the result if the request has no effect there."""
         every_device = request.action not in _DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
         if every_device:
             selected = selected._replace(samples=selected.process.report.devices)
         if request.dry_run:
-            running.add(dry_run_results(selected, request, running.gpus))
-            return
-        refusal = unsupported(selected.process, request)
+            refusal = expected_refusal(selected, request, snapshot)
+        else:
+            refusal = unsupported(selected.process, request)
         if refusal is not None:
             running.add(command_results(selected, refusal, running.gpus))
+            return
+        if request.dry_run:
+            running.add(dry_run_results(selected, request, running.gpus))
             return
         command = Command(
             id=running.action.id,

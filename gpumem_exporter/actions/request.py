@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from gpumem_exporter.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 
@@ -20,12 +21,12 @@ __all__ = [
     "MAX_DEADLINE_SECONDS",
     "MAX_REASON_LENGTH",
     "MAX_SETTLE_SECONDS",
+    "SELECTORS",
     "ActionRequest",
     "InvalidField",
     "Target",
     "invalid_fields",
     "mode_for",
-    "pid_of",
 ]
 
 ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate")
@@ -36,8 +37,12 @@ MAX_DEADLINE_SECONDS = 3600.0
 MAX_SETTLE_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
 
+SELECTORS = ("gpu", "uuid", "pid", "workload", "rank", "user")
+"""The fields of a target that select processes."""
+
+_MAX_VALUES = 1000
 _MAX_PID = 2**31 - 1
-_PID_IN_NAMESPACE = re.compile(r"[0-9]{1,10}@[0-9]{1,20}(:[0-9]{1,10})?")
+_PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10})?)?")
 _ACTION_OF_OPTION = {
     "fraction": "set_memory_fraction",
     "force": "set_memory_fraction",
@@ -47,22 +52,63 @@ _ACTION_OF_OPTION = {
 """The only action that accepts each of these fields."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The processes and devices that a request selects. Several fields narrow each other."""
+_Given = str | int | Sequence[str | int] | None
 
-    gpu: str | None = None
-    uuid: str | None = None
-    pid: int | str | None = None
-    """A name of `core.naming`: 4711, or "1@4026532007"."""
-    workload: str | None = None
-    rank: str | None = None
-    all: bool = False
+
+@dataclass(frozen=True, slots=True, init=False)
+class Target:
+    """The processes and devices that a request selects.
+
+    A field admits each of its values; an empty one admits everything. Different fields narrow each other.
+    """
+
+    gpu: tuple[str, ...]
+    uuid: tuple[str, ...]
+    pid: tuple[str, ...]
+    """Names of `core.naming`: "4711", or "1@4026532007"."""
+    workload: tuple[str, ...]
+    rank: tuple[str, ...]
+    user: tuple[str, ...]
+    """The names or the uids of users."""
+    all: bool
+
+    def __init__(
+        self,
+        *,
+        gpu: _Given = None,
+        uuid: _Given = None,
+        pid: _Given = None,
+        workload: _Given = None,
+        rank: _Given = None,
+        user: _Given = None,
+        all: bool = False,  # noqa: A002 - the name in the API
+    ) -> None:
+        given = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
+        for name, value in given.items():
+            object.__setattr__(self, name, _values(value))
+        object.__setattr__(self, "all", all)
+
+    def admits(self, selector: str, *values: str) -> bool:
+        """Return whether one of a process's values is among those of a field."""
+        wanted = getattr(self, selector)
+        return not wanted or any(value in wanted for value in values)
+
+    def given(self) -> dict[str, tuple[str, ...]]:
+        """Return the fields that narrow the target."""
+        return {name: values for name in SELECTORS if (values := getattr(self, name))}
+
+    def document(self) -> dict[str, Any]:
+        """Return the target as JSON: several values are a list, and a pid is a number if possible."""
+        given = {
+            name: [_json_pid(v) for v in values] if name == "pid" else list(values)
+            for name, values in self.given().items()
+        }
+        selected = {name: values if len(values) > 1 else values[0] for name, values in given.items()}
+        return {**selected, "all": True} if self.all else selected
 
     def describe(self) -> str:
-        """Return the target as a caller writes it: `gpu=0 workload=llm`."""
-        given = ((f.name, getattr(self, f.name)) for f in fields(self))
-        return " ".join(f"{name}={value}" for name, value in given if value not in (None, False)) or "all"
+        """Return the target as a caller writes it: `gpu=0,1 workload=llm`."""
+        return " ".join(f"{name}={','.join(values)}" for name, values in self.given().items()) or "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,28 +158,37 @@ def mode_for(mode: str | None, *, group: bool) -> str:
     return mode or ("step" if group else "now")
 
 
-def pid_of(text: str) -> int | str:
-    """Return a pid from text: a number, or the text if it has a namespace. `invalid_fields` checks the result."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(_MAX_PID)) else text
-
-
 def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
     """Return what is invalid in a request whose fields have the right types; empty for a valid request."""
     return (*_invalid_target(request.target), *_invalid_values(request), *_invalid_combinations(request))
 
 
 def _invalid_target(target: Target) -> Iterator[InvalidField]:
-    selectors = ("gpu", "uuid", "pid", "workload", "rank")
-    if not target.all and all(getattr(target, name) is None for name in selectors):
-        yield InvalidField("target", {}, "gpu, uuid, pid, workload or rank, or all: true")
-    # An empty gpu or uuid is usually an unset variable. An empty workload or rank selects processes without one.
-    for name, shortest in (("gpu", 1), ("uuid", 1), ("workload", 0), ("rank", 0)):
-        value = getattr(target, name)
-        if value is not None and not shortest <= len(value) <= MAX_LABEL_LENGTH:
-            yield InvalidField(f"target.{name}", value, f"{shortest} to {MAX_LABEL_LENGTH} characters")
-    pid = target.pid
-    if pid is not None and not (_PID_IN_NAMESPACE.fullmatch(pid) if isinstance(pid, str) else 1 <= pid <= _MAX_PID):
-        yield InvalidField("target.pid", pid, f"an integer from 1 to {_MAX_PID}, or a string such as 1@4026532007")
+    given = target.given()
+    if not target.all and not given:
+        yield InvalidField("target", {}, f"{', '.join(SELECTORS[:-1])} or {SELECTORS[-1]}, or all: true")
+    for name, values in given.items():
+        if len(values) > _MAX_VALUES:
+            yield InvalidField(f"target.{name}", len(values), f"at most {_MAX_VALUES} values")
+            continue
+        for value in values:
+            expected = _expected_pid(value) if name == "pid" else _expected_name(name, value)
+            if expected:
+                yield InvalidField(f"target.{name}", value, expected)
+                break
+
+
+def _expected_name(selector: str, value: str) -> str:
+    """Return what is expected instead of a name; empty if the name is valid."""
+    # An empty workload or rank selects processes without one. Another empty name is usually an unset variable.
+    shortest = 0 if selector in ("workload", "rank") else 1
+    return "" if shortest <= len(value) <= MAX_LABEL_LENGTH else f"{shortest} to {MAX_LABEL_LENGTH} characters"
+
+
+def _expected_pid(value: str) -> str:
+    found = _PID.fullmatch(value)
+    valid = found is not None and int(found[1]) <= _MAX_PID
+    return "" if valid else f"an integer from 1 to {_MAX_PID}, or a string such as 1@4026532007"
 
 
 def _invalid_values(request: ActionRequest) -> Iterator[InvalidField]:
@@ -169,6 +224,17 @@ def _invalid_combinations(request: ActionRequest) -> Iterator[InvalidField]:
         value = getattr(request, name)
         if value not in (None, False) and request.action in ACTIONS and request.action != action:
             yield InvalidField(name, value, f"no value, because only {action} accepts it")
+
+
+def _values(given: _Given) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    values = (given,) if isinstance(given, (str, int)) else given
+    return tuple(dict.fromkeys(map(str, values)))
+
+
+def _json_pid(pid: str) -> int | str:
+    return int(pid) if _PID.fullmatch(pid) and pid.isdecimal() else pid
 
 
 def _shortened(value: object) -> str:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.group import group_of, group_step
+from gpumem_exporter.actions.mismatch import mismatch, unknown_names
 from gpumem_exporter.actions.permission import may_act_on, permitted_processes
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, mismatch, select_listed, select_reporting
+from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, select_listed, select_reporting
+from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
+from gpumem_exporter.units import counted
 
 __all__ = ["Selection", "select"]
 
@@ -44,10 +47,11 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, now_secon
     """Select the processes of a request that its caller may act on; a group has all ranks of their workload.
 
     Raises:
-        TargetNotFoundError: nothing matches the target.
+        TargetNotFoundError: no process or device has one of the target's names, or nothing matches the target.
         ActionForbiddenError: only processes match that the caller may not act on.
         GroupIncompleteError: a rank of the group cannot take part.
     """
+    _require_known(request, caller, snapshot)
     matching = tuple(select_reporting(request.target, snapshot))
     listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
     if not matching and not listed:
@@ -56,12 +60,22 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, now_secon
     if not reporting and not listed:
         raise ActionForbiddenError(
             f"{request.target.describe()} matches only processes of others; "
-            f"{caller} may act on its own processes, of which {permitted_processes(caller, snapshot)} report"
+            f"{caller} may act on its own processes, "
+            f"of which {counted(permitted_processes(caller, snapshot), 'reports', 'report')}"
         )
     if not request.group:
         return Selection(snapshot, reporting, listed, None)
     ranks = _permitted(group_of(reporting, snapshot), caller, snapshot)
     return Selection(snapshot, ranks, (), group_step(request, ranks, now_seconds))
+
+
+def _require_known(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> None:
+    """Check that each name of the target exists. An action on only some of the names would hide a typing error."""
+    reporting = Names.of(snapshot).reporting
+    permitted = [(name, process) for name, process in reporting if may_act_on(caller, process, snapshot)]
+    unknown = unknown_names(request.target, snapshot, permitted, with_listed=request.action == "terminate")
+    if unknown:
+        raise TargetNotFoundError(unknown)
 
 
 def _permitted(

@@ -15,12 +15,12 @@ __all__ = [
     "ListedProcess",
     "SelectedProcess",
     "gpu_labels",
-    "mismatch",
+    "listed_pids",
     "select_listed",
     "select_reporting",
+    "user_names",
+    "users_of",
 ]
-
-_MAX_SHOWN = 20
 
 
 class SelectedProcess(NamedTuple):
@@ -54,53 +54,61 @@ def select_reporting(target: Target, snapshot: Snapshot) -> Iterator[SelectedPro
     gpus = gpu_labels(snapshot)
     for name, process in Names.of(snapshot).reporting:
         identity = process.report.process
-        if target.pid is not None and str(target.pid) != name:
-            continue
-        if target.workload is not None and target.workload != identity.workload:
-            continue
-        if target.rank is not None and target.rank != identity.rank:
+        if not (
+            target.admits("pid", name)
+            and target.admits("workload", identity.workload)
+            and target.admits("rank", identity.rank)
+            and target.admits("user", *users_of(process, snapshot))
+        ):
             continue
         samples = tuple(
             sample
             for sample in process.report.devices
-            if (target.uuid is None or target.uuid == sample.uuid)
-            and (target.gpu is None or target.gpu == gpus.get(sample.uuid))
+            if target.admits("uuid", sample.uuid) and target.admits("gpu", gpus.get(sample.uuid, ""))
         )
-        if samples or (target.uuid is None and target.gpu is None):
+        if samples or not (target.uuid or target.gpu):
             yield SelectedProcess(json_pid(name), process, samples)
 
 
 def select_listed(target: Target, snapshot: Snapshot) -> Iterator[ListedProcess]:
     """Yield the target's processes that the driver lists and that do not report."""
     node = snapshot.node
-    if node is None or not node.up or target.workload is not None or target.rank is not None:
+    if node is None or target.workload or target.rank:
         return
-    reporting = {process.host_pid for process in snapshot.processes}
+    unreported = listed_pids(snapshot)
     found: dict[int, list[tuple[str, int | None]]] = {}
     for device in node.devices:
-        if target.uuid in (None, device.uuid) and target.gpu in (None, device.gpu):
+        if target.admits("uuid", device.uuid) and target.admits("gpu", device.gpu):
             for listed in device.processes or ():
-                if listed.pid not in reporting and (target.pid is None or str(target.pid) == str(listed.pid)):
+                if (
+                    listed.pid in unreported
+                    and target.admits("pid", str(listed.pid))
+                    and target.admits("user", *user_names(listed.pid, snapshot))
+                ):
                     found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
     for pid in sorted(found):
         facts = node.facts.get(pid)
         yield ListedProcess(pid, facts.start_time_ticks if facts is not None else 0, tuple(found[pid]))
 
 
-def mismatch(target: Target, snapshot: Snapshot) -> str:
-    """Describe why nothing matches a target, with the processes that it could select."""
-    reporting = Names.of(snapshot).reporting
-    if not reporting:
-        return f"nothing matches {target.describe()}: no process reports to this exporter"
-    shown = [
-        f"pid={name}"
-        + (f" workload={process.report.process.workload}" if process.report.process.workload else "")
-        + (f" rank={process.report.process.rank}" if process.report.process.rank else "")
-        for name, process in reporting[:_MAX_SHOWN]
-    ]
-    more = len(reporting) - len(shown)
-    listing = "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
-    return f"nothing matches {target.describe()}; reporting processes: {listing}"
+def listed_pids(snapshot: Snapshot) -> frozenset[int]:
+    """Return the pids that the driver lists and that do not report."""
+    node = snapshot.node
+    devices = node.devices if node is not None and node.up else ()
+    listed = {listed.pid for device in devices for listed in device.processes or ()}
+    return frozenset(listed - {process.host_pid for process in snapshot.processes})
+
+
+def users_of(process: ReportingProcess, snapshot: Snapshot) -> tuple[str, ...]:
+    """Return the name and the uid of a process's user, as far as they are known."""
+    names = () if process.host_pid is None else user_names(process.host_pid, snapshot)
+    return names if process.owner_uid is None else (*names, str(process.owner_uid))
+
+
+def user_names(host_pid: int, snapshot: Snapshot) -> tuple[str, ...]:
+    """Return the name of the user of a process of the host, if it is known."""
+    facts = snapshot.node.facts.get(host_pid) if snapshot.node is not None else None
+    return (facts.user,) if facts is not None and facts.user else ()
 
 
 def gpu_labels(snapshot: Snapshot) -> dict[str, str]:

@@ -9,18 +9,20 @@ import typer
 
 from gpumem_exporter.actions.request import (
     DEFAULT_DEADLINE_SECONDS,
+    SELECTORS,
     ActionRequest,
     Target,
     invalid_fields,
     mode_for,
-    pid_of,
 )
+from gpumem_exporter.cli.options import comma_separated
 from gpumem_exporter.errors import ConfigurationError
 
 __all__ = [
     "ANSWER_GRACE_SECONDS",
     "SETTLE_SECONDS",
     "ClearOptions",
+    "ClearTargetOptions",
     "FractionOptions",
     "RequestOptions",
     "TargetOptions",
@@ -139,19 +141,27 @@ class FractionOptions(TimedOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """The processes of one exporter that act, and how long the command waits for them."""
+    """The processes of one exporter that act, and how long the command waits for them.
+
+    Each option that selects processes is repeatable and takes a list: `--gpu 0 --gpu 1` is `--gpu 0,1`.
+    """
 
     gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="INDEX", help="Processes on this device: 0, or 0:1 for MIG.")
+        list[str] | None, typer.Option("--gpu", metavar="INDEX", help="Processes on these devices: 0, or 0:1 for MIG.")
     ] = None
     uuid: Annotated[
-        str | None, typer.Option("--uuid", metavar="UUID", help="Processes on this device: GPU-… or MIG-….")
+        list[str] | None, typer.Option("--uuid", metavar="UUID", help="Processes on these devices: GPU-… or MIG-….")
     ] = None
-    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", help="This process, as `info` lists it.")] = None
-    workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="Processes of this workload.")] = (
-        None
-    )
-    rank: Annotated[str | None, typer.Option("--rank", metavar="RANK", help="Processes of this rank.")] = None
+    pid: Annotated[
+        list[str] | None, typer.Option("--pid", metavar="PID", help="These processes, as `info` lists them.")
+    ] = None
+    workload: Annotated[
+        list[str] | None, typer.Option("--workload", metavar="NAME", help="Processes of these workloads.")
+    ] = None
+    rank: Annotated[list[str] | None, typer.Option("--rank", metavar="RANK", help="Processes of these ranks.")] = None
+    user: Annotated[
+        list[str] | None, typer.Option("--user", metavar="USER", help="Processes of these users: names or uids.")
+    ] = None
     everything: Annotated[bool, typer.Option("--all", help="Every process that reports.")] = False
     wait_seconds: Annotated[
         float | None,
@@ -159,6 +169,11 @@ class TargetOptions:
             "--wait", metavar="SECONDS", help="How long to wait for the result; 0 does not wait. Default: to the end."
         ),
     ] = None
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the command asks a person before it acts."""
+        return False
 
     def target(self) -> dict[str, Any]:
         """Return the target as the API takes it.
@@ -168,12 +183,27 @@ class TargetOptions:
         """
         if self.wait_seconds is not None and not 0 <= self.wait_seconds < float("inf"):
             raise ConfigurationError(f"--wait {self.wait_seconds:g}: must be 0 or more seconds")
-        pid = None if self.pid is None else pid_of(self.pid)
-        given = {"gpu": self.gpu, "uuid": self.uuid, "pid": pid, "workload": self.workload, "rank": self.rank}
-        chosen = {name: value for name, value in given.items() if value is not None}
+        given: dict[str, Any] = {
+            name: comma_separated(values) for name in SELECTORS if (values := getattr(self, name)) is not None
+        }
+        chosen = Target(**given).document()
         if self.everything and chosen:
             names = ", ".join(f"--{name}" for name in chosen)
             raise ConfigurationError(f"--all selects every process that reports; leave out --all or {names}")
         if not self.everything and not chosen:
-            raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank or --all")
+            raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user or --all")
         return {"all": True} if self.everything else chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClearTargetOptions(TargetOptions):
+    """The target of `clear`."""
+
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask before `clear --all` on a terminal, and clear at once.")
+    ] = False
+
+    @property
+    def asks_first(self) -> bool:
+        """Whether the command asks a person before it acts."""
+        return self.everything and not self.yes

@@ -17,6 +17,7 @@ __all__ = [
     "AccessOptions",
     "ConnectionOptions",
     "checked_interval",
+    "comma_separated",
     "command_from_options",
     "command_from_parameters",
     "new_application",
@@ -97,6 +98,11 @@ def _checked_token(token: str, source: str) -> str:
     if not token or not (token.isascii() and token.isprintable()) or " " in token:
         raise ConfigurationError(f"{source}: expected one token of printable ASCII characters without blanks")
     return token
+
+
+def comma_separated(values: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of a repeatable option, each of which may be a list with commas: `0,1` and `7`."""
+    return tuple(part.strip() for value in values for part in value.split(","))
 
 
 def checked_interval(seconds: float) -> float:

@@ -100,8 +100,7 @@ def policy_stopped_event(stop: Stop, stopped_unix_seconds: float) -> Event:
 
 
 def _common_detail(action: Action) -> dict[str, Any]:
-    target = {name: value for name, value in asdict(action.target).items() if value not in (None, False)}
-    return {**{name: getattr(action, name) for name in _COMMON}, "target": target}
+    return {**{name: getattr(action, name) for name in _COMMON}, "target": action.target.document()}
 
 
 def _action(detail: Mapping[str, Any], state: str) -> Action:

@@ -53,6 +53,9 @@ def run(settings: Settings, *, demo: bool = False) -> int:
     Configures the logging and the signals of the process: call it from the main thread.
     """
     configure_logging(settings.log_level, settings.log_format)
+    if settings.action_allow and "empty_cache" not in settings.action_allow:
+        allowed = ", ".join(settings.action_allow)
+        _log.warning("action.allow turns empty_cache off", extra={"fields": {"allowed": allowed, "fix": "add default"}})
     if settings.policy_file or settings.web_config_file:
         take_over_hangup()
     try:

@@ -65,9 +65,11 @@ def _actions(values: tuple[str, ...]) -> tuple[str, ...]:
     if values == ("none",):
         return ()
     for value in values:
-        if value not in ACTIONS:
-            raise ValueError(f"{value!r} is not an action; the actions are {', '.join(ACTIONS)}")
-    return tuple(dict.fromkeys(values))
+        if value not in (*ACTIONS, "default"):
+            raise ValueError(f"{value!r} is not an action; expected default or actions of {', '.join(ACTIONS)}")
+    return tuple(
+        dict.fromkeys(each for value in values for each in (DEFAULT_ACTIONS if value == "default" else (value,)))
+    )
 
 
 def _socket_path(value: str) -> str:
@@ -123,7 +125,7 @@ class Settings(BaseModel):
     action_token_file: str = Field("", description="file with the token that actions, the audit log and events require")
     report_token_file: str = Field("", description="file with the token that reports require")
     action_allow: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_actions)] = Field(
-        DEFAULT_ACTIONS, description="the allowed actions, or `none`"
+        DEFAULT_ACTIONS, description="the allowed actions, or `none`; `default,terminate` adds to the default"
     )
     policy_file: str = Field("", description="file with the rules of automatic actions")
     action_caller_limit: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = Field(

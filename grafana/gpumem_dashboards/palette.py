@@ -13,7 +13,7 @@ from grafana_foundation_sdk.models.dashboard import (
     ValueMappingResult,
 )
 
-from gpumem_dashboards.promql import ABOVE
+from gpumem_dashboards.promql import ABOVE, FULL
 
 __all__ = ["LEDGER", "PRESSURE", "UP", "color", "ledger_words", "none_is_good", "shares", "steps", "words"]
 
@@ -29,7 +29,7 @@ LEDGER = (
 )
 """Each category with its name on graphs and its color, from the bottom of the stack to its top."""
 
-PRESSURE = ((None, "green"), (0.75, "yellow"), (ABOVE, "orange"), (0.97, "red"))
+PRESSURE = ((None, "green"), (0.75, "yellow"), (ABOVE, "orange"), (FULL, "red"))
 UP = ((None, "red"), (1, "green"))
 
 

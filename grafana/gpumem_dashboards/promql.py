@@ -6,6 +6,7 @@ __all__ = [
     "ABOVE",
     "DEVICE",
     "EXPORTER_UP",
+    "FULL",
     "GPU",
     "IS_EXPORTER",
     "NODE",
@@ -41,7 +42,9 @@ IS_EXPORTER = f"and on (instance, job) last_over_time(gpumem_exporter_build_info
 EXPORTER_UP = f"up{{{NODE}}} {IS_EXPORTER}"
 
 ABOVE = 0.9
-"""The pressure above which a device counts as full."""
+"""The pressure above which a device is nearly full."""
+FULL = 0.95
+"""The pressure above which a device is full. The live page and docs/numbers.md have the same limits."""
 _FAR_SECONDS = 7 * 86400
 
 

@@ -19,7 +19,7 @@ from gpumem_exporter.actions.policy.quantities import shown_quantity
 from gpumem_exporter.actions.policy.rule_state import Decision, RuleState
 from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 
 __all__ = ["Engine", "Evaluation"]
@@ -180,7 +180,7 @@ class _Round:
             return False
         state.acted(subject, now)
         # The process of a group names the ranks of its user. Another user's process may have the same workload.
-        target = Target(pid=json_pid(name), workload=seen.workload if rule.request.group else None)
+        target = Target(pid=name, workload=seen.workload if rule.request.group else None)
         request = replace(rule.request, target=target, dry_run=rule.dry_run, reason=_reason(rule, seen))
         self.decisions.append(Decision(rule, subject, seen, request))
         if not rule.dry_run and self._under_way is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import typer
 from gpumem_exporter.cli.action_options import (
     ANSWER_GRACE_SECONDS,
     ClearOptions,
+    ClearTargetOptions,
     FractionOptions,
     RequestOptions,
     TargetOptions,
@@ -21,10 +22,12 @@ from gpumem_exporter.cli.action_options import (
     with_settling,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.clear_question import can_ask, confirmed_requests
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.cli.rights import read_rights, rights_line
+from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["ACTION_COMMANDS", "ActionCommand", "build", "exit_code"]
@@ -40,6 +43,7 @@ class ActionCommand:
     description: str
     examples: str
     options: type[RequestOptions] = TimedOptions
+    target: type[TargetOptions] = TargetOptions
 
 
 ACTION_COMMANDS = (
@@ -52,13 +56,14 @@ ACTION_COMMANDS = (
         "milliseconds once.",
         """\
   gpumem-exporter clear --all --dry-run               # how much a clear would free
-  gpumem-exporter clear --gpu 0
+  gpumem-exporter clear --gpu 0,1                     # as --gpu 0 --gpu 1
   gpumem-exporter clear --workload notebook --gc --reason "make room for the release run"
   gpumem-exporter clear --workload llm-pretrain --group    # all ranks, after the same step
   gpumem-exporter clear --workload notebook --mode idle --deadline 600
   gpumem-exporter clear --pid 4711 --settle 10 --json | jq .still_free_bytes
 """,
         ClearOptions,
+        ClearTargetOptions,
     ),
     ActionCommand(
         "gc",
@@ -135,7 +140,7 @@ def build(name: str) -> typer.Typer:
     return command_from_options(
         name,
         run,
-        *(TargetOptions, command.options, ConnectionOptions),
+        *(command.target, command.options, ConnectionOptions),
         description=f"{command.summary}\n\n{command.description}",
         epilog=f"\b\nExamples:\n{command.examples}",
     )
@@ -150,9 +155,15 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
     if wait_seconds is None:
         wait_seconds = request.deadline_seconds + ANSWER_GRACE_SECONDS
     with ExporterApi(connection.urls(), token=connection.token()) as api:
-        document = api.act(body, wait_seconds=wait_seconds)
-        if wait_seconds > 0 and document.get("settling") and document.get("freed_bytes"):
-            document = _settled(api, document, progress=on_terminal)
+        requests = [body]
+        if target.asks_first and not request.dry_run and not connection.as_json and can_ask():
+            requests = confirmed_requests(api, body, at_steps=_mode_is_free(request))
+        if not requests:
+            return FAILED
+        documents = [api.act(each, wait_seconds=wait_seconds) for each in requests]
+        if wait_seconds > 0:
+            documents = [_settled(api, each, progress=on_terminal) if _settles(each) else each for each in documents]
+        document = _joined(documents)
         rights = {} if connection.as_json else read_rights(api)
     if connection.as_json:
         print_json(document)
@@ -164,6 +175,10 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
         if rights.get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds > 0)
+
+
+def _settles(document: Mapping[str, Any]) -> bool:
+    return bool(document.get("settling") and document.get("freed_bytes"))
 
 
 def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> dict[str, Any]:
@@ -184,6 +199,24 @@ def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> d
             return api.wait_until_settled(document, wait_seconds=wait_seconds, observe=show_progress)
     except KeyboardInterrupt:
         return document
+
+
+def _mode_is_free(request: RequestOptions) -> bool:
+    """Whether the mode of each process may be chosen: the caller has named none, also not with a group."""
+    return isinstance(request, TimedOptions) and request.mode is None and not request.group
+
+
+def _joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one document for the parts of an action: the state is that of the first part that is not done."""
+    if len(documents) == 1:
+        return documents[0]
+    first = next((document for document in documents if document.get("state") != "done"), documents[0])
+    results = [result for document in documents for result in document.get("results") or ()]
+    sums = {
+        name: sum_of_known([document.get(name) for document in documents])
+        for name in ("freed_bytes", "still_free_bytes")
+    }
+    return {**first, **sums, "results": results}
 
 
 def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:

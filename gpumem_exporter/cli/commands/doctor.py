@@ -11,6 +11,7 @@ import typer
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
 from gpumem_exporter.cli.doctor.exporter import (
+    check_actions,
     check_auth,
     check_clock,
     check_health,
@@ -25,6 +26,7 @@ from gpumem_exporter.cli.doctor.socket import check_socket, socket_path, socket_
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
+from gpumem_exporter.cli.rights import read_rights
 from gpumem_exporter.procfs import pid_namespace
 
 if TYPE_CHECKING:
@@ -55,9 +57,9 @@ def build(name: str) -> typer.Typer:
 def _doctor(options: ConnectionOptions) -> int:
     """Show what is wrong and how to fix it.
 
-    Checks driver, devices, exporter, socket, version, health, permissions, clock, reporters and PID namespace. Run it
-    on the exporter's machine to check the driver, and where training runs to check the connection to the exporter.
-    If the driver is on another machine, doctor shows what the exporter reports about it. Nothing is changed.
+    Checks driver, devices, exporter, socket, version, health, permissions, actions, clock, reporters and PID namespace.
+    Run it on the exporter's machine to check the driver, and where training runs to check the connection to the
+    exporter. If the driver is on another machine, doctor shows what the exporter reports about it. Nothing is changed.
     """
     findings = tuple(diagnose(options))
     verdict = verdict_of(findings)
@@ -93,6 +95,7 @@ def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: b
     yield from collect("version", lambda: check_version(health))
     yield from collect("health", lambda: check_health(health))
     yield from collect("auth", lambda: check_auth(api, has_token=has_token))
+    yield from collect("actions", lambda: check_actions(read_rights(api)))
     yield from collect("clock", lambda: check_clock(api.get("/api/v1/devices")))
     yield from collect("reporters", lambda: check_reporters(_processes(api)))
     yield from collect(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumem_exporter.cli.action_options import RequestOptions
+from gpumem_exporter.cli.action_options import RequestOptions, TimedOptions
 from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
 from gpumem_exporter.cli.fleet.options import FleetOptions, OverviewOptions, SelectionOptions
@@ -34,9 +34,10 @@ The labels of a series:
   pid, workload, rank, gpu, uuid    select processes there; labels narrow each other
 
 \b
-The command acts only on processes that the query selects, and on at most --max-processes. It compares
-each exporter's answer with the request. Exporters on other machines require a token. The command
-sends the token with actions to the addresses in the series, if they use https or with --insecure.
+The command acts only on processes that the query selects, and on at most --max-processes. --group adds
+the other ranks of their workload, and first prints which. The command compares each exporter's answer
+with the request. Exporters on other machines require a token. The command sends the token with actions
+to the addresses in the series, if they use https or with --insecure.
 
 \b
 Exit codes: 0 all done; 1 an exporter is down or refuses, or a process exited; 2 wrong usage or query.
@@ -44,15 +45,24 @@ Exit codes: 0 all done; 1 an exporter is down or refuses, or a process exited; 2
 
 _ACTION_EXAMPLES = """\b
 Examples:
-  gpumem-exporter fleet {name} --prometheus http://prometheus:9090 --dry-run \\
+  export GPUMEM_PROMETHEUS_URL=http://prometheus:9090
+  gpumem-exporter fleet {name} --dry-run \\
     --query '{query}'
-  GPUMEM_PROMETHEUS_URL=https://mimir/prometheus gpumem-exporter fleet {name} --json \\
-    --prometheus-header 'X-Scope-OrgID: gpu' --query '{query}' | jq .results
+  gpumem-exporter fleet {name} --reason '{reason}' \\
+    --query '{query}'
 
 \b
 See `gpumem-exporter fleet --help` for the labels of a series.
 """
-_QUERY = "gpumem_torch_idle_cache_bytes > 8e9"
+_QUERIES = {
+    "clear": ("gpumem_torch_idle_cache_bytes > 8e9", "room for the release run"),
+    "gc": ('gpumem_torch_allocated_bytes{workload="notebook"} > 16e9', "tensors in reference cycles"),
+    "reset-peak": ('gpumem_reporter_up{workload="llm-pretrain"}', "after the warm-up"),
+    "snapshot": ("gpumem_torch_fragmented_bytes > 4e9", "what fragments the cache"),
+    "fraction": ('gpumem_reporter_up{workload="notebook"}', "half of each device for notebooks"),
+    "terminate": ('gpumem_reporter_up{workload="old-run",rank="0"}', "left behind by job 17"),
+}
+"""The query and the reason in the examples of each action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +114,14 @@ def _add_action(group: typer.Typer, command: ActionCommand) -> None:
 
     devices = " If a series names a device, only on that device." if command.action in PER_DEVICE else ""
     argument = " 0.5" if command.name == "fraction" else ""
+    ranks = " With --group, on every rank of their workload." if issubclass(command.options, TimedOptions) else ""
+    query, reason = _QUERIES[command.name]
+    acts = f"Acts as `{command.name}` on each process that the query selects."
     command_from_options(
         command.name,
         run,
         *(command.options, SelectionOptions, FleetOptions),
-        description=f"{command.summary}\n\nActs as `{command.name}` on each process that the query selects.{devices}",
-        epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=_QUERY),
+        description=f"{command.summary}\n\n{acts}{ranks}{devices}",
+        epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=query, reason=reason),
         application=group,
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, command_from_options
+from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, comma_separated, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 from gpumem_exporter.cli.top.rows import SORTS, Choice
 from gpumem_exporter.cli.top.source import Reading, Source
@@ -67,9 +67,12 @@ class TopOptions(ConnectionOptions):
     ] = ""
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpu", metavar="INDEX", help="Only this device: 0, or 0:1 for MIG (repeatable)."),
+        typer.Option("--gpu", metavar="INDEX", help="Only these devices: 0, or 0:1 for MIG; repeatable, or 0,1."),
     ] = None
-    workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="Only this workload.")] = None
+    workloads: Annotated[
+        list[str] | None,
+        typer.Option("--workload", metavar="NAME", help="Only these workloads; repeatable, or a list with commas."),
+    ] = None
     interval_seconds: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", help="Seconds between updates: 0.2 to 3600.")
     ] = 1.0
@@ -86,7 +89,7 @@ class TopOptions(ConnectionOptions):
         checked_interval(self.interval_seconds)
         if self.as_json and not self.once:
             raise ConfigurationError("--json prints one document; add --once")
-        choice = Choice(tuple(self.gpus or ()), self.workload, self.filter_text)
+        choice = Choice(comma_separated(self.gpus or ()), comma_separated(self.workloads or ()), self.filter_text)
         return View(choice=choice, sort=self.sort, reverse=self.reverse)
 
 

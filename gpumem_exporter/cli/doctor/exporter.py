@@ -10,12 +10,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gpumem_exporter import __version__
+from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, counted
+from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter.units import counted
 from gpumem_exporter.wire.http import shown_url
 
-__all__ = ["check_auth", "check_clock", "check_health", "check_trust", "check_version", "is_on_this_machine", "reach"]
+__all__ = [
+    "check_actions",
+    "check_auth",
+    "check_clock",
+    "check_health",
+    "check_trust",
+    "check_version",
+    "is_on_this_machine",
+    "reach",
+]
 
 _STALE_POLL_SECONDS = 15.0
 _CLOCKS_APART_SECONDS = 1.0
@@ -116,6 +127,22 @@ def check_auth(api: ExporterApi, *, has_token: bool) -> Iterator[Finding]:
         return
     how = "with the token" if has_token else "without a token"
     yield Finding("auth", PASS, f"the exporter accepts actions from here, {how}")
+
+
+def check_actions(caller: Mapping[str, Any]) -> Iterator[Finding]:
+    """Report which actions `--action.allow` turns off. An older exporter does not show them."""
+    allowed = caller.get("allowed_actions")
+    if allowed is None:
+        return
+    off = [action for action in ACTIONS if action not in allowed]
+    detail = f"off: {', '.join(off)}" if off else "all are on"
+    if "empty_cache" in off:
+        fix = (
+            f"start it with --action.allow {','.join(('default', *(each for each in allowed if each == 'terminate')))}"
+        )
+        yield Finding("actions", WARN, f"{detail}; no cache can be cleared", fix)
+    else:
+        yield Finding("actions", PASS, detail)
 
 
 def _problems(checks: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["FAIL", "PASS", "WARN", "Finding", "collect", "counted", "verdict_of"]
+__all__ = ["FAIL", "PASS", "WARN", "Finding", "collect", "verdict_of"]
 
 PASS = "PASS"  # noqa: S105 - a verdict
 WARN = "WARN"
@@ -30,11 +30,6 @@ def collect(check: str, look: Callable[[], Iterable[Finding]]) -> tuple[Finding,
         return tuple(look())
     except Exception as error:  # noqa: BLE001 - each check fails alone, also on a broken node
         return (Finding(check, WARN, f"the check failed: {str(error) or type(error).__name__}"),)
-
-
-def counted(number: int | str, one: str, more: str) -> str:
-    """Return a number with its noun: `1 device`, `2 devices`."""
-    return f"{number} {one if number == 1 else more}"
 
 
 def verdict_of(findings: Sequence[Finding]) -> str:

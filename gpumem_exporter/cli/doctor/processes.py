@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, counted
+from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
 from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE
+from gpumem_exporter.units import counted
 
 __all__ = ["check_pid_namespace", "check_reporters"]
 

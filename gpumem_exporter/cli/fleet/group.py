@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -18,6 +18,7 @@ from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess, target_process
 from gpumem_exporter.core.steps import StepRate, first_common_step
 from gpumem_exporter.errors import GroupIncompleteError
+from gpumem_exporter.units import UNKNOWN, counted
 
 __all__ = ["GROUP_TIMEOUT_SECONDS", "SUBMIT_SECONDS", "Group", "form_group", "ranks_query"]
 
@@ -41,6 +42,13 @@ class Group:
     cancel_reason: str = ""
     """Empty unless the group was canceled."""
     _requests: list[ExporterRequest] = field(default_factory=list)
+
+    def added(self, selected: Iterable[TargetProcess]) -> str:
+        """Describe the ranks of the group besides the selected processes; empty if there are none."""
+        known = {(process.exporter, process.pid) for process in selected}
+        added = [process for process in self.processes if (process.exporter, process.pid) not in known]
+        named = ", ".join(f"rank {one.rank or UNKNOWN} (pid {one.pid} on {one.exporter.instance})" for one in added)
+        return f"--group adds {counted(len(added), 'rank', 'ranks')} to those of the query: {named}" if added else ""
 
     def act(
         self, fleet: Fleet, body: Mapping[str, Any], *, wait_seconds: float, clock: Callable[[], float] = time.monotonic

@@ -12,7 +12,7 @@ from gpumem_exporter.cli.fleet.requests import Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, exporters_of
 from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, cache_sentence, device_name, errors_of
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio
+from gpumem_exporter.units import UNKNOWN, counted, human_bytes, human_ratio
 from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ class Overview:
         memory = [memory for seen in devices if (memory := _memory(seen))]
         reclaimable = [size for seen in devices if (size := _reclaimable(seen)) is not None]
         used, total = (human_bytes(sum(one[name] for one in memory)) for name in ("used_bytes", "total_bytes"))
-        counts = f"{len(self._documents())} of {len(self.answers)} exporters, {len(devices)} devices"
+        exporters = counted(len(self.answers), "exporter", "exporters")
+        counts = f"{len(self._documents())} of {exporters}, {counted(len(devices), 'device', 'devices')}"
         text = f"{counts}: {used} of {total} used."
         if reclaimable:
             idle = [size for seen in devices if (size := _idle_cache(seen)) is not None]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["beside", "cell", "join_lines", "line", "scarce_style", "width_of"]
 
 _SCARCE = ((0.05, "bold red"), (0.1, "bold yellow"))
-"""Style if less than this share of the memory is free. The live page has the same limits."""
+"""Style if less than this share of the memory is available. The live page and the dashboards have the same limits."""
 
 
 def width_of(values: Iterable[str], least: int = 0) -> int:

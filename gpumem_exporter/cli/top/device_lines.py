@@ -199,9 +199,17 @@ def _sizes(device: Device, wide: bool, count: int) -> list[Text]:
         sizes = [memory.get("used_bytes"), _sum_of(ledger, _RECLAIMABLE)][: count - 2]
     return [
         *(plain(short_bytes(size)) for size in sizes),
-        plain(short_bytes(free), scarce_style(free, total)),
+        plain(short_bytes(free), _pressure_style(ledger, total)),
         plain(short_bytes(total)),
     ]
+
+
+def _pressure_style(ledger: Mapping[str, int], total: int | None) -> str:
+    """Return the style for the share of the usable memory that is free or reclaimable: see docs/numbers.md."""
+    if "free" not in ledger or total is None:
+        return ""
+    usable = total - ledger.get("driver_reserved", 0)
+    return scarce_style(ledger["free"] + ledger.get("torch_reclaimable", 0), usable)
 
 
 def _sum_of(ledger: Mapping[str, int], segment: Segment) -> int | None:

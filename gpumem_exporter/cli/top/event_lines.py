@@ -67,7 +67,7 @@ def chosen_events(events: Sequence[Event], choice: Choice) -> list[Event]:
         event
         for event in events
         if (not choice.gpus or event.get("gpu") is None or with_gpu(event["gpu"], choice.gpus))
-        and (choice.workload is None or event.get("workload") in (None, choice.workload))
+        and (not choice.workloads or event.get("workload") in (None, *choice.workloads))
     ]
     return sorted(chosen, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
 

@@ -176,7 +176,7 @@ def _processes(reading: Reading, view: View, width: int, page: int) -> tuple[lis
 
 
 def _nothing(view: View) -> str:
-    filtered = view.choice.text or view.choice.gpus or view.choice.workload is not None
+    filtered = view.choice.text or view.choice.gpus or view.choice.workloads
     return "No process matches." if filtered else "There is no process on a device, and no process that reports."
 
 

@@ -74,7 +74,8 @@ class Choice:
 
     gpus: tuple[str, ...] = ()
     """Indices; the index of a GPU includes its MIG devices. Empty for all."""
-    workload: str | None = None
+    workloads: tuple[str, ...] = ()
+    """Empty for all."""
     text: str = ""
     """Words that the names in a row must contain. Case is ignored."""
 
@@ -86,7 +87,7 @@ class Choice:
         """Whether the row passes the filters."""
         if self.gpus and not with_gpu(row.gpu, self.gpus):
             return False
-        if self.workload is not None and row.workload != self.workload:
+        if self.workloads and row.workload not in self.workloads:
             return False
         names = (row.pid, row.uuid, row.workload, row.command, row.user, row.k8s_namespace, row.k8s_pod, row.state)
         named = "\n".join(str(name) for name in names if name is not None).casefold()

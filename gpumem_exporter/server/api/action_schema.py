@@ -23,18 +23,33 @@ from gpumem_exporter.actions.request import (
 )
 from gpumem_exporter.server.http.problems import FieldError, ProblemError
 from gpumem_exporter.server.logs import iso_time
-from gpumem_exporter.wire.protocol import MODES
+from gpumem_exporter.wire.protocol import MAX_INTEGER, MODES
 
 __all__ = ["ActionBody", "ActionDocument", "ActionsDocument", "TargetBody", "action_document"]
 
 MAX_WAIT_SECONDS = 60.0
 
 
-def _pid(value: object) -> object:
-    """Reject other types with one error, where a union would have one error for each of its types."""
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError("must be an integer, or a string such as 1@4026532007")  # noqa: TRY004 - pydantic expects it
+def _names(value: object) -> object:
+    """Reject other types with one error, where a union would have one error for each of its types.
+
+    An empty list is rejected, because a target without the key would be wider.
+    """
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(isinstance(each, str) or _is_number(each) for each in values):
+        raise ValueError("must be a string, a number from 0, or a list of them that is not empty")
     return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
+
+
+_Names = Annotated[
+    str | int | list[str | int],
+    BeforeValidator(_names),
+]
+"""A name, a number where a name is expected, or a list of both."""
 
 
 class _Strict(BaseModel):
@@ -47,15 +62,18 @@ class _Strict(BaseModel):
 
 
 class TargetBody(_Strict):
-    """The target processes. Several fields narrow each other."""
+    """The target processes. Each field has a value or a list of values; several fields narrow each other."""
 
-    gpu: str | None = Field(None, description="NVML index; `parent:instance` for a MIG device", examples=["0"])
-    uuid: str | None = Field(None, description="of the device, as NVML spells it")
-    pid: Annotated[int | str, BeforeValidator(_pid)] | None = Field(
+    gpu: _Names | None = Field(
+        None, description="NVML index; `parent:instance` for a MIG device", examples=["0", 0, ["0", "1"]]
+    )
+    uuid: _Names | None = Field(None, description="of the device, as NVML spells it")
+    pid: _Names | None = Field(
         None, description="the `pid` label; a string if it has an @", examples=[4711, "1@4026532007"]
     )
-    workload: str | None = None
-    rank: str | None = None
+    workload: _Names | None = None
+    rank: _Names | None = None
+    user: _Names | None = Field(None, description="name or uid of the process's user", examples=["alice", 1001])
     all: bool = Field(False, description="without other fields: every reporting process that the caller may act on")
 
 
@@ -120,7 +138,7 @@ class ActionDocument(TypedDict):
         str, Field(description="the caller: unix:uid=…, loopback:uid=…, token:FILE@…, policy:RULE or alert:NAME")
     ]
     created: Annotated[str, Field(description="RFC 3339")]
-    target: dict[str, str | int | bool]
+    target: dict[str, str | int | bool | list[str | int]]
     mode: str
     group: bool
     at_step: int | None
@@ -145,7 +163,7 @@ def action_document(action: Action) -> dict[str, Any]:
     document = asdict(action)
     del document["caller"]  # `requested_by` is for readers
     document["created"] = iso_time(document.pop("created_unix_seconds"))
-    document["target"] = {name: value for name, value in document["target"].items() if value not in (None, False)}
+    document["target"] = action.target.document()
     document["freed_bytes"] = action.freed_bytes
     document["still_free_bytes"] = action.still_free_bytes
     return document

@@ -19,7 +19,6 @@ from gpumem_exporter.actions.request import (
     Target,
     invalid_fields,
     mode_for,
-    pid_of,
 )
 from gpumem_exporter.server.http.problems import ProblemError, field_errors
 
@@ -180,9 +179,10 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "reason": str,
     "target_gpu": str,
     "target_uuid": str,
-    "target_pid": pid_of,
+    "target_pid": str,
     "target_workload": str,
     "target_rank": str,
+    "target_user": str,
     "target_all": _flag,
     "collect_garbage": _flag,
     "fraction": _number,

@@ -34,6 +34,9 @@ class CallerDocument(TypedDict):
         ),
     ]
     actions: Annotated[list[str], Field(description="the actions that the caller may request")]
+    allowed_actions: Annotated[
+        list[str], Field(description="the actions of --action.allow, for callers with all rights")
+    ]
     processes: Annotated[int, Field(description="the number of reporting processes that the caller may act on")]
     reason: Annotated[str | None, Field(description="why the caller has no rights; null if it has some")]
 
@@ -62,6 +65,7 @@ def caller_router(
             "uid": found.uid,
             "rights": found.rights.value,
             "actions": list(permitted_actions(found, allowed)),
+            "allowed_actions": list(allowed),
             "processes": permitted_processes(found, snapshot()),
             "reason": refusal.detail if refusal is not None else None,
         }

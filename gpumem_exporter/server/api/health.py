@@ -15,6 +15,7 @@ from gpumem_exporter.events import EventLog, EventLogStatus
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.replies import json_reply, json_response
+from gpumem_exporter.units import counted
 
 __all__ = ["Health", "HealthDocument", "health_document", "health_router"]
 
@@ -177,7 +178,7 @@ def _devices_check(snapshot: Snapshot) -> Check:
 
 def _reports_check(snapshot: Snapshot) -> Check:
     silent = f", {len(snapshot.silent)} silent" if snapshot.silent else ""
-    return _check("ok", f"{len(snapshot.processes)} processes report{silent}")
+    return _check("ok", counted(len(snapshot.processes), "process reports", "processes report") + silent)
 
 
 def _events_check(events: EventLogStatus) -> Check:

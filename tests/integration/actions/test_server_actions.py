@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpumem_exporter.core.samples import ProcessMemory
 from gpumem_exporter.wire.protocol import CommandResult, DeviceResult
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
@@ -70,10 +71,40 @@ def test_a_running_action_is_answered_202_with_its_location(exporter: RunningExp
 
 
 def test_a_target_without_a_match_is_404_and_lists_the_processes(exporter: RunningExporter) -> None:
-    detail = problem(exporter.act(action="empty_cache", target={"workload": "w9"}), 404)["detail"]
-    assert "workload=w9" in detail
+    detail = problem(exporter.act(action="empty_cache", target={"workload": "w1", "pid": 2}), 404)["detail"]
+    assert "pid=2 workload=w1" in detail
     assert "pid=1 workload=w1" in detail
     assert "pid=2 workload=w2" in detail
+
+
+@pytest.mark.parametrize(
+    ("target", "detail"),
+    [
+        ({"workload": "w10"}, "no such workload 'w10'; did you mean w1? known workloads: w1, w2"),
+        ({"workload": ["w1", "another"]}, "no such workload 'another'; known workloads: w1, w2"),
+        ({"gpu": [0, 99]}, "no such GPU '99'; known GPUs: 0, 1"),
+        (
+            {"uuid": UUIDS[0][:-1]},
+            f"no such UUID '{UUIDS[0][:-1]}'; did you mean {UUIDS[0]}? known UUIDs: {', '.join(UUIDS[:2])}",
+        ),
+        ({"pid": 3, "rank": 7}, "no such pid '3'; known pids: 1, 2; no such rank '7'; known ranks: 0"),
+        ({"user": "adda"}, f"no such user 'adda'; did you mean ada? known users: {os.geteuid()}, ada"),
+    ],
+)
+def test_an_unknown_name_is_404_with_the_nearest_one_and_no_process_acts(
+    exporter: RunningExporter, target: dict[str, object], detail: str
+) -> None:
+    exporter.provider.processes[UUIDS[0]] = (ProcessMemory(1, 100),)
+    eventually(lambda: exporter.runtime.snapshot().node.facts)
+    assert problem(exporter.act(action="empty_cache", target=target), 404)["detail"] == detail
+    assert exporter.document(ACTIONS)["actions"] == []
+
+
+def test_a_target_has_several_values_and_numbers(exporter: RunningExporter) -> None:
+    answer = exporter.act(action="empty_cache", target={"gpu": [0, "1"], "rank": 0}, dry_run=True)
+    document = json.loads(answer.body)
+    assert {result["pid"] for result in document["results"]} == {1, 2}
+    assert document["target"] == {"gpu": ["0", "1"], "rank": "0"}
 
 
 def test_an_action_that_is_not_allowed_is_403_and_names_the_setting() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter import __version__
+from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.core.ledger import CATEGORIES
 from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import clean_environment, run_command
@@ -79,7 +80,7 @@ def test_info_shows_every_device_and_process_and_a_full_ledger(node: _Node) -> N
         assert process["command"] in ended.stdout
     *_, cache, rights = ended.stdout.splitlines()
     assert rights.startswith("You can")
-    assert len(re.findall(r"\d+(?:\.\d+)? GiB", cache)) >= 2, "the idle cache, and what a clear would free"
+    assert len(re.findall(r"\d+(?:\.\d+)? (?:[GM]i)?B\b", cache)) >= 2, "the idle cache, and what a clear would free"
     ((giving, of),) = re.findall(r"in (\d+) of (\d+) reporting", cache)
     assert 0 < int(giving) <= int(of)
 
@@ -96,6 +97,46 @@ def test_a_terminal_gets_its_width_and_colors_unless_no_color_is_set(
         assert any(line.startswith("Process memory") for line in terminal.lines)
     finally:
         terminal.close()
+
+
+def test_a_repeated_option_and_a_list_select_all_of_their_values(node: _Node) -> None:
+    def selected(*options: str) -> tuple[set[str], set[str]]:
+        results = node.json("reset-peak", *options, "--dry-run")["results"]
+        return {result["gpu"] for result in results}, {result["workload"] for result in results}
+
+    assert selected("--gpu", "0", "--gpu", "1") == selected("--gpu", "0,1")
+    assert selected("--gpu", "0,1")[0] == {"0", "1"}
+    users = {process["user"]: process["workload"] for process in node.json("info")["processes"] if process["reporting"]}
+    user, workload = next(iter(users.items()))
+    assert workload in selected("--user", user)[1]
+    assert selected("--user", user, "--workload", workload) == selected("--workload", workload)
+
+
+@pytest.mark.parametrize(("answer", "modes"), [("n", set()), ("y", {"now", "step"})])
+def test_a_clear_of_all_on_a_terminal_asks_and_lets_training_jobs_end_their_step(
+    node: _Node, answer: str, modes: set[str]
+) -> None:
+    known = clean_environment(
+        GPUMEM_EXPORTER_URL=node.url, GPUMEM_ACTION_TOKEN_FILE=str(node.token_file), TERM="xterm-256color"
+    )
+    command = [sys.executable, "-m", "gpumem_exporter", "clear", "--all", "--reason", f"asked {answer}"]
+    terminal = TerminalProgram(command, known, columns=120, lines=200)
+    try:
+        terminal.until_shows("A clear would free", "Jobs that train clear at the end of a step", "Clear them? [y/N]")
+        terminal.type(answer + "\n")
+        code = terminal.wait()
+    finally:
+        terminal.close()
+    with ExporterApi((node.url,), token=_TOKEN) as api:
+        actions = [
+            it
+            for it in api.get("/api/v1/actions")["actions"]
+            if it["reason"] == f"asked {answer}" and not it["dry_run"]
+        ]
+    assert {action["mode"] for action in actions} == modes
+    assert (code == 0) == bool(modes)
+    acted = [result["pid"] for action in actions for result in action["results"] if result["gpu"] == "0"]
+    assert len(acted) == len(set(acted))
 
 
 def test_a_reader_that_exits_early_causes_no_traceback(node: _Node) -> None:
@@ -141,11 +182,10 @@ def test_without_a_wait_the_accepted_action_is_returned(node: _Node) -> None:
     assert node.json("gc", "--all", "--wait", "0")["state"] in ("queued", "running", "done")
 
 
-def test_a_target_that_matches_nothing_exits_with_1_and_lists_the_processes(node: _Node) -> None:
-    ended = node.command("clear", "--workload", "unknown")
+def test_an_unknown_name_exits_with_1_and_the_nearest_one(node: _Node) -> None:
+    ended = node.command("clear", "--workload", "demo-notebok,demo-moe-finetune")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
-    assert "workload=unknown" in ended.stderr
-    assert "workload=demo-notebook" in ended.stderr
+    assert "no such workload 'demo-notebok'; did you mean demo-notebook? known workloads: demo-" in ended.stderr
 
 
 def test_a_refused_action_exits_with_1_and_names_the_option(node: _Node) -> None:
@@ -179,6 +219,7 @@ def test_doctor_passes_a_healthy_demo(node: _Node) -> None:
         "version": "PASS",
         "health": "PASS",
         "auth": "PASS",
+        "actions": "PASS",
         "clock": "PASS",
         "reporters": "PASS",
         "pid namespace": "PASS",

@@ -178,6 +178,7 @@ def test_disabled_clears_are_shown_as_disabled(tmp_path: Path, open_page: OpenPa
         live.page.locator("#clear-all").click()
         shows(live, "#dialog-error", r"\w")
         assert exporter.get("/api/v1/actions")["actions"] == []
+        assert "action.allow turns empty_cache off" in exporter.log()
 
 
 def test_the_page_says_which_processes_a_user_may_clear(demo: Demo, open_page: OpenPage) -> None:

@@ -235,6 +235,18 @@ def test_a_dry_run_shows_what_would_be_freed_and_sends_no_command(bench: Bench) 
     assert run(bench.dispatcher.commands(bench.first, 0)) == ()
 
 
+def test_a_dry_run_answers_unsupported_and_refused_as_the_action_would(bench: Bench) -> None:
+    old = bench.put(3, devices=(sample(UUIDS[0], 10 * MIB),), actions=("empty_cache",))
+    (row,) = bench.ask("reset_peak", Target(pid=old.key.pid), dry_run=True).results
+    assert (row.outcome, row.reason_code) == ("unsupported", "unknown_action")
+    fraction = 9 / (80 * 1024)  # of the 80 GiB of a device: 9 MiB
+    rows = bench.ask("set_memory_fraction", Target(gpu="0"), fraction=fraction, dry_run=True).results
+    outcomes = {row.pid: (row.outcome, row.reason_code) for row in rows}
+    assert outcomes == {1: ("refused", "reserved_exceeds_fraction"), 3: ("unsupported", "unknown_action")}
+    forced = bench.ask("set_memory_fraction", Target(pid=1), fraction=fraction, force=True, dry_run=True)
+    assert {row.outcome for row in forced.results} == {"done"}
+
+
 def test_a_dry_run_of_a_garbage_collection_has_no_freed_bytes(bench: Bench) -> None:
     action = bench.ask("collect_garbage", dry_run=True)
     assert {row.freed_bytes for row in action.results} == {action.freed_bytes} == {None}
@@ -249,6 +261,7 @@ def test_targets_narrow_each_other(bench: Bench) -> None:
     assert pids(gpu="1", rank="1") == {2}
     assert pids(uuid=UUIDS[1], pid=1) == {1}
     assert pids(workload="train") == {1, 2}
+    assert pids(gpu=("0", "1"), pid=2) == {2}
 
 
 def test_a_clear_of_one_device_shows_every_device_of_the_process(bench: Bench) -> None:

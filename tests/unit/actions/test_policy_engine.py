@@ -210,7 +210,7 @@ def test_the_cooldown_is_per_process() -> None:
     bench.act()
     bench.now += 1
     found = bench.evaluate(process(1, at=bench.now), process(2, at=bench.now))
-    assert [decision.request.target.pid for decision in found.decisions] == [2]
+    assert [decision.request.target for decision in found.decisions] == [Target(pid=2)]
 
 
 def test_a_rule_has_a_maximum_number_of_actions_per_hour() -> None:
@@ -252,7 +252,7 @@ def test_a_rule_is_evaluated_only_for_its_workloads() -> None:
     bench = Bench(rule(workloads=("eval-*",)))
     bench.now += 1
     found = bench.evaluate(process(1, at=bench.now, workload="train"), process(2, at=bench.now, workload="eval-7"))
-    assert [decision.request.target.pid for decision in found.decisions] == [2]
+    assert [decision.request.target for decision in found.decisions] == [Target(pid=2)]
     assert found.counts == {}
 
 

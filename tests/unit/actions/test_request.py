@@ -11,7 +11,6 @@ from gpumem_exporter.actions.request import (
     Target,
     invalid_fields,
     mode_for,
-    pid_of,
 )
 from gpumem_exporter.wire.protocol import MODES
 
@@ -32,6 +31,7 @@ def request(**changes: Any) -> ActionRequest:
         {"collect_garbage": True, "deadline_seconds": MAX_DEADLINE_SECONDS, "reason": "x" * 1000},
         {"target": Target(gpu="0:1", uuid="MIG-1", pid=4711, workload="w", rank="0")},
         {"target": Target(workload="", rank="")},
+        {"target": Target(gpu=(0, "1"), user=("alice", 1001))},
         {"target": Target(pid="1@4026532007")},
     ],
 )
@@ -57,11 +57,14 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
         ("deadline_seconds", "at most 3600", {"deadline_seconds": 3601.0}),
         ("deadline_seconds", "nan is invalid", {"deadline_seconds": float("nan")}),
         ("reason", "at most 1000 characters", {"reason": "x" * 1001}),
-        ("target", "expected gpu, uuid, pid, workload or rank, or all: true", {"target": Target()}),
+        ("target", "expected gpu, uuid, pid, workload, rank or user, or all: true", {"target": Target()}),
         ("target.gpu", "'' is invalid: expected 1 to 128 characters", {"target": Target(gpu="")}),
         ("target.workload", "expected 0 to 128 characters", {"target": Target(workload="x" * 257)}),
-        ("target.pid", "0 is invalid: expected an integer from 1", {"target": Target(pid=0)}),
-        ("target.pid", "'1' is invalid: expected an integer", {"target": Target(pid="1")}),
+        ("target.pid", "'0' is invalid: expected an integer from 1", {"target": Target(pid=(7, 0))}),
+        ("target.pid", "'٣' is invalid: expected an integer", {"target": Target(pid="٣")}),
+        ("target.pid", "expected an integer", {"target": Target(pid="9" * 11)}),
+        ("target.user", "expected 1 to 128 characters", {"target": Target(user="")}),
+        ("target.gpu", "1001 is invalid: expected at most 1000 values", {"target": Target(gpu=range(1001))}),
     ],
 )
 def test_an_invalid_field_is_named_with_its_value_and_what_is_accepted(
@@ -86,10 +89,10 @@ def test_a_group_acts_at_a_step_and_everything_else_at_once_unless_a_mode_is_req
     )
 
 
-def test_a_pid_is_a_number_or_a_text_with_its_namespace() -> None:
-    assert (pid_of("4711"), pid_of("1@4026532007"), pid_of("٣"), pid_of("9" * 11)) == (
-        4711,
-        "1@4026532007",
-        "٣",
-        "9" * 11,
-    )
+def test_a_target_is_the_same_whether_a_value_or_a_list_of_numbers_or_texts_was_given() -> None:
+    assert Target(gpu=7, pid=(4711, "4711")) == Target(gpu=["7"], pid="4711")
+    several = Target(gpu=("0", 1), pid=4711, workload=("a", "b"))
+    assert several.document() == {"gpu": ["0", "1"], "pid": 4711, "workload": ["a", "b"]}
+    assert Target(**several.document()) == several
+    assert several.describe() == "gpu=0,1 pid=4711 workload=a,b"
+    assert Target(pid="1@4026532007").document() == {"pid": "1@4026532007"}

@@ -46,10 +46,14 @@ def _printed(action: dict[str, Any], *, dry_run: bool = False, width: int = 80) 
     ("options", "target"),
     [
         (TargetOptions(everything=True), {"all": True}),
-        (TargetOptions(gpu="0:1", rank="3"), {"gpu": "0:1", "rank": "3"}),
-        (TargetOptions(pid="1@4026532007"), {"pid": "1@4026532007"}),
-        (TargetOptions(uuid="GPU-1", pid="7", workload="llm"), {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
-        (TargetOptions(workload=""), {"workload": ""}),
+        (TargetOptions(gpu=["0:1"], rank=["3"]), {"gpu": "0:1", "rank": "3"}),
+        (TargetOptions(pid=["1@4026532007"]), {"pid": "1@4026532007"}),
+        (TargetOptions(uuid=["GPU-1"], pid=["7"], workload=["llm"]), {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
+        (TargetOptions(workload=[""]), {"workload": ""}),
+        (
+            TargetOptions(gpu=["0", "1,2"], pid=["7, 8"], user=["ada"]),
+            {"gpu": ["0", "1", "2"], "pid": [7, 8], "user": "ada"},
+        ),
     ],
 )
 def test_the_target_has_the_given_options(options: TargetOptions, target: dict[str, Any]) -> None:
@@ -60,7 +64,7 @@ def test_the_target_has_the_given_options(options: TargetOptions, target: dict[s
     ("options", "message"),
     [
         (TargetOptions(), "--all"),
-        (TargetOptions(everything=True, gpu="0", pid="3"), "--gpu, --pid"),
+        (TargetOptions(everything=True, gpu=["0"], pid=["3"]), "--gpu, --pid"),
         *((TargetOptions(everything=True, wait_seconds=wait), "--wait") for wait in (-0.1, float("inf"), float("nan"))),
     ],
 )

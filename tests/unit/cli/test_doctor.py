@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from gpumem_exporter import __version__
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
 from gpumem_exporter.cli.doctor.exporter import (
+    check_actions,
     check_auth,
     check_clock,
     check_health,
@@ -184,6 +186,11 @@ def test_the_text_of_each_finding() -> None:
             )
             for has_token in (False, True)
             for finding in check_auth(_Api(answer), has_token=has_token)  # type: ignore[arg-type]
+        ),
+        *(
+            finding
+            for caller in ({}, *({"allowed_actions": each} for each in (ACTIONS, DEFAULT_ACTIONS, ["terminate"])))
+            for finding in check_actions(caller)
         ),
         *check_reporters([_process(1), _process(3, "silent"), _process(4, "unreported")]),
         *check_reporters([_process(1), _process(2)]),

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.program import PROGRAM
 
@@ -64,3 +65,15 @@ def test_wrong_usage_exits_with_2_and_one_line(
     assert captured.err.startswith(f"{PROGRAM} fleet: ")
     assert wrong in captured.err
     assert right in captured.err
+
+
+@pytest.mark.parametrize("command", ACTION_COMMANDS, ids=lambda command: command.name)
+def test_the_help_of_each_action_has_an_example_of_its_own_with_a_dry_run(
+    command: ActionCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fleet", command.name, "--help"]) == 0
+    text = capsys.readouterr().out
+    example = text[text.index("Examples:") :]
+    assert f"fleet {command.name} " in example
+    assert "--dry-run" in example
+    assert ("gpumem_torch_idle_cache_bytes" in example) == (command.name == "clear")

@@ -38,6 +38,13 @@ def test_the_step_leaves_time_to_submit_and_to_cancel() -> None:
     assert [(one.exporter, one.pid, one.rank) for one in found.processes] == [(A, 1, "0"), (B, 1, "1")]
 
 
+def test_a_group_says_which_ranks_it_adds_to_the_selected_ones() -> None:
+    found = group(two_nodes())
+    first, second = found.processes
+    assert found.added([first]) == "--group adds 1 rank to those of the query: rank 1 (pid 1 on node2:9844)"
+    assert found.added([first, second]) == ""
+
+
 def test_the_step_counts_the_age_of_samples() -> None:
     late: Readings = {A: of(rank(1, 0, sample_age_seconds=0.5)), B: of(rank(2, 1))}
     assert group(late, 10.0, now=11.5).at_step == 50 + round((0.5 + 1.5 + LEAD) / 0.1)

@@ -118,7 +118,7 @@ def test_the_newest_is_first_and_the_choice_filters() -> None:
 
     assert ids() == [1, 4, 3, 2]
     assert ids(gpus=("1",)) == [3, 2]
-    assert ids(workload="llm") == [1, 3, 2]
+    assert ids(workloads=("llm",)) == [1, 3, 2]
 
 
 def test_an_event_that_is_not_cut_has_several_lines() -> None:

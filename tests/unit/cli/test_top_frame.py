@@ -114,7 +114,8 @@ def test_scarce_memory_is_marked_and_a_mig_profile_is_shown_once() -> None:
     of = device("0")
     for width in (80, 200):
         for free, style in ((3 * GIB, {"bold red"}), (7 * GIB, {"bold yellow"}), (9 * GIB, set[str]())):
-            memory, ledger = {**of["memory"], "free_bytes": free}, {**of["ledger"], "free": free}
+            others = {"torch_allocated": 79 * GIB - free, "driver_reserved": GIB}
+            memory, ledger = {**of["memory"], "free_bytes": free}, {**others, "free": free}
             assert styles(width, memory=memory, ledger=ledger) == style, (width, free)
     mig = device("0:1", name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", mig_profile="1g.10gb")
     assert "\n".join(_draw(reading([mig], []), 200)).count("1g.10gb") == 1
@@ -244,7 +245,7 @@ def test_the_output_of_top() -> None:
             replace(_full(), no_events="the exporter refuses to show events: token needed"), view=events
         ),
         "events, none yet": _draw(replace(_full(), events=()), view=events),
-        "events, none chosen": _draw(some, view=View(shows_events=True, choice=Choice(gpus=("7",), workload="x"))),
+        "events, none chosen": _draw(some, view=View(shows_events=True, choice=Choice(gpus=("7",), workloads=("x",)))),
         "events, not known": _draw(_full(), view=events),
         "events, no exporter": _draw(alone, view=events),
         "help": _draw(_full(1), view=View(shows_help=True)),

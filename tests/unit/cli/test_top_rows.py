@@ -60,7 +60,7 @@ def test_the_order_does_not_depend_on_that_of_the_exporter(
         (Choice(gpus=("0",)), [1, 2]),
         (Choice(gpus=("0:1",)), [2]),
         (Choice(gpus=("1", "2")), [3]),
-        (Choice(workload="llm"), [1]),
+        (Choice(workloads=("llm",)), [1]),
         (Choice(text="ALICE train"), [1, 3]),
         (Choice(text="bob eval"), []),
         (Choice(text="trito"), [2]),

@@ -38,6 +38,12 @@ def test_a_request_with_every_field_is_read_unchanged() -> None:
     assert read.request() == ActionRequest(**values, target=Target(**target), mode="step")
 
 
+def test_a_target_takes_a_value_or_a_list_and_numbers_where_names_are_expected() -> None:
+    target = {"gpu": 7, "workload": ["a", "b"], "rank": [0, "1"], "user": 1001}
+    read = ActionBody.model_validate_json(body(target=target)).request().target
+    assert read == Target(gpu="7", workload=("a", "b"), rank=("0", "1"), user="1001")
+
+
 def test_each_field_that_breaks_a_rule_of_requests_is_reported() -> None:
     with pytest.raises(ProblemError) as caught:
         ActionBody.model_validate_json(body(action="explode", target={"gpu": ""}, deadline_seconds=3601)).request()
@@ -50,7 +56,10 @@ def test_each_field_that_breaks_a_rule_of_requests_is_reported() -> None:
     [
         (("action",), {"action": 1}),
         (("target", "gpuu"), {"target": {"gpuu": "0"}}),
-        (("target", "gpu"), {"target": {"gpu": 0}}),
+        (("target", "gpu"), {"target": {"gpu": True}}),
+        (("target", "gpu"), {"target": {"gpu": -1}}),
+        (("target", "gpu"), {"target": {"gpu": [], "pid": 1}}),
+        (("target", "workload"), {"target": {"workload": ["a", None]}}),
         (("target", "pid"), {"target": {"pid": 1.5}}),
         (("group",), {"group": "yes"}),
         (("deadline_seconds",), {"deadline_seconds": "30"}),

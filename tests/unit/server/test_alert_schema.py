@@ -107,6 +107,7 @@ def test_labels_and_annotations_request_an_action() -> None:
         gpumem_target_gpu="0",
         gpumem_target_uuid="GPU-1",
         gpumem_target_rank="3",
+        gpumem_target_user="ada",
         gpumem_collect_garbage="true",
         gpumem_deadline_seconds="60",
         gpumem_dry_run="true",
@@ -114,7 +115,7 @@ def test_labels_and_annotations_request_an_action() -> None:
     )
     assert requested == ActionRequest(
         "empty_cache",
-        Target(gpu="0", uuid="GPU-1", pid=4711, workload="train", rank="3"),
+        Target(gpu="0", uuid="GPU-1", pid=4711, workload="train", rank="3", user="ada"),
         mode="step",
         collect_garbage=True,
         deadline_seconds=60.0,
@@ -132,7 +133,7 @@ def test_an_alert_can_request_a_group_a_fraction_and_every_process() -> None:
         gpumem_action="set_memory_fraction", gpumem_fraction="0.5", gpumem_force="true", gpumem_target_all="true"
     )
     assert (capped.fraction, capped.force, capped.target) == (0.5, True, Target(all=True))
-    assert request(gpumem_action="snapshot", gpumem_target_pid="1@4026532007").target.pid == "1@4026532007"
+    assert request(gpumem_action="snapshot", gpumem_target_pid="1@4026532007").target.pid == ("1@4026532007",)
 
 
 def test_an_empty_string_is_ignored() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.settings import Settings, environment_name, load_settings, setting_key
 
@@ -99,6 +100,12 @@ def test_several_values_are_repeated_or_separated_by_commas() -> None:
     by_flag = load_settings({"web.listen-address": [":1", "127.0.0.1:2"]}, {})
     by_environment = load_settings({}, {"GPUMEM_WEB_LISTEN_ADDRESS": ":1, 127.0.0.1:2"})
     assert by_flag.web_listen_address == by_environment.web_listen_address == (":1", "127.0.0.1:2")
+
+
+def test_action_allow_adds_to_the_default_actions() -> None:
+    assert load_settings({"action.allow": "default,terminate"}, {}).action_allow == ACTIONS
+    assert load_settings({"action.allow": ["terminate", "default"]}, {}).action_allow == ("terminate", *DEFAULT_ACTIONS)
+    assert load_settings({"action.allow": "default"}, {}).action_allow == DEFAULT_ACTIONS
 
 
 def test_action_allow_can_be_none() -> None:

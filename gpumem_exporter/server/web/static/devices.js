@@ -29,7 +29,7 @@ class DeviceCard {
     setHidden(this.error, ledger !== null);
     setHidden(this.known, ledger === null);
     setText(this.free, ledger === null ? "unknown" : `${bytes(ledger.free)} of ${bytes(memory.total_bytes)} free`);
-    const level = ledger === null ? "down" : levelOf(ledger.free / memory.total_bytes);
+    const level = ledger === null ? "down" : levelOf(pressureOf(ledger, memory.total_bytes));
     setAttribute(this.element, "data-level", level);
     if (ledger === null) return;
     this.bar.update(ledger, memory.total_bytes);
@@ -41,8 +41,8 @@ class DeviceCard {
   }
 }
 
-function levelOf(freeRatio) {
-  return freeRatio < 0.05 ? "critical" : freeRatio < 0.1 ? "warning" : "ok";
+function levelOf(pressure) {
+  return pressure > FULL ? "critical" : pressure > NEARLY_FULL ? "warning" : "ok";
 }
 
 class Devices {

@@ -11,6 +11,14 @@ const CATEGORIES = [
   ["free", "free", "used by no process"],
 ];
 
+const NEARLY_FULL = 0.9;
+const FULL = 0.95;
+
+/** Pressure: the share of a device's usable memory that is neither free nor reclaimable. See docs/numbers.md. */
+function pressureOf(ledger, total) {
+  return 1 - (ledger.free + (ledger.torch_reclaimable ?? 0)) / (total - (ledger.driver_reserved ?? 0));
+}
+
 /** The bar. A negative category has no width; it is drawn as an overlap of the others, before the free part. */
 class LedgerBar {
   constructor() {

@@ -39,19 +39,18 @@ function warningsOfDevice(device, view, add) {
     if (row === null) return "";
     return `, ${row[column] > all / 2 ? "most" : bytes(row[column])} of it in ${nameOf(row)}`;
   };
-  if (free < 0.1 * total) {
+  const pressure = pressureOf(ledger, total);
+  if (pressure > NEARLY_FULL) {
     const help =
       reclaimable >= 0.01 * total
         ? `${cacheInWords(device.idle_cache_bytes, reclaimable, unsplit)}${largestShare("reclaimable_bytes", reclaimable)}.`
         : unsplit
           ? "The reclaimable memory is unknown."
           : `A clear would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
-    const [level, word, left] = free < 0.05 * total ? ["critical", "full", 0.05] : ["warning", "nearly full", 0.1];
-    const leastMib = Math.floor(((1 - left) * total) / 2 ** 20);
-    const since = sinceInWords(view.history.since(device.uuid, (mib) => mib !== null && mib >= leastMib), view.moment);
+    const [level, word] = pressure > FULL ? ["critical", "full"] : ["warning", "nearly full"];
     const user = view.largest(device.uuid, "used_bytes");
     const whose = user === null ? "" : `; ${nameOf(user)} uses ${bytes(user.used_bytes)}`;
-    const text = `${name} is ${word}${since}: ${bytes(free)} of ${bytes(total)} free${whose}. ${help}`;
+    const text = `${name} is ${word}: ${bytes(free)} of ${bytes(total)} free${whose}. ${help}`;
     add(level, `full ${device.uuid}`, text);
   } else if (device.idle_cache_bytes >= 0.2 * total) {
     const share = largestShare("idle_cache_bytes", device.idle_cache_bytes);
