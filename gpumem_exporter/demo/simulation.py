@@ -142,6 +142,7 @@ class Simulation:
         try:
             for device in range(len(workload.placements[index])):
                 process.load_libraries(workload.context_bytes, device=device)
+                process.slots[device].nccl_bytes = workload.nccl_bytes
         except SimulatedOutOfMemoryError:
             self._end(instance, process, crashed=True)
 

@@ -42,6 +42,8 @@ class DeviceSlot:
         self.device = device
         self.allocator = CachingAllocator(device)
         self.non_torch_bytes = 0
+        self.nccl_bytes: int | None = None
+        """The part of `non_torch_bytes` that NCCL reports."""
         self.unmapped = Unmapped(0, 0)
         """The memory of the allocator that the device does not hold."""
         self.planned_reserved_peak_bytes: int | None = None
@@ -155,10 +157,8 @@ class DeviceSlot:
             uuid=self.device.identity.uuid,
             **asdict(self.allocator.statistics),  # the names are the same
             reclaimable_bytes=self.allocator.reclaimable_bytes,
-            # A command may have emptied the cache since the last reading.
-            idle_cache_bytes=None
-            if self._idle_cache_bytes is None
-            else min(self._idle_cache_bytes, self.allocator.reclaimable_bytes),
+            nccl_bytes=self.nccl_bytes,
+            memory_limit_bytes=self.allocator.limit_bytes,
             planned_reserved_peak_bytes=self.planned_reserved_peak_bytes,
             phase_peak_bytes=dict(self._phase_peak_bytes),
             component_bytes=components,

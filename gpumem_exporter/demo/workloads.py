@@ -29,6 +29,8 @@ class Workload:
     torch_version: str = "2.9.1+cu128"
     context_bytes: int = 520 * MIB
     """The memory of CUDA, cuBLAS and NCCL on each device, outside the allocator."""
+    nccl_bytes: int | None = None
+    """The part of it that NCCL reports."""
     warm_up_ticks: int = 40
     """How long the workload has run when the demo starts."""
     restart_ticks: int = 20
@@ -42,6 +44,7 @@ DEMO_WORKLOADS = (
         *("demo-llm-pretrain", trainings.pretraining, "python pretrain.py", "ml-train", ((0,), (1,), (2,), (3,))),
         ranks=True,
         context_bytes=1710 * MIB,
+        nccl_bytes=1090 * MIB,
         k8s_pod="training/llm-pretrain-worker",
     ),
     Workload(

@@ -187,7 +187,7 @@ def _wasted_workloads() -> Any:
     wasted = f"{reclaimable} + {fragmented}"
 
     def top(expression: str) -> str:
-        return f"({expression}) and on (workload) topk({SHOWN}, {wasted})"
+        return f"({expression}) and on (workload) topk({SHOWN}, {wasted} > 0)"
 
     return table(
         "Workloads by cache",
