@@ -7,6 +7,7 @@ tunnel or a container's port mapping belongs to the process that forwards it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -120,10 +121,14 @@ def has_socket(pid: int, inode: int, proc: str = "/proc") -> bool:
     """Return whether a process has this socket open; False if it exited or this user may not see its descriptors."""
     wanted = f"socket:[{inode}]"
     try:
-        with os.scandir(f"{proc}/{pid}/fd") as descriptors:
-            return any(os.readlink(descriptor.path) == wanted for descriptor in descriptors)  # noqa: PTH115
+        descriptors = os.listdir(f"{proc}/{pid}/fd")  # noqa: PTH208
     except OSError:
         return False
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # this one was closed meanwhile
+            if os.readlink(f"{proc}/{pid}/fd/{descriptor}") == wanted:  # noqa: PTH115
+                return True
+    return False
 
 
 def _owner(local: _Address, remote: _Address | None) -> SocketOwner | None:

@@ -11,6 +11,7 @@ import encodings.idna  # noqa: F401 - imported by the first connection; a fork o
 import json
 import multiprocessing
 import os
+import traceback
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +108,9 @@ def _become(uid: int, namespaces: int, pipe: Pipe) -> None:
         status = 0
     except EOFError:
         status = 0
+    except BaseException:
+        traceback.print_exc()  # pytest shows it with the failure of the parent
+        raise
     finally:
         os._exit(status)
 

@@ -348,7 +348,10 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     def reported() -> Any:
         return exporter.processes()[process.pid]["devices"][0]
 
-    wait_for(lambda: reported()["reclaimable_bytes"] == 300 * MIB and reported()["used_bytes"], "the sample and a poll")
+    wait_for(
+        lambda: reported()["reclaimable_bytes"] == 300 * MIB and reported()["non_torch_bytes"] is not None,
+        "a sample and a poll that belong together",
+    )
     document = json.loads(top_once("--json", "--url", exporter.url).stdout)
     (row,) = document["rows"]
     assert {field: row[field] for field in row if field in reported()} == {
