@@ -53,9 +53,9 @@ from gpumem_exporter.wire.protocol import MAX_COMMANDS, Command, CommandResult, 
 __all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "SILENT_GRACE_SECONDS", "Dispatcher"]
 
 SILENT_GRACE_SECONDS = 0.75
-"""A process that has not reported since the deadline has this long for its result, which may be on the way."""
+"""The time after a deadline for the result of a process that has not reported since: it may be on the way."""
 ANSWER_GRACE_SECONDS = 10.0
-"""One that has reported since the deadline has this long: its command may have started just in time and still run."""
+"""The same for a process that has reported since: its command may have started just in time, and still run."""
 GROUP_ANSWER_SECONDS = 2.0
 """A rank must report within this time that it keeps its command; otherwise the group does not act."""
 _DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")

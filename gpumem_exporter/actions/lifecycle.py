@@ -221,7 +221,7 @@ class RunningAction:
         return self.action
 
     def _final_state(self) -> ActionState:
-        """Done if all parts are, cancelled if it was before that, expired if the others have expired, else failed."""
+        """Return the state for the outcomes of all parts; a cancelled action is done only if every part is done."""
         outcomes = {result.outcome for result in self.action.results}
         if outcomes <= {"done"}:
             return ActionState.DONE

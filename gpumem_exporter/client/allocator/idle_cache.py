@@ -31,7 +31,7 @@ class _Device:
     last: DeviceSample
     last_seconds: float
     minima: tuple[tuple[float, int], ...] = ()
-    """Times and values of the readings that no later reading is below: the first one is the minimum."""
+    """Times and values of the readings that are not above any later reading. The first one is the minimum."""
 
 
 class IdleCache:

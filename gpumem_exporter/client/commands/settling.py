@@ -70,7 +70,7 @@ class Settling:
                 self._start(result.id, device, due_seconds)
 
     def _start(self, command_id: str, device: DeviceResult, due_seconds: float | None) -> None:
-        """Start a settling time. It ends that of an earlier clear, which could not be told from this one later."""
+        """Start a settling time. End that of an earlier clear: later, both clears would count the same memory."""
         reserved, freed = device.reserved_before_bytes, device.freed_bytes
         self._end(device.uuid, reserved)
         if due_seconds is not None and reserved is not None and freed is not None:

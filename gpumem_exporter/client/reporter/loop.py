@@ -29,7 +29,7 @@ _INTERVAL_SECONDS_MAX = 60.0
 _REFUSED_INTERVALS = 5
 """The next report after a refused one comes this many intervals later."""
 _LATE_SECONDS = 0.005
-"""How long after a deadline or a settling time the next report is due, so that the time has passed for sure."""
+"""The next report is due this long after a deadline or a settling time, so that it is not a little too early."""
 _MAX_RESULTS = 64
 """The limit per report; further results follow in the next one."""
 

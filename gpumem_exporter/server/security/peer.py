@@ -69,9 +69,14 @@ class Peer:
         return not self.host and self.uid is not None
 
     @cached_property
+    def process(self) -> int | None:
+        """The pid; None if the exporter cannot see it. Reads the descriptors of all processes for a TCP connection."""
+        return self.pid or (socket_pid(self.inode) if self.inode else None)
+
+    @cached_property
     def place(self) -> Place:
-        """Where the process runs. May read the descriptors of all processes, once for a TCP connection."""
-        pid = self.pid or (socket_pid(self.inode) if self.inode else None)
+        """Where the process runs. May take as long as `process`."""
+        pid = self.process
         if pid is None:
             return Place(in_own_namespaces=False, container="")
         if _namespaces(str(pid)) == _own_namespaces():

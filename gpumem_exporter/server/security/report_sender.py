@@ -21,7 +21,7 @@ from gpumem_exporter.errors import ForeignProcessError
 from gpumem_exporter.host import Host
 from gpumem_exporter.procfs import pid_namespace
 from gpumem_exporter.server.security.peer import Peer
-from gpumem_exporter.wire.peer import has_socket, socket_pid
+from gpumem_exporter.wire.peer import has_socket
 from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["ReportSenders", "ReportedProcess"]
@@ -115,8 +115,7 @@ class ReportSenders:
 
     def _in_container_of(self, peer: Peer, host_pid: int) -> bool:
         """Return whether a process shares the peer's PID namespace, and that is not the exporter's."""
-        peer_pid = peer.pid or (socket_pid(peer.inode) if peer.inode else None)
-        namespace = pid_namespace(f"/proc/{peer_pid}") if peer_pid else 0
+        namespace = pid_namespace(f"/proc/{peer.process}") if peer.process else 0
         return namespace not in (0, self._own_namespace) and namespace == pid_namespace(f"/proc/{host_pid}")
 
 
