@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpumem_exporter import client
+from tests.emulation.torch_worker import set_allocator_settings
 
 MIB = 1 << 20
 WIDTH = 2048
@@ -98,7 +99,7 @@ def data_transfer(advice: Any) -> None:
 def fragmentation(advice: Any) -> None:
     """Free memory is fragmented by live tensors."""
     if advice is not None and advice.kind == "expandable_segments":
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        set_allocator_settings("expandable_segments:True")
     try:
         with client.oom_guard(on_oom=keep):
             large = [torch.empty(700 * MIB, dtype=torch.uint8, device="cuda") for _ in range(9)]
@@ -114,7 +115,7 @@ def fragmentation(advice: Any) -> None:
     finally:
         gc.collect()
         torch.cuda.empty_cache()
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        set_allocator_settings("expandable_segments:False")
 
 
 def other_process(advice: Any) -> None:
