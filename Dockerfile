@@ -6,11 +6,17 @@ ARG PYTHON_IMAGE=python:3.13-slim-trixie
 FROM ${PYTHON_IMAGE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
+# Exact versions with their hashes: deploy/image/lock.sh writes both files. The environments have no pip; the image's pip
+# installs into them.
+COPY deploy/image/*.txt ./
+RUN python -m venv --without-pip /opt/gpumem \
+    && python -m pip --python /opt/gpumem/bin/python install --require-hashes -r requirements.txt \
+    && python -m venv --without-pip /opt/build \
+    && python -m pip --python /opt/build/bin/python install --require-hashes -r build-requirements.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY gpumem_exporter gpumem_exporter
-# The environment has no pip; the image's pip installs into it.
-RUN python -m venv --without-pip /opt/gpumem \
-    && python -m pip --python /opt/gpumem/bin/python install ".[kubernetes,web]"
+RUN /opt/build/bin/hatchling build -t wheel -d /dist \
+    && python -m pip --python /opt/gpumem/bin/python install --no-deps /dist/*.whl
 
 FROM ${PYTHON_IMAGE}
 ARG VERSION=

@@ -22,7 +22,9 @@ ENTRY_SCRIPTS = (
     "tests/run.sh",
     "tests/stack/run.sh",
     "tests/grafana/run.sh",
+    "deploy/image/lock.sh",
     ".ci/run",
+    ".ci/build-release",
     ".ci/check-wheel",
 )
 SHELL = (*ENTRY_SCRIPTS, "deploy/environment.sh")
