@@ -82,7 +82,8 @@ class Communicator(Backend):
     def memory_stats(self):
         return self.statistics
 
-os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+# On Python 3.13 torch 2.15 crashes when it attaches its flight recorder to a backend in Python.
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCH_FR_BUFFER_SIZE="0")
 distributed.Backend.register_backend("mine", Communicator, devices=["cuda"])
 store = distributed.HashStore()
 """
