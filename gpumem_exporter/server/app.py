@@ -39,6 +39,7 @@ from gpumem_exporter.server.runtime import Runtime, build_runtime
 from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.security.tokens import TokenRefresher
 from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.server.web.api_page import api_page_router
 from gpumem_exporter.server.web.live import Audience, LiveState, live_router
 from gpumem_exporter.server.web.page import Page, page_router
 from gpumem_exporter.server.web.streams import Streams
@@ -192,6 +193,7 @@ def _page_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
     return [
         live_router(audience=audience, history=runtime.history, holds=runtime.holds, own_names=runtime.own_names),
         page_router(page),
+        api_page_router(),
     ]
 
 

@@ -29,7 +29,7 @@ ENVIRONMENT_PREFIX = "GPUMEM_"
 MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` of unix(7), without its terminating zero byte."""
 
-_ROUTES = ("/", "/health", "/openapi.json")
+_ROUTES = ("/", "/docs", "/health", "/openapi.json")
 _EXCEPTIONS = {"web_config_file": "web.config.file"}
 
 

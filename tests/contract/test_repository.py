@@ -24,6 +24,7 @@ ENTRY_SCRIPTS = (
     "tests/grafana/run.sh",
     "deploy/image/lock.sh",
     ".ci/run",
+    ".ci/build-docs",
     ".ci/build-release",
     ".ci/check-wheel",
 )

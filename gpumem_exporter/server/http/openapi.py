@@ -54,6 +54,10 @@ def describe(app: FastAPI, *, telemetry_path: str) -> dict[str, Any]:
         routes=[*app.routes, *_plain_routes(telemetry_path).routes],
         separate_input_output_schemas=False,
     )
+    for path in document["paths"].values():
+        for operation in path.values():
+            # FastAPI's summary is the name of the function.
+            operation["summary"] = operation["description"].partition("\n")[0].rstrip(".")
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _, bodies = models_json_schema([(AlertsBody, "validation")], ref_template=_REF)
     report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser
 
 from gpumem_exporter.server.web.live_document import COLUMNS
 from tests.support.builders import MIB, UUIDS
 from tests.support.exporter_process import ExporterProcess
 from tests.support.live_page import Demo, OpenPage, browser, open_page, send, serving, state_of
+from tests.support.waiting import patient
 
 __all__ = ["browser", "open_page"]
 
@@ -352,3 +354,24 @@ def test_a_page_of_another_version_reloads_once(demo: Demo, open_page: OpenPage)
     first = live.text("#moment")
     live.until("document.querySelector('#moment').textContent !== it", first)
     assert live.requested.count(url) == 2
+
+
+def test_the_description_of_the_api_shows_every_route_without_another_host(demo: Demo, browser: Browser) -> None:
+    _, url = demo
+    requested, errors = [], []
+    page = browser.new_page()
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(f"{url}docs")
+    page.set_default_timeout(patient(30_000))
+    page.locator(".opblock").first.wait_for()
+    shown = page.locator(".opblock-summary-path").all_inner_texts()
+    assert {path.replace("\u200b", "") for path in shown} >= {"/metrics", "/api/v1/actions", "/api/v1/events"}
+    page.locator(".opblock-post .opblock-summary").first.click()
+    page.locator(".opblock-body").first.wait_for()
+    assert page.get_by_role("button", name="Try it out").count() == 0
+    loaded = {address for address in requested if not address.startswith("data:")}
+    files = ("docs", "docs/swagger-ui.css", "docs/swagger-ui-bundle.js", "openapi.json")
+    assert loaded == {url + name for name in files}
+    assert errors == []
+    page.close()

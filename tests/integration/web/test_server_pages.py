@@ -144,7 +144,9 @@ def test_every_referenced_schema_exists(exporter: RunningExporter) -> None:
     assert "devices" in json.dumps(schemas["Report"])
 
 
-@pytest.mark.parametrize("path", ["/nope", "/metrics/", "/api/v1/reports/x", "//", "/health%2f", "/docs", "/redoc"])
+@pytest.mark.parametrize(
+    "path", ["/nope", "/metrics/", "/api/v1/reports/x", "//", "/health%2f", "/docs/", "/docs/x.js", "/redoc"]
+)
 def test_an_unknown_path_is_a_404_problem(exporter: RunningExporter, path: str) -> None:
     problem(exporter.get(path), 404)
 
