@@ -124,3 +124,17 @@ def test_the_test_of_the_chart_passes_while_the_exporter_answers(
     assert run_python(at_the_exporter) == 0
     exporter.stop()
     assert run_python(at_the_exporter) != 0
+
+
+def test_a_socket_without_a_folder_of_the_host_is_in_a_folder_of_the_exporter(tmp_path: Path) -> None:
+    pod = Pod(tmp_path, {"socket": {"hostPath": ""}})
+    (mount,) = (mount for mount in pod.container["volumeMounts"] if mount["name"] == "socket")
+    # The kubelet creates an emptyDir with this mode, with which the exporter refuses the folder of its socket.
+    empty_dir = tmp_path / mount["mountPath"].lstrip("/")
+    empty_dir.mkdir(parents=True)
+    empty_dir.chmod(0o777)
+    exporter = ExporterProcess(tmp_path / "run" / "gpumem", environment=pod.environment(), ready="/-/healthy")
+    try:
+        assert exporter.socket.is_socket()
+    finally:
+        exporter.close()
