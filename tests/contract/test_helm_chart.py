@@ -202,6 +202,18 @@ def test_settings_are_variables_of_the_exporter(cluster: Cluster) -> None:
     assert list(given.values()) == ["67108864", "gc,clear", "true"]
 
 
+def test_null_removes_the_default_of_a_value(cluster: Cluster) -> None:
+    values = {
+        name: None
+        for name, default in read(CHART / "values.yaml").items()
+        if default == {} or name in ("nodeSelector", "tolerations", "resources", "runtimeClassName", "securityContext")
+    }
+    objects = install(cluster, {**values, "dashboards": {"labels": None, "annotations": None}})
+    for document in objects.values():
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    assert not pod_of(objects).keys() & values.keys()
+
+
 def test_the_restricted_pod_meets_the_pod_security_standard(releases: dict[str, Objects]) -> None:
     pod = pod_of(releases["restricted"])
     assert not pod.keys() & {"hostPID", "hostNetwork", "hostIPC"}

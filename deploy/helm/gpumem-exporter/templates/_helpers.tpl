@@ -36,7 +36,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{- /* The web configuration; empty if the port has neither TLS nor users. */}}
 {{- define "gpumem.webConfig" -}}
-{{- $config := deepCopy .Values.webConfig }}
+{{- $config := deepCopy (.Values.webConfig | default dict) }}
 {{- if or .Values.tls.existingSecret .Values.tls.certificate }}
 {{- $files := dict "cert_file" "/etc/gpumem/tls/tls.crt" "key_file" "/etc/gpumem/tls/tls.key" }}
 {{- $_ := set $config "tls_server_config" (merge ($config.tls_server_config | default dict) $files) }}
@@ -79,7 +79,8 @@ policy:
 
 {{- /* Whether requests to the port need a password or a certificate, which kubelets do not have. */}}
 {{- define "gpumem.credentialsRequired" -}}
-{{- if or .Values.webConfig.basic_auth_users (eq "RequireAndVerifyClientCert" (dig "tls_server_config" "client_auth_type" "" .Values.webConfig)) }}true{{ end }}
+{{- $config := .Values.webConfig | default dict }}
+{{- if or $config.basic_auth_users (eq "RequireAndVerifyClientCert" (dig "tls_server_config" "client_auth_type" "" $config)) }}true{{ end }}
 {{- end }}
 
 {{- /* How a probe asks for a path: over the port, or over the socket if the port needs credentials. */}}
