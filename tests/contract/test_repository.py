@@ -31,7 +31,7 @@ ENTRY_SCRIPTS = (
 SHELL = (*ENTRY_SCRIPTS, "deploy/environment.sh")
 FAMILIES = {metric.name: metric for metric in METRICS}
 PAGES = ("README.md", *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/**/*.md")))
-DOCUMENTS = (*PAGES, "CONTRIBUTING.md", "CHANGELOG.md")
+DOCUMENTS = (*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", "deploy/helm/gpumem-exporter/README.md")
 
 
 @cache

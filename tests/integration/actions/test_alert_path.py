@@ -72,4 +72,4 @@ def assert_texts_are_complete(alert: Mapping[str, Any]) -> None:
         assert re.search(r"\d[KMGT]iB", text), text
         assert not re.search(r"no value|error|NaN|{{|}}", text), text
     assert labels["pid"] in annotations["description"]
-    assert (DEPLOY.parent / annotations["runbook_url"]).is_file()
+    assert (DEPLOY.parent / annotations["runbook_url"].partition("/blob/main/")[2]).is_file()

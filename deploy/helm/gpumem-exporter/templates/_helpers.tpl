@@ -1,0 +1,140 @@
+{{- define "gpumem.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride }}
+{{- else if contains .Chart.Name .Release.Name }}
+{{- .Release.Name | trunc 52 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 52 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "gpumem.selectorLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "gpumem.labels" -}}
+{{ include "gpumem.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "gpumem.image" -}}
+{{- with .Values.image }}
+{{- if .digest }}
+{{- printf "%s@%s" .repository .digest }}
+{{- else }}
+{{- printf "%s:%s" .repository (.tag | default $.Chart.AppVersion) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "gpumem.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (ternary (include "gpumem.fullname" .) "" .Values.serviceAccount.create) }}
+{{- end }}
+
+{{- /* The web configuration; empty if the port has neither TLS nor users. */}}
+{{- define "gpumem.webConfig" -}}
+{{- $config := deepCopy (.Values.webConfig | default dict) }}
+{{- if or .Values.tls.existingSecret .Values.tls.certificate }}
+{{- $files := dict "cert_file" "/etc/gpumem/tls/tls.crt" "key_file" "/etc/gpumem/tls/tls.key" }}
+{{- $_ := set $config "tls_server_config" (merge ($config.tls_server_config | default dict) $files) }}
+{{- end }}
+{{- if $config }}
+{{- toYaml $config }}
+{{- end }}
+{{- end }}
+
+{{- /* The volumes of the files in /etc/gpumem, by folder. The exporter refuses tokens that every user may read. */}}
+{{- define "gpumem.files" -}}
+{{- $fullname := include "gpumem.fullname" . }}
+{{- range $folder, $token := dict "action-token" .Values.actionToken "report-token" .Values.reportToken }}
+{{- if or $token.existingSecret $token.value }}
+{{ $folder }}:
+  secret:
+    secretName: {{ $token.existingSecret | default (printf "%s-%s" $fullname $folder) }}
+    items: [{key: {{ $token.existingSecret | empty | ternary "token" $token.key }}, path: token}]
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+{{- if or .Values.tls.existingSecret .Values.tls.certificate }}
+tls:
+  secret:
+    secretName: {{ .Values.tls.existingSecret | default (printf "%s-tls" $fullname) }}
+    defaultMode: 0440
+{{- end }}
+{{- if include "gpumem.webConfig" . }}
+web:
+  secret:
+    secretName: {{ $fullname }}-web
+    defaultMode: 0440
+{{- end }}
+{{- if .Values.policy }}
+policy:
+  configMap:
+    name: {{ $fullname }}-policy
+{{- end }}
+{{- end }}
+
+{{- /* Whether requests to the port need a password or a certificate, which kubelets do not have. */}}
+{{- define "gpumem.credentialsRequired" -}}
+{{- $config := .Values.webConfig | default dict }}
+{{- if or $config.basic_auth_users (eq "RequireAndVerifyClientCert" (dig "tls_server_config" "client_auth_type" "" $config)) }}true{{ end }}
+{{- end }}
+
+{{- /* How a probe asks for a path: over the port, or over the socket if the port needs credentials. */}}
+{{- define "gpumem.probe" -}}
+{{- if include "gpumem.credentialsRequired" .root -}}
+exec:
+  command:
+    - python
+    - -c
+    - |
+      import socket, sys
+      connection = socket.socket(socket.AF_UNIX)
+      connection.settimeout(4)
+      connection.connect("/run/gpumem/exporter.sock")
+      connection.sendall(b"GET {{ .path }} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+      sys.exit(b" 200 " not in connection.recv(64))
+{{- else -}}
+httpGet:
+  path: {{ .path }}
+  port: metrics
+  {{- if hasKey (include "gpumem.files" .root | fromYaml) "tls" }}
+  scheme: HTTPS
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* The environment of the exporter. */}}
+{{- define "gpumem.environment" -}}
+- name: NVIDIA_VISIBLE_DEVICES
+  value: all
+- name: NVIDIA_DRIVER_CAPABILITIES
+  value: utility
+# A folder that the exporter creates with mode 0700; the folder of the kubelet is readable by every user.
+- name: GPUMEM_STORAGE_PATH
+  value: /var/lib/gpumem/events
+{{- $paths := dict "action-token" "token" "report-token" "token" "web" "web-config.yml" "policy" "policy.yml" }}
+{{- $variables := dict "action-token" "ACTION_TOKEN" "report-token" "REPORT_TOKEN" "web" "WEB_CONFIG" "policy" "POLICY" }}
+{{- range $folder := keys (include "gpumem.files" . | fromYaml | default dict) | sortAlpha }}
+{{- if ne $folder "tls" }}
+- name: GPUMEM_{{ get $variables $folder }}_FILE
+  value: /etc/gpumem/{{ $folder }}/{{ get $paths $folder }}
+{{- end }}
+{{- end }}
+{{- range $key, $value := .Values.settings }}
+- name: {{ printf "GPUMEM_%s" ($key | replace "." "_" | replace "-" "_" | upper) }}
+  {{- if kindIs "slice" $value }}
+  value: {{ join "," $value | quote }}
+  {{- else }}
+  value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "gpumem.testLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}-test
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}

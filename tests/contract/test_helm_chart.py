@@ -1,0 +1,269 @@
+"""The Helm chart, rendered by Helm's own engine: valid objects, equal to the plain manifests and the rules."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from gpumem_exporter.server.settings import environment_name
+from tests.support.helm import Cluster, running_cluster
+from tests.support.paths import REPOSITORY
+
+helm = pytest.importorskip("helm_sdkpy", reason="Helm's engine needs Python 3.12 or later")
+pytestmark = pytest.mark.tools
+
+CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
+CI = sorted(path.stem.removesuffix("-values") for path in CHART.glob("ci/*-values.yaml"))
+KUBERNETES = REPOSITORY / "deploy" / "kubernetes"
+OPERATOR = json.loads((REPOSITORY / "tests" / "data" / "prometheus-operator.schema.json").read_text(encoding="utf-8"))
+MAX_SECRET_BYTES = 1 << 20
+"""The limit of Kubernetes. Helm stores a release, with the chart, in one Secret."""
+
+Objects = dict[tuple[str, str], dict[str, Any]]
+"""Objects by kind and name."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def releases(cluster: Cluster) -> dict[str, Objects]:
+    """The objects of a release for each file of ci/, including those of `helm test`."""
+    return {name: install(cluster, read(CHART / "ci" / f"{name}-values.yaml")) for name in CI}
+
+
+def install(cluster: Cluster, values: dict[str, Any]) -> Objects:
+    release = cluster.install(CHART, values)
+    texts = [release["manifest"], *(hook["manifest"] for hook in release.get("hooks", ()))]
+    found = [document for text in texts for document in yaml.load_all(text, yaml.CSafeLoader) if document]
+    objects = {(document["kind"], document["metadata"]["name"]): document for document in found}
+    assert len(objects) == len(found)
+    return objects
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def of_kind(objects: Objects, kind: str) -> dict[str, Any]:
+    """Return the only object of a kind."""
+    (found,) = (document for (kind_of_object, _), document in objects.items() if kind_of_object == kind)
+    return found
+
+
+def pod_of(objects: Objects) -> dict[str, Any]:
+    return dict(of_kind(objects, "DaemonSet")["spec"]["template"]["spec"])
+
+
+def without_instance(found: Any) -> Any:
+    """Remove the label by which several releases in one namespace differ; the plain manifests do not have it."""
+    changed = copy.deepcopy(found)
+    for labels in (changed.get("labels"), changed.get("matchLabels")):
+        if labels:
+            assert labels.pop("app.kubernetes.io/instance") == "gpumem-exporter"
+    return changed
+
+
+# --- Every file of ci/
+
+
+def test_there_are_six_files_of_values() -> None:
+    assert CI == ["default", "everything", "no-actions", "operator", "restricted", "tls-and-token"]
+
+
+@pytest.mark.parametrize("name", CI)
+def test_every_object_is_valid(releases: dict[str, Objects], name: str) -> None:
+    for document in releases[name].values():
+        if document["apiVersion"] == "monitoring.coreos.com/v1":
+            jsonschema.validate(document, OPERATOR)
+        else:
+            kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+        labels = document["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == "gpumem-exporter"
+
+
+def test_a_release_fits_into_a_secret(cluster: Cluster) -> None:
+    cluster.install(CHART, {"prometheusRule": {"enabled": True}})
+    assert 50 << 10 < len(cluster.stored) < MAX_SECRET_BYTES // 2
+
+
+# --- The plain manifests
+
+
+def test_the_default_pod_is_that_of_the_plain_manifest(releases: dict[str, Objects]) -> None:
+    documents = yaml.safe_load_all((KUBERNETES / "exporter.yaml").read_text(encoding="utf-8"))
+    (plain,) = (document for document in documents if document["kind"] == "DaemonSet")
+    chart = of_kind(releases["default"], "DaemonSet")
+    template = chart["spec"]["template"]
+    assert without_instance(template["metadata"]) == plain["spec"]["template"]["metadata"]
+    assert template["spec"] == plain["spec"]["template"]["spec"]
+    assert without_instance(chart["spec"]["selector"]) == plain["spec"]["selector"]
+    assert (chart["metadata"]["name"], chart["metadata"]["namespace"]) == ("gpumem-exporter", "gpumem")
+
+
+def test_process_details_adds_the_capabilities_of_the_plain_component(releases: dict[str, Objects]) -> None:
+    (patch,) = read(KUBERNETES / "process-details" / "kustomization.yaml")["patches"]
+    (operation,) = yaml.safe_load(patch["patch"])
+    (container,) = pod_of(releases["everything"])["containers"]
+    assert container["securityContext"]["capabilities"]["add"] == operation["value"]
+
+
+def test_the_pod_monitor_is_that_of_the_plain_manifest(releases: dict[str, Objects]) -> None:
+    plain = read(KUBERNETES / "prometheus-operator" / "podmonitor.yaml")
+    chart = of_kind(releases["operator"], "PodMonitor")
+    assert chart["metadata"]["labels"]["release"] == "monitoring"
+    spec = {**chart["spec"], "selector": without_instance(chart["spec"]["selector"])}
+    assert spec == plain["spec"]
+
+
+def test_the_service_monitor_scrapes_as_the_pod_monitor(releases: dict[str, Objects]) -> None:
+    objects = releases["everything"]
+    monitor, service = of_kind(objects, "ServiceMonitor"), of_kind(objects, "Service")
+    labels = service["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    (of_pods,) = of_kind(releases["operator"], "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert endpoint == {**of_pods, "interval": "30s", "honorLabels": True}
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    pods = of_kind(objects, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= pods.items()
+
+
+# --- Rules and dashboards
+
+
+def test_the_rules_are_those_of_prometheus_with_the_urls_of_the_values(
+    releases: dict[str, Objects], tmp_path: Path
+) -> None:
+    promtool = shutil.which("promtool")
+    assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
+    for path in sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml")):
+        wanted = read(path)
+        for group in wanted["groups"]:
+            group["rules"] = [rule for rule in group["rules"] if rule.get("alert") != "GpuMemDeviceUnderused"]
+            for rule in group["rules"]:
+                if "alert" in rule:
+                    rule["annotations"]["runbook_url"] = f"https://wiki.example/runbooks/{rule['alert']}"
+        rule_object = releases["operator"]["PrometheusRule", f"gpumem-exporter-{path.stem}"]
+        assert rule_object["spec"] == wanted
+        (tmp_path / path.name).write_text(yaml.safe_dump(rule_object["spec"]))
+    checked = subprocess.run(
+        [promtool, "check", "rules", *sorted(tmp_path.glob("*.yml"))], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_dashboard_is_a_config_map_for_the_sidecar_of_grafana(releases: dict[str, Objects]) -> None:
+    plain = read(REPOSITORY / "grafana" / "kustomization.yaml")["generatorOptions"]
+    for path in sorted((REPOSITORY / "grafana" / "dashboards").glob("*.json")):
+        config_map = releases["operator"]["ConfigMap", f"gpumem-exporter-dashboard-{path.stem}"]
+        assert json.loads(config_map["data"][path.name]) == json.loads(path.read_text(encoding="utf-8"))
+        metadata = config_map["metadata"]
+        assert metadata["namespace"] == "monitoring"
+        assert metadata["labels"].items() >= plain["labels"].items()
+        assert metadata["annotations"] == plain["annotations"]
+    assert not [name for kind, name in releases["no-actions"] if kind == "ConfigMap"]
+
+
+def test_a_packaged_chart_contains_the_files_behind_its_links(tmp_path: Path) -> None:
+    import asyncio
+
+    packaged = asyncio.run(helm.Package(helm.Configuration()).run(str(CHART), str(tmp_path)))
+    with tarfile.open(packaged) as archive:
+        for linked in sorted(CHART.glob("files/*/*")):
+            member = archive.extractfile(f"gpumem-exporter/{linked.relative_to(CHART)}")
+            assert member is not None
+            assert member.read() == linked.read_bytes()
+        assert not [name for name in archive.getnames() if "/ci/" in name]
+
+
+# --- Values
+
+
+def test_settings_are_variables_of_the_exporter(cluster: Cluster) -> None:
+    settings = {"report.max-processes": 67108864, "action.allow": ["gc", "clear"], "web.hide-identities": True}
+    (container,) = pod_of(install(cluster, {"settings": settings}))["containers"]
+    variables = {item["name"]: item["value"] for item in container["env"]}
+    given = {environment_name(key): variables.get(environment_name(key)) for key in settings}
+    assert list(given.values()) == ["67108864", "gc,clear", "true"]
+
+
+def test_null_removes_the_default_of_a_value(cluster: Cluster) -> None:
+    values = {
+        name: None
+        for name, default in read(CHART / "values.yaml").items()
+        if default == {} or name in ("nodeSelector", "tolerations", "resources", "runtimeClassName", "securityContext")
+    }
+    objects = install(cluster, {**values, "dashboards": {"labels": None, "annotations": None}})
+    for document in objects.values():
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    assert not pod_of(objects).keys() & values.keys()
+
+
+def test_the_restricted_pod_meets_the_pod_security_standard(releases: dict[str, Objects]) -> None:
+    pod = pod_of(releases["restricted"])
+    assert not pod.keys() & {"hostPID", "hostNetwork", "hostIPC"}
+    assert {kind for volume in pod["volumes"] for kind in volume.keys() - {"name"}} == {"emptyDir", "secret"}
+    (container,) = pod["containers"]
+    security = container["securityContext"]
+    assert security == {
+        "runAsUser": 1000680000,
+        "runAsGroup": 1000680000,
+        "runAsNonRoot": True,
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_network_policy_admits_prometheus_and_the_test_to_the_exporter(releases: dict[str, Objects]) -> None:
+    objects = releases["operator"]
+    policy = of_kind(objects, "NetworkPolicy")["spec"]
+    pods = of_kind(objects, "DaemonSet")["spec"]["template"]
+    assert policy["podSelector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+    (rule,) = policy["ingress"]
+    test, prometheus = rule["from"]
+    assert test["podSelector"]["matchLabels"].items() <= of_kind(objects, "Pod")["metadata"]["labels"].items()
+    assert prometheus["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "prometheus"}
+    (container,) = pods["spec"]["containers"]
+    assert [port["port"] for port in rule["ports"]] == [port["name"] for port in container["ports"]]
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ({"hostPID": "yes"}, "/hostPID"),
+        ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
+        ({"image": {"tga": "1"}}, "tga"),
+        ({"settings": {"report.expiry": "30s"}}, "/settings/report.expiry"),
+        ({"settings": {"web.listen-address": ":80"}}, "web.listen-address"),
+        ({"nodeSelector": {"gpu": True}}, "/nodeSelector/gpu"),
+        ({"socket": {"hostPath": "run"}}, "/socket/hostPath"),
+        ({"monitor": {"kind": "Probe"}}, "/monitor/kind"),
+        ({"prometheusRule": {"runbookUrl": "docs/"}}, "/prometheusRule/runbookUrl"),
+        ({"prometheusRule": {"disabled": ["GpuMemLeek"]}}, "/prometheusRule/disabled/0"),
+        ({"tls": {"certificate": "PEM"}}, "/tls/key"),
+        ({"gpus": 8}, "gpus"),
+    ],
+)
+def test_the_schema_rejects_a_value_and_names_it(cluster: Cluster, values: dict[str, Any], place: str) -> None:
+    with pytest.raises(helm.InstallError) as raised:
+        cluster.install(CHART, values)
+    assert f"'{place}'" in str(raised.value)

@@ -1,0 +1,75 @@
+"""The values of the Helm chart: their table, their schema and the names that the schema lists."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from typing import Any
+
+import yaml
+
+from gpumem_exporter import __version__
+from gpumem_exporter.server.settings import Settings, setting_key
+from tests.support.paths import REPOSITORY
+
+CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
+FIXED_BY_THE_CHART = {
+    "action.token-file",
+    "policy.file",
+    "report.token-file",
+    "storage.path",
+    "web.config.file",
+    "web.listen-address",
+    "web.listen-socket",
+    "web.telemetry-path",
+}
+"""Settings that have values of their own, or that probes and monitors depend on."""
+
+
+def values() -> dict[str, Any]:
+    return dict(yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")))
+
+
+def schema() -> dict[str, Any]:
+    return dict(json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"])
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    rules = yaml.safe_load((REPOSITORY / "deploy/prometheus/rules/alerts.yml").read_text(encoding="utf-8"))
+    return {rule["alert"]: rule for group in rules["groups"] for rule in group["rules"]}
+
+
+def test_the_readme_describes_the_current_values() -> None:
+    build = runpy.run_path(str(CHART.parent / "build_readme.py"))
+    made = build["readme"]()
+    assert made == (CHART / "README.md").read_text(encoding="utf-8"), "run python deploy/helm/build_readme.py"
+    for name in values():
+        assert f"| `{name}" in made, name
+
+
+def test_the_schema_has_every_value_and_no_other() -> None:
+    assert schema().keys() - {"global"} == values().keys()
+
+
+def test_the_schema_has_every_setting_of_serve_that_the_chart_leaves_to_the_user() -> None:
+    keys = {setting_key(field) for field in Settings.model_fields}
+    assert keys >= FIXED_BY_THE_CHART
+    assert schema()["settings"]["properties"].keys() == keys - FIXED_BY_THE_CHART
+
+
+def test_the_schema_lists_the_alerts_that_can_be_disabled() -> None:
+    listed = schema()["prometheusRule"]["properties"]["disabled"]["items"]["enum"]
+    assert sorted(listed) == sorted(alerts())
+
+
+def test_every_alert_has_the_absolute_url_of_its_runbook() -> None:
+    url = values()["prometheusRule"]["runbookUrl"]
+    assert url.startswith("https://")
+    for name, rule in alerts().items():
+        assert rule["annotations"]["runbook_url"] == url.replace("{alert}", name)
+        assert (REPOSITORY / rule["annotations"]["runbook_url"].partition("/blob/main/")[2]).is_file()
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)

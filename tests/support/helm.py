@@ -1,0 +1,144 @@
+"""Helm's own engine, which renders the chart by installing it into a cluster that is only an HTTP server.
+
+The engine has no `helm template`, and an installation does more: it checks the values against the schema, sorts the
+objects, and stores the release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import yaml
+
+__all__ = ["Cluster", "running_cluster"]
+
+_KINDS = {
+    "v1": ("ConfigMap", "Pod", "Secret", "Service", "ServiceAccount"),
+    "apps/v1": ("DaemonSet",),
+    "networking.k8s.io/v1": ("NetworkPolicy",),
+    "monitoring.coreos.com/v1": ("PodMonitor", "PrometheusRule", "ServiceMonitor"),
+}
+
+
+class Cluster:
+    """An API server without objects, on which Helm installs releases."""
+
+    def __init__(self, address: str) -> None:
+        user = {"name": "user", "user": {}}
+        cluster = {"name": "fake", "cluster": {"server": address}}
+        context = {"name": "context", "context": {"cluster": "fake", "user": "user"}}
+        self._kubeconfig = yaml.safe_dump(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "clusters": [cluster],
+                "users": [user],
+                "contexts": [context],
+                "current-context": "context",
+            }
+        )
+        self.stored = b""
+        """The request that stored the latest release."""
+
+    def install(
+        self, chart: Path, values: Mapping[str, Any], *, name: str = "gpumem-exporter", namespace: str = "gpumem"
+    ) -> dict[str, Any]:
+        """Install a chart and return the release as Helm stores it; raises helm_sdkpy.InstallError."""
+        import helm_sdkpy
+
+        configuration = helm_sdkpy.Configuration(namespace=namespace, kubeconfig=self._kubeconfig)
+        install = helm_sdkpy.Install(configuration)
+        asyncio.run(install.run(name, str(chart), values=dict(values), wait=False))
+        # The Secret is in protobuf; its value is base64 of gzip of JSON.
+        (packed,) = re.findall(rb"H4sI[\w+/]+=*", self.stored)
+        return dict(json.loads(gzip.decompress(base64.b64decode(packed))))
+
+
+@contextmanager
+def running_cluster() -> Iterator[Cluster]:
+    """Run the API server on a free port."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Requests)
+    cluster = server.cluster = Cluster(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield cluster
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Requests(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].rstrip("/")
+        answers = _discovery()
+        if path in answers:
+            self._answer(200, answers[path])
+        elif path.endswith("/secrets"):
+            self._answer(200, {"apiVersion": "v1", "kind": "SecretList", "metadata": {}, "items": []})
+        else:
+            self._answer(404, {"apiVersion": "v1", "kind": "Status", "status": "Failure", "reason": "NotFound"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.partition("?")[0].endswith("/secrets") and b"helm.sh/release.v1" in body:
+            self.server.cluster.stored = body  # type: ignore[attr-defined]
+        created = json.loads(body) if body.startswith(b"{") else {"apiVersion": "v1", "kind": "Secret", "metadata": {}}
+        self._answer(201, created)
+
+    def do_PUT(self) -> None:
+        self.do_POST()
+
+    def _answer(self, status: int, document: Mapping[str, Any]) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def _discovery() -> dict[str, Mapping[str, Any]]:
+    groups = []
+    answers: dict[str, Mapping[str, Any]] = {
+        "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+    }
+    for group_version, kinds in _KINDS.items():
+        resources = [
+            {"name": _plural(kind), "namespaced": True, "kind": kind, "verbs": ["get", "list", "create"]}
+            for kind in kinds
+        ]
+        root = "/api/" if group_version == "v1" else "/apis/"
+        answers[root + group_version] = {
+            "kind": "APIResourceList",
+            "apiVersion": "v1",
+            "groupVersion": group_version,
+            "resources": resources,
+        }
+        if "/" in group_version:
+            group, version = group_version.split("/")
+            served = {"groupVersion": group_version, "version": version}
+            groups.append({"name": group, "versions": [served], "preferredVersion": served})
+    answers["/apis"] = {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    return answers
+
+
+def _plural(kind: str) -> str:
+    return kind.lower()[:-1] + "ies" if kind.endswith("y") else kind.lower() + "s"
