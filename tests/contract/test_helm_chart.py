@@ -20,7 +20,7 @@ from gpumem_exporter.server.settings import environment_name
 from tests.support.helm import Cluster, running_cluster
 from tests.support.paths import REPOSITORY
 
-helm = pytest.importorskip("helm_sdkpy", reason="Helm's engine needs Python 3.12 or later")
+helm = pytest.importorskip("helm_sdkpy", reason="Helm's engine is not installed")
 pytestmark = pytest.mark.tools
 
 CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
