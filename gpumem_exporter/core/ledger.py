@@ -61,8 +61,6 @@ CATEGORIES = (
     "free",
 )
 
-_NO_REPORT = (None, None)
-
 
 class ProcessShare(NamedTuple):
     """The memory of one process on one device.
@@ -143,29 +141,35 @@ def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, lis
     node = snapshot.node
     if node is None:
         return {}
-    reporting: dict[str, dict[int, tuple[ReportingProcess, DeviceSample]]] = {each.uuid: {} for each in node.devices}
-    for _, process in (names or Names.of(snapshot)).reporting:  # without the processes whose pid was reused
-        if process.host_pid is not None and node.pid_belongs_to(process):
-            for sample in process.report.devices:
-                if sample.uuid in reporting:
-                    reporting[sample.uuid].setdefault(process.host_pid, (process, sample))
-    return {device.uuid: _shares(device, reporting[device.uuid]) for device in node.devices}
+    # Without the processes whose pid was reused.
+    processes = {
+        process.host_pid: process
+        for _, process in (names or Names.of(snapshot)).reporting
+        if process.host_pid is not None and node.pid_belongs_to(process)
+    }
+    by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
+    for host_pid, process in processes.items():
+        for sample in process.report.devices:
+            if sample.uuid in by_device:
+                by_device[sample.uuid].setdefault(host_pid, sample)
+    return {device.uuid: _shares(device, by_device[device.uuid], processes) for device in node.devices}
 
 
 def _shares(
-    device: DeviceReading, reporting: Mapping[int, tuple[ReportingProcess, DeviceSample]]
+    device: DeviceReading, samples: Mapping[int, DeviceSample], processes: Mapping[int, ReportingProcess]
 ) -> list[ProcessShare]:
     """Return the shares of the processes that the driver lists, or of those that report if the list is unknown."""
-    owners = device.processes if device.processes is not None else [ProcessMemory(pid, None) for pid in reporting]
+    owners = device.processes if device.processes is not None else [ProcessMemory(pid, None) for pid in samples]
     shares = []
     for owner in owners:
         pid, used_bytes = owner.pid, owner.used_bytes
-        process, sample = reporting.get(pid, _NO_REPORT)
-        non_torch_bytes = None
-        if process is not None and sample is not None and device.uuid not in process.unmatched:
-            reserved_bytes = sample.reserved_bytes
-            if used_bytes is not None and reserved_bytes is not None:
-                non_torch_bytes = used_bytes - reserved_bytes
+        sample = samples.get(pid)
+        if sample is None:
+            shares.append(ProcessShare(str(pid), used_bytes, None, None, None))
+            continue
+        process, reserved_bytes, non_torch_bytes = processes[pid], sample.reserved_bytes, None
+        if used_bytes is not None and reserved_bytes is not None and device.uuid not in process.unmatched:
+            non_torch_bytes = used_bytes - reserved_bytes
         shares.append(ProcessShare(str(pid), used_bytes, process, sample, non_torch_bytes))
     return shares
 
