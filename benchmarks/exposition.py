@@ -23,7 +23,7 @@ from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.snapshots import node, reporting
 from gpumem_exporter.collectors.catalog import Metric
 from gpumem_exporter.collectors.exposition import COLLECTORS, Exposition
-from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.collectors.instruments import Instruments, process_registry
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.samples import Snapshot
 
@@ -44,9 +44,9 @@ def main() -> int:
 def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
     """Pages of one node."""
     progress.part(f"{PROCESSES} processes × {devices} devices")
-    registry = CollectorRegistry()
-    Instruments(registry).count_report("accepted")
-    exposition = Exposition(registry, version="0", source="nvml")
+    instruments = Instruments()
+    instruments.count_report("accepted")
+    exposition = Exposition(instruments, process_registry(), version="0", source="nvml")
     names = ("report", "scrape", "OpenMetrics", "nothing rendered", "copy", "prometheus_client")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     body = b""
@@ -60,7 +60,7 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
         spent, body = timed(exposition.render, snapshot, openmetrics=False)
         seconds["scrape"].append(spent)
         seconds["OpenMetrics"].append(timed(exposition.render, snapshot, openmetrics=True)[0])
-        cold = Exposition(registry, version="0", source="nvml")
+        cold = Exposition(instruments, CollectorRegistry(), version="0", source="nvml")
         seconds["nothing rendered"].append(timed(cold.render, snapshot, openmetrics=False)[0])
         seconds["copy"].append(timed(bytearray, body)[0])
         if turn < max(3, rounds // 10):  # by far the slowest of them

@@ -21,6 +21,7 @@ from gpumem_exporter.actions.policy.engine import Engine
 from gpumem_exporter.actions.policy.model import Condition, Rule
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 
 PROCESSES = 512
@@ -37,7 +38,7 @@ def main() -> int:
     progress.part(f"{RULES} rules on {PROCESSES} processes")
     usual = Engine(rules(slack_over=1e15), stale_seconds=5.0)
     worst = Engine(rules(slack_over=1.0), stale_seconds=5.0)
-    exposition = Exposition(CollectorRegistry(), version="0", source="nvml")
+    exposition = Exposition(Instruments(), CollectorRegistry(), version="0", source="nvml")
     spent: dict[str, list[float]] = {"usual": [], "worst": [], "scrape": []}
     for turn in progress.turns(given.rounds):
         snapshot = snapshot_at(turn + 1)

@@ -6,10 +6,10 @@ the page. Ratios are from 0 to 1, except the ratio of an error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["METRICS", "SCRAPED", "Metric"]
+__all__ = ["METRICS", "OWN", "SCRAPED", "Metric"]
 
 _DEVICE = ("gpu", "uuid")
 _TORCH = ("gpu", "uuid", "pid", "workload", "rank")
@@ -27,11 +27,17 @@ class Metric:
     help: str
     """The HELP text. It has no characters that either format escapes."""
     labels: tuple[str, ...] = ()
+    part_of: Metric | None = None
+    """The histogram whose buckets, sum or count these series are."""
 
     @property
     def family(self) -> str:
         """The name of the family in OpenMetrics: for a counter, without `_total`."""
         return self.name.removesuffix("_total") if self.type == "counter" else self.name
+
+    def part(self, suffix: str, *labels: str) -> Metric:
+        """Return the series of a histogram whose names have this suffix, with their further labels."""
+        return replace(self, name=self.name + suffix, labels=(*self.labels, *labels), part_of=self)
 
 
 def _gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Metric:  # noqa: A002 - the field's name
@@ -454,14 +460,6 @@ ACTION_FREED = _counter(
     "Bytes that actions released to the driver, as measured in the processes, without dry runs.",
     ("action",),
 )
-ACTION_DURATION = _add(
-    Metric(
-        "gpumem_action_duration_seconds",
-        "histogram",
-        "Time from the request of an action to its last result, without dry runs.",
-        ("action",),
-    )
-)
 EVENTS = _counter(
     "gpumem_events_total",
     "Events on the node since the exporter started, by type. An event counts once it is stored and available at"
@@ -481,15 +479,25 @@ HELD_REQUESTS = _gauge(
 POLICY_EVALUATIONS = _counter(
     "gpumem_policy_evaluations_total",
     "Evaluations of the rules in the policy file, one per process and device, by rule and result.",
-    ("rule", "result"),
+    ("result", "rule"),
 )
 ALERTS = _counter(
     "gpumem_alerts_total",
     "Alerts that Alertmanager sent, by outcome. A body that is not a valid message counts once, as invalid.",
     ("outcome",),
 )
+ACTION_DURATION = _add(
+    Metric(
+        "gpumem_action_duration_seconds",
+        "histogram",
+        "Time from the request of an action to its last result, without dry runs.",
+        ("action",),
+    )
+)
 
 METRICS: tuple[Metric, ...] = tuple(_table)
 """All metrics."""
 SCRAPED = METRICS[: METRICS.index(REPORTS)]
-"""The metrics of a snapshot; the others are the exporter's own counters, gauges and histograms."""
+"""The metrics of a snapshot."""
+OWN = METRICS[len(SCRAPED) :]
+"""The exporter's own counters, gauges and histograms."""

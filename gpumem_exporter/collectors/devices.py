@@ -49,7 +49,8 @@ def _ledgers(view: View) -> Iterator[Subject]:
     """Yield the ledger of each device, with the non-torch memory of the processes on it."""
     if view.node is None:
         return
-    ledgers, shares_by_uuid = node_ledgers(view.snapshot, view.names), node_shares(view.snapshot, view.names)
+    shares_by_uuid = node_shares(view.snapshot, view.names)
+    ledgers = node_ledgers(view.snapshot, shares_by_uuid)
     for device in view.devices:
         key = (device.gpu, device.uuid)
         ledger = ledgers.get(device.uuid)

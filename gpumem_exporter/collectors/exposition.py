@@ -3,7 +3,7 @@
 `prometheus_client` takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000 series. Here each
 subject (a device, a process, the allocator of a process) keeps its lines until it changes, and a page joins the lines
 of all subjects family by family. The lines of a report are rendered when it arrives, so that a scrape only joins them.
-`prometheus_client` renders only the few hundred series of the exporter's own metrics.
+`prometheus_client` renders only what a registry adds: the metrics of the exporter's process.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
-from prometheus_client.registry import Collector as RegistryCollector
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.allocators import TORCH, AllocatorSource
 from gpumem_exporter.collectors.devices import DEVICE, LEDGER
+from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.collectors.ooms import OOM
 from gpumem_exporter.collectors.processes import PROCESS
 from gpumem_exporter.collectors.reporters import POLL, REPORTER, reporter_samples
@@ -49,7 +47,8 @@ class Exposition:
     """Renders the page. Only the event loop uses it.
 
     Args:
-        own: the registry of the exporter's own metrics, which are at the end of the page.
+        instruments: the exporter's own metrics.
+        registry: further metrics, which are at the end of the page.
         version: the version of the exporter.
         source: "nvml" or "demo".
         hide_identities: the labels with a user, a command or a pod are empty.
@@ -58,18 +57,21 @@ class Exposition:
 
     def __init__(
         self,
-        own: CollectorRegistry,
+        instruments: Instruments,
+        registry: CollectorRegistry,
         *,
         version: str,
         source: str,
         hide_identities: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._own = own
+        self._instruments = instruments
+        self._registry = registry
         self._build = (version, source, platform.python_version())
         self._hide_identities = hide_identities
         self._clock = clock
         self._lines = {collector.name: SubjectLines(collector.families) for collector in COLLECTORS}
+        self._own_lines = SubjectLines(catalog.OWN)
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
 
@@ -98,12 +100,21 @@ class Exposition:
         if view is not None:
             for collector in COLLECTORS:
                 families.update(self._run(collector.name, partial(self._collect, collector, view), outcomes) or {})
-        own = self._run("own", partial(_own_page, self._own, openmetrics=openmetrics), outcomes)
+        own, further = self._run("own", partial(self._own, openmetrics=openmetrics), outcomes) or ({}, b"")
+        families.update(own)
         families.update(self._scrape_lines.page([("scrape", self._scrape_samples(outcomes))]))
-        return _join(families, own or b"", openmetrics=openmetrics)
+        return _join(families, further, openmetrics=openmetrics)
 
     def _collect(self, collector: Collector, view: View) -> dict[catalog.Metric, tuple[bytes, ...]]:
         return self._lines[collector.name].page(collector.subjects(view))
+
+    def _own(self, *, openmetrics: bool) -> tuple[dict[catalog.Metric, tuple[bytes, ...]], bytes]:
+        """Return the lines of the instruments, and the page of the registry without `# EOF`."""
+        lines = self._own_lines.page(self._instruments.subjects())
+        if openmetrics:
+            page: bytes = generate_openmetrics(self._registry)  # type: ignore[no-untyped-call]
+            return lines, page.removesuffix(_EOF)
+        return lines, generate_latest(self._registry)
 
     def _scrape_samples(self, outcomes: Mapping[str, tuple[int, float]]) -> Samples:
         values = [value for outcome in outcomes.values() for value in outcome]
@@ -130,28 +141,6 @@ class Exposition:
         return made
 
 
-class _WithoutCreated(RegistryCollector):
-    """The metrics of a registry without the `_created` series of counters."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterable[Metric]:
-        for metric in self._registry.collect():
-            family = copy(metric)
-            family.samples = [sample for sample in metric.samples if sample.name != f"{metric.name}_created"]
-            yield family
-
-
-def _own_page(registry: CollectorRegistry, *, openmetrics: bool) -> bytes:
-    """Render the exporter's own metrics, without `# EOF`."""
-    metrics = _WithoutCreated(registry)
-    if openmetrics:
-        page: bytes = generate_openmetrics(metrics)  # type: ignore[no-untyped-call]
-        return page.removesuffix(_EOF)
-    return generate_latest(metrics)
-
-
 def _scrape_series(build: tuple[str, str, str], *names: str) -> Iterator[Series]:
     yield catalog.BUILD_INFO, build
     for name in names:
@@ -159,15 +148,15 @@ def _scrape_series(build: tuple[str, str, str], *names: str) -> Iterator[Series]
         yield catalog.COLLECTOR_DURATION, (name,)
 
 
-def _join(families: Mapping[catalog.Metric, tuple[bytes, ...]], own: bytes, *, openmetrics: bool) -> bytes:
-    """Join the lines of each family below its header, in the order of the catalog."""
+def _join(families: Mapping[catalog.Metric, tuple[bytes, ...]], further: bytes, *, openmetrics: bool) -> bytes:
+    """Join the lines of each family below its header, in the order of the catalog, and further metrics."""
     page: list[bytes] = []
-    for metric in catalog.SCRAPED:
+    for metric in catalog.METRICS:
         pieces = families.get(metric, ())
         if any(pieces):
             page.append(_header(metric, openmetrics=openmetrics))
             page.extend(pieces)
-    page.append(own)
+    page.append(further)
     if openmetrics:
         page.append(_EOF)
     return b"".join(page)

@@ -1,15 +1,22 @@
-"""The exporter's own counters, gauges and histograms."""
+"""The exporter's own counters, gauges and histograms.
+
+They are subjects of the page like all others, one for each family: between two scrapes only a few of them change.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.utils import floatToGoString
 
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.model import RESULTS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors.subjects import Samples, Series, Subject
 from gpumem_exporter.events.model import EVENT_TYPES, Event
 from gpumem_exporter.wire.protocol import OUTCOMES
 
@@ -18,6 +25,8 @@ __all__ = ["ALERT_OUTCOMES", "Instruments", "process_registry"]
 ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignored", "invalid")
 
 _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BUCKET = catalog.ACTION_DURATION.part("_bucket", "le")
+_COUNT, _SUM = catalog.ACTION_DURATION.part("_count"), catalog.ACTION_DURATION.part("_sum")
 
 
 def process_registry() -> CollectorRegistry:
@@ -27,76 +36,84 @@ def process_registry() -> CollectorRegistry:
     return registry
 
 
+class _Family(NamedTuple):
+    """The state of a family at one time."""
+
+    series: tuple[Series, ...]
+    values: tuple[float, ...]
+
+    def samples(self) -> Samples:
+        """Return the samples, with the values as `prometheus_client` writes them."""
+        return Samples(self.series, _same, tuple([floatToGoString(value) for value in self.values]))  # type: ignore[no-untyped-call]
+
+
 class Instruments:
-    """Counts the exporter's work. Thread-safe.
+    """Counts the exporter's work. Thread-safe."""
 
-    Args:
-        registry: the registry for the metrics, which can be registered once.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._reports = _counter(catalog.REPORTS, registry)
-        self._dropped = _counter(catalog.PROCESSES_DROPPED, registry)
-        self._actions = _counter(catalog.ACTIONS, registry)
-        self._freed = _counter(catalog.ACTION_FREED, registry)
-        self._events = _counter(catalog.EVENTS, registry)
-        self._events_dropped = _counter(catalog.EVENTS_DROPPED, registry)
-        self._policy = _counter(catalog.POLICY_EVALUATIONS, registry)
-        self._alerts = _counter(catalog.ALERTS, registry)
-        metric = catalog.ACTION_DURATION
-        self._duration = Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=_ACTION_SECONDS)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[catalog.Metric, dict[Series, float]] = {metric: {} for metric in catalog.OWN}
+        self._held_requests: Callable[[], int] | None = None
 
         # These labels are few and known, so their series start at 0. Otherwise rate() would miss the first event.
+        self._add(catalog.PROCESSES_DROPPED, amount=0)
+        self._add(catalog.EVENTS_DROPPED, amount=0)
         for action in ACTIONS:
-            self._freed.labels(action)
-            self._duration.labels(action)
+            self._add(catalog.ACTION_FREED, action, amount=0)
+            self._add_duration(action, seconds=0.0, amount=0)
             for outcome in OUTCOMES:
-                self._actions.labels(action, outcome)
+                self._add(catalog.ACTIONS, action, outcome, amount=0)
         for outcome in ALERT_OUTCOMES:
-            self._alerts.labels(outcome)
+            self._add(catalog.ALERTS, outcome, amount=0)
         for type_ in EVENT_TYPES:
-            self._events.labels(type_)
+            self._add(catalog.EVENTS, type_, amount=0)
+
+    def subjects(self) -> list[Subject]:
+        """Return each family with its current values."""
+        with self._lock:
+            if self._held_requests is not None:
+                self._values[catalog.HELD_REQUESTS][catalog.HELD_REQUESTS, ()] = self._held_requests()
+            return [(metric, _Family(tuple(each), tuple(each.values()))) for metric, each in self._values.items()]
 
     def show_held_requests(self, count: Callable[[], int]) -> None:
         """Export the number of held requests, which `count` returns; it is called in each scrape."""
-        metric = catalog.HELD_REQUESTS
-        Gauge(metric.name, metric.help, registry=self._registry).set_function(count)
+        self._held_requests = count
 
     def count_report(self, outcome: str) -> None:
         """Count a report; `outcome` becomes a label, so it must have few values."""
-        self._reports.labels(outcome).inc()
+        self._add(catalog.REPORTS, outcome)
 
     def count_dropped(self) -> None:
         """Count a report that was rejected because the maximum number of processes report."""
-        self._dropped.inc()
+        self._add(catalog.PROCESSES_DROPPED)
 
     def count_events(self, events: Iterable[Event]) -> None:
         """Count new events."""
         for event in events:
-            self._events.labels(event.type).inc()
+            self._add(catalog.EVENTS, event.type)
 
     def count_events_dropped(self, count: int) -> None:
         """Count events that could not be stored."""
-        self._events_dropped.inc(count)
+        self._add(catalog.EVENTS_DROPPED, amount=count)
 
     def add_policy_rule(self, rule: str) -> None:
         """Start the series of a policy rule at 0."""
         for result in RESULTS:
-            self._policy.labels(rule, result)
+            self._add(catalog.POLICY_EVALUATIONS, result, rule, amount=0)
 
     def remove_policy_rule(self, rule: str) -> None:
         """Remove the series of a policy rule."""
-        for result in RESULTS:
-            self._policy.remove(rule, result)
+        with self._lock:
+            for result in RESULTS:
+                del self._values[catalog.POLICY_EVALUATIONS][catalog.POLICY_EVALUATIONS, (result, rule)]
 
     def count_policy(self, rule: str, result: str, count: int) -> None:
         """Count evaluations of a policy rule with one result."""
-        self._policy.labels(rule, result).inc(count)
+        self._add(catalog.POLICY_EVALUATIONS, result, rule, amount=count)
 
     def count_alert(self, outcome: str) -> None:
         """Count an alert; `outcome` is one of `ALERT_OUTCOMES`."""
-        self._alerts.labels(outcome).inc()
+        self._add(catalog.ALERTS, outcome)
 
     def observe_action(self, action: Action) -> None:
         """Count a finished action; a dry run is not counted."""
@@ -104,12 +121,25 @@ class Instruments:
             return
         # A process on several devices has one result per device, but one outcome.
         for *_, outcome in {(row.pid, row.workload, row.rank, row.outcome) for row in action.results}:
-            self._actions.labels(action.action, outcome).inc()
+            self._add(catalog.ACTIONS, action.action, outcome)
         # A negative value means that the process allocated memory meanwhile; it must not reduce the sum.
-        self._freed.labels(action.action).inc(sum(max(0, result.freed_bytes or 0) for result in action.results))
+        freed_bytes = sum(max(0, result.freed_bytes or 0) for result in action.results)
+        self._add(catalog.ACTION_FREED, action.action, amount=freed_bytes)
         if action.duration_seconds is not None:
-            self._duration.labels(action.action).observe(action.duration_seconds)
+            self._add_duration(action.action, action.duration_seconds, amount=1)
+
+    def _add_duration(self, action: str, seconds: float, *, amount: int) -> None:
+        for bound in _ACTION_SECONDS:
+            self._add(_BUCKET, action, str(bound), amount=amount if seconds <= bound else 0)
+        self._add(_BUCKET, action, "+Inf", amount=amount)
+        self._add(_COUNT, action, amount=amount)
+        self._add(_SUM, action, amount=seconds)
+
+    def _add(self, metric: catalog.Metric, *labels: str, amount: float = 1) -> None:
+        values = self._values[metric.part_of or metric]
+        with self._lock:
+            values[metric, labels] = values.get((metric, labels), 0) + amount
 
 
-def _counter(metric: catalog.Metric, registry: CollectorRegistry) -> Counter:
-    return Counter(metric.name, metric.help, metric.labels, registry=registry)
+def _same(*series: Series) -> tuple[Series, ...]:
+    return series

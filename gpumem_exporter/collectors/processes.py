@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import NamedTuple
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.naming import pid_order
-from gpumem_exporter.core.samples import IDENTITY_FIELDS, ProcessFacts, ReportingProcess, SilentReporter
+from gpumem_exporter.core.samples import IDENTITY_FIELDS, ProcessFacts, ProcessMemory, ReportingProcess, SilentReporter
 
 __all__ = ["PROCESS"]
 
 _UNKNOWN = ProcessFacts(0, 0)
+
+
+class _UsedSource(NamedTuple):
+    """What the driver lists on a device; the same object until the next poll."""
+
+    device: tuple[str, str]
+    processes: tuple[ProcessMemory, ...]
+
+    def samples(self) -> Samples:
+        """Compute the samples, sorted by pid."""
+        listed = sorted(self.processes, key=attrgetter("pid"))
+        pids = tuple([process.pid for process in listed])
+        return Samples((self.device, pids), _used_series, tuple([process.used_bytes for process in listed]))
 
 
 def _processes(view: View) -> Iterator[Subject]:
@@ -20,11 +35,9 @@ def _processes(view: View) -> Iterator[Subject]:
 
     Reporters are described even if the driver does not answer.
     """
-    for device, listed in zip(view.devices, view.listed, strict=True):
+    for device in view.devices:
         key = (device.gpu, device.uuid)
-        pids = tuple([process.pid for process in listed])
-        used = tuple([process.used_bytes for process in listed])
-        yield key, Samples((key, pids), _used_series, used)
+        yield key, _UsedSource(key, device.processes or ())
     rows = _info_rows(view, view.node.facts if view.node is not None else {})
     for pid in sorted(rows, key=pid_order):
         row = _without_identities(rows[pid]) if view.hide_identities else rows[pid]
@@ -51,7 +64,7 @@ def _info_rows(view: View, facts_by_pid: Mapping[int, ProcessFacts]) -> dict[str
     for pid, reporter in view.names.silent:
         row = _described(_facts(facts_by_pid, reporter), reporter.workload, reporter.rank)
         rows[pid] = (*row, "false", "", "")
-    for listed_pid in {process.pid for listed in view.listed for process in listed}:
+    for listed_pid in {process.pid for device in view.devices for process in device.processes or ()}:
         row = _described(facts_by_pid.get(listed_pid, _UNKNOWN))
         rows.setdefault(str(listed_pid), (*row, "false", "", ""))
     return rows

@@ -12,8 +12,8 @@ __all__ = ["Collector", "Samples", "Series", "Source", "Subject", "SubjectLines"
 
 Series: TypeAlias = "tuple[Metric, tuple[str, ...]]"
 """A metric and the values of its labels in the catalog's order."""
-Value: TypeAlias = "int | float | None"
-"""The value of a sample; None if there is no sample."""
+Value: TypeAlias = "int | float | str | None"
+"""The value of a sample, or its text; None if there is no sample."""
 
 
 class Samples(NamedTuple):
@@ -115,7 +115,7 @@ class SubjectLines:
         for metric, labels in samples.series(*samples.labels):
             if labels is not last_labels:  # the series of an allocator share one tuple
                 text, last_labels = _label_text(metric.labels, labels), labels
-            prefixes.append((self._indexes[metric], metric.name + text))
+            prefixes.append((self._indexes[metric.part_of or metric], metric.name + text))
         return prefixes
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 
 from gpumem_exporter.core.naming import Names
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessMemory, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, Snapshot
 
 __all__ = ["View"]
 
@@ -24,8 +23,6 @@ class View:
     """The last poll, if it has not expired and the driver answered."""
     devices: tuple[DeviceReading, ...]
     """The devices of `node`."""
-    listed: tuple[tuple[ProcessMemory, ...], ...]
-    """The processes on each of `devices`, sorted by pid; empty if the list is unknown."""
     gpu_by_uuid: Mapping[str, str]
     """The `gpu` label of each device; empty if the driver does not answer."""
     names: Names
@@ -38,9 +35,8 @@ class View:
         """Sort a snapshot."""
         node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
         devices = tuple(sorted(node.devices, key=_device_order)) if node is not None else ()
-        listed = tuple([tuple(sorted(device.processes or (), key=attrgetter("pid"))) for device in devices])
         gpu_by_uuid = {device.uuid: device.gpu for device in devices}
-        return cls(snapshot, node, devices, listed, gpu_by_uuid, Names.of(snapshot), hide_identities)
+        return cls(snapshot, node, devices, gpu_by_uuid, Names.of(snapshot), hide_identities)
 
 
 def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:

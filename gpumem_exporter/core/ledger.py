@@ -25,7 +25,7 @@ process with a cache, `torch_reclaimable` is absent.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,14 +111,16 @@ def idle_cache_bytes(shares: Iterable[ProcessShare]) -> int | None:
     return sum(known) if known else None
 
 
-def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, DeviceLedger]:
+def node_ledgers(
+    snapshot: Snapshot, shares: Mapping[str, Sequence[ProcessShare]] | None = None
+) -> dict[str, DeviceLedger]:
     """Compute the ledger of each device whose memory is known, by uuid.
 
     Args:
         snapshot: the node and its reports.
-        names: the names of the snapshot; computed if None.
+        shares: the result of `node_shares`; computed if None.
     """
-    shares = node_shares(snapshot, names)
+    shares = node_shares(snapshot) if shares is None else shares
     return {
         device.uuid: _ledger(device.memory, shares[device.uuid], listed=device.processes is not None)
         for device in (snapshot.node.devices if snapshot.node is not None else ())
@@ -150,28 +152,25 @@ def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, lis
         for sample in process.report.devices:
             if sample.uuid in by_device:
                 by_device[sample.uuid].setdefault(host_pid, sample)
-    return {
-        device.uuid: _shares(device, by_device[device.uuid], processes, snapshot.unmatched) for device in node.devices
-    }
+    return {device.uuid: _shares(device, by_device[device.uuid], processes) for device in node.devices}
 
 
 def _shares(
-    device: DeviceReading,
-    samples: Mapping[int, DeviceSample],
-    processes: Mapping[int, ReportingProcess],
-    unmatched: Collection[tuple[int, str]],
+    device: DeviceReading, samples: Mapping[int, DeviceSample], processes: Mapping[int, ReportingProcess]
 ) -> list[ProcessShare]:
     """Return the shares of the processes that the driver lists, or of those that report if the list is unknown."""
     owners = device.processes if device.processes is not None else [ProcessMemory(pid, None) for pid in samples]
     shares = []
     for owner in owners:
-        sample, used_bytes = samples.get(owner.pid), owner.used_bytes
-        reserved_bytes = sample.reserved_bytes if sample is not None else None
-        non_torch_bytes = None
-        if used_bytes is not None and reserved_bytes is not None and (owner.pid, device.uuid) not in unmatched:
+        pid, used_bytes = owner.pid, owner.used_bytes
+        sample = samples.get(pid)
+        if sample is None:
+            shares.append(ProcessShare(str(pid), used_bytes, None, None, None))
+            continue
+        process, reserved_bytes, non_torch_bytes = processes[pid], sample.reserved_bytes, None
+        if used_bytes is not None and reserved_bytes is not None and device.uuid not in process.unmatched:
             non_torch_bytes = used_bytes - reserved_bytes
-        process = processes[owner.pid] if sample is not None else None
-        shares.append(ProcessShare(str(owner.pid), used_bytes, process, sample, non_torch_bytes))
+        shares.append(ProcessShare(str(pid), used_bytes, process, sample, non_torch_bytes))
     return shares
 
 
@@ -181,11 +180,12 @@ def _ledger(memory: DeviceMemory, shares: Sequence[ProcessShare], *, listed: boo
     reclaimable: list[int | None] = []
     non_torch: list[int | None] = []
     others: list[int | None] = []
-    for share in shares:
-        sample = share.sample
-        reserved = sample.reserved_bytes if sample is not None else None
-        if sample is None or reserved is None:
-            others.append(share.used_bytes)
+    clearable = 0
+    for _, used_bytes, process, sample, non_torch_bytes in shares:
+        if sample is not None and process is not None and sample.idle_cache_bytes and process.clears:
+            clearable += sample.idle_cache_bytes
+        if sample is None or (reserved := sample.reserved_bytes) is None:
+            others.append(used_bytes)
             continue
         # A pluggable allocator may not count tensors. All that it reserved then counts as allocated, because nothing
         # shows that any of it can be released.
@@ -195,7 +195,7 @@ def _ledger(memory: DeviceMemory, shares: Sequence[ProcessShare], *, listed: boo
         allocated += in_tensors
         if in_tensors < reserved:
             reclaimable.append(cached)
-        non_torch.append(share.non_torch_bytes)
+        non_torch.append(non_torch_bytes)
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
     reclaimable_sum, non_torch_sum, others_sum = map(sum_of_known, (reclaimable, non_torch, others))
     known: dict[str, int | None] = {
@@ -209,8 +209,7 @@ def _ledger(memory: DeviceMemory, shares: Sequence[ProcessShare], *, listed: boo
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    clearable = idle_cache_bytes(share for share in shares if share.process is not None and share.process.clears)
-    return DeviceLedger(memory.total_bytes, categories, memory.free_bytes + (clearable or 0))
+    return DeviceLedger(memory.total_bytes, categories, memory.free_bytes + clearable)
 
 
 def sum_of_known(parts: Sequence[int | None]) -> int | None:

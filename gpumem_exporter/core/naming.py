@@ -99,9 +99,11 @@ def _ambiguous(reporters: Iterable[ReportingProcess | SilentReporter], node: Nod
 
 def pid_order(pid: str) -> tuple[int, int, int]:
     """Return a sort key for a name: by pid, then a plain pid before `pid@namespace`, then by user."""
-    number, _, place = pid.partition("@")
+    number, at, place = pid.partition("@")
+    if not at:
+        return int(number), -1, -1
     namespace, _, owner_uid = place.partition(":")
-    return int(number), int(namespace or -1), int(owner_uid or -1)
+    return int(number), int(namespace), int(owner_uid or -1)
 
 
 def json_pid(pid: str) -> int | str:

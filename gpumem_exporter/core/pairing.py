@@ -155,18 +155,24 @@ class _Device:
         else:
             self._show_newest(self.rows.values())
 
-    def settle(self, row: _Row) -> None:
-        """After a report, show the newest reading that fits to all processes, otherwise its sample if that fits."""
-        if self.shown is None or self._show_newest((row, *self.rows.values())):
-            return
+    def settle(self, row: _Row) -> bool:
+        """After a report, show the newest reading that fits to all processes, otherwise its sample if that fits.
+
+        Returns:
+            Whether the device shows another reading.
+        """
+        if self.shown is None:
+            return False
+        if self._show_newest((row, *self.rows.values())):
+            return True
         if not row.fits or row.belongs_to(self.shown):
             row.show(self.shown)
+        return False
 
     def learn(self, row: _Row) -> None:
         """Learn the non-torch memory of a process from the last reading between two equal samples."""
         for reading in reversed(self.readings):
-            difference = row.difference(reading)
-            if difference is not None and row.unchanged_at(reading):
+            if row.unchanged_at(reading) and (difference := row.difference(reading)) is not None:
                 row.non_torch_bytes = difference
                 return
             if row.fits and reading is self.shown:
@@ -198,9 +204,12 @@ class Pairing:
     def __init__(self, expiry_seconds: float) -> None:
         self._expiry_seconds = expiry_seconds
         self._devices: dict[str, _Device] = {}
+        self._paired: dict[ProcessKey, ReportingProcess] = {}
+        """The results of `process`, as long as they stay the same."""
 
     def put_reading(self, node: NodeReading) -> None:
         """Take a reading of the driver."""
+        self._paired.clear()
         listed = {device.uuid for device in node.devices}
         self._devices = {
             uuid: device if uuid in listed else _Device(rows=device.rows)
@@ -225,10 +234,12 @@ class Pairing:
             else:
                 row.take(sample, process)
                 device.learn(row)
-            device.settle(row)
+            if device.settle(row):
+                self._paired.clear()
 
     def forget(self, key: ProcessKey, except_devices: Iterable[str] = ()) -> None:
         """Forget a process, except on the devices of `except_devices`."""
+        self._paired.pop(key, None)
         for uuid, device in self._devices.items():
             if uuid not in except_devices:
                 device.rows.pop(key, None)
@@ -239,24 +250,27 @@ class Pairing:
         return node if all(map(_is, devices, node.devices)) else replace(node, devices=devices)
 
     def process(self, process: ReportingProcess) -> ReportingProcess:
-        """Return a process with the samples that fit to the readings, and with the age of the oldest one."""
+        """Return a process with the samples that fit to the readings, with the age of the oldest one.
+
+        Args:
+            process: the process with its last report, which `put_report` has taken.
+        """
+        paired = self._paired.get(process.key)
+        if paired is None:
+            paired = self._paired[process.key] = self._pair(process)
+        return paired
+
+    def _pair(self, process: ReportingProcess) -> ReportingProcess:
         report = process.report
         rows = [self._shown_row(process.key, sample) for sample in report.devices]
         samples = tuple([row.shown if row else sample for row, sample in zip(rows, report.devices, strict=True)])
+        unmatched = frozenset(sample.uuid for row, sample in zip(rows, samples, strict=True) if not row or not row.fits)
         if all(map(_is, samples, report.devices)):
-            return process
+            return replace(process, unmatched=unmatched) if unmatched else process
         oldest_seconds = min(row.shown_seconds for row in rows if row)
         age_seconds = max(report.sample_age_seconds, process.received_seconds - oldest_seconds)
-        return replace(process, report=replace(report, devices=samples, sample_age_seconds=age_seconds))
-
-    def unmatched(self) -> frozenset[tuple[int, str]]:
-        """Return host pid and uuid of the processes whose non-torch memory is unknown."""
-        return frozenset(
-            (host_pid, uuid)
-            for uuid, device in self._devices.items()
-            for row in device.rows.values()
-            if not row.fits and (host_pid := row.process.host_pid) is not None
-        )
+        shown = replace(report, devices=samples, sample_age_seconds=age_seconds)
+        return replace(process, report=shown, unmatched=unmatched)
 
     def _device(self, uuid: str) -> _Device:
         return self._devices.setdefault(uuid, _Device())

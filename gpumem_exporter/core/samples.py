@@ -150,6 +150,8 @@ class ReportingProcess:
     report: Report
     received_seconds: float
     received_unix_seconds: float
+    unmatched: frozenset[str] = frozenset()
+    """The devices whose sample does not fit to the reading of a snapshot; see `core.pairing`."""
 
     @property
     def owner_uid(self) -> int | None:
@@ -238,7 +240,5 @@ class Snapshot:
     """
     processes: tuple[ReportingProcess, ...] = ()
     silent: tuple[SilentReporter, ...] = ()
-    unmatched: frozenset[tuple[int, str]] = frozenset()
-    """Host pid and uuid of the processes whose samples do not fit to the reading; see `core.pairing`."""
     ooms: tuple[LastOom, ...] = ()
     """The errors of the last hour, one for each process and device, in no order."""

@@ -141,7 +141,6 @@ class Store:
                 taken_seconds=now_seconds,
                 node=self._pairing.node(node) if node is not None and is_paired else node,
                 processes=tuple([self._pairing.process(process) for process in processes]) if is_paired else processes,
-                unmatched=self._pairing.unmatched(),
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
             )

@@ -74,7 +74,7 @@ def create_app(
         host: reports the processes of the operating system.
         clock: monotonic seconds.
         wall_clock: seconds of the Unix epoch.
-        registry: the registry of the exporter's own counters; a new one by default.
+        registry: further metrics at the end of the page; none by default.
         pods: adds the names of pods and containers to processes; None without a kubelet.
         socket_file: the file of the unix socket; None without one.
     """

@@ -97,7 +97,7 @@ def build_runtime(
 
     It is longer than other functions because each part has its line, in the order in which they depend on each other.
     """
-    instruments, holds = Instruments(registry), Holds()
+    instruments, holds = Instruments(), Holds()
     instruments.show_held_requests(holds.__len__)
     state = CurrentState(_store(settings), clock, wall_clock)
     events = _recorder(settings, state, instruments)
@@ -121,7 +121,11 @@ def build_runtime(
         on_ended=events.processes_ended,
     )
     exposition = Exposition(
-        registry, version=__version__, source=provider.source, hide_identities=settings.web_hide_identities
+        instruments,
+        registry,
+        version=__version__,
+        source=provider.source,
+        hide_identities=settings.web_hide_identities,
     )
     ingest = Ingest(
         state.store,

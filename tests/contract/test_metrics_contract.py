@@ -76,8 +76,7 @@ def promtool(page: str) -> subprocess.CompletedProcess[str]:
 
 def golden_page(*, openmetrics: bool) -> str:
     """Render the page of RICH with a constant clock."""
-    own = CollectorRegistry()
-    instruments = Instruments(own)
+    instruments = Instruments()
     for outcome in ("accepted", "accepted", "invalid"):
         instruments.count_report(outcome)
     instruments.count_dropped()
@@ -93,7 +92,7 @@ def golden_page(*, openmetrics: bool) -> str:
     instruments.observe_action(
         Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
     )
-    exposition = Exposition(own, version="1.2.3", source="nvml", clock=lambda: 0.0)
+    exposition = Exposition(instruments, CollectorRegistry(), version="1.2.3", source="nvml", clock=lambda: 0.0)
     for process in RICH.processes:
         exposition.refresh(process)
     page = exposition.render(RICH, openmetrics=openmetrics).decode()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import CollectorRegistry
 
 from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
@@ -26,9 +27,15 @@ SAMPLE = DeviceSample(UUID, allocated_bytes=60, reserved_bytes=100, reclaimable_
 Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def exposition(own: CollectorRegistry | None = None) -> Exposition:
+def exposition(instruments: Instruments | None = None, registry: CollectorRegistry | None = None) -> Exposition:
     """Return an exposition with a constant clock, so that two pages of one snapshot are equal."""
-    return Exposition(own or CollectorRegistry(), version="1", source="nvml", clock=lambda: 0.0)
+    return Exposition(
+        instruments or Instruments(),
+        registry or CollectorRegistry(),
+        version="1",
+        source="nvml",
+        clock=lambda: 0.0,
+    )
 
 
 def page(snapshot: Snapshot) -> list[str]:

@@ -43,7 +43,8 @@ _JOBS = ("slurm_job_id", "ray_job_id")
 def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
     """Return every device that the driver lists, with its memory and its ledger."""
     node = snapshot.node
-    ledgers, shares = node_ledgers(snapshot), node_shares(snapshot)
+    shares = node_shares(snapshot)
+    ledgers = node_ledgers(snapshot, shares)
     return {
         "source": source,
         "taken_unix_seconds": node.taken_unix_seconds if node else None,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import DEFAULT_ACTIONS
@@ -57,7 +56,7 @@ class DemoBench:
             dispatcher=self.dispatcher,
             snapshot=lambda: self.store.snapshot(self.now),
             stale_seconds=5.0,
-            instruments=Instruments(CollectorRegistry()),
+            instruments=Instruments(),
             log=self.log,  # type: ignore[arg-type]
             wall_clock=lambda: self.now,
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.registry import Collector
 
 from gpumem_exporter.collectors.exposition import Exposition
@@ -25,23 +25,18 @@ from tests.support.exposition_builders import (
 
 
 @pytest.mark.parametrize("openmetrics", [True, False])
-def test_the_own_registry_is_at_the_end_without_created_series(openmetrics: bool) -> None:
-    own = CollectorRegistry()
-    Instruments(own).count_report("accepted")
+def test_the_own_metrics_and_those_of_the_registry_are_at_the_end(openmetrics: bool) -> None:
+    instruments = Instruments()
+    instruments.count_report("accepted")
+    registry = CollectorRegistry()
+    Gauge("open_files", "Files.", registry=registry).set(3)
 
-    text = exposition(own).render(snapshot(), openmetrics=openmetrics).decode()
+    text = exposition(instruments, registry).render(snapshot(), openmetrics=openmetrics).decode()
 
     assert 'gpumem_reports_total{outcome="accepted"} 1.0\n' in text
-    assert "_created" not in text
+    assert text.index("gpumem_reports_total") < text.index("open_files 3.0\n")
     assert text.count("# EOF") == int(openmetrics)
     assert text.endswith("# EOF\n") == openmetrics
-
-
-def test_a_counter_named_created_in_the_own_registry_is_kept() -> None:
-    own = CollectorRegistry()
-    Counter("files_created", "Files.", registry=own).inc()
-
-    assert "files_created_total 1.0\n" in exposition(own).render(snapshot(), openmetrics=False).decode()
 
 
 def test_label_values_are_escaped() -> None:
@@ -95,11 +90,11 @@ class _Raising(Collector):
 
 
 @pytest.mark.parametrize("openmetrics", [True, False])
-def test_a_failing_own_registry_affects_only_its_own_series(openmetrics: bool) -> None:
-    own = CollectorRegistry()
-    own.register(_Raising())
+def test_a_failing_registry_affects_only_the_own_series(openmetrics: bool) -> None:
+    registry = CollectorRegistry()
+    registry.register(_Raising())
 
-    text = exposition(own).render(snapshot(process(7, SAMPLE)), openmetrics=openmetrics).decode()
+    text = exposition(registry=registry).render(snapshot(process(7, SAMPLE)), openmetrics=openmetrics).decode()
 
     assert 'gpumem_scrape_collector_success{collector="own"} 0\n' in text
     assert 'gpumem_reporter_up{pid="70",workload="w",rank="0"} 1\n' in text
@@ -108,7 +103,9 @@ def test_a_failing_own_registry_affects_only_its_own_series(openmetrics: bool) -
 
 def test_each_part_of_the_page_has_its_duration() -> None:
     ticks = itertools.count()
-    writer = Exposition(CollectorRegistry(), version="1", source="nvml", clock=lambda: next(ticks) * 0.25)
+    writer = Exposition(
+        Instruments(), CollectorRegistry(), version="1", source="nvml", clock=lambda: next(ticks) * 0.25
+    )
 
     text = writer.render(snapshot(), openmetrics=False).decode()
 
