@@ -73,7 +73,7 @@ class Action:
     @property
     def freed_bytes(self) -> int | None:
         """The bytes released to the driver, for a dry run the expected bytes. None if no result has a value."""
-        return sum_of_known([result.freed_bytes for result in self.results])
+        return sum_of_known([result.freed_bytes for result in self.results]) if self.results else None
 
     @property
     def still_free_bytes(self) -> int | None:

@@ -117,7 +117,7 @@ class FleetResult:
             "at_step": self.at_step,
             "called_off": self.cancel_reason,
             "results": list(self.rows),
-            "freed_bytes": sum_of_known([row.get("freed_bytes") for row in self.rows]),
+            "freed_bytes": sum_of_known([row.get("freed_bytes") for row in self.rows]) if self.rows else None,
             "still_free_bytes": self.still_free_bytes,
             "warnings": list(warnings),
         }

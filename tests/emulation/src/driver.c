@@ -120,6 +120,15 @@ int cuGetErrorName(int error, const char **name) {
     return OK;
 }
 
+/* vLLM's extensions are linked with these two. Their kernels never run. */
+int cuGetProcAddress_v2(const char *symbol, void **function, int version, u64 flags, int *status) {
+    (void)version, (void)flags;
+    *function = dlsym(RTLD_DEFAULT, symbol);
+    if (status) *status = *function ? 0 : 1; /* CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND */
+    return *function ? OK : NOT_FOUND;
+}
+int cuTensorMapEncodeTiled(void) { return NOT_SUPPORTED; }
+
 /* The emulated driver logs nothing. */
 int cuLogsRegisterCallback(void *callback, void *data, void **handle) {
     (void)callback, (void)data;

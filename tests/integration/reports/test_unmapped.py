@@ -1,7 +1,14 @@
-"""Memory that PyTorch counts and the driver does not hold, with the real torch_memory_saver on the emulated node."""
+"""Memory that PyTorch counts and the driver does not hold, with real libraries on the emulated node.
+
+The part with vLLM's sleep mode runs where vLLM is installed. It needs little of it:
+
+    pip install --no-deps --target DIR vllm packaging psutil pyzmq regex urllib3
+    PYTHONPATH=DIR python -m pytest tests/integration/reports/test_unmapped.py
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 
 import pytest
@@ -15,18 +22,27 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import run_command
 from tests.support.waiting import wait_until_equal
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="torch_memory_saver has wheels for x86-64 only")
-
 CONTEXT = 512 * MIB
 WEIGHTS, OTHER = 5 * GIB, 256 * MIB
 
-ENGINE = """
+SAVER = """
 from torch_memory_saver import torch_memory_saver as saver
 saver.hook_mode = "torch"
 with saver.region(tag="weights", enable_cpu_backup=False):
     weights = torch.empty(weights_bytes, dtype=torch.uint8, device="cuda")
 rest = torch.empty(other_bytes, dtype=torch.uint8, device="cuda")
 """
+VLLM = """
+from vllm.device_allocator.cumem import CuMemAllocator
+allocator = CuMemAllocator.get_instance()
+with allocator.use_memory_pool(tag="weights"):
+    weights = torch.empty(weights_bytes, dtype=torch.uint8, device="cuda")
+rest = torch.empty(other_bytes, dtype=torch.uint8, device="cuda")
+"""
+SAVER_WHEELS = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="torch_memory_saver has wheels for x86-64 only"
+)
+VLLM_WHEEL = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: see this file")
 HIDDEN = "import sys; sys.modules.pop('torch_memory_saver')"
 """Then the reporter does not know that memory may be unmapped, as with a library that it does not know."""
 SECONDS = 30.0
@@ -65,20 +81,25 @@ def exporter(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProce
     return start_exporter(node, *QUICK)
 
 
-@pytest.mark.parametrize("hidden", [False, True], ids=["books of the process", "values of the driver"])
+@pytest.mark.parametrize(
+    ("setup", "pause", "resume"),
+    [
+        pytest.param(SAVER, "saver.pause('weights')", "saver.resume('weights')", marks=SAVER_WHEELS, id="saver"),
+        pytest.param(SAVER + HIDDEN, "saver.pause('weights')", "saver.resume('weights')", marks=SAVER_WHEELS, id="any"),
+        pytest.param(VLLM, "allocator.sleep(())", "allocator.wake_up()", marks=VLLM_WHEEL, id="vllm"),
+    ],
+)
 def test_memory_of_a_sleeping_engine_is_unmapped(
-    exporter: ExporterProcess, start_torch: StartTorch, hidden: bool
+    exporter: ExporterProcess, start_torch: StartTorch, setup: str, pause: str, resume: str
 ) -> None:
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.exec(ENGINE, weights_bytes=WEIGHTS, other_bytes=OTHER)
-    if hidden:
-        process.exec(HIDDEN)
+    process.exec(setup, weights_bytes=WEIGHTS, other_bytes=OTHER)
     process.call("start_client", workload="engine")
     engine = Engine(exporter, process)
-    awake = 0 if not hidden else None
+    awake = None if HIDDEN in setup else 0
     engine.wait(held=WEIGHTS + OTHER, unmapped=awake)
 
-    process.exec("saver.pause('weights')")
+    process.exec(pause)
     engine.wait(held=OTHER, unmapped=WEIGHTS)
     assert process.exec("result = torch.cuda.memory_reserved()") == WEIGHTS + OTHER
     (line,) = [line for line in run_command("info", "--url", exporter.url).stdout.splitlines() if "unmapped" in line]
@@ -89,5 +110,5 @@ def test_memory_of_a_sleeping_engine_is_unmapped(
     engine.wait(held=OTHER, unmapped=WEIGHTS)
     other.call("free", numbers=[number])
     other.call("empty_cache")
-    process.exec("saver.resume('weights')")
+    process.exec(resume)
     engine.wait(held=WEIGHTS + OTHER, unmapped=awake)

@@ -180,6 +180,7 @@ def still_free(bench: Bench, process: ReportingProcess, action: Action, *sizes: 
 
 def test_a_clear_is_done_before_it_is_known_what_stayed_free(bench: Bench) -> None:
     action = bench.ask(settle_seconds=10.0)
+    assert action.freed_bytes is None
     bench.answer(bench.first, action, freed=3)
     still_free(bench, bench.first, action, 3, 1)
     running = bench.dispatcher.get(action.id)

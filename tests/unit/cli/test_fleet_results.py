@@ -58,6 +58,8 @@ def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> N
         "still_free_bytes": None,
         "warnings": ["w"],
     }
+    FleetResult("empty_cache", False, [], 7, "why").print([], query="q > 1", as_json=True)
+    assert json.loads(capsys.readouterr().out)["freed_bytes"] is None
 
 
 def devices(*known: dict[str, Any], source: str = "nvml") -> dict[str, Any]:
