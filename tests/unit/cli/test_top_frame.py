@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.top.cells import join_lines
 from gpumem_exporter.cli.top.clearing import Note
 from gpumem_exporter.cli.top.frame import Display, Frame, draw, print_lines
-from gpumem_exporter.cli.top.rows import SORTS, Choice
+from gpumem_exporter.cli.top.rows import SORTS
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
 from tests.support.golden import assert_golden
@@ -131,7 +132,7 @@ def test_the_sort_column_is_on_the_screen_at_any_width() -> None:
 def test_filtering_does_not_move_the_columns() -> None:
     of = reading([device("0")], [process(1, "0", workload="w" * 30), process(2, "0", workload="short")])
     (before,) = [line for line in _draw(of) if line.lstrip().startswith("pid")]
-    (after,) = [line for line in _draw(of, view=View(choice=Choice(text="short"))) if line.lstrip().startswith("pid")]
+    (after,) = [line for line in _draw(of, view=View(text="short")) if line.lstrip().startswith("pid")]
     assert before == after
 
 
@@ -245,12 +246,12 @@ def test_the_output_of_top() -> None:
             replace(_full(), no_events="the exporter refuses to show events: token needed"), view=events
         ),
         "events, none yet": _draw(replace(_full(), events=()), view=events),
-        "events, none chosen": _draw(some, view=View(shows_events=True, choice=Choice(gpus=("7",), workloads=("x",)))),
+        "events, none chosen": _draw(some.of(Target(gpu="7", workload="x")), view=events),
         "events, not known": _draw(_full(), view=events),
         "events, no exporter": _draw(alone, view=events),
         "help": _draw(_full(1), view=View(shows_help=True)),
-        "filter": _draw(some, view=View(typing="", choice=Choice(text="llm"))),
-        "no match": _draw(some, view=View(choice=Choice(text="unknown", gpus=("99",)))),
+        "filter": _draw(some, view=View(typing="", text="llm")),
+        "no match": _draw(some.of(Target(gpu="99")), view=View(text="unknown")),
         "question": _draw(some, note=Note("pid 7: 3.0 GiB? y/n", 1.0, {"pid": 7})),
         "no process": _draw(reading([device("0")], [])),
         "demo without devices": _draw(reading([], [], document={"source": "demo"})),
@@ -260,8 +261,6 @@ def test_the_output_of_top() -> None:
         "lost, without exporter": _draw(alone, lost="no driver", age_seconds=12.0),
         "too small": _draw(_full(), 50, 5),
         "printed": [line.plain.rstrip() for line in print_lines(some, View(), 10_000)],
-        "printed, no match": [
-            line.plain.rstrip() for line in print_lines(some, View(choice=Choice(text="unknown")), 10_000)
-        ],
+        "printed, no match": [line.plain.rstrip() for line in print_lines(some, View(text="unknown"), 10_000)],
     }
     assert_golden("top.txt", "\n".join(f"== {name}\n" + "\n".join(lines) + "\n" for name, lines in frames.items()))
