@@ -45,7 +45,7 @@ e shows the events, ? helps, q quits.
   rows       one for each process on each device, filtered and in order: pid, gpu, uuid, workload,
              rank, command, user, k8s_namespace, k8s_pod, state, used_bytes, allocated_bytes,
              reserved_bytes, idle_cache_bytes, reclaimable_bytes, fragmented_bytes, non_torch_bytes,
-             step, sample_age_seconds, actions; null if unknown
+             nccl_bytes, unmapped_bytes, step, sample_age_seconds, actions; null if unknown
 
 \b
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.

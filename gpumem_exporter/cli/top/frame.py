@@ -49,7 +49,9 @@ _HELP = (
     ("reclaimable", "cache that a clear would free now"),
     ("fragmented", "cache that a clear cannot free"),
     ("10 min", "the highest use in each part; blank without a reading"),
+    ("allocatable", "what another process can get after a clear: free and idle cache"),
     ("non-torch", "used minus reserved: CUDA context, NCCL, libraries"),
+    ("unmapped", "in PyTorch's reserved, but not held by the driver: sleeping"),
     ("age", "age of the process' last report"),
     ("-", "unknown. K, M, G are KiB, MiB, GiB"),
 )

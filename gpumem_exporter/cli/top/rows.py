@@ -38,6 +38,10 @@ class Row:
     reclaimable_bytes: int | None
     fragmented_bytes: int | None
     non_torch_bytes: int | None
+    nccl_bytes: int | None
+    """The part of non-torch that NCCL has allocated."""
+    unmapped_bytes: int | None
+    """What PyTorch counts as reserved and the driver does not hold; not a part of the others."""
     step: int | None
     sample_age_seconds: float | None
     actions: tuple[str, ...]
@@ -51,7 +55,7 @@ class Row:
 
 _OF_PROCESS = ("workload", "rank", "command", "user", "k8s_namespace", "k8s_pod", "state", "step", "sample_age_seconds")
 _SIZES = ("used", "allocated", "reserved", "idle-cache", "reclaimable", "fragmented", "non-torch")
-_OF_DEVICE = ("gpu", "uuid", *(f"{name.replace('-', '_')}_bytes" for name in _SIZES))
+_OF_DEVICE = ("gpu", "uuid", *(f"{name.replace('-', '_')}_bytes" for name in (*_SIZES, "nccl", "unmapped")))
 
 
 def rows_of(processes: Document) -> tuple[Row, ...]:

@@ -136,6 +136,35 @@ def test_filtering_does_not_move_the_columns() -> None:
     assert before == after
 
 
+def test_columns_that_few_processes_need_are_shown_only_with_a_value() -> None:
+    plain = _draw(_full(), 120)
+    assert not any(name in "\n".join(plain) for name in ("NCCL", "unmapped"))
+    asleep = process(7, "0", workload="engine", reserved_bytes=0)
+    asleep["devices"][0] |= {"unmapped_bytes": 12 * GIB, "nccl_bytes": 0}
+    rank = process(8, "0")
+    rank["devices"][0] |= {"unmapped_bytes": 0, "nccl_bytes": 256 << 20}
+    for width in (80, 120, 200):
+        lines = _draw(reading([device("0")], [asleep, rank]), width)
+        heading = next(line for line in lines if line.lstrip().startswith("pid"))
+        assert "unmapped" in heading
+        (engine,) = [line for line in lines if line.split()[:1] == ["7"]]
+        end = heading.index("unmapped") + len("unmapped")
+        assert engine[:end].endswith(" 12.0G")
+        assert ("NCCL" in heading) is any("256M" in line for line in lines) is (width > 80)
+        (other,) = [line for line in lines if line.split()[:1] == ["8"]]
+        assert other[heading.index("unmapped") : end].strip() == "", "no dash where nothing is unmapped"
+
+
+def test_the_allocatable_memory_of_a_device_is_beside_its_free_memory() -> None:
+    full = reading([device("0"), device("1", allocatable_bytes=None)], [])
+    for width in (104, 200):
+        lines = _draw(full, width)
+        assert re.search(r"free +allocatable +total", lines[1])
+        assert [line.split()[-3:] for line in lines[2:4]] == [["16.0G", "17.0G", "80.0G"], ["16.0G", "-", "80.0G"]]
+    alone = reading([device("0", ledger=None, allocatable_bytes=None)], [], url="", without_exporter="none")
+    assert "allocatable" not in "\n".join(_draw(alone, 200))
+
+
 def test_the_chosen_row_is_on_the_screen_and_marked() -> None:
     view = View()
     rows = view.rows(_full().rows)
