@@ -88,12 +88,16 @@ class LedgerValues {
   }
 }
 
+/** Return the sum of values; null if one of them is. */
+function sumOfKnown(values) {
+  return values.includes(null) ? null : values.reduce((all, value) => all + value, 0);
+}
+
 /** Return the sum of ledgers. A category that is unknown in one of them is unknown in the sum. */
 function sumOfLedgers(ledgers) {
   const sum = {};
   for (const [category] of CATEGORIES) {
-    const values = ledgers.map((ledger) => ledger[category] ?? null);
-    sum[category] = values.includes(null) ? null : values.reduce((all, value) => all + value, 0);
+    sum[category] = sumOfKnown(ledgers.map((ledger) => ledger[category] ?? null));
   }
   return sum;
 }

@@ -38,6 +38,8 @@ class ProcessRow {
       this.cell(name, title, name === "workload" ? { role: "rowheader", tag: "th", scope: "row" } : {});
     }
     for (const [name, title] of AMOUNTS) this.cell(name, title, { class: "amount" });
+    this.nccl = h("span", { class: "detail" });
+    this.cells.get("non_torch_bytes").element.after(this.nccl);
     this.cell("last", "Last report", {});
     const last = h("td", { role: "cell", class: "row-act" });
     this.button = h("button", { type: "button", class: "act small", "aria-describedby": "access" }, "Clear…");
@@ -67,10 +69,18 @@ class ProcessRow {
       cell.set(unknown ? "–" : bytes(data[name]));
       if (unknown !== (before?.[name] === null)) cell.element.title = unknown ? "unknown" : "";
     }
+    this.showNccl(data);
     this.element.toggleAttribute("data-unmapped", data.unmapped_bytes > 0);
     this.cells.get("last").set(unmapped(data) + lastReport(data, nowUnix));
     if (before?.state !== data.state) this.element.dataset.state = data.state;
     if (before?.clears !== data.clears) this.button.hidden = !data.clears;
+  }
+
+  /** Show the part of non-torch that NCCL has, if it is known and not 0. */
+  showNccl({ nccl_bytes: nccl, non_torch_bytes: all }) {
+    setText(this.nccl, nccl ? `NCCL ${bytes(nccl)}` : "");
+    const rest = nccl && all !== null ? `CUDA context and other: ${bytes(all - nccl)}` : "";
+    if (this.nccl.title !== rest) this.nccl.title = rest;
   }
 
   name(data) {
