@@ -5,7 +5,7 @@ class DeviceCard {
     this.uuid = uuid;
     this.title = h("h3");
     this.free = h("span", { class: "free-space" });
-    this.allocatable = h("span", { title: "free, and the idle cache that a clear would free" });
+    this.allocatable = h("span", { title: "free, and idle cache" });
     this.model = h("p", { class: "faint model" });
     this.error = h("p", { class: "error" });
     this.bar = new LedgerBar();
@@ -44,7 +44,6 @@ class DeviceCard {
   }
 }
 
-/** `17.0 GiB allocatable`; empty if it is unknown. */
 function allocatableInWords(size) {
   return size === null ? "" : `${bytes(size)} allocatable`;
 }

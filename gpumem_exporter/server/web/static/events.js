@@ -127,7 +127,7 @@ class Events {
   }
 }
 
-/** Request the names that the stream, which is the same for all viewers, hides. */
+/** Request the names that the stream hides from all viewers. */
 async function namesForViewer() {
   const { document: { processes } } = await access.request("/api/v1/processes");
   return new Map(processes.map(({ pid, command, user, k8s_namespace, k8s_pod }) => [pid, { command, user, k8s_namespace, k8s_pod }]));

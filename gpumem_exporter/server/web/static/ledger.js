@@ -88,7 +88,7 @@ class LedgerValues {
   }
 }
 
-/** Return the sum of values; null if one of them is. */
+/** Return the sum; null if a value is null. */
 function sumOfKnown(values) {
   return values.includes(null) ? null : values.reduce((all, value) => all + value, 0);
 }

@@ -76,11 +76,10 @@ class ProcessRow {
     if (before?.clears !== data.clears) this.button.hidden = !data.clears;
   }
 
-  /** Show the part of non-torch that NCCL has, if it is known and not 0. */
+  /** Show the part of non-torch that NCCL has, if there is one. */
   showNccl({ nccl_bytes: nccl, non_torch_bytes: all }) {
     setText(this.nccl, nccl ? `NCCL ${bytes(nccl)}` : "");
-    const rest = nccl && all !== null ? `CUDA context and other: ${bytes(all - nccl)}` : "";
-    if (this.nccl.title !== rest) this.nccl.title = rest;
+    setAttribute(this.nccl, "title", nccl && all !== null ? `CUDA context and other: ${bytes(all - nccl)}` : "");
   }
 
   name(data) {
