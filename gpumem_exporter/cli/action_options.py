@@ -173,7 +173,9 @@ class SelectorOptions:
         Raises:
             ConfigurationError: a value is invalid, or `--all` contradicts another option.
         """
-        given = {name: comma_separated(values) for name in SELECTORS if (values := getattr(self, name)) is not None}
+        given: dict[str, Any] = {
+            name: comma_separated(values) for name in SELECTORS if (values := getattr(self, name)) is not None
+        }
         if self.everything and given:
             names = ", ".join(f"--{name}" for name in given)
             raise ConfigurationError(f"--all selects every process; leave out --all or {names}")

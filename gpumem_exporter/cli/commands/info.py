@@ -40,14 +40,14 @@ def _info(options: ConnectionOptions, selectors: SelectorOptions) -> int:
         processes = api.get("/api/v1/processes")
         rights = {} if options.as_json else read_rights(api)
     require_known(target, devices, processes)
-    devices, processes = selected(target, devices, processes)
+    shown_devices, shown_processes = selected(target, devices, processes)
     if options.as_json:
-        print_json({**devices, **processes})
+        print_json({**shown_devices, **shown_processes})
         return 0
     from gpumem_exporter.cli.render.node_tables import node_tables
 
     console = open_console()
-    show(console, node_tables(devices, processes, width=console.width))
+    show(console, node_tables(shown_devices, shown_processes, width=console.width))
     if line := rights_line(rights, "clear"):
         print(line)
     return 0
