@@ -10,7 +10,7 @@ from gpumem_exporter.actions.targets import listed_pids, user_names, users_of
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 
-__all__ = ["mismatch", "unknown_names"]
+__all__ = ["known_names", "mismatch", "unknown_names"]
 
 _MAX_SHOWN = 20
 _NOUNS = {"gpu": "GPU", "uuid": "UUID", "pid": "pid", "workload": "workload", "rank": "rank", "user": "user"}
@@ -20,17 +20,12 @@ _SPELLED = ("uuid", "workload", "user")
 Reporting = Iterable[tuple[str, ReportingProcess]]
 
 
-def unknown_names(target: Target, snapshot: Snapshot, permitted: Reporting, *, with_listed: bool) -> str:
+def unknown_names(target: Target, known: Mapping[str, Iterable[str]]) -> str:
     """Return which names of a target no device and no process has; empty if all are known.
 
-    Args:
-        target: the target.
-        snapshot: the state of the node.
-        permitted: the processes that the caller may act on; the names of other users are not shown.
-        with_listed: the target also selects processes that only the driver lists.
+    `known` has the names that exist, by selector. They are shown in this order.
     """
-    known = _known(snapshot, permitted, with_listed=with_listed)
-    return "; ".join(_unknown(target, known))
+    return "; ".join(_unknown(target, {selector: list(dict.fromkeys(names)) for selector, names in known.items()}))
 
 
 def mismatch(target: Target, snapshot: Snapshot) -> str:
@@ -47,15 +42,21 @@ def mismatch(target: Target, snapshot: Snapshot) -> str:
     return f"nothing matches {target.describe()}; reporting processes: {_listing(shown, separator='; ')}"
 
 
-def _known(snapshot: Snapshot, permitted: Reporting, *, with_listed: bool) -> Mapping[str, list[str]]:
-    """Return the names that a target may have, by selector."""
+def known_names(snapshot: Snapshot, permitted: Reporting, *, with_listed: bool) -> Mapping[str, Iterable[str]]:
+    """Return the names that the target of an action may have, by selector.
+
+    Args:
+        snapshot: the state of the node.
+        permitted: the processes that the caller may act on; the names of other users are not known.
+        with_listed: the target also selects processes that only the driver lists.
+    """
     reporting = Names.of(snapshot).reporting
     identities = [process.report.process for _, process in reporting]
     devices = () if snapshot.node is None else snapshot.node.devices
     listed = listed_pids(snapshot) if with_listed else ()
     reported = (sample.uuid for _, process in reporting for sample in process.report.devices)
     users = (user for _, process in permitted for user in users_of(process, snapshot))
-    names: dict[str, Iterable[str]] = {
+    return {
         "gpu": (device.gpu for device in devices),
         "uuid": (*(device.uuid for device in devices), *reported),
         "pid": (*(name for name, _ in reporting), *map(str, listed)),
@@ -63,7 +64,6 @@ def _known(snapshot: Snapshot, permitted: Reporting, *, with_listed: bool) -> Ma
         "rank": sorted((identity.rank for identity in identities), key=lambda rank: (len(rank), rank)),
         "user": sorted((*users, *(user for pid in listed for user in user_names(pid, snapshot)))),
     }
-    return {selector: list(dict.fromkeys(each)) for selector, each in names.items()}
 
 
 def _unknown(target: Target, known: Mapping[str, list[str]]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.group import group_of, group_step
-from gpumem_exporter.actions.mismatch import mismatch, unknown_names
+from gpumem_exporter.actions.mismatch import known_names, mismatch, unknown_names
 from gpumem_exporter.actions.permission import may_act_on, permitted_processes
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, select_listed, select_reporting
@@ -73,8 +73,8 @@ def _require_known(request: ActionRequest, caller: Caller, snapshot: Snapshot) -
     """Check that each name of the target exists. An action on only some of the names would hide a typing error."""
     reporting = Names.of(snapshot).reporting
     permitted = [(name, process) for name, process in reporting if may_act_on(caller, process, snapshot)]
-    unknown = unknown_names(request.target, snapshot, permitted, with_listed=request.action == "terminate")
-    if unknown:
+    known = known_names(snapshot, permitted, with_listed=request.action == "terminate")
+    if unknown := unknown_names(request.target, known):
         raise TargetNotFoundError(unknown)
 
 

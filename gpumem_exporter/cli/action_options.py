@@ -25,6 +25,7 @@ __all__ = [
     "ClearTargetOptions",
     "FractionOptions",
     "RequestOptions",
+    "SelectorOptions",
     "TargetOptions",
     "TimedOptions",
     "checked",
@@ -140,8 +141,8 @@ class FractionOptions(TimedOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetOptions:
-    """The processes of one exporter that act, and how long the command waits for them.
+class SelectorOptions:
+    """The processes that a command acts on or shows.
 
     Each option that selects processes is repeatable and takes a list: `--gpu 0 --gpu 1` is `--gpu 0,1`.
     """
@@ -162,7 +163,30 @@ class TargetOptions:
     user: Annotated[
         list[str] | None, typer.Option("--user", metavar="USER", help="Processes of these users: names or uids.")
     ] = None
-    everything: Annotated[bool, typer.Option("--all", help="Every process that reports.")] = False
+    everything: Annotated[bool, typer.Option("--all", help="Every process; an action reaches those that report.")] = (
+        False
+    )
+
+    def selection(self) -> Target:
+        """Return the selected processes. A target without a field selects every process.
+
+        Raises:
+            ConfigurationError: a value is invalid, or `--all` contradicts another option.
+        """
+        given: dict[str, Any] = {
+            name: comma_separated(values) for name in SELECTORS if (values := getattr(self, name)) is not None
+        }
+        if self.everything and given:
+            names = ", ".join(f"--{name}" for name in given)
+            raise ConfigurationError(f"--all selects every process; leave out --all or {names}")
+        checked({"action": "empty_cache", **({"target": given} if given else {})})
+        return Target(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(SelectorOptions):
+    """The processes of one exporter that act, and how long the command waits."""
+
     wait_seconds: Annotated[
         float | None,
         typer.Option(
@@ -179,17 +203,11 @@ class TargetOptions:
         """Return the target as the API takes it.
 
         Raises:
-            ConfigurationError: there is no target, or `--all` contradicts another option.
+            ConfigurationError: there is no target, or an option is invalid.
         """
         if self.wait_seconds is not None and not 0 <= self.wait_seconds < float("inf"):
             raise ConfigurationError(f"--wait {self.wait_seconds:g}: must be 0 or more seconds")
-        given: dict[str, Any] = {
-            name: comma_separated(values) for name in SELECTORS if (values := getattr(self, name)) is not None
-        }
-        chosen = Target(**given).document()
-        if self.everything and chosen:
-            names = ", ".join(f"--{name}" for name in chosen)
-            raise ConfigurationError(f"--all selects every process that reports; leave out --all or {names}")
+        chosen = self.selection().document()
         if not self.everything and not chosen:
             raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user or --all")
         return {"all": True} if self.everything else chosen

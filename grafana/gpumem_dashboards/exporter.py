@@ -37,6 +37,7 @@ def exporter() -> Any:
         ("Reports and events", _reports_and_events()),
         ("Actions", _actions()),
         ("Resources of the exporter", _itself()),
+        open_rows=3,
     )
 
 

@@ -126,7 +126,8 @@ def _devices() -> Any:
         "Devices by pressure",
         "Pressure is the share of a device's memory that is neither free nor reclaimable. Largest process and"
         " largest category say where the memory is. Full in is the time until the device is full at the growth"
-        " rate of the time range. Click a node to see the device.",
+        " rate of the time range. Allocatable is the free memory and the idle cache: the space for another process."
+        " Click a node to see the device.",
         units.BytesIEC,
         [
             Column("instance", heading="Node", link=TO_NODE),
@@ -134,6 +135,7 @@ def _devices() -> Any:
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
             Column("Full in", full, units.Seconds, width=90),
+            Column("Allocatable", f"sum by ({DEVICE}) (gpumem_device_allocatable_bytes{{{GPU}}})", width=110),
             Column("Idle cache", f"sum by ({DEVICE}) (gpumem_torch_idle_cache_bytes{{{GPU}}})", width=110),
             Column("Reclaimable", by_device % '"torch_reclaimable"', width=140),
             Column("Fragmented", by_device % '"torch_fragmented"', width=110),

@@ -23,12 +23,14 @@ __all__ = [
     "BOARDS",
     "actions_annotation",
     "board",
+    "collapsed_row",
     "encoded",
     "first_of",
     "link",
     "ooms_annotation",
     "post_mortem_times",
     "variable",
+    "with_live_page",
     "with_rows",
 ]
 
@@ -67,13 +69,37 @@ def board(title: str, uid: str, description: str, *, time: str, refresh: str) ->
     return made
 
 
-def with_rows(made: Any, *rows: tuple[str, Iterable[Any]]) -> Any:
-    """Add rows, each with a title and its panels, to a dashboard."""
-    for title, panels in rows:
+def with_rows(made: Any, *rows: tuple[str, Iterable[Any]], open_rows: int = 100) -> Any:
+    """Add rows, each with a title and its panels, to a dashboard. The rows after the first `open_rows` are collapsed.
+
+    A collapsed row queries nothing until it is opened.
+    """
+    for number, (title, panels) in enumerate(rows):
+        if number >= open_rows:
+            made = made.with_row(collapsed_row(title, panels))
+            continue
         made = made.with_row(dashboard.Row(title))
         for panel in panels:
             made = made.with_panel(panel)
     return made
+
+
+def collapsed_row(title: str, panels: Iterable[Any]) -> Any:
+    """Build a collapsed row, which has its panels inside."""
+    row = dashboard.Row(title)
+    for panel in panels:
+        row = row.with_panel(panel)
+    return row
+
+
+def with_live_page(made: Any) -> Any:
+    """Add a link to the live page of the dashboard's node.
+
+    The hidden variable `live_page` is the start of the URL; the rest is the label `instance`.
+    """
+    start = dashboard.TextBoxVariable("live_page").label("Start of the live page's URL").default_value("http://")
+    link_ = dashboard.DashboardLink("Live page").type(DashboardLinkType.LINK).icon("external link").target_blank(True)
+    return made.with_variable(start.hide(VariableHide.HIDE_VARIABLE)).link(link_.url("${live_page}${node}/"))
 
 
 def first_of(name: str, metric: str, value_of: str) -> Any:
@@ -160,7 +186,8 @@ def encoded(made: Any) -> str:
     for hidden in model.templating.list_val:
         if hidden.hide is VariableHide.HIDE_VARIABLE:
             hidden.skip_url_sync = True  # must not be kept longer than the variable it follows; no builder sets it
-    for number, panel in enumerate(model.panels or [], start=1):
+    panels = [one for panel in model.panels or [] for one in (panel, *(getattr(panel, "panels", None) or ()))]
+    for number, panel in enumerate(panels, start=1):
         panel.id_val = number
     return JSONEncoder(sort_keys=True, indent=2).encode(model) + "\n"
 

@@ -8,7 +8,17 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
-from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable, with_rows
+from gpumem_dashboards.frame import (
+    actions_annotation,
+    board,
+    collapsed_row,
+    first_of,
+    link,
+    ooms_annotation,
+    variable,
+    with_live_page,
+    with_rows,
+)
 from gpumem_dashboards.palette import PRESSURE, UP
 from gpumem_dashboards.panels import bars, count, graph, ledger, number, stacked
 from gpumem_dashboards.promql import (
@@ -37,7 +47,7 @@ TO_THIS_WORKLOAD = link("gpumem-workload", node="node", workload="__field.labels
 
 
 def node() -> Any:
-    """Build the dashboard of one node, with a row for each device."""
+    """Build the dashboard of one node, with a collapsed row for each device: a node may have sixteen."""
     made = (
         board(
             "GPU memory: one node",
@@ -55,9 +65,8 @@ def node() -> Any:
         .annotation(actions_annotation(ONE_NODE))
     )
     made = with_rows(made, ("Node", [*_overview(), _devices(), _processes()]))
-    made = made.with_row(dashboard.Row("GPU $gpu").repeat("gpu"))
-    made = made.with_panel(_ledger()).with_panel(_clear()).with_panel(_holders())
-    return with_rows(made, ("Over time", _over_time()))
+    made = made.with_row(collapsed_row("GPU $gpu", (_ledger(), _clear(), _holders())).repeat("gpu"))
+    return with_rows(with_live_page(made), ("Over time", _over_time()))
 
 
 def _overview() -> list[Any]:
@@ -172,8 +181,8 @@ def _processes() -> Any:
         "Processes",
         "Each process on each device, the largest first. For a process without a reporter, only the driver's"
         " value is known; an empty cell means unknown, not zero. Non-torch is the driver's value minus PyTorch's"
-        " reserved bytes: CUDA context, NCCL, libraries; the column NCCL is NCCL's part. Click a workload to see its"
-        " ranks.",
+        " reserved bytes: CUDA context, NCCL, libraries; the column NCCL is NCCL's part. Unmapped is what PyTorch"
+        " counts and no device has: the engine sleeps. Click a workload to see its ranks.",
         units.BytesIEC,
         [
             Column("gpu", heading="GPU", width=60),
@@ -193,6 +202,7 @@ def _processes() -> Any:
             Column("Fragmented", value_of("fragmented_bytes")),
             Column("Non-torch", value_of("non_torch_bytes")),
             Column("NCCL", value_of("nccl_bytes")),
+            Column("Unmapped", f"{value_of('unmapped_bytes')} > 0"),
             Column(
                 "Last report",
                 f"{reported} * on (instance, pid) group_left () ({age})",

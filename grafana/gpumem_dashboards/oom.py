@@ -9,7 +9,16 @@ from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable, with_rows
+from gpumem_dashboards.frame import (
+    actions_annotation,
+    board,
+    first_of,
+    link,
+    ooms_annotation,
+    variable,
+    with_live_page,
+    with_rows,
+)
 from gpumem_dashboards.palette import LEDGER, color, words
 from gpumem_dashboards.panels import bars, colored, dashed, graph, ledger, number, stacked
 from gpumem_dashboards.promql import ONE_NODE, filled, info
@@ -105,7 +114,7 @@ def oom() -> Any:
         .annotation(actions_annotation(ONE_NODE))
     )
     return with_rows(
-        made,
+        with_live_page(made),
         ("What happened", [_verdict(), _when(), _who(), *_overview()]),
         ("The device before the error", [_room(), _ledger_then(), _processes_then()]),
         ("The minutes before", _before()),

@@ -68,6 +68,7 @@ def workload() -> Any:
         ("Phases and components", _phases_and_components()),
         ("Allocator activity", _at_work()),
         ("Errors", [oom_list.listed(ONE_WORKLOAD, node_shown=True)]),
+        open_rows=2,
     )
 
 
@@ -182,6 +183,7 @@ def _ranks() -> Any:
             Column("Idle cache", value_of("idle_cache_bytes")),
             Column("Reclaimable", value_of("reclaimable_bytes")),
             Column("Fragmented", value_of("fragmented_bytes")),
+            Column("Unmapped", f"{value_of('unmapped_bytes')} > 0"),
             Column("Growth", GROWTH, units.BytesPerSecondIEC, width=100),
             Column("Full in", TIME_TO_FULL, units.Seconds, width=90),
             Column("Sample age", of_process(sampled), units.Seconds, width=110),

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 from gpumem_dashboards.queries import Scope, all_panels
 
-from tests.support.paths import REPOSITORY
+from tests.support.dashboard_queries import FOLDER, expression, letter_of
 
 pytestmark = pytest.mark.tools
 
-FOLDER = REPOSITORY / "grafana" / "dashboards"
 GIB = 1 << 30
 ERROR_AT = 1500
 """promtool's time starts at 0; the error is at 25 minutes, and the queries are evaluated at 30."""
@@ -62,24 +61,6 @@ class Oom:
         series[f"gpumem_torch_reclaimable_bytes{{{OTHER}}}"] = f"{cache}x100 0x20"
         series[f"gpumem_torch_reclaimable_bytes{{{PROCESS}}}"] = f"{100 * GIB}x100"
         return series
-
-
-def expression(dashboard: str, title: str, letter: str = "A", range_seconds: int = 1800, **variables: str) -> str:
-    """Return a panel's query with macros and variables replaced."""
-    document = json.loads((FOLDER / f"{dashboard}.json").read_text())
-    (panel,) = (panel for panel in all_panels(document) if panel["title"] == title)
-    (target,) = (target for target in panel["targets"] if target["refId"] == letter)
-    standing = {variable["name"]: ".*" for variable in document["templating"]["list"]} | variables
-    return Scope(EVALUATED_AT, range_seconds, scrape_seconds=15, variables=standing).fill(target["expr"])
-
-
-def letter_of(dashboard: str, title: str, heading: str) -> str:
-    """Return the letter of the query of a table's column."""
-    document = json.loads((FOLDER / f"{dashboard}.json").read_text())
-    (panel,) = (panel for panel in all_panels(document) if panel["title"] == title)
-    (organize,) = (change for change in panel["transformations"] if change["id"] == "organize")
-    (name,) = (name for name, shown in organize["options"]["renameByName"].items() if shown == heading)
-    return str(name).removeprefix("Value #")
 
 
 def check(tmp_path: Path, series: dict[str, str], query: str, expected: dict[str, float]) -> None:

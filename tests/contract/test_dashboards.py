@@ -22,7 +22,6 @@ FILES = {name: FOLDER / "dashboards" / f"{name}.json" for name in NAMES}
 
 ON_NO_DASHBOARD = {
     "gpumem_device_memory_is_host": "marks an integrated GPU for queries; node and fleet show its values",
-    "gpumem_torch_unmapped_bytes": "is no memory of a device; info and the page show it for each process",
 }
 """Metrics that no dashboard shows, with the reason."""
 OF_PROMETHEUS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}

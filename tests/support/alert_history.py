@@ -32,7 +32,8 @@ from gpumem_exporter.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"))
-_FOUND = re.compile(r'^ +expr: (".*"), time: .*\n +exp: nil\n +got: (.*)$', re.MULTILINE)
+_FOUND = re.compile(r'^ +expr: (".*"), time: (\S+),?\n +exp: nil\n +got: (.*)$', re.MULTILINE)
+_SAMPLE = re.compile(r"\{([^}]*)\} (\S+?),?(?= |$)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 TARGET = 'instance="demo:9844",job="gpumem"'
 _SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
@@ -45,6 +46,8 @@ class History:
     interval_seconds: int
     scrapes: int = 0
     series: dict[str, list[str | None]] = field(default_factory=dict)
+    live: dict[int, Any] = field(default_factory=dict)
+    """The content of the live page at some scrapes, by their seconds."""
 
     @property
     def seconds(self) -> int:
@@ -78,12 +81,19 @@ def demo_history(
     interval_seconds: int,
     names: Collection[str],
     workloads: Sequence[Workload] = DEMO_WORKLOADS,
+    live_at: Collection[int] = (),
 ) -> History:
-    """Run the demo for `seconds` and scrape these metrics from its start."""
-    return asyncio.run(_run(seconds, interval_seconds, names, workloads))
+    """Run the demo for `seconds` and scrape these metrics from its start; read the live page at some of the scrapes."""
+    return asyncio.run(_run(seconds, interval_seconds, names, workloads, live_at))
 
 
-async def _run(seconds: int, interval_seconds: int, names: Collection[str], workloads: Sequence[Workload]) -> History:
+async def _run(
+    seconds: int,
+    interval_seconds: int,
+    names: Collection[str],
+    workloads: Sequence[Workload],
+    live_at: Collection[int],
+) -> History:
     now = 0.0
 
     def clock() -> float:
@@ -119,6 +129,8 @@ async def _run(seconds: int, interval_seconds: int, names: Collection[str], work
                 runtime.poller._poll()
                 runtime.presence.sweep()
                 history.scrape((await request(app, "GET", "/metrics")).decode(), names)
+                if now in live_at:
+                    history.live[int(now)] = json.loads(await request(app, "GET", "/api/v1/live"))
     finally:
         runtime.events.log.stop(5.0)
     return history
@@ -199,14 +211,20 @@ class Alerts:
 
 def alerts_over(history: History, folder: Path) -> Alerts:
     """Evaluate the rules over a history."""
-    promtool = shutil.which("promtool")
-    assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     firing = 'ALERTS{alertstate="firing"}'
     raised = f"count_over_time({firing}[{history.seconds + 1}s])"
+    found = evaluated(history, folder, [(raised, history.seconds), (firing, history.seconds)])
+    return Alerts(*([labels for labels, _ in samples] for samples in found))
+
+
+def evaluated(
+    history: History, folder: Path, questions: Sequence[tuple[str, int]]
+) -> list[list[tuple[dict[str, str], float]]]:
+    """Return the labels and the value of each sample of some expressions, each at a second of a history."""
+    promtool = shutil.which("promtool")
+    assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     # promtool prints results only if they differ from the expected ones, so none are expected.
-    expected = [
-        {"expr": expression, "eval_time": f"{history.seconds}s", "exp_samples": []} for expression in (raised, firing)
-    ]
+    expected = [{"expr": expression, "eval_time": f"{second}s", "exp_samples": []} for expression, second in questions]
     question = {
         "rule_files": [str(path) for path in RULES],
         "evaluation_interval": f"{history.interval_seconds}s",
@@ -224,13 +242,18 @@ def alerts_over(history: History, folder: Path) -> Alerts:
     file.write_text(json.dumps(question))
     run = subprocess.run([promtool, "test", "rules", file], capture_output=True, text=True, timeout=300, check=False)
     answer = run.stdout + run.stderr
-    found = {json.loads(expression): labels for expression, labels in _FOUND.findall(answer)}
+    found = {(json.loads(expression), _seconds(time)): got for expression, time, got in _FOUND.findall(answer)}
     assert run.returncode == 0 or found, answer
-    return Alerts(*(_labels(found.get(expression, "")) for expression in (raised, firing)))
+    return [_samples(found.get(one, "")) for one in questions]
 
 
-def _labels(text: str) -> list[dict[str, str]]:
-    return [dict(_LABEL.findall(each)) for each in re.findall(r"\{([^}]*)\}", text)]
+def _seconds(text: str) -> int:
+    """Return a duration as promtool writes it: `1h30m15s`."""
+    return sum(int(number) * {"h": 3600, "m": 60, "s": 1}[unit] for number, unit in re.findall(r"(\d+)([hms])", text))
+
+
+def _samples(text: str) -> list[tuple[dict[str, str], float]]:
+    return [(dict(_LABEL.findall(labels)), float(value)) for labels, value in _SAMPLE.findall(text)]
 
 
 def _notation(values: list[str | None]) -> str:

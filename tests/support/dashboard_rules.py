@@ -36,6 +36,7 @@ ONE_OF = {
 COUNTERS = {metric.name for metric in METRICS if metric.type == "counter"} | {"process_cpu_seconds_total"}
 LABELS = {label for metric in METRICS for label in metric.labels} | {"instance", "job", "le", "x_from", "x_to"}
 RATES = {"rate", "increase"}
+OPEN_PANELS = 20
 WITH_LEGEND = {"timeseries", "status-history", "xychart"}
 AT_THE_END = {"stat", "bargauge", "table"}
 
@@ -198,6 +199,29 @@ def only_known_labels_and_no_recording_rules(dashboard: Dashboard) -> Iterator[s
             yield f"{query.where}: the legend has unknown labels: {sorted(shown - LABELS)}"
 
 
+def few_panels_are_open(dashboard: Dashboard) -> Iterator[str]:
+    """Each open panel queries Prometheus at once; a device's row is repeated for each device of a node."""
+    open_panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    if len(open_panels) >= OPEN_PANELS:
+        yield f"{len(open_panels)} panels are open"
+    for row in dashboard["panels"]:
+        if row["type"] == "row" and row.get("repeat") and not row["collapsed"]:
+            yield f"{row['title']}: a repeated row is open"
+    ids = [panel["id"] for panel in (*dashboard["panels"], *all_panels(dashboard))]
+    if len(set(ids)) != len({id(panel) for panel in (*dashboard["panels"], *all_panels(dashboard))}):
+        yield f"two panels have the same id: {sorted(ids)}"
+
+
+def dashboards_of_one_node_link_to_its_live_page(dashboard: Dashboard) -> Iterator[str]:
+    of_one = any(v["name"] == "node" and not v.get("multi") for v in dashboard["templating"]["list"])
+    links = [link["url"] for link in dashboard["links"] if link["title"] == "Live page"]
+    if links != (["${live_page}${node}/"] if of_one else []):
+        yield f"links to the live page: {links}"
+    starts = [v["query"] for v in dashboard["templating"]["list"] if v["name"] == "live_page"]
+    if of_one and starts != ["http://"]:
+        yield f"the start of the live page's URL: {starts}"
+
+
 def links_keep_time_node_and_variables(dashboard: Dashboard) -> Iterator[str]:
     addresses = [
         (panel["title"], link["url"])
@@ -292,6 +316,8 @@ RULES: dict[str, Rule] = {
         only_counters_have_rates,
         pids_are_joined_with_the_node,
         count_values_has_sorted_labels,
+        few_panels_are_open,
+        dashboards_of_one_node_link_to_its_live_page,
         only_known_labels_and_no_recording_rules,
         links_keep_time_node_and_variables,
         links_use_existing_columns,

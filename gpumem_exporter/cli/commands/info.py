@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import typer
 
+from gpumem_exporter.cli.action_options import SelectorOptions
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
 from gpumem_exporter.cli.rights import read_rights, rights_line
+from gpumem_exporter.cli.selection import require_known, selected
 
 __all__ = ["build"]
 
@@ -15,31 +17,37 @@ _EXAMPLES = """\b
 Examples:
   gpumem-exporter info
   gpumem-exporter info --url http://gpu-node-7:9844
+  gpumem-exporter info --gpu 0,1 --workload llm
   gpumem-exporter info --json | jq '.processes[] | select(.reporting) | .workload'
 """
 
 
 def build(name: str) -> typer.Typer:
     """Return the command."""
-    return command_from_options(name, _info, ConnectionOptions, epilog=_EXAMPLES)
+    return command_from_options(name, _info, ConnectionOptions, SelectorOptions, epilog=_EXAMPLES)
 
 
-def _info(options: ConnectionOptions) -> int:
+def _info(options: ConnectionOptions, selectors: SelectorOptions) -> int:
     """Show devices, processes and where every byte is.
 
-    The values are the latest of the driver and the reporters. A dash is a value that is not known.
+    The values are the latest of the driver and the reporters. A dash is a value that is not known. The options that
+    select processes are those of the actions: each is repeatable and takes a list. Only the devices that the selected
+    processes use are shown.
     """
+    target = selectors.selection()
     with ExporterApi(options.urls(), token=options.token()) as api:
         devices = api.get("/api/v1/devices")
         processes = api.get("/api/v1/processes")
         rights = {} if options.as_json else read_rights(api)
+    require_known(target, devices, processes)
+    shown_devices, shown_processes = selected(target, devices, processes)
     if options.as_json:
-        print_json({**devices, **processes})
+        print_json({**shown_devices, **shown_processes})
         return 0
     from gpumem_exporter.cli.render.node_tables import node_tables
 
     console = open_console()
-    show(console, node_tables(devices, processes, width=console.width))
+    show(console, node_tables(shown_devices, shown_processes, width=console.width))
     if line := rights_line(rights, "clear"):
         print(line)
     return 0

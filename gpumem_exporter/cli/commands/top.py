@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpumem_exporter.cli.action_options import SelectorOptions
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, comma_separated, command_from_options
+from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
-from gpumem_exporter.cli.top.rows import SORTS, Choice
+from gpumem_exporter.cli.top.rows import SORTS
 from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.errors import ConfigurationError
@@ -27,7 +28,7 @@ _EXAMPLES = """\b
 Examples:
   gpumem-exporter top
   gpumem-exporter top --url http://gpu-node-7:9844 --sort idle-cache
-  gpumem-exporter top --gpu 0 --gpu 1 --filter alice
+  gpumem-exporter top --gpu 0,1 --user alice --filter train
   gpumem-exporter top --once | head -20
   gpumem-exporter top --once --json | jq -r '.rows[] | select(.fragmented_bytes > 1e9) | .workload'
 
@@ -44,7 +45,7 @@ e shows the events, ? helps, q quits.
   rows       one for each process on each device, filtered and in order: pid, gpu, uuid, workload,
              rank, command, user, k8s_namespace, k8s_pod, state, used_bytes, allocated_bytes,
              reserved_bytes, idle_cache_bytes, reclaimable_bytes, fragmented_bytes, non_torch_bytes,
-             step, sample_age_seconds, actions; null if unknown
+             nccl_bytes, unmapped_bytes, step, sample_age_seconds, actions; null if unknown
 
 \b
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
@@ -65,14 +66,6 @@ class TopOptions(ConnectionOptions):
             help="Only rows that contain every word in their pid, uuid, workload, command, user, pod or state.",
         ),
     ] = ""
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option("--gpu", metavar="INDEX", help="Only these devices: 0, or 0:1 for MIG; repeatable, or 0,1."),
-    ] = None
-    workloads: Annotated[
-        list[str] | None,
-        typer.Option("--workload", metavar="NAME", help="Only these workloads; repeatable, or a list with commas."),
-    ] = None
     interval_seconds: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", help="Seconds between updates: 0.2 to 3600.")
     ] = 1.0
@@ -89,27 +82,27 @@ class TopOptions(ConnectionOptions):
         checked_interval(self.interval_seconds)
         if self.as_json and not self.once:
             raise ConfigurationError("--json prints one document; add --once")
-        choice = Choice(comma_separated(self.gpus or ()), comma_separated(self.workloads or ()), self.filter_text)
-        return View(choice=choice, sort=self.sort, reverse=self.reverse)
+        return View(text=self.filter_text, sort=self.sort, reverse=self.reverse)
 
 
 def build(name: str) -> typer.Typer:
     """Return the command."""
-    return command_from_options(name, _top, TopOptions, epilog=_EXAMPLES)
+    return command_from_options(name, _top, TopOptions, SelectorOptions, epilog=_EXAMPLES)
 
 
-def _top(options: TopOptions) -> int:
+def _top(options: TopOptions, selectors: SelectorOptions) -> int:
     """Show devices, their ledgers and the processes on them, live.
 
     If no exporter answers, and neither --url nor GPUMEM_EXPORTER_URL is set, `top` reads only the driver: devices and
-    the memory of each process. A dash is a value that is not known.
+    the memory of each process. A dash is a value that is not known. The options that select processes are those of the
+    actions: each is repeatable and takes a list. Only the devices that the selected processes use are shown.
     """
-    view = options.view()
+    view, target = options.view(), selectors.selection()
     if not options.once:
         require_terminal("top --once")
     token = options.token()
     named = options.url is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
-    source = Source(options.urls(), token=token, driver=None if named else _open_driver)
+    source = Source(options.urls(), token=token, driver=None if named else _open_driver, target=target)
     try:
         reading = source.read(with_past=not options.as_json)
     except BaseException:
@@ -153,7 +146,6 @@ def _document(reading: Reading, view: View) -> dict[str, Any]:
     return {
         "exporter": shown_url(reading.url) if reading.url else None,
         **reading.devices,
-        "devices": view.choice.devices(reading.devices.get("devices") or ()),
         "rows": [asdict(row) for row in view.rows(reading.rows)],
     }
 

@@ -24,7 +24,7 @@ __all__ = ["Overview", "read_overview"]
 
 Document = Mapping[str, Any]
 
-_SIZES = ("busy", "total", "used", "free", "idle cache", "reclaimable", "fragmented")
+_SIZES = ("busy", "total", "used", "free", "allocatable", "idle cache", "reclaimable", "fragmented")
 _COLUMNS = (("exporter", "left"), ("gpu", "left"), ("name", "cut"), *((name, "right") for name in _SIZES))
 
 
@@ -152,6 +152,6 @@ def _cells(exporter: Exporter, device: Document) -> tuple[str | Text, ...]:
         device_name(device),
         human_ratio(device.get("utilization_ratio")),
         *(human_bytes(memory.get(f"{name}_bytes")) for name in ("total", "used", "free")),
-        human_bytes(device.get("idle_cache_bytes")),
+        *(human_bytes(device.get(f"{name}_bytes")) for name in ("allocatable", "idle_cache")),
         *(human_bytes(ledger.get(f"torch_{name}")) for name in ("reclaimable", "fragmented")),
     )

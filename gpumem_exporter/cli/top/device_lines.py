@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, Segment, draw_bar, key_of
@@ -21,8 +22,10 @@ __all__ = ["PAST_WIDTHS", "device_lines", "legend", "sparkline"]
 
 Device = Mapping[str, Any]
 
-_WIDE = 120
+_WIDE = 132
 """From this width, each part of the bar has a column with its size, and the headings are the legend."""
+_ALLOCATABLE_WIDTH = 104
+"""From this width, there is a column for the allocatable memory."""
 _BUSY_WIDTH, _SIZE_WIDTH = 5, 6
 _NAME_WIDTHS = (16, 28)
 """The longest shown name, on a narrow and on a wide screen."""
@@ -41,6 +44,16 @@ _DRIVER_SEGMENTS: tuple[Segment, ...] = (
     SEGMENTS[-1],
 )
 """The parts of the bar without an exporter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A column with a size."""
+
+    heading: Text
+    value: Callable[[Device], int | None]
+    shows_pressure: bool = False
+    """The size has the color of scarce memory if the device is nearly full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +81,12 @@ def device_lines(devices: Sequence[Device], past: Past, now: float, width: int, 
     """
     if not devices or max_devices <= 0:
         return []
-    headings = _size_headings(devices, width)
-    layout = _layout(devices, past, width, headings)
+    columns = _size_columns(devices, width)
+    layout = _layout(devices, past, width, [column.heading for column in columns])
     shown = devices if len(devices) <= max_devices else devices[: max_devices - 1]
     lines = [
-        _heading(layout, headings),
-        *(_line(device, layout, len(headings), past.get(device.get("uuid") or "", ()), now) for device in shown),
+        _heading(layout, [column.heading for column in columns]),
+        *(_line(device, layout, columns, past.get(device.get("uuid") or "", ()), now) for device in shown),
     ]
     if len(shown) < len(devices):
         lines.append(plain(f"and {len(devices) - len(shown)} more devices: a taller screen or --gpu shows them", "dim"))
@@ -143,11 +156,17 @@ def _past_width(room: int, wide: bool) -> int:
     return 0
 
 
-def _size_headings(devices: Sequence[Device], width: int) -> list[Text]:
+def _size_columns(devices: Sequence[Device], width: int) -> list[_Size]:
+    used, free, total = map(_of_memory, ("used_bytes", "free_bytes", "total_bytes"))
+    last = [_Size(plain("total", "bold"), total)]
+    if width >= _ALLOCATABLE_WIDTH and any(map(_allocatable, devices)):
+        last.insert(0, _Size(plain("allocatable", "bold"), _allocatable))
     if _is_wide(devices, width):
-        return [*map(key_of, SEGMENTS), plain("total", "bold")]
-    reclaim = [plain("reclaim", f"bold {_RECLAIMABLE.style}")] if _with_ledgers(devices) else []
-    return [plain("used", "bold"), *reclaim, plain("free", "bold"), plain("total", "bold")]
+        parts = [_Size(key_of(segment), partial(_sum_of, segment)) for segment in SEGMENTS[:-1]]
+        return [*parts, _Size(key_of(SEGMENTS[-1]), free, shows_pressure=True), *last]
+    reclaim = _Size(plain("reclaim", f"bold {_RECLAIMABLE.style}"), partial(_sum_of, _RECLAIMABLE))
+    first = [_Size(plain("used", "bold"), used), *([reclaim] if _with_ledgers(devices) else [])]
+    return [*first, _Size(plain("free", "bold"), free, shows_pressure=True), *last]
 
 
 def _heading(layout: _Layout, sizes: Sequence[Text]) -> Text:
@@ -164,7 +183,7 @@ def _heading(layout: _Layout, sizes: Sequence[Text]) -> Text:
     )
 
 
-def _line(device: Device, layout: _Layout, size_count: int, points: Sequence[Point], now: float) -> Text:
+def _line(device: Device, layout: _Layout, columns: Sequence[_Size], points: Sequence[Point], now: float) -> Text:
     first = [
         cell(_gpu(device), layout.gpu),
         cell(_name(device), layout.name),
@@ -181,7 +200,9 @@ def _line(device: Device, layout: _Layout, size_count: int, points: Sequence[Poi
     else:
         sizes = {name: memory.get(f"{name}_bytes") or 0 for name in ("used", "reserved", "free")}
         bar = draw_bar(sizes, layout.bar, _DRIVER_SEGMENTS)
-    return _columns(layout, [*first, cell(bar or plain(UNKNOWN), layout.bar)], _sizes(device, layout.wide, size_count))
+    return _columns(
+        layout, [*first, cell(bar or plain(UNKNOWN), layout.bar)], [_size(device, column) for column in columns]
+    )
 
 
 def _columns(layout: _Layout, first: Sequence[Text], sizes: Sequence[Text]) -> Text:
@@ -189,31 +210,31 @@ def _columns(layout: _Layout, first: Sequence[Text], sizes: Sequence[Text]) -> T
     return line([*first, *sized], layout.width)
 
 
-def _sizes(device: Device, wide: bool, count: int) -> list[Text]:
-    """The sizes of a device in `count` columns."""
-    memory, ledger = device.get("memory") or {}, device.get("ledger") or {}
-    free, total = memory.get("free_bytes"), memory.get("total_bytes")
-    if wide:
-        sizes = [_sum_of(ledger, segment) for segment in SEGMENTS[:-1]]
-    else:
-        sizes = [memory.get("used_bytes"), _sum_of(ledger, _RECLAIMABLE)][: count - 2]
-    return [
-        *(plain(short_bytes(size)) for size in sizes),
-        plain(short_bytes(free), _pressure_style(ledger, total)),
-        plain(short_bytes(total)),
-    ]
+def _size(device: Device, column: _Size) -> Text:
+    style = _pressure_style(device) if column.shows_pressure else ""
+    return plain(short_bytes(column.value(device)), style)
 
 
-def _pressure_style(ledger: Mapping[str, int], total: int | None) -> str:
+def _pressure_style(device: Device) -> str:
     """Return the style for the share of the usable memory that is free or reclaimable: see docs/numbers.md."""
+    ledger, total = device.get("ledger") or {}, _of_memory("total_bytes")(device)
     if "free" not in ledger or total is None:
         return ""
     usable = total - ledger.get("driver_reserved", 0)
     return scarce_style(ledger["free"] + ledger.get("torch_reclaimable", 0), usable)
 
 
-def _sum_of(ledger: Mapping[str, int], segment: Segment) -> int | None:
+def _sum_of(segment: Segment, device: Device) -> int | None:
+    ledger = device.get("ledger") or {}
     return sum_of_known([ledger.get(category) for category in segment.categories])
+
+
+def _of_memory(name: str) -> Callable[[Device], int | None]:
+    return lambda device: (device.get("memory") or {}).get(name)
+
+
+def _allocatable(device: Device) -> int | None:
+    return device.get("allocatable_bytes")
 
 
 def _gpu(device: Device) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import cell, line, width_of
-from gpumem_exporter.cli.top.rows import Choice, with_gpu
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.units import human_bytes
@@ -18,7 +17,7 @@ from gpumem_exporter.units import human_bytes
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["chosen_events", "event_lines", "events_alone", "events_below", "last_events"]
+__all__ = ["event_lines", "events_alone", "events_below", "last_events", "newest_first"]
 
 Event = Mapping[str, Any]
 
@@ -30,14 +29,14 @@ _LONGEST_NAME = 20
 """The longest shown name of an event type that this version does not know."""
 
 
-def events_below(reading: Reading, choice: Choice, width: int, page: int, processes: int) -> list[Text]:
+def events_below(reading: Reading, width: int, page: int, processes: int) -> list[Text]:
     """Return a heading and the last events for the space below the processes; empty if there is no space.
 
     `page` is the number of lines for processes and events. On a short page, events use only the lines that the
     `processes` leave free.
     """
     room = max(page - processes - 1, page // 4 if page >= _LONG_PAGE else 0)
-    return last_events(reading, choice, width, room - 1)
+    return last_events(reading, width, room - 1)
 
 
 def events_alone(reading: Reading, view: View, width: int, page: int) -> tuple[list[Text], View, str]:
@@ -46,7 +45,7 @@ def events_alone(reading: Reading, view: View, width: int, page: int) -> tuple[l
     Returns:
         The lines, the view with a valid position, and the range of shown lines, such as `1-5 of 20`.
     """
-    lines = event_lines(chosen_events(reading.events or (), view.choice), width, reading.taken_unix_seconds, wrap=True)
+    lines = event_lines(newest_first(reading.events or ()), width, reading.taken_unix_seconds, wrap=True)
     first = max(0, min(view.first_line, len(lines) - page))
     view, shown = replace(view, first_line=first), lines[first : first + page]
     if not lines:
@@ -55,21 +54,15 @@ def events_alone(reading: Reading, view: View, width: int, page: int) -> tuple[l
     return [plain(_HEADING, "bold"), *shown], view, f"{first + 1}-{first + len(shown)} of {len(lines)}"
 
 
-def last_events(reading: Reading, choice: Choice, width: int, max_events: int) -> list[Text]:
+def last_events(reading: Reading, width: int, max_events: int) -> list[Text]:
     """Return a heading and the last events, a line each; empty if no event is known."""
-    events = chosen_events(reading.events or (), choice)[: max(0, max_events)]
+    events = newest_first(reading.events or ())[: max(0, max_events)]
     return [plain(_HEADING, "bold"), *event_lines(events, width, reading.taken_unix_seconds)] if events else []
 
 
-def chosen_events(events: Sequence[Event], choice: Choice) -> list[Event]:
-    """Return the events, newest first, without those of devices and workloads that the user did not choose."""
-    chosen = [
-        event
-        for event in events
-        if (not choice.gpus or event.get("gpu") is None or with_gpu(event["gpu"], choice.gpus))
-        and (not choice.workloads or event.get("workload") in (None, *choice.workloads))
-    ]
-    return sorted(chosen, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
+def newest_first(events: Sequence[Event]) -> list[Event]:
+    """Return the events, the newest first."""
+    return sorted(events, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
 
 
 def event_lines(
@@ -187,9 +180,7 @@ def _time(event: Event, now_unix_seconds: float | None) -> str:
 def _reason_for_none(reading: Reading) -> str:
     if not reading.url:
         return "Events need an exporter, and no exporter answers."
-    if reading.events:
-        return "No event matches."
     if reading.events is not None:
-        return "The exporter has recorded no event yet."
+        return "No event matches." if reading.target.given() else "The exporter has recorded no event yet."
     reason = reading.no_events or "waiting for the events"
     return f"{reason[0].upper()}{reason[1:]}{'' if reason.endswith('.') else '.'}"

@@ -49,7 +49,9 @@ _HELP = (
     ("reclaimable", "cache that a clear would free now"),
     ("fragmented", "cache that a clear cannot free"),
     ("10 min", "the highest use in each part; blank without a reading"),
+    ("allocatable", "what another process can get after a clear: free and idle cache"),
     ("non-torch", "used minus reserved: CUDA context, NCCL, libraries"),
+    ("unmapped", "in PyTorch's reserved, but not held by the driver: sleeping"),
     ("age", "age of the process' last report"),
     ("-", "unknown. K, M, G are KiB, MiB, GiB"),
 )
@@ -90,7 +92,7 @@ def draw(display: Display, view: View, width: int, height: int) -> Frame:
     elif display.lost:
         lines += [plain(""), plain("Waiting for the next valid reading.")]
     else:
-        lines += _devices(display.reading, view, width, height - len(lines) - _MIN_ROWS - 5)
+        lines += _devices(display.reading, width, height - len(lines) - _MIN_ROWS - 5)
         page = height - len(lines) - 3
         if view.shows_events:
             body, view, position = events_alone(display.reading, view, width, page)
@@ -105,10 +107,10 @@ def print_lines(reading: Reading, view: View, width: int) -> list[Text]:
     display = Display(reading, 0.0)
     listed = view.rows(reading.rows)
     lines = [_header(display, min(width, _HEADER_WIDTH)), *_banners(display, width)]
-    lines += _devices(reading, view, width, 1 << 30)
+    lines += _devices(reading, width, 1 << 30)
     lines += process_lines(listed, listed, view, width)
-    lines += [] if listed else [plain(_nothing(view))]
-    events = last_events(reading, view.choice, width, _PRINTED_EVENTS)
+    lines += [] if listed else [plain(_nothing(reading, view))]
+    events = last_events(reading, width, _PRINTED_EVENTS)
     lines += [plain(""), *events, plain("")] if events else []
     return [*lines, plain(_clear_summary(reading), "bold")]
 
@@ -146,16 +148,15 @@ def _banners(display: Display, width: int) -> list[Text]:
     return [cell(text, width, style=style) for text, style in banners]
 
 
-def _devices(reading: Reading, view: View, width: int, max_devices: int) -> list[Text]:
+def _devices(reading: Reading, width: int, max_devices: int) -> list[Text]:
     """The lines of the devices, and the legend or a blank line."""
     devices = reading.devices.get("devices") or []
-    chosen = view.choice.devices(devices)
-    drawn = device_lines(chosen, reading.past, reading.read_seconds, width, max_devices=max_devices)
+    drawn = device_lines(devices, reading.past, reading.read_seconds, width, max_devices=max_devices)
     if drawn:
-        return [*drawn, legend(chosen, width) or plain("")]
+        return [*drawn, legend(devices, width) or plain("")]
     if driver_error(reading.devices):
         return [plain("No device is known.", "dim")]
-    return [plain("No device matches." if devices else "No device.", "dim")]
+    return [plain("No device matches." if reading.target.given() else "No device.", "dim")]
 
 
 def _processes(reading: Reading, view: View, width: int, page: int) -> tuple[list[Text], int, View, str]:
@@ -165,19 +166,22 @@ def _processes(reading: Reading, view: View, width: int, page: int) -> tuple[lis
         The lines, the number of lines for processes, the view with valid positions, and the range of shown processes.
     """
     listed = view.rows(reading.rows)
-    below = events_below(reading, view.choice, width, page, max(1, len(listed)))
+    below = events_below(reading, width, page, max(1, len(listed)))
     page -= len(below)
     view = view.settle(listed, page)
     lines = process_lines(reading.rows, listed[view.first : view.first + page], view, width)
-    lines += [] if listed else [plain(_nothing(view), "dim")]
+    lines += [] if listed else [plain(_nothing(reading, view), "dim")]
     last = min(len(listed), view.first + page)
     position = f"{view.first + 1}-{last} of {len(listed)}" if page and listed else ""
     return [*_filled(lines, page + 1), *below], page, view, position
 
 
-def _nothing(view: View) -> str:
-    filtered = view.choice.text or view.choice.gpus or view.choice.workloads
-    return "No process matches." if filtered else "There is no process on a device, and no process that reports."
+def _nothing(reading: Reading, view: View) -> str:
+    return (
+        "No process matches."
+        if view.text or reading.target.given()
+        else "There is no process on a device, and no process that reports."
+    )
 
 
 def _clear_summary(reading: Reading) -> str:
@@ -191,7 +195,7 @@ def _footer(display: Display, view: View, position: str, width: int) -> Text:
         return cell(display.note.text, width, style="bold reverse" if display.note.asks else "bold")
     if view.typing is not None:
         hint = plain("enter applies, escape cancels", "dim")
-        return beside(plain(f"/{view.choice.text[2 - width :]}", "bold").append("_", style="blink"), hint, width)
+        return beside(plain(f"/{view.text[2 - width :]}", "bold").append("_", style="blink"), hint, width)
     if view.shows_help:
         return plain("any key returns", "dim")
     if view.shows_events:
@@ -199,6 +203,6 @@ def _footer(display: Display, view: View, position: str, width: int) -> Text:
     wide = width >= _WIDE_FOOTER
     keys = f"q quit  ? help  s sort  {'r reverse  ' if wide else ''}/ filter  c clear  e events"
     order = f"{view.sort} {'descending' if descends(view.sort, reverse=view.reverse) else 'ascending'}"
-    filter_text = f"/{view.choice.text}" if view.choice.text else ""
+    filter_text = f"/{view.text}" if view.text else ""
     right = "  ".join(filter(None, (filter_text, order if wide else "", position)))
     return beside(plain(keys, "dim"), plain(right), width)

@@ -36,6 +36,8 @@ class _Column:
     """The style of the heading: the color of this memory in the bars."""
     after: int = 0
     """The column is shown only if the workload keeps this width."""
+    sparse: bool = False
+    """The column is shown only if a row has a value."""
 
 
 def _text(name: str) -> Callable[[Row], str]:
@@ -44,6 +46,11 @@ def _text(name: str) -> Callable[[Row], str]:
 
 def _size(name: str) -> Callable[[Row], str]:
     return lambda row: short_bytes(getattr(row, name))
+
+
+def _part(name: str) -> Callable[[Row], str]:
+    """The value of a size that few processes have: blank without it."""
+    return lambda row: short_bytes(size) if (size := getattr(row, name)) else ""
 
 
 def _age(row: Row) -> str:
@@ -74,6 +81,8 @@ _COLUMNS = (
     _Column("reclaimable", _size("reclaimable_bytes"), "reclaim", right=True, least=6, after=14, style="yellow"),
     _Column("fragmented", _size("fragmented_bytes"), "frag", right=True, least=6, style="red"),
     _Column("non-torch", _size("non_torch_bytes"), right=True, least=6, style="blue"),
+    _Column("NCCL", _part("nccl_bytes"), right=True, style="blue", after=14, sparse=True),
+    _Column("unmapped", _part("unmapped_bytes"), right=True, sparse=True),
     _Column("age", _age, right=True, least=6, after=16),
     _Column("step", lambda row: UNKNOWN if row.step is None else str(row.step), right=True, after=24),
     _Column("state", _text("state"), least=10, after=24),
@@ -81,7 +90,7 @@ _COLUMNS = (
     _Column("pod", _pod, most=40, after=26),
 )
 """From left to right."""
-_OPTIONAL = ("reclaimable", "age", "reserved", "user", "command", "state", "step", "pod")
+_OPTIONAL = ("reclaimable", "NCCL", "age", "reserved", "user", "command", "state", "step", "pod")
 """The optional columns, in the order in which a wider screen adds them."""
 
 
@@ -98,24 +107,25 @@ def process_lines(rows: Sequence[Row], shown: Sequence[Row], view: View, width: 
 
 def _fit(rows: Sequence[Row], width: int, short: bool, sort: str) -> tuple[list[_Column], list[int]]:
     """The columns for a width, and the width of each."""
+    columns = [column for column in _COLUMNS if not column.sparse or any(map(column.value, rows))]
     natural = {
-        column.name: width_of((_named(column, short), *map(column.value, rows)), column.least) for column in _COLUMNS
+        column.name: width_of((_named(column, short), *map(column.value, rows)), column.least) for column in columns
     }
     if not short:
         # Space for the arrow, so that it does not join two headings.
-        natural |= {c.name: max(natural[c.name], len(c.name) + 1) for c in _COLUMNS if c.right and c.name in SORTS}
+        natural |= {c.name: max(natural[c.name], len(c.name) + 1) for c in columns if c.right and c.name in SORTS}
     if sum(natural.values()) + len(natural) <= width:
-        return list(_COLUMNS), [natural[column.name] for column in _COLUMNS]
-    natural = {column.name: min(natural[column.name], column.most) for column in _COLUMNS}
-    chosen = [column for column in _COLUMNS if not column.after or column.name == sort]
+        return columns, [natural[column.name] for column in columns]
+    natural = {column.name: min(natural[column.name], column.most) for column in columns}
+    chosen = [column for column in columns if not column.after or column.name == sort]
     room = width - sum(natural[column.name] + 1 for column in chosen) + 1 + natural["workload"]
-    for name in _OPTIONAL:
-        column = next(column for column in _COLUMNS if column.name == name)
+    for column in sorted((c for c in columns if c.name in _OPTIONAL), key=lambda c: _OPTIONAL.index(c.name)):
+        name = column.name
         if column not in chosen and room - natural[name] - 1 >= min(column.after, natural["workload"]):
             chosen.append(column)
             room -= natural[name] + 1
     natural["workload"] = max(1, min(natural["workload"], room))
-    chosen.sort(key=_COLUMNS.index)
+    chosen.sort(key=columns.index)
     return chosen, [natural[column.name] for column in chosen]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SORTS", "Choice", "Row", "arrange", "descends", "rows_of", "with_gpu"]
+__all__ = ["SORTS", "Row", "arrange", "descends", "matches", "rows_of"]
 
 Document = Mapping[str, Any]
 Identity = tuple[int | str, str | None]
@@ -38,6 +38,10 @@ class Row:
     reclaimable_bytes: int | None
     fragmented_bytes: int | None
     non_torch_bytes: int | None
+    nccl_bytes: int | None
+    """The part of non-torch that NCCL has allocated."""
+    unmapped_bytes: int | None
+    """What PyTorch counts as reserved and the driver does not hold; not a part of the others."""
     step: int | None
     sample_age_seconds: float | None
     actions: tuple[str, ...]
@@ -51,7 +55,7 @@ class Row:
 
 _OF_PROCESS = ("workload", "rank", "command", "user", "k8s_namespace", "k8s_pod", "state", "step", "sample_age_seconds")
 _SIZES = ("used", "allocated", "reserved", "idle-cache", "reclaimable", "fragmented", "non-torch")
-_OF_DEVICE = ("gpu", "uuid", *(f"{name.replace('-', '_')}_bytes" for name in _SIZES))
+_OF_DEVICE = ("gpu", "uuid", *(f"{name.replace('-', '_')}_bytes" for name in (*_SIZES, "nccl", "unmapped")))
 
 
 def rows_of(processes: Document) -> tuple[Row, ...]:
@@ -68,35 +72,11 @@ def rows_of(processes: Document) -> tuple[Row, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The filters. A row must pass all of them."""
-
-    gpus: tuple[str, ...] = ()
-    """Indices; the index of a GPU includes its MIG devices. Empty for all."""
-    workloads: tuple[str, ...] = ()
-    """Empty for all."""
-    text: str = ""
-    """Words that the names in a row must contain. Case is ignored."""
-
-    def devices(self, devices: Iterable[Document]) -> list[Document]:
-        """Return the chosen devices."""
-        return [device for device in devices if not self.gpus or with_gpu(device.get("gpu"), self.gpus)]
-
-    def matches(self, row: Row) -> bool:
-        """Whether the row passes the filters."""
-        if self.gpus and not with_gpu(row.gpu, self.gpus):
-            return False
-        if self.workloads and row.workload not in self.workloads:
-            return False
-        names = (row.pid, row.uuid, row.workload, row.command, row.user, row.k8s_namespace, row.k8s_pod, row.state)
-        named = "\n".join(str(name) for name in names if name is not None).casefold()
-        return all(word in named for word in self.text.casefold().split())
-
-
-def with_gpu(gpu: str | None, wanted: Sequence[str]) -> bool:
-    """Return whether a device's index, or the index of its parent GPU, is among those wanted."""
-    return gpu is not None and any(gpu == index or gpu.startswith(f"{index}:") for index in wanted)
+def matches(row: Row, text: str) -> bool:
+    """Return whether the names in a row contain every word of a filter. Case is ignored."""
+    names = (row.pid, row.uuid, row.workload, row.command, row.user, row.k8s_namespace, row.k8s_pod, row.state)
+    named = "\n".join(str(name) for name in names if name is not None).casefold()
+    return all(word in named for word in text.casefold().split())
 
 
 def _number(text: object) -> tuple[tuple[int, str], ...]:
@@ -119,10 +99,10 @@ def descends(sort: str, *, reverse: bool) -> bool:
     return (sort in _SIZES) is not reverse
 
 
-def arrange(rows: Sequence[Row], choice: Choice, sort: str, *, reverse: bool) -> tuple[Row, ...]:
-    """Return the rows that pass the filters, sorted. Rows without the value come last; equal rows keep their order."""
+def arrange(rows: Sequence[Row], text: str, sort: str, *, reverse: bool) -> tuple[Row, ...]:
+    """Return the rows that pass the filter, sorted. Rows without the value come last; equal rows keep their order."""
     value = _VALUES.get(sort) or (lambda row: getattr(row, f"{sort.replace('-', '_')}_bytes"))
-    chosen = sorted(filter(choice.matches, rows), key=lambda row: (_number(row.pid), _number(row.gpu)))
+    chosen = sorted((row for row in rows if matches(row, text)), key=lambda row: (_number(row.pid), _number(row.gpu)))
     known = sorted(
         (row for row in chosen if value(row) is not None), key=value, reverse=descends(sort, reverse=reverse)
     )

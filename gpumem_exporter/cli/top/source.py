@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.selection import concerns, require_known, selected
 from gpumem_exporter.cli.top.history import Events, History, Past
 from gpumem_exporter.cli.top.rows import Row, rows_of
 from gpumem_exporter.errors import ExporterError, ExporterUnreachableError, NvmlError
@@ -22,13 +24,14 @@ Document = Mapping[str, Any]
 
 _ANSWER_SECONDS = 2.0
 """The timeout for an answer."""
+_EVERYTHING = Target()
 _RETRY_SECONDS = 3.0
 """Seconds between attempts to reach an exporter while NVML is the fallback source."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """All values of one reading."""
+    """The values of one reading that the target selects."""
 
     devices: Document
     """The document of `/api/v1/devices`."""
@@ -47,6 +50,15 @@ class Reading:
     """The last events, as in `/api/v1/events`; None if they are unknown."""
     no_events: str = ""
     """Why the events are unknown; empty if there is no reason."""
+    target: Target = _EVERYTHING
+    """What the user selected."""
+
+    def of(self, target: Target) -> Reading:
+        """Return what a target selects of the reading."""
+        devices, processes = selected(target, self.devices, self.processes)
+        events = None if self.events is None else tuple(event for event in self.events if concerns(target, event))
+        rows = rows_of(processes)
+        return replace(self, devices=devices, processes=processes, rows=rows, events=events, target=target)
 
     @property
     def taken_unix_seconds(self) -> float | None:
@@ -62,6 +74,7 @@ class Source:
         urls: the exporter's addresses to try, in order.
         token: the exporter's token; empty for none.
         driver: opens the driver. None if the user chose an exporter, because then the driver is no substitute.
+        target: what the readings have.
 
     Raises:
         ConfigurationError: an address is invalid.
@@ -73,12 +86,15 @@ class Source:
         *,
         token: str = "",
         driver: Callable[[], DriverReader] | None = None,
+        target: Target = _EVERYTHING,
         open_api: Callable[[], ExporterApi] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_api = open_api or (lambda: ExporterApi(urls, token=token, timeout_seconds=_ANSWER_SECONDS))
         self._open_driver = driver
         self._clock = clock
+        self._target = target
+        self._target_checked = False
         self._api = self._open_api()
         self._driver: DriverReader | None = None
         self._exporter_error = ""
@@ -93,7 +109,15 @@ class Source:
 
         Raises:
             ExporterError: the exporter does not answer, and the driver cannot replace it.
+            TargetNotFoundError: a name of the target is unknown in the first reading. Later, its process may exit.
         """
+        reading = self._read(with_past=with_past)
+        if not self._target_checked:
+            require_known(self._target, reading.devices, reading.processes)
+            self._target_checked = True
+        return reading.of(self._target)
+
+    def _read(self, *, with_past: bool) -> Reading:
         open_driver = self._open_driver
         if open_driver is not None and self._driver is not None and self._clock() < self._next_attempt:
             return self._read_driver(open_driver)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from gpumem_exporter.cli.top.rows import SORTS, Choice, Identity, Row, arrange
+from gpumem_exporter.cli.top.rows import SORTS, Identity, Row, arrange
 
 __all__ = ["View"]
 
@@ -18,7 +18,8 @@ _FAR = 1 << 30
 class View:
     """Order, filter, selected row and position in the list."""
 
-    choice: Choice = field(default_factory=Choice)
+    text: str = ""
+    """The filter: words that the names in a row must contain."""
     sort: str = "used"
     reverse: bool = False
     typing: str | None = None
@@ -42,7 +43,7 @@ class View:
 
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """Return the listed rows, in order."""
-        return arrange(rows, self.choice, self.sort, reverse=self.reverse)
+        return arrange(rows, self.text, self.sort, reverse=self.reverse)
 
     def settle(self, listed: Sequence[Row], page: int) -> View:
         """Return the view with its selected row on a screen of `page` of the listed rows."""
@@ -74,11 +75,11 @@ class View:
         if key == "r":
             return replace(self, reverse=not self.reverse)
         if key == "/":
-            return replace(self, typing=self.choice.text)
+            return replace(self, typing=self.text)
         if key == "escape":
             if self.chosen is not None:
                 return replace(self, chosen=None, index=0, first=0)
-            return replace(self, choice=replace(self.choice, text=""))
+            return replace(self, text="")
         return self._move(key, listed, page)
 
     def _move(self, key: str, listed: Sequence[Row], page: int) -> View:
@@ -90,18 +91,18 @@ class View:
         return replace(self, index=index, chosen=listed[index].identity).settle(listed, page)
 
     def _type(self, key: str) -> View:
-        text = self.choice.text
+        text = self.text
         if key == "enter":
             return replace(self, typing=None)
         if key == "escape":
-            return replace(self, typing=None, choice=replace(self.choice, text=self.typing or ""))
+            return replace(self, typing=None, text=self.typing or "")
         if key == "backspace":
             text = text[:-1]
         elif key == "erase line":
             text = ""
         elif len(key) == 1 and len(text) < _LONGEST_FILTER:
             text += key
-        return replace(self, choice=replace(self.choice, text=text), first=0)
+        return replace(self, text=text, first=0)
 
 
 def _steps(page: int) -> dict[str, int]:

@@ -175,6 +175,7 @@ def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) 
         **{name: getattr(report, name, None) for name in _REPORT},
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "last_report_unix_seconds": process.last_report_unix_seconds,
+        "uid": reporter.owner_uid if reporter and not process.hidden else None,
         "actions": list(report.actions) if report else [],
         "devices": _process_devices(process, gpus),
     }

@@ -84,6 +84,7 @@ class ProcessDocument(TypedDict):
     world_size: int | None
     command: str | None
     user: str | None
+    uid: int | None
     container_id: str | None
     k8s_pod_uid: str | None
     k8s_namespace: str | None

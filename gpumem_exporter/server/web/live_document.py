@@ -24,7 +24,7 @@ COLUMNS = (
     *("last_report_unix_seconds", "clears"),
     *("gpu", "uuid", "used_bytes", "non_torch_bytes"),
     *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "idle_cache_bytes", "fragmented_bytes"),
-    "unmapped_bytes",
+    *("unmapped_bytes", "nccl_bytes"),
 )
 """A row is a process on a device. A process without a known device has one row, with null for the device.
 `clears`: the process reports, and its reporter can run `empty_cache`."""
@@ -61,6 +61,7 @@ def live_document(
             {"part": name, **check} for name, check in health["checks"].items() if check["status"] != "ok"
         ],
         "allowed_actions": allowed_actions,
+        "hides_identities": viewer is not None,
         "newest": newest,
         "columns": COLUMNS,
         "processes": [row for process in seen_processes(snapshot, viewer) for row in _rows(process, gpus)],
@@ -92,8 +93,8 @@ def _rows(process: SeenProcess, gpus: dict[str, str]) -> Iterator[list[Any]]:
         row = [*of_process, gpus.get(uuid), uuid]
         row += (share.used_bytes, share.non_torch_bytes) if share else (None, None)
         if sample is None:
-            row += (None,) * 6
+            row += (None,) * 7
         else:
             row += (sample.allocated_bytes, sample.reserved_bytes, sample.reclaimable_bytes)
-            row += (sample.idle_cache_bytes, fragmented_bytes(sample), sample.unmapped_bytes)
+            row += (sample.idle_cache_bytes, fragmented_bytes(sample), sample.unmapped_bytes, sample.nccl_bytes)
         yield row

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,32 @@ def test_the_json_document_has_the_fields_that_the_help_lists(demo: ExporterProc
     listed = re.search(r"in order: ([\w\s,]+);", help_text)
     assert listed
     assert [name.strip() for name in listed.group(1).split(",")] == list(document["rows"][0])
+
+
+def test_info_and_top_select_with_the_options_of_the_actions(demo: ExporterProcess) -> None:
+    target = ("--workload", "demo-llm-pretrain", "--rank", "0,1", "--rank", "2")
+    chosen = json.loads(top_once("--json", "--url", demo.url, "--sort", "gpu", *target).stdout)
+    assert [(row["gpu"], row["rank"]) for row in chosen["rows"]] == [("0", "0"), ("1", "1"), ("2", "2")]
+    shown = json.loads(_info("--json", "--url", demo.url, *target).stdout)
+    for document in (chosen, shown):
+        assert [device["gpu"] for device in document["devices"]] == ["0", "1", "2"]
+    assert sorted(process["pid"] for process in shown["processes"]) == sorted(row["pid"] for row in chosen["rows"])
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_one_as_by_an_action(demo: ExporterProcess) -> None:
+    target = ("--url", demo.url, "--workload", "demo-notebok", "--gpu", "99")
+    answers = [top_once(*target), _info(*target)]
+    assert {(ended.returncode, ended.stdout) for ended in answers} == {(1, "")}
+    for ended in answers:
+        (line,) = ended.stderr.splitlines()
+        assert "no such GPU '99'; known GPUs: 0, 1, 2, 3, 4, 5, 6, 7; " in line
+        assert "no such workload 'demo-notebok'; did you mean demo-notebook?" in line
+
+
+def _info(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gpumem_exporter", "info", *arguments]
+    environment = top_environment()
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(60), check=False)
 
 
 def test_once_with_the_driver_alone_has_null_for_unknown_values(node: EmulatedNode, tmp_path: Path) -> None:

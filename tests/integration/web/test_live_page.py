@@ -47,7 +47,8 @@ def known_device(**changes: Any) -> dict[str, Any]:
     }
     memory = {"total_bytes": 10 * GIB, "of_host": False}
     device = {"gpu": "0", "uuid": UUIDS[0], "name": "Test", "mig_profile": "", "up": True, "error": ""}
-    return {**device, "memory": memory, "utilization_ratio": 0.5, "ledger": ledger, **changes}
+    space = {"idle_cache_bytes": GIB // 2, "allocatable_bytes": 5 * GIB // 2}
+    return {**device, "memory": memory, "utilization_ratio": 0.5, "ledger": ledger, **space, **changes}
 
 
 def made_up(exporter: ExporterProcess, *devices: dict[str, Any], **process: Any) -> dict[str, Any]:
@@ -243,6 +244,26 @@ def test_unknown_values_are_shown_as_unknown(demo: Demo, open_page: OpenPage) ->
     assert "GPU is lost" in live.text(".device:nth-child(2)")
     assert not live.page.locator(".device:nth-child(2) .ledger").is_visible()
     assert re.search(r"GPU 1\b.*GPU is lost", live.text("#warnings li[data-level=critical]"))
+
+
+def test_allocatable_unmapped_and_nccl_s_memory_are_shown_where_they_are_known(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+    process = {"workload": "engine", "non_torch_bytes": GIB, "last_report_unix_seconds": 0}
+    process |= {"unmapped_bytes": 12 * GIB, "nccl_bytes": GIB // 4}
+    unknown = known_device(gpu="1", uuid=UUIDS[1], allocatable_bytes=None)
+    devices = [known_device(), known_device(gpu="2", uuid=UUIDS[2])]
+    live = open_page(url, answer=lambda: made_up(exporter, *devices, **process))
+    heads = live.page.locator(".device .head p")
+    assert heads.all_inner_texts() == ["2.0\u00a0GiB free, 2.5\u00a0GiB allocatable"] * 2
+    assert live.text("#node .sum").endswith("4.0 GiB free, 5.0 GiB allocatable")
+    assert "12.0 GiB unmapped (sleeping)" in live.text("#rows [data-column=last]")
+    assert live.text("#rows [data-column=non_torch_bytes]").split("\n") == ["1.0 GiB", "NCCL 256 MiB"]
+    assert live.page.locator("#rows .detail").get_attribute("title") == "CUDA context and other: 768\u00a0MiB"
+    devices[1] = unknown
+    process |= {"unmapped_bytes": 0, "nccl_bytes": None}
+    live.until("!/NCCL|unmapped/.test(document.querySelector('#rows').textContent)")
+    assert heads.all_inner_texts() == ["2.0\u00a0GiB free, 2.5\u00a0GiB allocatable", "2.0\u00a0GiB free"]
+    assert "allocatable" not in live.text("#node .sum")
 
 
 def test_a_negative_category_is_drawn_as_an_overlap(demo: Demo, open_page: OpenPage) -> None:

@@ -88,6 +88,21 @@ def test_a_clear_frees_what_its_dry_run_showed(
         assert re.search(r"empty_cache\b.*\b1\b.*\bdone\b.*\b1\.0 GiB", text)
 
 
+def test_hidden_names_are_shown_to_a_viewer_who_may_act(tmp_path: Path, open_page: OpenPage) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN + "\n")
+    flags = ("--report.expiry", "3600", "--action.token-file", str(token), "--web.hide-identities")
+    with serving(tmp_path, *flags) as (exporter, url):
+        send(exporter, 700, GIB, workload="", command="python secret.py")
+        live = open_page(url, expects=("401",))
+        shows(live, "#rows", r"\(unnamed\)")
+        live.page.get_by_role("button", name="Clear all…").click()
+        live.page.locator("#token").fill(TOKEN)
+        live.page.get_by_role("button", name="Use token").click()
+        shows(live, "#rows", r"python secret\.py")
+
+
 def test_a_clear_works_by_keyboard_and_restores_the_focus(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     live = open_page(url, viewport={"width": 1280, "height": 900})

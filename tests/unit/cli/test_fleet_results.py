@@ -75,9 +75,10 @@ GPU = {
     "utilization_ratio": 0.5,
     "ledger": {"torch_reclaimable": 8 << 30, "torch_fragmented": 1 << 30},
     "idle_cache_bytes": 6 << 30,
+    "allocatable_bytes": 26 << 30,
 }
 LOST = {**GPU, "gpu": "1", "up": False, "error": "lost", "memory": None, "utilization_ratio": None}
-LOST |= {"ledger": None, "idle_cache_bytes": None}
+LOST |= {"ledger": None, "idle_cache_bytes": None, "allocatable_bytes": None}
 
 
 def shared_devices(source: str) -> Overview:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.top.event_lines import chosen_events, event_lines
+from gpumem_exporter.cli.top.event_lines import event_lines, newest_first
 from gpumem_exporter.cli.top.history import Events
-from gpumem_exporter.cli.top.rows import Choice
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
 from tests.support.top_documents import GIB, event
 
@@ -105,20 +104,9 @@ def test_another_day_is_shown() -> None:
     assert _line(event(1, "x", _NOON - 86400)).startswith("03-03 12:00:00 x")
 
 
-def test_the_newest_is_first_and_the_choice_filters() -> None:
-    listed = [
-        event(1, "x", _NOON + 9),
-        event(2, "x", _NOON, gpu="1:0"),
-        event(3, "x", _NOON, gpu=None, workload=None),
-        event(4, "x", _NOON, workload="eval"),
-    ]
-
-    def ids(**choice: Any) -> list[int]:
-        return [chosen["id"] for chosen in chosen_events(listed, Choice(**choice))]
-
-    assert ids() == [1, 4, 3, 2]
-    assert ids(gpus=("1",)) == [3, 2]
-    assert ids(workloads=("llm",)) == [1, 3, 2]
+def test_the_newest_event_is_first() -> None:
+    listed = [event(1, "x", _NOON + 9), event(2, "x", _NOON), event(3, "x", _NOON)]
+    assert [shown["id"] for shown in newest_first(listed)] == [1, 3, 2]
 
 
 def test_an_event_that_is_not_cut_has_several_lines() -> None:

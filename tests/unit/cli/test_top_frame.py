@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.top.cells import join_lines
 from gpumem_exporter.cli.top.clearing import Note
 from gpumem_exporter.cli.top.frame import Display, Frame, draw, print_lines
-from gpumem_exporter.cli.top.rows import SORTS, Choice
+from gpumem_exporter.cli.top.rows import SORTS
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
 from tests.support.golden import assert_golden
@@ -131,8 +132,37 @@ def test_the_sort_column_is_on_the_screen_at_any_width() -> None:
 def test_filtering_does_not_move_the_columns() -> None:
     of = reading([device("0")], [process(1, "0", workload="w" * 30), process(2, "0", workload="short")])
     (before,) = [line for line in _draw(of) if line.lstrip().startswith("pid")]
-    (after,) = [line for line in _draw(of, view=View(choice=Choice(text="short"))) if line.lstrip().startswith("pid")]
+    (after,) = [line for line in _draw(of, view=View(text="short")) if line.lstrip().startswith("pid")]
     assert before == after
+
+
+def test_columns_that_few_processes_need_are_shown_only_with_a_value() -> None:
+    plain = _draw(_full(), 120)
+    assert not any(name in "\n".join(plain) for name in ("NCCL", "unmapped"))
+    asleep = process(7, "0", workload="engine", reserved_bytes=0)
+    asleep["devices"][0] |= {"unmapped_bytes": 12 * GIB, "nccl_bytes": 0}
+    rank = process(8, "0")
+    rank["devices"][0] |= {"unmapped_bytes": 0, "nccl_bytes": 256 << 20}
+    for width in (80, 120, 200):
+        lines = _draw(reading([device("0")], [asleep, rank]), width)
+        heading = next(line for line in lines if line.lstrip().startswith("pid"))
+        assert "unmapped" in heading
+        (engine,) = [line for line in lines if line.split()[:1] == ["7"]]
+        end = heading.index("unmapped") + len("unmapped")
+        assert engine[:end].endswith(" 12.0G")
+        assert ("NCCL" in heading) is any("256M" in line for line in lines) is (width > 80)
+        (other,) = [line for line in lines if line.split()[:1] == ["8"]]
+        assert other[heading.index("unmapped") : end].strip() == "", "no dash where nothing is unmapped"
+
+
+def test_the_allocatable_memory_of_a_device_is_beside_its_free_memory() -> None:
+    full = reading([device("0"), device("1", allocatable_bytes=None)], [])
+    for width in (104, 200):
+        lines = _draw(full, width)
+        assert re.search(r"free +allocatable +total", lines[1])
+        assert [line.split()[-3:] for line in lines[2:4]] == [["16.0G", "17.0G", "80.0G"], ["16.0G", "-", "80.0G"]]
+    alone = reading([device("0", ledger=None, allocatable_bytes=None)], [], url="", without_exporter="none")
+    assert "allocatable" not in "\n".join(_draw(alone, 200))
 
 
 def test_the_chosen_row_is_on_the_screen_and_marked() -> None:
@@ -245,12 +275,12 @@ def test_the_output_of_top() -> None:
             replace(_full(), no_events="the exporter refuses to show events: token needed"), view=events
         ),
         "events, none yet": _draw(replace(_full(), events=()), view=events),
-        "events, none chosen": _draw(some, view=View(shows_events=True, choice=Choice(gpus=("7",), workloads=("x",)))),
+        "events, none chosen": _draw(some.of(Target(gpu="7", workload="x")), view=events),
         "events, not known": _draw(_full(), view=events),
         "events, no exporter": _draw(alone, view=events),
         "help": _draw(_full(1), view=View(shows_help=True)),
-        "filter": _draw(some, view=View(typing="", choice=Choice(text="llm"))),
-        "no match": _draw(some, view=View(choice=Choice(text="unknown", gpus=("99",)))),
+        "filter": _draw(some, view=View(typing="", text="llm")),
+        "no match": _draw(some.of(Target(gpu="99")), view=View(text="unknown")),
         "question": _draw(some, note=Note("pid 7: 3.0 GiB? y/n", 1.0, {"pid": 7})),
         "no process": _draw(reading([device("0")], [])),
         "demo without devices": _draw(reading([], [], document={"source": "demo"})),
@@ -260,8 +290,6 @@ def test_the_output_of_top() -> None:
         "lost, without exporter": _draw(alone, lost="no driver", age_seconds=12.0),
         "too small": _draw(_full(), 50, 5),
         "printed": [line.plain.rstrip() for line in print_lines(some, View(), 10_000)],
-        "printed, no match": [
-            line.plain.rstrip() for line in print_lines(some, View(choice=Choice(text="unknown")), 10_000)
-        ],
+        "printed, no match": [line.plain.rstrip() for line in print_lines(some, View(text="unknown"), 10_000)],
     }
     assert_golden("top.txt", "\n".join(f"== {name}\n" + "\n".join(lines) + "\n" for name, lines in frames.items()))

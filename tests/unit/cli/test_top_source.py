@@ -5,9 +5,16 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.top.source import Source
 from gpumem_exporter.cli.top.watcher import Known
-from gpumem_exporter.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError, NvmlUnavailableError
+from gpumem_exporter.errors import (
+    ExporterAnswerError,
+    ExporterError,
+    ExporterUnreachableError,
+    NvmlUnavailableError,
+    TargetNotFoundError,
+)
 from tests.support.top_documents import device, event, live, process, reading
 
 _DEVICES = {"source": "nvml", "taken_unix_seconds": 1e9, "nvml": {"up": True}, "devices": [device("0")]}
@@ -188,3 +195,16 @@ def test_the_driver_continues_the_past_and_has_no_events() -> None:
     world.driver.devices = {**_DEVICES, "taken_unix_seconds": world.now}
     read = world.source.read()
     assert (read.events, read.past["GPU-0"][-1][0], len(read.past["GPU-0"])) == (None, 110.0, 4)
+
+
+def test_a_name_must_exist_in_the_first_reading_only() -> None:
+    api = _Api()
+    source = Source((), open_api=lambda: api, target=Target(workload="llm"))  # type: ignore[arg-type,return-value]
+    api.processes = {"source": "nvml", "processes": [process(7, "0", workload="eval")]}
+    with pytest.raises(TargetNotFoundError, match="no such workload 'llm'"):
+        source.read()
+    api.processes = _PROCESSES
+    assert [row.pid for row in source.read().rows] == [7]
+    api.processes = {"source": "nvml", "processes": []}
+    later = source.read()
+    assert (later.rows, list(later.devices["devices"])) == ((), [])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.cli.top.rows import SORTS, Choice, Row, rows_of
+from gpumem_exporter.cli.top.rows import SORTS, Row, rows_of
 from gpumem_exporter.cli.top.view import View
 from tests.support.top_documents import GIB, process
 
@@ -76,19 +76,19 @@ def test_s_cycles_through_the_orders() -> None:
 
 def test_a_filter_applies_while_it_is_typed_and_escape_restores_the_old_one() -> None:
     rows = _rows()
-    view = _press(View(choice=Choice(text="old")), "/", rows)
-    assert view.choice.text == "old"
+    view = _press(View(text="old"), "/", rows)
+    assert view.text == "old"
     typed = _press(view, ["erase line", "l", "x", "backspace", "l", "q", "backspace"], rows)
-    assert (typed.choice.text, len(typed.rows(rows))) == ("ll", 10)
-    assert _press(typed, ["enter"], rows).choice.text == "ll"
-    assert _press(typed, ["escape"], rows).choice.text == "old"
+    assert (typed.text, len(typed.rows(rows))) == ("ll", 10)
+    assert _press(typed, ["enter"], rows).text == "ll"
+    assert _press(typed, ["escape"], rows).text == "old"
     kept = _press(typed, ["enter", "escape"], rows)
-    assert kept.choice.text == ""
+    assert kept.text == ""
 
 
 def test_keys_are_letters_while_a_filter_is_typed() -> None:
     view = _press(View(), ["/", "s", "r", "?", "j", "down"], _rows())
-    assert (view.choice.text, view.sort, view.reverse, view.shows_help) == ("sr?j", "used", False, False)
+    assert (view.text, view.sort, view.reverse, view.shows_help) == ("sr?j", "used", False, False)
 
 
 def test_any_key_closes_the_help() -> None:

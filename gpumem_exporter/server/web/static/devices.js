@@ -4,7 +4,8 @@ class DeviceCard {
   constructor(uuid) {
     this.uuid = uuid;
     this.title = h("h3");
-    this.free = h("p", { class: "free-of" });
+    this.free = h("span", { class: "free-space" });
+    this.allocatable = h("span", { title: "free, and idle cache" });
     this.model = h("p", { class: "faint model" });
     this.error = h("p", { class: "error" });
     this.bar = new LedgerBar();
@@ -13,13 +14,13 @@ class DeviceCard {
     this.button = h("button", { type: "button", class: "act", "aria-describedby": "access" });
     this.button.addEventListener("click", () => clearing.open({ uuid: this.uuid }, this.title.textContent));
     this.known = h("div", { class: "known" }, this.bar.element, this.amounts.element, this.chart.element, this.button);
-    this.element = h("li", { class: "device" }, h("div", { class: "head" }, this.title, this.free), this.model, this.error, this.known);
+    this.element = h("li", { class: "device" }, h("div", { class: "head" }, this.title, h("p", {}, this.free, " ", this.allocatable)), this.model, this.error, this.known);
   }
 
   update(device, view) {
     const { memory, ledger } = device;
     setText(this.title, gpuName(device.gpu, device.uuid));
-    const facts = [device.name];
+    const facts = [device.name, memory === null ? "" : bytes(memory.total_bytes)];
     if (!device.name.includes(device.mig_profile)) facts.push(`MIG ${device.mig_profile}`); // the driver's name may include it
     if (device.utilization_ratio !== null) facts.push(`utilization ${percent(device.utilization_ratio)}`);
     if (memory?.of_host) facts.push("host memory");
@@ -28,7 +29,9 @@ class DeviceCard {
     setText(this.error, ledger === null ? unread : "");
     setHidden(this.error, ledger !== null);
     setHidden(this.known, ledger === null);
-    setText(this.free, ledger === null ? "unknown" : `${bytes(ledger.free)} of ${bytes(memory.total_bytes)} free`);
+    const allocatable = allocatableInWords(device.allocatable_bytes);
+    setText(this.free, ledger === null ? "unknown" : `${bytes(ledger.free)} free${allocatable && ","}`);
+    setText(this.allocatable, allocatable);
     const level = ledger === null ? "down" : levelOf(pressureOf(ledger, memory.total_bytes));
     setAttribute(this.element, "data-level", level);
     if (ledger === null) return;
@@ -39,6 +42,10 @@ class DeviceCard {
     setHidden(this.button, !reporting);
     if (reporting) setText(this.button, `Clear ${this.title.textContent}…`);
   }
+}
+
+function allocatableInWords(size) {
+  return size === null ? "" : `${bytes(size)} allocatable`;
 }
 
 function levelOf(pressure) {
@@ -83,7 +90,9 @@ class Devices {
     const devices = known.length === 1 ? "1 device" : `${known.length} devices`;
     const left = view.devices.length - known.length;
     const without = left > 0 ? `, without ${left} that cannot be read` : "";
-    setText(this.sum, `${bytes(total)} on ${devices}${without}; ${bytes(ledger.free)} free`);
+    const allocatable = allocatableInWords(sumOfKnown(known.map((device) => device.allocatable_bytes)));
+    const space = [`${bytes(ledger.free)} free`, allocatable].filter(Boolean).join(", ");
+    setText(this.sum, `${bytes(total)} on ${devices}${without}; ${space}`);
     this.bar.update(ledger, total);
     this.amounts.update(ledger);
   }

@@ -88,12 +88,16 @@ class LedgerValues {
   }
 }
 
+/** Return the sum; null if a value is null. */
+function sumOfKnown(values) {
+  return values.includes(null) ? null : values.reduce((all, value) => all + value, 0);
+}
+
 /** Return the sum of ledgers. A category that is unknown in one of them is unknown in the sum. */
 function sumOfLedgers(ledgers) {
   const sum = {};
   for (const [category] of CATEGORIES) {
-    const values = ledgers.map((ledger) => ledger[category] ?? null);
-    sum[category] = values.includes(null) ? null : values.reduce((all, value) => all + value, 0);
+    sum[category] = sumOfKnown(ledgers.map((ledger) => ledger[category] ?? null));
   }
   return sum;
 }

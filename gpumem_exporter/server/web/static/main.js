@@ -3,11 +3,12 @@
 const MODES = { waiting: "connecting", live: "live", polling: `polling every ${POLL_SECONDS}${NBSP}s`, lost: "lost" };
 
 /** Convert a state for the parts of the page. */
-function viewOf(moment, state, history, events) {
+function viewOf(moment, state, history, { events, names: hidden }) {
   const names = state.columns;
   const rows = state.processes.map((values) => {
     const row = {};
     for (let i = 0; i < names.length; i += 1) row[names[i]] = values[i];
+    Object.assign(row, hidden.get(row.pid));
     row.pod = podOf(row);
     return row;
   });
@@ -74,7 +75,7 @@ const app = {
 
   refresh() {
     const { state, moment } = this;
-    const view = viewOf(moment, state, this.history, this.events.events);
+    const view = viewOf(moment, state, this.history, this.events);
     this.view = view;
     setText($("moment"), timeOfDay(moment.unix_seconds));
     const driver = state.nvml.driver_version;

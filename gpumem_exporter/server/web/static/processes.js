@@ -38,6 +38,8 @@ class ProcessRow {
       this.cell(name, title, name === "workload" ? { role: "rowheader", tag: "th", scope: "row" } : {});
     }
     for (const [name, title] of AMOUNTS) this.cell(name, title, { class: "amount" });
+    this.nccl = h("span", { class: "detail" });
+    this.cells.get("non_torch_bytes").element.after(this.nccl);
     this.cell("last", "Last report", {});
     const last = h("td", { role: "cell", class: "row-act" });
     this.button = h("button", { type: "button", class: "act small", "aria-describedby": "access" }, "Clear…");
@@ -67,10 +69,17 @@ class ProcessRow {
       cell.set(unknown ? "–" : bytes(data[name]));
       if (unknown !== (before?.[name] === null)) cell.element.title = unknown ? "unknown" : "";
     }
+    this.showNccl(data);
     this.element.toggleAttribute("data-unmapped", data.unmapped_bytes > 0);
     this.cells.get("last").set(unmapped(data) + lastReport(data, nowUnix));
     if (before?.state !== data.state) this.element.dataset.state = data.state;
     if (before?.clears !== data.clears) this.button.hidden = !data.clears;
+  }
+
+  /** Show the part of non-torch that NCCL has, if there is one. */
+  showNccl({ nccl_bytes: nccl, non_torch_bytes: all }) {
+    setText(this.nccl, nccl ? `NCCL ${bytes(nccl)}` : "");
+    setAttribute(this.nccl, "title", nccl && all !== null ? `CUDA context and other: ${bytes(all - nccl)}` : "");
   }
 
   name(data) {
