@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumem_exporter import training
+from gpumem_exporter import client, training
 from gpumem_exporter.errors import ConfigurationError, NoBatchSizeError
 
 MIB = 1 << 20
@@ -74,6 +74,31 @@ def found() -> dict[str, Any]:
         "trains": runs(step, search.largest or 0, 20),
         "more": runs(step, (search.largest or 0) + UNIT, 20),
     }
+
+
+def guarded() -> dict[str, Any]:
+    """Run out of memory in a guard, after a higher peak than that of any guarded run without an error."""
+    step = training_step()
+    found = training.find_batch_size(step, start=4 * UNIT, multiple_of=UNIT, margin=0)
+
+    def advised(guard: Any, ran: list[int]) -> int | None:
+        train = guard(step)
+        for size in ran:
+            train(size)
+        try:
+            train(16 * found.size)
+        except torch.OutOfMemoryError:
+            return next(each.batch_size for each in guard.diagnosis.advice if each.kind == "smaller_batch")
+        return None
+
+    # The line of a guard identifies its block.
+    guard = client.oom_guard(batch_size=lambda size: size, free_frames=True)
+    proposed = {"after a search": advised(guard, [found.size // 4, found.size // 8])}
+    step(found.size)  # leaves a cache into which all smaller batches fit
+    guard = client.oom_guard(batch_size=lambda size: size, free_frames=True)
+    proposed["with a full cache"] = advised(guard, [found.size // 2, found.size // 4])
+    trains = [runs(step, size or 0, 3) for size in proposed.values()]
+    return {"found": found.size, "proposed": proposed, "trains": trains}
 
 
 def ends() -> dict[str, Any]:

@@ -52,6 +52,14 @@ def test_the_found_size_trains_the_next_one_does_not_and_no_statistic_is_reset(
     assert results["reserved"] < GIB / 4, "and nor does the last one leave its cache"
 
 
+def test_the_advice_of_a_guard_is_measured_although_the_search_had_a_higher_peak(process: TorchProcess) -> None:
+    results = call(process, "guarded")
+    found, proposed = results["found"], results["proposed"]
+    assert found * 0.7 < proposed["after a search"] <= found, "the first guess would be eight times as much"
+    assert found * 0.4 < proposed["with a full cache"] <= found, "at least about the size that is known to fit"
+    assert results["trains"] == [True, True]
+
+
 def test_a_search_ends_with_an_error_of_the_step_without_a_fitting_size_or_at_its_limits(process: TorchProcess) -> None:
     results = call(process, "ends")
     assert results["own error"] == [True, [], [4, 8, 16]]
