@@ -9,9 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gpumem_exporter.client.allocator.reclaimable import known
+from gpumem_exporter.client.allocator.torch_access import Statistics
 from gpumem_exporter.client.measure.measured import DeviceUse, MemoryUse
 
-__all__ = ["distance_ratio", "peak_above_start", "run_seconds", "use_on"]
+__all__ = ["HighestMemory", "distance_ratio", "peak_above_start", "run_seconds", "use_on"]
 
 
 def run_seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -44,6 +46,25 @@ def use_on(use: MemoryUse, device: torch.device) -> DeviceUse | None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class HighestMemory:
+    """The highest reserved bytes, and the highest allocated bytes between two steps, of each device so far."""
+
+    def __init__(self) -> None:
+        self._statistics = Statistics(torch)
+        self._highest: dict[tuple[int, str], int] = {}
+
+    def rises(self) -> bool:
+        """Read the memory. Returns whether it is higher than in all earlier calls."""
+        rose = False
+        for device in self._statistics.devices():
+            state = self._statistics.state(device)
+            for name in ("reserved_bytes", "allocated_bytes"):
+                now = known(state, name) or 0
+                rose = rose or now > self._highest.get((device, name), 0)
+                self._highest[device, name] = max(now, self._highest.get((device, name), 0))
+        return rose
 
 
 def distance_ratio(kept: Tensor, tensor: Tensor) -> float:

@@ -76,6 +76,27 @@ def found() -> dict[str, Any]:
     }
 
 
+def filling() -> dict[str, Any]:
+    """Search with a step whose buffer is full after 30 steps: the peak is then four times that of the first step."""
+    buffer: list[torch.Tensor] = []
+    last = 0
+
+    def step(size: int) -> None:
+        nonlocal last
+        if size != last:
+            buffer.clear()
+            last = size
+        if len(buffer) < 30:
+            buffer.append(torch.empty(size * MIB // 10, dtype=torch.uint8, device="cuda"))
+        torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
+
+    search = training.find_batch_size(step, start=64)
+    short = training.find_batch_size(step, start=64, max_runs=2)
+    tries = [[each.size, each.fits, each.runs] for each in search.tries]
+    trains = [runs(step, size, 50) for size in (search.size, short.size)]
+    return {"size": search.size, "largest": search.largest, "tries": tries, "trains": trains}
+
+
 def guarded() -> dict[str, Any]:
     """Run out of memory in a guard, after a higher peak than that of any guarded run without an error."""
     step = training_step()
@@ -158,6 +179,7 @@ def refusals() -> list[str]:
         {"margin": 1.0},
         {"runs": 0},
         {"max_tries": 0},
+        {"max_runs": 0},
     ):
         try:
             training.find_batch_size(lambda size: None, **arguments)  # type: ignore[arg-type]
