@@ -1,4 +1,4 @@
-"""The time and the peak memory of repeated runs on one device, and the distance between their results."""
+"""The time of a run, the memory of repeated runs, and the distance between their results."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gpumem_exporter.client.measure.measured import DeviceUse, MemoryUse
+from gpumem_exporter.client.allocator.reclaimable import known
+from gpumem_exporter.client.allocator.torch_access import Statistics
 
-__all__ = ["distance_ratio", "peak_above_start", "run_seconds", "use_on"]
+__all__ = ["HighestMemory", "distance_ratio", "run_seconds"]
 
 
 def run_seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -23,27 +24,28 @@ def run_seconds(run: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def peak_above_start(warm_up: MemoryUse, timed: MemoryUse, device: torch.device) -> tuple[int | None, int | None]:
-    """Return the bounds of the peak above the allocated bytes before the timed runs; None where unknown.
-
-    Uses the peak of `warm_up`, which covers a first run and the timed runs, if that of `timed` is not exact.
-    """
-    inner, outer = use_on(timed, device), use_on(warm_up, device)
-    if inner is None or outer is None:
-        return None, None
-    peak = inner if inner.exact else outer
-    most = peak.peak_at_most_bytes
-    return peak.peak_bytes - inner.before_bytes, None if most is None else most - inner.before_bytes
-
-
-def use_on(use: MemoryUse, device: torch.device) -> DeviceUse | None:
-    """Return the memory use on a device; None without CUDA."""
-    return next((each for each in use.devices if device.type == "cuda" and each.index == device.index), None)
-
-
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class HighestMemory:
+    """The highest reserved bytes, and the highest allocated bytes between two steps, of each device so far."""
+
+    def __init__(self) -> None:
+        self._statistics = Statistics(torch)
+        self._highest: dict[tuple[int, str], int] = {}
+
+    def rises(self) -> bool:
+        """Read the memory. Returns whether it is higher than in all earlier calls."""
+        rose = False
+        for device in self._statistics.devices():
+            state = self._statistics.state(device)
+            for name in ("reserved_bytes", "allocated_bytes"):
+                now = known(state, name) or 0
+                rose = rose or now > self._highest.get((device, name), 0)
+                self._highest[device, name] = max(now, self._highest.get((device, name), 0))
+        return rose
 
 
 def distance_ratio(kept: Tensor, tensor: Tensor) -> float:

@@ -15,7 +15,8 @@ from gpumem_exporter.client.measure.measured import Measured
 from gpumem_exporter.client.measure.tensor_bytes import Storages
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import call_model, evaluating
-from gpumem_exporter.training.measuring import distance_ratio, peak_above_start, run_seconds, use_on
+from gpumem_exporter.training.measuring import distance_ratio, run_seconds
+from gpumem_exporter.training.peaks import measure_peak, use_on
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["ForwardUse", "ModelOptimization", "optimize_model"]
@@ -32,17 +33,26 @@ class ForwardUse:
     Attributes:
         seconds: the median of five runs after a warm-up.
         peak_bytes: the peak above the start, or its lower bound if it is not `exact`. None without CUDA.
-        exact: whether the peak is known exactly.
+        peak_at_most_bytes: the upper bound of the peak; None if it is unknown.
     """
 
     seconds: float
     peak_bytes: int | None
-    exact: bool
+    peak_at_most_bytes: int | None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the bounds of the peak are equal."""
+        return self.peak_bytes is not None and self.peak_bytes == self.peak_at_most_bytes
 
     def __str__(self) -> str:
-        bound = "" if self.exact or self.peak_bytes is None else "at least "
-        peak = "no CUDA" if self.peak_bytes is None else f"peak {bound}{human_bytes(self.peak_bytes)}"
-        return f"{self.seconds * 1e3:.1f} ms, {peak}"
+        return f"{self.seconds * 1e3:.1f} ms, {self._peak()}"
+
+    def _peak(self) -> str:
+        if self.peak_bytes is None:
+            return "no CUDA"
+        most = "" if self.exact else f" to {human_bytes(self.peak_at_most_bytes)} (reset_peaks=True makes it exact)"
+        return f"peak {human_bytes(self.peak_bytes)}{most}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,8 @@ def optimize_model(
         channels_last: change to the layout in which cuDNN's convolutions need no transposition on tensor cores.
         example: a batch with which to measure the forward pass before and after: a tensor, positional arguments in a
             tuple or list, or keyword arguments in a mapping.
-        reset_peaks: reset the allocator's peaks before each measured forward pass, so that its peak is exact.
+        reset_peaks: reset the allocator's peaks to measure that of a forward pass, which is then exact. By default the
+            peak comes from the allocator's history, recorded for one forward pass, and nothing is reset.
 
     Raises:
         ConfigurationError: the arguments would change nothing.
@@ -170,13 +181,11 @@ def _device(model: nn.Module) -> torch.device:
 def _measure_forward(model: nn.Module, batch: Any, reset_peaks: bool) -> tuple[ForwardUse, list[Tensor]]:
     """Return a measured forward pass, and its outputs on the CPU."""
     device = _device(model)
-    with evaluating(model), torch.no_grad(), Measured("forward", kept=False) as whole:
+    with evaluating(model), torch.no_grad():
         outputs = [leaf.cpu() for leaf in tree_leaves(call_model(model, batch)) if isinstance(leaf, Tensor)]
-        with Measured("forward", kept=False, reset_peaks=reset_peaks) as timed:
-            seconds = [run_seconds(lambda: call_model(model, batch), device) for _ in range(_RUNS)]
-    peak, most = peak_above_start(whole, timed, device)
-    exact = peak is not None and peak == most
-    return ForwardUse(statistics.median(seconds), peak, exact), outputs
+        peak, most = measure_peak(lambda: call_model(model, batch), device, reset_peaks=reset_peaks)
+        seconds = [run_seconds(lambda: call_model(model, batch), device) for _ in range(_RUNS)]
+    return ForwardUse(statistics.median(seconds), peak, most), outputs
 
 
 def _cast(batch: Any, dtype: torch.dtype | None) -> Any:

@@ -235,6 +235,15 @@ def on_device() -> dict[str, Any]:
     first = as_document(compare(net, batch, repeats=2))
     fell = [name for name, peak in _peaks().items() if peak < keeping[name]]
     again = as_document(compare(net, batch, repeats=2))
+    fell += [name for name, peak in _peaks().items() if peak < keeping[name]]
+    torch.cuda.memory._record_memory_history(max_entries=1000)
+    recording = as_document(compare(net, batch, repeats=1))
+    still_recording = torch._C._cuda_isHistoryEnabled()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    torch.cuda.memory._set_allocator_settings("roundup_power2_divisions:4")
+    odd = batch[:7, :61].contiguous()
+    rounded = [as_document(compare(net, odd, repeats=1, reset_peaks=reset)) for reset in (False, True)]
+    torch.cuda.memory._set_allocator_settings("roundup_power2_divisions:1")
     allocated = torch.cuda.memory_allocated()
     reset = as_document(compare(net, batch, repeats=2, reset_peaks=True))
     left = torch.cuda.memory_allocated() - allocated
@@ -243,6 +252,9 @@ def on_device() -> dict[str, Any]:
     return {
         "first": first,
         "again": again,
+        "recording": recording,
+        "rounded": rounded,
+        "still_recording": still_recording,
         "reset": reset,
         "simulated": simulated,
         "fell": fell,

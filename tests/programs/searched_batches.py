@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumem_exporter import training
+from gpumem_exporter import client, training
 from gpumem_exporter.errors import ConfigurationError, NoBatchSizeError
 
 MIB = 1 << 20
@@ -76,6 +76,52 @@ def found() -> dict[str, Any]:
     }
 
 
+def filling() -> dict[str, Any]:
+    """Search with a step whose buffer is full after 30 steps: the peak is then four times that of the first step."""
+    buffer: list[torch.Tensor] = []
+    last = 0
+
+    def step(size: int) -> None:
+        nonlocal last
+        if size != last:
+            buffer.clear()
+            last = size
+        if len(buffer) < 30:
+            buffer.append(torch.empty(size * MIB // 10, dtype=torch.uint8, device="cuda"))
+        torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
+
+    search = training.find_batch_size(step, start=64)
+    short = training.find_batch_size(step, start=64, max_runs=2)
+    tries = [[each.size, each.fits, each.runs] for each in search.tries]
+    trains = [runs(step, size, 50) for size in (search.size, short.size)]
+    return {"size": search.size, "largest": search.largest, "tries": tries, "trains": trains}
+
+
+def guarded() -> dict[str, Any]:
+    """Run out of memory in a guard, after a higher peak than that of any guarded run without an error."""
+    step = training_step()
+    found = training.find_batch_size(step, start=4 * UNIT, multiple_of=UNIT, margin=0)
+
+    def advised(guard: Any, ran: list[int]) -> int | None:
+        train = guard(step)
+        for size in ran:
+            train(size)
+        try:
+            train(16 * found.size)
+        except torch.OutOfMemoryError:
+            return next(each.batch_size for each in guard.diagnosis.advice if each.kind == "smaller_batch")
+        return None
+
+    # The line of a guard identifies its block.
+    guard = client.oom_guard(batch_size=lambda size: size, free_frames=True)
+    proposed = {"after a search": advised(guard, [found.size // 4, found.size // 8])}
+    step(found.size)  # leaves a cache into which all smaller batches fit
+    guard = client.oom_guard(batch_size=lambda size: size, free_frames=True)
+    proposed["with a full cache"] = advised(guard, [found.size // 2, found.size // 4])
+    trains = [runs(step, size or 0, 3) for size in proposed.values()]
+    return {"found": found.size, "proposed": proposed, "trains": trains}
+
+
 def ends() -> dict[str, Any]:
     """Searches that do not end between two sizes."""
     results: dict[str, Any] = {}
@@ -133,6 +179,7 @@ def refusals() -> list[str]:
         {"margin": 1.0},
         {"runs": 0},
         {"max_tries": 0},
+        {"max_runs": 0},
     ):
         try:
             training.find_batch_size(lambda size: None, **arguments)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -35,6 +35,9 @@ Examples:
   gpumem-exporter plan train:make_model --input 'float32[B,256]' --gpu 24GiB --json > plan.json
   gpumem-exporter run --plan plan.json -- python train.py    # exports the error of the plan
 """
+
+_PLANNED = ("batch", "accumulation", "effective_batch")
+"""The values of a plan that `--map` assigns to keys."""
 
 _PLANNED_AS = typer.Option("--precision", help="fp32; bf16 or fp16 (autocast); pure-bf16 or pure-fp16.")
 
@@ -143,6 +146,8 @@ def plan(options: PlanOptions) -> int:
         return _restore_files(options.restore)
     if bool(options.apply) != bool(options.map):
         raise ConfigurationError("--apply FILE and --map KEY=VALUE must be used together")
+    # Planning takes up to a minute: first check that the files can be changed.
+    _planned_texts(options.apply or (), options.map or (), dict.fromkeys(_PLANNED, 1))
     made = _plan(options)
     if options.as_json:
         print_json(made.as_dict())
@@ -177,17 +182,29 @@ def _change_files(paths: Sequence[Path], maps: Sequence[str], plan: Plan, *, wri
     Raises:
         ConfigurationError: a file or a key cannot be changed. No file is changed then.
     """
-    from gpumem_exporter.training.planning.configuration import apply, backup_of, diff, parse_map, planned_text
+    from gpumem_exporter.training.planning.configuration import apply, backup_of, diff
 
-    planned = {"batch": plan.batch, "accumulation": plan.accumulation, "effective_batch": plan.effective_batch}
-    values = parse_map(maps, planned)
-    texts = [(path, *planned_text(path, values)) for path in paths]
+    texts = _planned_texts(paths, maps, {name: getattr(plan, name) for name in _PLANNED})
     for path, before, after in texts:
         print(diff(path, before, after) or f"{path} already has these values\n", end="", file=file)
     for path, before, after in texts if write else ():
         if before != after:
             apply(path, before, after)
             print(f"changed {path}; the previous version is {backup_of(path)}", file=file)
+
+
+def _planned_texts(
+    paths: Sequence[Path], maps: Sequence[str], planned: Mapping[str, int]
+) -> list[tuple[Path, str, str]]:
+    """Return the path of each file and its text before and after the change.
+
+    Raises:
+        ConfigurationError: a file or a key cannot be changed, or the extra `plan` is not installed.
+    """
+    from gpumem_exporter.training.planning.configuration import parse_map, planned_text
+
+    values = parse_map(maps, planned)
+    return [(path, *planned_text(path, values)) for path in paths]
 
 
 def _restore_files(paths: Sequence[Path]) -> int:

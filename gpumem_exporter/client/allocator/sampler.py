@@ -2,7 +2,7 @@
 
 A sample in the training thread at the end of a step never meets that thread's own cache flush. A sample in another
 thread may, and would stop the interpreter until the flush ends. So the reporter's thread samples only while no step
-runs, never at the same time as a step, and not while another thread runs `empty_cache()`.
+runs or if the next step is late, never at the same time as a step, and not while another thread runs `empty_cache()`.
 
 The idle cache is the exception, because the cache is at its largest between two steps: the reporter's thread also reads
 it at random moments of a step. The training thread does not wait for such a reading. After the allocator retried an
@@ -43,7 +43,7 @@ _READING_SECONDS = 0.5
 _READING_SHARE = 10_000
 """…or this multiple of the CPU time of a reading, if that is longer: 0.01 % of a core."""
 _PRESSURE_SECONDS = 30.0
-"""There are no readings at random moments for this time after the allocator retried an allocation."""
+"""For this time after the allocator retried an allocation, the reporter's thread reads nothing while steps run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class Sampler:
         self._busy = threading.Lock()
         self._latest: Sample | None = None
         self._wanted_from_seconds = 0.0
+        self._reported_seconds = 0.0
         self._steps = 0
         self._last_step_seconds: float | None = None
         self._step_seconds = 0.0
@@ -114,11 +115,12 @@ class Sampler:
     def current(self, next_report_seconds: float) -> Sample:
         """Return the sample to report now, and schedule the next one.
 
-        While steps run this is the last step's sample, otherwise a new one. While another thread empties the cache it
-        is the last sample, or one without devices if the last one is too old.
+        While steps run this is the last step's sample, otherwise a new one. A new one is also taken if the last one was
+        reported already and the next step is late. While another thread empties the cache it is the last sample, or one
+        without devices if the last one is too old.
         """
         latest, steps_run = self._latest, self.steps_run()
-        if latest is None or not steps_run:
+        if latest is None or not steps_run or self._late(latest):
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
             self._plan_reading(0.0)
         else:
@@ -127,6 +129,7 @@ class Sampler:
         if not steps_run or self._wanted_from_seconds > now:  # otherwise a requested sample waits for a step
             lead = max((next_report_seconds - now) * _LEAD, (self.step_seconds or 0.0) * _LEAD_STEPS)
             self._wanted_from_seconds = next_report_seconds - lead
+        self._reported_seconds = now
         return self._with_idle_cache(latest)
 
     def read_when_due(self) -> float:
@@ -154,6 +157,17 @@ class Sampler:
             return False
         patience = min(max(_QUIET_STEPS * self._step_seconds, _QUIET_SECONDS_MIN), _QUIET_SECONDS_MAX)
         return self._clock() - self._last_step_seconds < patience
+
+    def _late(self, latest: Sample) -> bool:
+        """Whether the last sample was reported already, and the next step is late: there may be no further step."""
+        now = self._clock()
+        step_seconds = max(self._step_seconds, self.step_seconds or 0.0)
+        late = self._last_step_seconds is not None and now - self._last_step_seconds > _LEAD_STEPS * step_seconds
+        return late and latest.taken_seconds < self._reported_seconds and self._calm(now)
+
+    def _calm(self, now: float) -> bool:
+        """Whether no flush is expected: the allocator has retried no allocation for a while."""
+        return now - self._idle_cache.retried_seconds > _PRESSURE_SECONDS
 
     def _stepped(self) -> None:
         now = self._clock()
@@ -185,8 +199,7 @@ class Sampler:
     def _read(self) -> None:
         """Read the cache at this moment, unless that could wait for another thread."""
         now, started = self._clock(), time.thread_time()
-        calm = now - self._idle_cache.retried_seconds > _PRESSURE_SECONDS
-        if calm and not self._allocator.flushing and self._busy.acquire(blocking=False):
+        if self._calm(now) and not self._allocator.flushing and self._busy.acquire(blocking=False):
             try:
                 for reading in self._allocator.unused():
                     self._idle_cache.note(reading, now)

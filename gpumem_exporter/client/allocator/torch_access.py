@@ -8,8 +8,8 @@ release or another allocator does not have a name, the value is None.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "initialized_torch",
     "nccl_bytes",
     "pinned_host_bytes",
+    "recorded_history",
     "remove_from_serialization_registry",
     "set_calling_thread_mark",
     "take_snapshot",
@@ -167,6 +168,27 @@ def history_is_recorded(torch: Any) -> bool:
         return bool(torch._C._cuda_isHistoryEnabled())
     except (AttributeError, RuntimeError):
         return False
+
+
+@contextmanager
+def recorded_history(torch: Any, entries_max: int) -> Iterator[Callable[[int], list[dict[str, Any]]] | None]:
+    """Record the allocator's history within the context, without stacks.
+
+    Yields a function that returns the history of a device: the last `entries_max` allocations and frees, and the
+    changes of segments among them. Yields None if the allocator has no history, or if the user's code records it.
+    """
+    if history_is_recorded(torch):
+        yield None
+        return
+    try:
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=entries_max)
+    except (AttributeError, RuntimeError, TypeError):
+        yield None
+        return
+    try:
+        yield lambda index: list(take_snapshot(torch)["device_traces"][index])
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def current_stream_is_capturing(torch: Any) -> Callable[[], bool]:

@@ -12,7 +12,7 @@ from gpumem_exporter.client.allocator.torch_access import Statistics, initialize
 from gpumem_exporter.client.hooks.steps import OneStep, process_steps
 from gpumem_exporter.client.leaks.live_tensors import Kind, LingeringTensors, allocating_frames, walk
 from gpumem_exporter.client.leaks.suspects import descriptions, grown, kinds_to_search
-from gpumem_exporter.client.leaks.trend import Slope, Trend
+from gpumem_exporter.client.leaks.trend import Growing, Trend
 from gpumem_exporter.client.log import log
 from gpumem_exporter.units import human_bytes
 
@@ -21,8 +21,6 @@ __all__ = ["Leak", "LeakDetector", "known_leak", "leak_detector"]
 _SEARCHES = {16: 3, 32: 2, 48: 1}
 """For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect."""
 _LAST_SEARCH = max(_SEARCHES)
-_RETURNED_SHARE = 0.75
-"""If this share of the growth is freed again, there was no leak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +53,10 @@ class Leak:
 
 @dataclass(slots=True)
 class _Device:
-    """The state of one device: it grows if `slope` is set, and its leak was reported if `leak` is set."""
+    """The state of one device: it grows if `growing` is set, and its leak was reported if `leak` is set."""
 
     trend: Trend
-    slope: Slope | None = None
-    returned_below_bytes: float = 0.0
+    growing: Growing | None = None
     count_before: LingeringTensors | None = None
     steps_since_count: int = 0
     leak: Leak | None = None
@@ -95,7 +92,7 @@ class LeakDetector:
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
-        """The leaks that are known now, at most one per device."""
+        """The leaks that are known now, at most one per device; without those whose growth has stopped."""
         return tuple(device.leak for device in list(self._devices.values()) if device.leak is not None)
 
     def watch_steps(self) -> None:
@@ -124,17 +121,16 @@ class LeakDetector:
             self._devices[device] = _Device(self._new_trend())
         state = self._devices[device]
         slope = state.trend.add(allocated_bytes)
-        if state.slope is None:
+        if state.growing is None:
             if slope is None:
                 return None
-            state.slope = slope
-            state.returned_below_bytes = allocated_bytes - _RETURNED_SHARE * slope.grown
+            state.growing = Growing(slope)
             state.count_before, state.steps_since_count = self._count(), 0
             if state.count_before is not None:
                 return None
             return self._report(device, state, free_bytes(), (), ())
-        if allocated_bytes < state.returned_below_bytes:
-            state.slope = state.leak = state.count_before = None
+        if not state.growing.goes_on(allocated_bytes):
+            self._withdraw(device, state)
         elif state.leak is None:
             state.steps_since_count += 1
             if state.steps_since_count in _SEARCHES:
@@ -177,6 +173,11 @@ class LeakDetector:
         frames = allocating_frames(torch, sizes) if torch is not None else ()
         return self._report(device, state, free_bytes(), descriptions(found), frames)
 
+    def _withdraw(self, device: int, state: _Device) -> None:
+        if state.leak is not None:
+            log.warning("no memory leak: cuda:%d does not grow any more; the earlier report is withdrawn", device)
+        state.growing = state.leak = state.count_before = None
+
     def _count(
         self, kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None
     ) -> LingeringTensors | None:
@@ -186,9 +187,9 @@ class LeakDetector:
     def _report(
         self, device: int, state: _Device, free: int | None, suspects: tuple[str, ...], frames: tuple[str, ...]
     ) -> Leak | None:
-        slope = state.slope
-        if slope is None:
+        if state.growing is None:
             return None
+        slope = state.growing.slope
         state.count_before = None
         left = None if free is None else int(free / slope.slope)
         rates = (slope.slope, slope.lower, slope.upper)
@@ -218,7 +219,8 @@ def leak_detector(
     The detector examines the memory after each step of an optimizer (torch 2.1 or later), at each `client.step()`, or
     at each call of `look()`. That takes 15 µs per device, and one or two milliseconds at every eighth step while memory
     rises. A steady leak of one percent of the device in 1,000 steps is found after about 130 steps, a slower or
-    irregular one later. Warm-up, spikes, a sawtooth and a cache that fills up are not reported.
+    irregular one later. Warm-up, spikes, a sawtooth and a cache that fills up are not reported. If the growth stops
+    after a report, a warning says so, and the leak is no longer among `leaks` and in the advice of `oom_guard`.
 
     Once a device leaks, the detector counts the live tensors, and again some steps later. It names the kinds that grew
     and what refers to them (`lingering_tensors` describes the cost). Nothing happens while CUDA is not initialized.

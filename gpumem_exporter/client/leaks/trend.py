@@ -17,7 +17,8 @@ A summary surely rises if all of these are true:
 - its later half grows at 0.7 times the slope of its earlier half or more. A cache that fills up slows down.
 
 A series that looks like a leak for a whole window (a first sawtooth of 170 steps, a cache that fills for 200 steps) is
-reported as a leak. `benchmarks/leaks.py` measures false alarms and the steps until a leak is found.
+reported as a leak, until `Growing` sees that its growth has stopped. `benchmarks/leaks.py` measures false alarms and
+the steps until a leak is found.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from itertools import pairwise
 from operator import sub
 from statistics import fmean, median
 
-__all__ = ["Slope", "Trend", "fit_line"]
+__all__ = ["Growing", "Slope", "Trend", "fit_line"]
 
 _POINTS_MAX = 192
 _POINTS_MIN = 16
@@ -46,6 +47,8 @@ _ABOVE_FALLS = 1.5
 _PERIOD_GAIN = 0.7
 """A longer period has to repeat this much better than the best shorter one."""
 _CORRELATION_MAX = 0.98
+_STOPPED_SHARE = 0.25
+"""If a window grows by less than this share of the growth that was found, the growth has stopped."""
 _SIGMAS = 4.75
 """Standard errors, of a normal distribution, between the slope and its bounds."""
 
@@ -91,6 +94,33 @@ class Trend:
     def judge_now(self) -> Slope | None:
         """Judge the values so far, even if they are few: 16 values after the warm-up are enough."""
         return self._windows[0].judge_now()
+
+
+class Growing:
+    """Follows a series that grows, to see whether it goes on.
+
+    Compares the floors of windows that are as long as the one in which the growth was found: spikes and a sawtooth do
+    not change them. So the end of a growth, or its release, is seen after three such windows at the latest.
+
+    Attributes:
+        slope: the growth that was found.
+    """
+
+    def __init__(self, slope: Slope) -> None:
+        self.slope = slope
+        self._floor_before: float = -math.inf
+        self._floor: float = math.inf
+        self._steps = 0
+
+    def goes_on(self, value: int) -> bool:
+        """Add the value of the next step. Returns False once the series does not grow any more."""
+        self._floor = min(self._floor, value)
+        self._steps += 1
+        if self._steps % self.slope.steps:
+            return True
+        grown = self._floor - self._floor_before
+        self._floor_before, self._floor = self._floor, math.inf
+        return grown >= _STOPPED_SHARE * self.slope.grown
 
 
 class _Window:

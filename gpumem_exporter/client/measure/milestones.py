@@ -81,13 +81,16 @@ class Milestones:
         self._epochs = 0
         self._forwards = 0
         self._stop_forwards: Callable[[], None] = _nothing
+        self._on_host: weakref.ref[Any] | None = None
+        """The model until it is on a device."""
         location = _location(model)
-        self.record(
+        self._record(
             " and ".join(filter(None, (location, "optimizer created" if optimizer is not None else ""))) or "start"
         )
         if model is not None:
             self._model = weakref.ref(model, lambda _: self.close())
             if not location:
+                self._on_host = self._model
                 self._stop_forwards = before_forwards(self._look_at_forward)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._stop_listening = (steps or process_steps()).listen(self._on_step)
@@ -98,14 +101,10 @@ class Milestones:
         return tuple(self._records)
 
     def record(self, name: str) -> Milestone:
-        """Record and log a milestone."""
-        devices: tuple[DeviceMilestone, ...] = ()
-        with guest_safety(lambda error: log.debug("no memory values for milestone %s: %r", name, error)):
-            devices = self._devices()
-        milestone = Milestone(name, time.monotonic() - self._started_seconds, devices)
-        self._records.append(milestone)
-        log.log(self._level, "%s", milestone)
-        return milestone
+        """Record and log a milestone, and before it the move of the model to a device, if that is new."""
+        with guest_safety(lambda error: log.debug("the device of the model is not known: %r", error)):
+            self._notice_move()
+        return self._record(name)
 
     def epoch(self) -> Milestone:
         """Record the start of an epoch; a trainer may call this as its callback."""
@@ -140,6 +139,22 @@ class Milestones:
     def __str__(self) -> str:
         return "\n".join(map(str, self._records))
 
+    def _notice_move(self) -> None:
+        model = self._on_host() if self._on_host is not None else None
+        location = _location(model)
+        if location:
+            self._on_host = None
+            self._record(location)
+
+    def _record(self, name: str) -> Milestone:
+        devices: tuple[DeviceMilestone, ...] = ()
+        with guest_safety(lambda error: log.debug("no memory values for milestone %s: %r", name, error)):
+            devices = self._devices()
+        milestone = Milestone(name, time.monotonic() - self._started_seconds, devices)
+        self._records.append(milestone)
+        log.log(self._level, "%s", milestone)
+        return milestone
+
     def _devices(self) -> tuple[DeviceMilestone, ...]:
         torch = initialized_torch()
         if torch is None:
@@ -168,10 +183,8 @@ class Milestones:
         if module is not self._model():
             return True
         self._forwards += 1
-        location = _location(module)
-        if location:
-            self.record(location)
-        return not location and self._forwards < _FORWARDS
+        self._notice_move()
+        return self._on_host is not None and self._forwards < _FORWARDS
 
     def _on_step(self, optimizer: Any) -> None:
         watched = self._optimizer() if self._optimizer is not None else None
@@ -185,9 +198,10 @@ class Milestones:
 def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging.INFO) -> Milestones:
     """Record and log the allocated memory at the milestones of a training script.
 
-    The milestones are: this call; the model's first forward on a device, if the model is still on the host now; the
-    first step of the optimizer, which creates its state; each epoch; and each call of `record`. Each shows the growth
-    since the previous milestone. `print()` shows the list. The logger `gpumem_exporter.client` logs each.
+    The milestones are: this call; the model's move to a device, if the model is still on the host now; the first step
+    of the optimizer, which creates its state; each epoch; and each call of `record`. Each shows the growth since the
+    previous milestone. The move is recorded right before the next milestone, or at the model's first forward pass on
+    the device. `print()` shows the list. The logger `gpumem_exporter.client` logs each.
 
     The script marks its epochs: `for epoch in seen.epochs(range(10))`, or a call of `seen.epoch()`. There are no hooks
     on the model or the optimizer. The milestones end with the model, or with `close()`.

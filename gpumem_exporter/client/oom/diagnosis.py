@@ -47,6 +47,10 @@ class Run:
     """Allocated bytes at the start."""
     peak_bytes: int
     """The allocator's peak at the start."""
+    reserved_bytes: int
+    """Reserved bytes at the start."""
+    reserved_freed_bytes: int | None
+    """The allocator's count of released bytes at the start; None if it has none."""
     batch_size: int | None
     history: BlockHistory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from statistics import median
 
@@ -20,6 +21,7 @@ class BlockHistory:
     def __init__(self) -> None:
         self.runs = 0
         self._growths: OrderedDict[int | None, int] = OrderedDict()
+        self._per_item_at_most = math.inf
         self._trend = Trend(warm_up_steps=_WARM_UP_RUNS, least_growth=_LEAST_LEAK)
         self._first_start: int | None = None
         self._last_start = 0
@@ -32,12 +34,26 @@ class BlockHistory:
         self._last_start = allocated_bytes
         self._trend.add(allocated_bytes)
 
-    def ended(self, batch_size: int | None, growth_bytes: int) -> None:
+    def measured(self, batch_size: int | None, growth_bytes: int) -> None:
         """Record the exact peak of a run without an error, relative to its start."""
         self._growths[batch_size] = growth_bytes
         self._growths.move_to_end(batch_size)
         while len(self._growths) > _SIZES_MAX:
             self._growths.popitem(last=False)
+
+    def bounded(self, batch_size: int | None, most_bytes: int, *, close: bool) -> None:
+        """Record an upper bound of the peak of a run without an error, relative to its start.
+
+        Args:
+            batch_size: the batch size of the run.
+            most_bytes: the bound.
+            close: whether the peak is near the bound.
+        """
+        before = self._growths.get(batch_size)
+        if before is not None or close:
+            self.measured(batch_size, most_bytes if before is None else min(before, most_bytes))
+        elif batch_size:
+            self._per_item_at_most = min(self._per_item_at_most, most_bytes / batch_size)
 
     def growth(self, batch_size: int | None) -> int | None:
         """Return the expected growth with this batch size, or None without a measured run."""
@@ -60,10 +76,10 @@ class BlockHistory:
         return max(0, self._last_start - self._first_start), slope
 
     def _line(self) -> tuple[float, float] | None:
-        """Return bytes per item and fixed bytes; with one batch size, no fixed bytes."""
+        """Return bytes per item and fixed bytes; with one batch size, or with distant bounds only, no fixed bytes."""
         points = [(size, growth) for size, growth in self._growths.items() if size]
         if not points:
-            return None
+            return None if math.isinf(self._per_item_at_most) else (self._per_item_at_most, 0.0)
         slopes = [
             (growth - other_growth) / (size - other_size)
             for at, (size, growth) in enumerate(points)

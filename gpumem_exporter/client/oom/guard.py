@@ -14,7 +14,8 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from gpumem_exporter.client.allocator.attached import attached
-from gpumem_exporter.client.allocator.torch_access import Statistics, initialized_torch
+from gpumem_exporter.client.allocator.reclaimable import known
+from gpumem_exporter.client.allocator.torch_access import DeviceState, Statistics, initialized_torch
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
@@ -133,8 +134,9 @@ def oom_guard(
 
     The error keeps its type and arguments. The explanation is a note below it (`add_note`; on Python 3.10 in
     `__notes__`, which only newer versions print), and `guard.diagnosis`. From runs without an error, the guard learns
-    how much memory the block needs per batch size, and whether memory grows from run to run. It resets no statistic. A
-    run costs about 30 µs, and nothing without CUDA. Any thread may use it.
+    how much memory the block needs per batch size, and whether memory grows from run to run. It resets no statistic: if
+    the process once had a higher peak, the reserved bytes bound the need of a run. A run costs about 30 µs, and nothing
+    without CUDA. Any thread may use it.
 
     After an error, the guard collects garbage and empties the cache. The frames of the error keep their local
     variables, and with them their tensors, for post-mortem debuggers and error trackers. `free_frames=True` clears the
@@ -176,7 +178,7 @@ class _Blocks:
             while len(self._histories) > _BLOCKS_MAX:
                 self._histories.popitem(last=False)
             history.started(allocated["current"])
-        return Run(device, allocated["current"], allocated["peak"], batch_size, history)
+        return Run(device, allocated["current"], allocated["peak"], *_reserved(state), batch_size, history)
 
     def end(self, run: Run | None, batch_size: int | None) -> None:
         if run is None or self._statistics is None or initialized_torch() is None:
@@ -185,9 +187,20 @@ class _Blocks:
         if state is None:
             return
         peak = state["allocated_bytes"]["all"]["peak"]
-        if peak > run.peak_bytes:  # otherwise the peak of this run is unknown
-            with self._lock:
-                run.history.ended(batch_size, peak - run.start_bytes)
+        with self._lock:
+            if peak > run.peak_bytes:
+                run.history.measured(batch_size, peak - run.start_bytes)
+                return
+            # The process once had a higher peak. What this run allocated is still reserved, unless memory was released.
+            reserved, freed = _reserved(state)
+            kept = freed is not None and freed == run.reserved_freed_bytes
+            most = min(peak, reserved) if kept else peak
+            run.history.bounded(batch_size, most - run.start_bytes, close=kept and reserved > run.reserved_bytes)
+
+
+def _reserved(state: DeviceState) -> tuple[int, int | None]:
+    """Return the reserved bytes, and all that were ever released; None if the allocator does not count these."""
+    return state["reserved_bytes"]["all"]["current"], known(state, "reserved_bytes", "freed")
 
 
 _blocks = _Blocks()

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumem_exporter.client.measure.measured import Measured
 from gpumem_exporter.client.oom.message import is_out_of_memory
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import check_autocast
 from gpumem_exporter.training.checkpointing.blocks import checkpointed, find_blocks
 from gpumem_exporter.training.checkpointing.comparison import CheckpointingComparison, CheckpointingRow
 from gpumem_exporter.training.checkpointing.step import Results, Step, left_as_it_was
-from gpumem_exporter.training.measuring import peak_above_start, run_seconds
+from gpumem_exporter.training.measuring import run_seconds
+from gpumem_exporter.training.peaks import measure_peak
 
 __all__ = ["compare_checkpointing"]
 
@@ -42,13 +42,14 @@ def compare_checkpointing(
 
         print(compare_checkpointing(model, tokens, loss=lambda output: cross_entropy(output, targets)))
 
-    Each variant runs once to warm up and then `repeats` times, from the same random numbers and buffers. Afterwards the
-    model and the random number generators are as before. The model's hooks run; no optimizer does. The results of the
-    variants are compared to the bit. They differ if a block draws random numbers from another generator, or changes
-    something in forward, as batch normalization does.
+    Each variant runs once to warm up, once to measure its peak, and then `repeats` times, from the same random numbers
+    and buffers. Afterwards the model and the random number generators are as before. The model's hooks run; no
+    optimizer does. The results of the variants are compared to the bit. They differ if a block draws random numbers
+    from another generator, or changes something in forward, as batch normalization does.
 
-    The peak is that of the device of the model's first parameter, above what was allocated before the step. Without
-    `reset_peaks` it is exact if it raises the allocator's peak, and otherwise bounded; see `client.phase`.
+    The peak is that of the device of the model's first parameter, above what was allocated before the step. It comes
+    from the allocator's history, which is recorded for one step and resets nothing. Where that is not possible (with
+    cudaMallocAsync, or while the user's code records the history), it is bounded; `reset_peaks` makes it exact.
 
     In a distributed job every rank calls this. Not thread-safe: no other thread may use the model during the call.
 
@@ -61,7 +62,7 @@ def compare_checkpointing(
         every: 2 checkpoints every second block, starting with the first. Default: 2 and 4, if there are more blocks.
         repeats: number of timed runs.
         autocast: the dtype of the forward pass, such as `torch.bfloat16`.
-        reset_peaks: reset the allocator's peaks before each variant's timed runs, so that its peak is exact.
+        reset_peaks: reset the allocator's peaks before the run that measures the peak, instead of recording a history.
         simulate: predict the peaks on a machine without CUDA. During the call CPU tensors of the whole process follow
             CUDA's rules.
 
@@ -138,19 +139,17 @@ class _Variants:
         chosen = self._chosen(every)
         try:
             with self._checkpointed(chosen):
+                self._run_once()  # warms up
                 self._restore()
-                with _measured() as whole:
-                    self._run(sample=True)
+                bounds = measure_peak(self._run, device, reset_peaks=reset_peaks)
+                for _ in range(repeats):
                     self._restore()
-                    with _measured(reset_peaks) as timed:
-                        for _ in range(repeats):
-                            self._restore()
-                            seconds.append(run_seconds(self._run, device))
+                    seconds.append(run_seconds(self._run, device))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             return CheckpointingRow(every, len(chosen), None, None, None, out_of_memory=True)
-        return CheckpointingRow(every, len(chosen), statistics.median(seconds), *peak_above_start(whole, timed, device))
+        return CheckpointingRow(every, len(chosen), statistics.median(seconds), *bounds)
 
     def _compare(self, rows: Sequence[CheckpointingRow]) -> list[CheckpointingRow]:
         """Add to each row the difference of its results from those of the first row that runs. That row runs twice."""
@@ -193,14 +192,7 @@ class _Variants:
         self._restore()
         return self._run()
 
-    def _run(self, sample: bool = False) -> Tensor:
+    def _run(self) -> Tensor:
         loss = self._step.forward()
-        if sample:
-            with _measured():  # a reading between forward and backward narrows the bounds of the peak
-                pass
         loss.backward()
         return loss.detach()
-
-
-def _measured(reset_peaks: bool = False) -> Measured:
-    return Measured("compare_checkpointing", kept=False, reset_peaks=reset_peaks)

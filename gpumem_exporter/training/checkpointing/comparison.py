@@ -173,7 +173,7 @@ class CheckpointingComparison:
             remarks.append("peak: simulated; what CUDA would allocate above the start")
         if any(row.peak_bytes is not None and not row.exact for row in self.rows):
             remarks.append(
-                "a peak below an earlier peak of the process is only bounded; reset_peaks=True makes it exact"
+                "a peak that is not measured to the byte is shown with its bounds; reset_peaks=True makes it exact"
             )
         ran = [row for row in self.rows if not row.out_of_memory]
         if ran and self.same_results:

@@ -75,6 +75,36 @@ def test_leaks_are_found_within_200_steps_and_their_holder_is_named(start_torch:
     assert "autograd graph" in first
 
 
+FILLED = """
+from gpumem_exporter import client
+reported, buffer = [], []
+detector = client.leak_detector(on_leak=reported.append)
+
+def advised():
+    try:
+        with client.oom_guard() as guard:
+            torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return [advice.kind for advice in guard.diagnosis.advice]
+
+result = {}
+for at in range(1000):
+    if len(buffer) < 200:
+        buffer.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+    client.step()
+    if at == 199:
+        result["filling"] = [len(reported), len(detector.leaks), "leak" in advised()]
+result["full"] = [len(reported), len(detector.leaks), "leak" in advised()]
+detector.stop()
+"""
+
+
+def test_a_buffer_that_has_filled_is_no_leak_any_more_and_is_not_in_the_advice(start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
+    assert process.exec(FILLED) == {"filling": [1, 1, True], "full": [1, 0, False]}
+    assert "withdrawn" in process.stderr()
+
+
 LARGE_HEAP = """
 import gc, itertools
 from gpumem_exporter import client

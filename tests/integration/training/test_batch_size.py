@@ -52,6 +52,24 @@ def test_the_found_size_trains_the_next_one_does_not_and_no_statistic_is_reset(
     assert results["reserved"] < GIB / 4, "and nor does the last one leave its cache"
 
 
+def test_the_found_size_is_tried_until_its_memory_stops_growing(process: TorchProcess) -> None:
+    results = call(process, "filling")
+    assert results["trains"] == [True, False], "two runs of a size do not fill the buffer"
+    fitting = [[size, runs] for size, fits, runs in results["tries"] if fits and runs > 2]
+    size, runs = max(fitting)
+    assert size == results["largest"]
+    assert 38 <= runs < 46, "30 runs fill the buffer, and the last 8 reach no new maximum"
+    assert all(fits for size, fits, runs in results["tries"] if size <= results["size"])
+
+
+def test_the_advice_of_a_guard_is_measured_although_the_search_had_a_higher_peak(process: TorchProcess) -> None:
+    results = call(process, "guarded")
+    found, proposed = results["found"], results["proposed"]
+    assert found * 0.7 < proposed["after a search"] <= found, "the first guess would be eight times as much"
+    assert found * 0.4 < proposed["with a full cache"] <= found, "at least about the size that is known to fit"
+    assert results["trains"] == [True, True]
+
+
 def test_a_search_ends_with_an_error_of_the_step_without_a_fitting_size_or_at_its_limits(process: TorchProcess) -> None:
     results = call(process, "ends")
     assert results["own error"] == [True, [], [4, 8, 16]]
@@ -61,7 +79,7 @@ def test_a_search_ends_with_an_error_of_the_step_without_a_fitting_size_or_at_it
     assert notes, "the error says why"
     assert results["left"] == 0
     assert results["maximum"] == 50
-    assert results["bounded"] == [4, 3]
+    assert results["bounded"] == [4, 4], "three tries, and the found size once more"
     assert "64, 32" in results["bounded, none fits"]
     assert results["wrapped"] is True
 
@@ -81,5 +99,6 @@ def test_without_cuda_nothing_is_tried_and_invalid_arguments_are_rejected() -> N
         r"margin.*\b1\.0\b.*\b0\b.*\b1\b",
         r"runs.*\b0\b.*\b1\b",
         r"tries.*\b0\b.*\b1\b",
+        r"max_runs.*\b0\b.*\b1\b",
     ]
     assert [text for wanted, text in zip(expected, refused, strict=True) if not re.search(wanted, text)] == []

@@ -138,18 +138,30 @@ def measured(process: TorchProcess) -> dict[str, Any]:
     return call(process, "on_device")
 
 
-def test_peaks_are_exact_without_a_reset_if_no_earlier_peak_was_higher(measured: dict[str, Any]) -> None:
-    assert peaks(measured["first"]) == peaks(measured["reset"]) == sorted(peaks(measured["reset"]), reverse=True)
+def test_peaks_are_measured_without_a_reset_also_below_an_earlier_peak(measured: dict[str, Any]) -> None:
+    assert peaks(measured["first"]) == peaks(measured["again"]) == peaks(measured["reset"])
+    assert peaks(measured["reset"]) == sorted(peaks(measured["reset"]), reverse=True)
     assert measured["fell"] == [], "peaks fall by resets alone"
     assert measured["left"] == 0
 
 
-def test_a_peak_below_an_earlier_one_is_bounded(measured: dict[str, Any]) -> None:
-    rows = measured["again"]["rows"]
-    assert [row["exact"] for row in rows] == [False] * 4
-    for row, peak in zip(rows, peaks(measured["reset"]), strict=True):
-        assert 0 < row["peak_bytes"] <= peak <= row["peak_at_most_bytes"]
-    assert "reset_peaks=True" in measured["again"]["text"]
+def test_a_history_that_the_user_records_stays_and_peaks_are_bounded(measured: dict[str, Any]) -> None:
+    assert measured["still_recording"] is True
+    assert_bounds(measured["recording"], peaks(measured["reset"]))
+
+
+def test_bounds_of_a_peak_have_what_the_allocator_adds_to_requests(measured: dict[str, Any]) -> None:
+    bounded, reset = measured["rounded"]
+    assert_bounds(bounded, peaks(reset))
+    highest = max(peaks(reset))
+    assert all(row["peak_at_most_bytes"] - row["peak_bytes"] < highest / 2 for row in bounded["rows"])
+
+
+def assert_bounds(results: dict[str, Any], real: list[int]) -> None:
+    for row, peak in zip(results["rows"], real, strict=True):
+        assert row["peak_bytes"] <= peak <= row["peak_at_most_bytes"]
+        assert row["exact"] is False
+    assert "reset_peaks=True" in results["text"]
 
 
 @with_the_planners_kernels

@@ -80,6 +80,9 @@ def test_on_a_device_bytes_and_peaks_equal_the_allocators(start_torch: StartTorc
     assert re.search(r"\bSequential\b.*\bcuda:0\b", results["lines"][0])
     assert results["weights"] == [16 * MIB, 8 * MIB]
     assert results["fell"] == results["measured fell"] == 8 * MIB
-    assert results["exact"] == [True, True]
-    assert results["peaks"][0] - results["peaks"][1] == 4 * MIB, "half of two layers' outputs"
+    assert results["exact"] == [True, True, True]
+    assert results["kept"] is True
+    in_full, in_half, after_a_reset = results["peaks"]
+    assert in_full - in_half == 4 * MIB, "half of two layers' outputs"
+    assert in_half == after_a_reset
     assert "allocated" in results["text"]

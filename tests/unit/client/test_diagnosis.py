@@ -219,12 +219,24 @@ def test_the_proposed_batch_fits_the_measured_growth_per_item() -> None:
 def test_expected_growth_is_a_line_through_measured_batches() -> None:
     history = BlockHistory()
     assert history.growth(8) is history.bytes_per_item() is None
-    history.ended(10, 600)
+    history.measured(10, 600)
     assert history.growth(20) == 1200
-    history.ended(20, 1100)
+    history.measured(20, 1100)
     assert (history.growth(40), history.bytes_per_item()) == (2100, 50)
-    history.ended(20, 1120)
+    history.measured(20, 1120)
     assert history.growth(20) == 1120, "the last measurement of a size counts"
+    history.bounded(20, 1110, close=False)
+    history.bounded(20, 5000, close=True)
+    assert history.growth(20) == 1110, "the lowest bound of a size counts"
+
+
+def test_a_distant_bound_counts_only_until_there_is_a_close_one() -> None:
+    history = BlockHistory()
+    history.bounded(8, 8000, close=False)
+    history.bounded(4, 8000, close=False)
+    assert (history.growth(16), history.bytes_per_item()) == (16000, 1000)
+    history.bounded(4, 2000, close=True)
+    assert (history.growth(16), history.bytes_per_item()) == (8000, 500)
 
 
 def test_growth_from_run_to_run_is_a_leak_after_sixteen_runs() -> None:

@@ -116,10 +116,30 @@ def test_freed_memory_ends_a_leak_and_the_next_leak_is_reported() -> None:
         for step in range(250):
             detector.add(0, (1000 + step) * MIB)
         assert detector.leaks
-        for _step in range(250):
+        for _step in range(600):
             detector.add(0, 900 * MIB)
         assert detector.leaks == ()
     assert len(reported) == 2
+
+
+def test_a_leak_is_withdrawn_once_its_growth_has_stopped() -> None:
+    reported: list[Leak] = []
+    detector = _detector(reported)
+    for step in range(600):
+        detector.add(0, (1000 + min(step, 200)) * MIB)
+        assert step >= 220 or bool(detector.leaks) == bool(reported)
+    assert len(reported) == 1
+    assert detector.leaks == ()
+
+
+@pytest.mark.parametrize("name", ["a sawtooth of 16 steps and 64 MiB", "garbage collected at irregular times"])
+def test_a_leak_below_a_sawtooth_is_reported_once_and_not_withdrawn(name: str) -> None:
+    reported: list[Leak] = []
+    detector = _detector(reported)
+    for value in islice(allocated({**SHAPES, **hard_shapes()}[name], 3, percent=1.0), 1500):
+        detector.add(0, value)
+    assert detector.leaks == tuple(reported)
+    assert len(reported) == 1
 
 
 def _group(count: int, shape: tuple[int, ...] = (8, 8), *, graph: bool = False, **more: object) -> TensorGroup:

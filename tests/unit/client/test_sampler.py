@@ -70,12 +70,37 @@ def test_no_sample_is_older_than_two_steps(bench: Bench, seconds: float) -> None
     assert bench.allocator.looks <= 600
 
 
-def test_long_steps_are_waited_for_up_to_a_minute(bench: Bench) -> None:
+def test_after_the_last_step_a_sample_is_at_most_one_report_old(bench: Bench) -> None:
+    for _ in range(3):
+        bench.report()
+        for _ in range(10):
+            bench.step()
+    bench.report()
+    bench.now += 0.8
+    assert bench.report() == 0.0
+    assert bench.sampler.steps_run() is True, "commands still wait for a step"
+
+
+def test_long_steps_are_waited_for_until_the_next_one_is_late(bench: Bench) -> None:
     bench.step(30.0)
     bench.report()
     bench.step(30.0)
-    bench.now += 59.0
-    assert bench.report() == 59.0
+    for age in (1.0, 30.0, 37.0):
+        bench.now = 1060.0 + age
+        assert bench.report() == age
+    bench.now += 1.0
+    assert bench.report() == 0.0
+
+
+def test_under_memory_pressure_late_steps_are_waited_for_up_to_a_minute(bench: Bench) -> None:
+    bench.step(30.0)
+    bench.report()
+    bench.step(30.0)
+    bench.now += 35.0
+    bench.allocator.retries += 1
+    bench.sampler.take()
+    bench.now += 24.0
+    assert bench.report() == 24.0
     bench.now += 2.0
     assert bench.report() == 0.0
 
