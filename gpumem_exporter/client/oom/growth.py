@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from statistics import median
 
 from gpumem_exporter.client.leaks.trend import Slope, Trend
 
@@ -80,12 +79,11 @@ class BlockHistory:
         points = [(size, growth) for size, growth in self._growths.items() if size]
         if not points:
             return None if math.isinf(self._per_item_at_most) else (self._per_item_at_most, 0.0)
-        slopes = [
-            (growth - other_growth) / (size - other_size)
-            for at, (size, growth) in enumerate(points)
-            for other_size, other_growth in points[:at]
-        ]
-        slope = median(slopes) if slopes else 0.0
+        # In small batches the peak is a fixed part, such as the optimizer's temporaries. In larger ones it follows the
+        # batch, so the line goes through the largest size and the size nearest to its half.
+        size, growth = max(points)
+        other, other_growth = min(points, key=lambda point: abs(point[0] - size / 2))
+        slope = (growth - other_growth) / (size - other) if other < size else 0.0
         if slope <= 0:
-            slope = max(growth / size for size, growth in points)
-        return slope, max(0.0, median(growth - slope * size for size, growth in points))
+            return growth / size, 0.0
+        return slope, max(0.0, growth - slope * size)

@@ -239,6 +239,13 @@ def test_a_distant_bound_counts_only_until_there_is_a_close_one() -> None:
     assert (history.growth(16), history.bytes_per_item()) == (8000, 500)
 
 
+def test_the_peak_of_a_larger_batch_is_not_predicted_from_sizes_whose_peak_is_the_optimizers() -> None:
+    history = BlockHistory()
+    for size, growth in ((1024, 1024), (2048, 512), (4096, 768), (8192, 1536), (16384, 3072)):
+        history.measured(size, growth * MIB)
+    assert history.growth(32768) == 6144 * MIB
+
+
 def test_growth_from_run_to_run_is_a_leak_after_sixteen_runs() -> None:
     leaking, steady = BlockHistory(), BlockHistory()
     for run in range(30):
