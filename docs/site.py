@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return f"{match[1]}{os.path.relpath(inside, PurePosixPath(name).parent)}"
         if (ROOT / target).exists():
             kind = "tree" if (ROOT / target).is_dir() else "blob"
-            return f"{match[1]}{config.repo_url.rstrip('/')}/{kind}/main/{target}"
+            return f"{match[1]}{config.extra['repository']}/{kind}/main/{target}"
         return match[0]  # MkDocs reports it
 
     return LINK.sub(on_the_site, markdown)
