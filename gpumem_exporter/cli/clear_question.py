@@ -28,12 +28,12 @@ def can_ask() -> bool:
 
 
 def confirmed_requests(api: ExporterApi, body: Document, *, at_steps: bool) -> list[dict[str, Any]]:
-    """Ask whether to clear every process. Return the requests of a yes, and none of a no.
+    """Ask whether to clear every process. Returns the requests to send: none if the answer is no.
 
     Args:
         api: the exporter.
         body: the request for every process.
-        at_steps: jobs that train clear at the end of a step.
+        at_steps: split the request, so that jobs that train clear at the end of a step and the others at once.
     """
     expected = api.act({**body, "dry_run": True, "settle_seconds": 0}, wait_seconds=0)
     pids = list(dict.fromkeys(result["pid"] for result in expected["results"] if result["outcome"] == "done"))

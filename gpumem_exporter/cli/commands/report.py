@@ -1,4 +1,4 @@
-"""`report`: the memory of a job, also after it ended."""
+"""`report`: the memory of a job, even after it has ended."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def build(name: str) -> typer.Typer:
 
 
 def _report(options: _ReportOptions) -> int:
-    """Show the memory of a job, also after it ended.
+    """Show the memory of a job, even after it has ended.
 
-    The values are from the exporter's own history: of each reporting process, from its first report or the start of the
-    exporter on. With --storage.path the exporter keeps them over a restart. Peak and mean are the driver's values, read
-    once a second; the reserved peak is PyTorch's own, which is exact.
+    The exporter records the values of each reporting process, from its first report or from the exporter's start if
+    that is later. With --storage.path, the values of ended processes survive a restart of the exporter. Peak and mean
+    are the driver's values, read once a second. The reserved peak is PyTorch's own, which is exact.
     """
     with ExporterApi(options.urls(), token=options.token()) as api:
         job = api.get(f"/api/v1/jobs/{quote(options.job, safe='')}")
