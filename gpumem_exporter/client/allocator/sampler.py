@@ -115,9 +115,9 @@ class Sampler:
     def current(self, next_report_seconds: float) -> Sample:
         """Return the sample to report now, and schedule the next one.
 
-        While steps run this is the last step's sample, otherwise a new one. A new one is also taken if the last one was
-        reported already and the next step is late. While another thread empties the cache it is the last sample, or one
-        without devices if the last one is too old.
+        While steps run, this is the sample of the last step that took one. If no steps run, or if that sample was
+        reported already and the next step is late, a new sample is taken. If another thread empties the cache at that
+        time, the last sample is returned instead, or one without devices if the last one is too old.
         """
         latest, steps_run = self._latest, self.steps_run()
         if latest is None or not steps_run or self._late(latest):
