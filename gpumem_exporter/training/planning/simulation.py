@@ -140,7 +140,7 @@ def quiet(what: str) -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     gc.disable()
-    logger.setLevel(logging.CRITICAL)  # the exception has the same information
+    logger.setLevel(logging.CRITICAL)  # what it logs is also in the exception
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
