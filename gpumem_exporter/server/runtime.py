@@ -195,7 +195,8 @@ class NodeFeed:
     def take_reading(self, reading: NodeReading) -> None:
         """Name the pods of a reading, derive its events, and store it.
 
-        Events come first: the event of a process that ends has at least the values that the page has shown.
+        The events are derived before the reading is stored. So the event of a process that ends contains every value
+        that the page has shown.
         """
         if self.pods is not None:
             reading = self.pods.name(reading)
@@ -207,7 +208,7 @@ class NodeFeed:
 
 @dataclass(frozen=True, slots=True)
 class ActionEnds:
-    """Takes the finished actions of the dispatcher."""
+    """Handles the actions that the dispatcher has finished."""
 
     record: Callable[[Action], None]
     audit: Audit

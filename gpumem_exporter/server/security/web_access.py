@@ -67,7 +67,7 @@ class WebAccess:
     def _use_certificate_in_force(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: ssl.SSLContext
     ) -> None:
-        """Called in each handshake, also if the client names no server."""
+        """Use the last certificate that was read. Called in each TLS handshake, with or without SNI."""
         if self._in_force is not None and connection.context is not self._in_force:
             connection.context = self._in_force
 
