@@ -76,7 +76,7 @@ def check_pid_namespace(
 
 
 def _not_found(process: Document) -> bool:
-    """Whether the driver lists a process that the exporter does not find."""
+    """Whether the driver lists a process that the exporter does not find in /proc."""
     return process.get("state") == "unreported" and not process.get("command")
 
 

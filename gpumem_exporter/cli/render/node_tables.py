@@ -85,7 +85,7 @@ def clear_summary(processes: Sequence[Document]) -> str:
         return "It is not known how much memory a clear would free."
     total = sum(sum(sizes) for sizes in known)
     freeing = sum(1 for sizes in known if sum(sizes) > 0)
-    hides = [any(map(_hides_its_cache, process.get("devices") or ())) for process in able]
+    hides = [any(map(_lacks_reclaimable, process.get("devices") or ())) for process in able]
     unknown = sum(1 for sizes, hidden in zip(known, hides, strict=True) if hidden or not sizes)
     idle = [
         device["idle_cache_bytes"]
@@ -214,7 +214,7 @@ def _clears(process: Document) -> bool:
     return not actions or "empty_cache" in actions
 
 
-def _hides_its_cache(device: Document) -> bool:
+def _lacks_reclaimable(device: Document) -> bool:
     """Whether it is unknown how much of the device's cache a clear would free."""
     reserved, allocated = device.get("reserved_bytes"), device.get("allocated_bytes")
     return not _has(device, "reclaimable_bytes") and reserved is not None and reserved > (allocated or 0)
