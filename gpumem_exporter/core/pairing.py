@@ -155,7 +155,7 @@ class _Device:
         else:
             self._show_newest(self.rows.values())
 
-    def settle(self, row: _Row) -> bool:
+    def show_after_report(self, row: _Row) -> bool:
         """After a report, show the newest reading that fits all processes, otherwise the new sample if that fits.
 
         Returns:
@@ -234,7 +234,7 @@ class Pairing:
             else:
                 row.take(sample, process)
                 device.learn(row)
-            if device.settle(row):
+            if device.show_after_report(row):
                 self._paired.clear()
 
     def forget(self, key: ProcessKey, except_devices: Iterable[str] = ()) -> None:

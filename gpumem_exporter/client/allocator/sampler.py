@@ -42,7 +42,7 @@ _READING_SECONDS = 0.5
 """The mean time between two readings of the cache…"""
 _READING_SHARE = 10_000
 """…or this multiple of the CPU time of a reading, if that is longer: 0.01 % of a core."""
-_PRESSURE_SECONDS = 30.0
+_RETRY_SECONDS = 30.0
 """For this time after the allocator retried an allocation, the reporter's thread reads nothing while steps run."""
 
 
@@ -167,7 +167,7 @@ class Sampler:
 
     def _calm(self, now: float) -> bool:
         """Whether no flush is expected: the allocator has retried no allocation for a while."""
-        return now - self._idle_cache.retried_seconds > _PRESSURE_SECONDS
+        return now - self._idle_cache.retried_seconds > _RETRY_SECONDS
 
     def _stepped(self) -> None:
         now = self._clock()
