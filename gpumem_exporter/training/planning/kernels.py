@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["temporaries"]
+__all__ = ["CONVOLUTIONS", "temporaries"]
 
 BLAS_WORKSPACE_BYTES = 32 << 20
 """cuBLAS on Hopper (`at::cuda::getChosenWorkspaceSize`); 8 MiB on older GPUs."""
@@ -22,15 +22,18 @@ MAX_THREADS = 512
 WARP = 32
 MIN_VALUES, MAX_VALUES = 16, 256
 """The number of values that one thread of a reduction adds up."""
-_ONE_BLOCK = (0, 0)
+_ONE_BLOCK = ((0, 0),)
 """Two allocations of zero bytes, so that every batch size has the same number of events."""
 
 _aten = torch.ops.aten
+CONVOLUTIONS = (_aten.convolution.default, _aten.convolution_backward.default)
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.baddbmm, _aten.addbmm)
 
 
-def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -> Sequence[int]:
+def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -> Sequence[tuple[int, ...]]:
     """Return the bytes of the allocations that an operator frees before it returns.
+
+    The allocations of one tuple are live at the same time. They are freed before those of the next tuple are made.
 
     Args:
         func: the operator.
@@ -40,22 +43,43 @@ def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -
     """
     packet = getattr(func, "overloadpacket", func)
     if packet in _PRODUCTS or (packet is _aten.addmm and args[0].dim() > 1):
-        return (BLAS_WORKSPACE_BYTES,)
+        return ((BLAS_WORKSPACE_BYTES,),)
     if packet in (_aten.sum, _aten.mean):
         return _reduction(args[0], result)
-    if packet in (_aten.convolution, _aten.convolution_backward):
+    if packet is _aten._scaled_dot_product_efficient_attention_backward:
+        return _attention_backward(*args[1:4])
+    if func in CONVOLUTIONS:
         backward = packet is _aten.convolution_backward
         x, weight = args[1:3] if backward else args[:2]
         if convolution == "native":
-            return _native_convolution(x, weight, *(args[4:8] if backward else args[3:7]))
+            return (_native_convolution(x, weight, *(args[4:8] if backward else args[3:7])),)
         # cuDNN chooses an algorithm at run time. This assumes a copy of the input in another layout.
-        return (x.numel() * x.element_size(),)
+        return ((x.numel() * x.element_size(),),)
     return ()
+
+
+def _attention_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[tuple[int, ...]]:
+    """The buffers of memory-efficient attention (`mem_eff_attention/kernel_backward.h`, the kernels for sm80).
+
+    Kernels for float32 compute the sums of output times gradient before they start. Kernels for half precision keep the
+    gradients of keys and values in float32 if the head is larger than a block.
+    """
+    batch, heads, queries, head = query.shape
+    keys, value_head = value.shape[2:]
+    half, largest = query.element_size() == 2, max(head, value_head)
+    rows = 64 if largest <= 64 else 128
+    columns = rows if largest <= 64 or (half and largest <= 128) else 64
+    elements = _divide_up(queries, rows) * _divide_up(head, columns) * (rows * columns + 4)
+    if half and largest > 128:
+        elements += _divide_up(keys, 64) * 64 * rows * (_divide_up(head, rows) + _divide_up(value_head, rows))
+    sums = 4 * batch * heads * queries
+    before = () if half else ((sums * value_head, sums, sums),)
+    return (*before, (sums, 4 * batch * heads * elements))
 
 
 def _native_convolution(
     x: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool
-) -> Sequence[int]:
+) -> tuple[int, ...]:
     """One sample, unfolded into columns and multiplied (`SpatialConvolutionMM.cu`)."""
     kernel = weight.shape[2:]
     if transposed:
@@ -70,7 +94,7 @@ def _native_convolution(
     return (columns * x.element_size(), BLAS_WORKSPACE_BYTES)
 
 
-def _reduction(source: torch.Tensor, result: torch.Tensor) -> Sequence[int]:
+def _reduction(source: torch.Tensor, result: torch.Tensor) -> Sequence[tuple[int, ...]]:
     """The buffer and the semaphores of a reduction that several thread blocks share (`Reduce.cuh`)."""
     outputs, numbers = result.numel(), source.numel()
     if not outputs or not numbers or outputs == numbers:
@@ -94,7 +118,7 @@ def _reduction(source: torch.Tensor, result: torch.Tensor) -> Sequence[int]:
     if blocks <= 1:
         return _ONE_BLOCK
     size = max(4, result.element_size()) * outputs * blocks
-    return (size if contiguous else size * width * vector, 4 * grid)
+    return ((size if contiguous else size * width * vector, 4 * grid),)
 
 
 def _thread_block(inputs: int, outputs: int, contiguous: bool, source: torch.Tensor) -> tuple[int, int, int]:

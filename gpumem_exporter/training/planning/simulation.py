@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_iter
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.cuda_rules import cuda_rules
 from gpumem_exporter.training.planning.failures import explain
+from gpumem_exporter.training.planning.in_place import InPlace
 from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.kernels import temporaries
+from gpumem_exporter.training.planning.kernels import CONVOLUTIONS, temporaries
 from gpumem_exporter.training.planning.model import convertible, in_moving_order, make_fake_mode, make_model
 from gpumem_exporter.training.planning.stepping import Watch, train
 from gpumem_exporter.training.planning.trace import Mark, Trace
@@ -55,6 +56,7 @@ class Tracer(TorchDispatchMode):
         self.ignore_scalars = False
         self.in_optimizer = False
         self._convolution = convolution
+        self._in_place = InPlace()
         self._numbers: dict[int, int] = {}  # the number of the allocation, by storage
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -70,6 +72,11 @@ class Tracer(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # two thirds of all calls
             return args[0].fake_device
+        changed = self._in_place.target(func, args)
+        if changed is not None:
+            return changed
+        if self._convolution == "native" and func in CONVOLUTIONS:
+            args = tuple(self._contiguous(arg) for arg in args)
         try:
             result = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
@@ -79,10 +86,18 @@ class Tracer(TorchDispatchMode):
         tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         for tensor in reversed(tensors) if func is torch.ops.aten.native_dropout.default else tensors:
             self._record(tensor, self.kind)
-        sizes = temporaries(func, args, result, self._convolution)
-        for number in reversed([self.trace.allocate(size, "temporaries") for size in sizes]):
-            self.trace.free(number)
+        for sizes in temporaries(func, args, result, self._convolution):
+            for number in reversed([self.trace.allocate(size, "temporaries") for size in sizes]):
+                self.trace.free(number)
         return result
+
+    def _contiguous(self, value: Any) -> Any:
+        """Return a tensor as PyTorch's own convolutions need it. A copy is temporary memory."""
+        if not isinstance(value, Tensor) or value.is_contiguous():
+            return value
+        copy = value.contiguous()
+        self._record(copy, "temporaries")
+        return copy
 
     def _record(self, tensor: Tensor, kind: str) -> None:
         storage: Any = tensor.untyped_storage()
