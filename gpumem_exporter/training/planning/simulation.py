@@ -11,7 +11,7 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from gpumem_exporter.training.planning.cuda_rules import cuda_rules
 from gpumem_exporter.training.planning.failures import explain
 from gpumem_exporter.training.planning.in_place import InPlace
 from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.kernels import CONVOLUTIONS, temporaries
+from gpumem_exporter.training.planning.kernels import needs_contiguous, temporaries
 from gpumem_exporter.training.planning.model import convertible, in_moving_order, make_fake_mode, make_model
 from gpumem_exporter.training.planning.stepping import Watch, train
 from gpumem_exporter.training.planning.trace import Mark, Trace
@@ -75,7 +75,9 @@ class Tracer(TorchDispatchMode):
         changed = self._in_place.target(func, args)
         if changed is not None:
             return changed
-        if self._convolution == "native" and func in CONVOLUTIONS:
+        if func is torch.ops.aten.roll.default:
+            args = self._rolled(*args)
+        elif needs_contiguous(func, self._convolution):
             args = tuple(self._contiguous(arg) for arg in args)
         try:
             result = func(*args, **(kwargs or {}))
@@ -91,8 +93,15 @@ class Tracer(TorchDispatchMode):
                 self.trace.free(number)
         return result
 
+    def _rolled(self, tensor: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> tuple[Any, ...]:
+        """Roll all dimensions but the last one, and return the remaining arguments. CUDA rolls one at a time."""
+        for shift, dim in zip(shifts[:-1], dims[:-1], strict=True):
+            tensor = torch.ops.aten.roll.default(tensor, [shift], [dim])
+            self._record(tensor, "temporaries")
+        return tensor, shifts[-1:], dims[-1:]
+
     def _contiguous(self, value: Any) -> Any:
-        """Return a tensor as PyTorch's own convolutions need it. A copy is temporary memory."""
+        """Return a value, or a contiguous copy of a tensor. The copy is temporary memory."""
         if not isinstance(value, Tensor) or value.is_contiguous():
             return value
         copy = value.contiguous()
