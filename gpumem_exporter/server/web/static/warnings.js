@@ -43,7 +43,7 @@ function warningsOfDevice(device, view, add) {
   if (pressure > NEARLY_FULL) {
     const help =
       reclaimable >= 0.01 * total
-        ? `${cacheInWords(device.idle_cache_bytes, reclaimable, unsplit)}${largestShare("reclaimable_bytes", reclaimable)}.`
+        ? `${cacheInWords(device, rows, reclaimable, unsplit)}${largestShare("reclaimable_bytes", reclaimable)}.`
         : unsplit
           ? "The reclaimable memory is unknown."
           : `A clear would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
@@ -71,12 +71,14 @@ function warningsOfDevice(device, view, add) {
 }
 
 /** Describe the idle cache and what a clear would free now, as `info` does. */
-function cacheInWords(idle, reclaimable, unsplit) {
+function cacheInWords({ idle_cache_bytes: idle }, rows, reclaimable, unsplit) {
   const freed = `clear would free ${unsplit ? "at least " : ""}${bytes(reclaimable)} now`;
   if (idle === null) return `A ${freed}`;
-  const rest = reclaimable - idle;
-  const fate = rest < 0.05 * reclaimable ? "" : `, ${rest > idle ? "most" : bytes(rest)} of it would be reserved again`;
-  return `Idle cache: ${bytes(idle)}; a ${freed}${fate}`;
+  const unknown = rows.reduce((sum, row) => sum + (row.idle_cache_bytes === null ? row.reclaimable_bytes : 0), 0);
+  const rest = reclaimable - unknown - idle;
+  const part = rest > reclaimable / 2 ? "most" : bytes(rest);
+  const fate = rest < 0.05 * reclaimable ? "" : `, ${part} of it would be reserved again`;
+  return `Idle cache: ${unknown > 0 ? "at least " : ""}${bytes(idle)}; a ${freed}${fate}`;
 }
 
 function warningsOfReporters(view, add) {
