@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, draw_bar, key_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.core.ledger import CATEGORIES
-from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio, human_seconds
+from gpumem_exporter.units import UNKNOWN, counted, human_bytes, human_ratio, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -99,7 +99,7 @@ def clear_summary(processes: Sequence[Document]) -> str:
         device.get("reclaimable_bytes") or 0 for device in devices if not _has(device, "idle_cache_bytes")
     )
     sentence = cache_sentence(sum(idle) if idle else None, total, unknown_idle)
-    where = f"in {freeing} of {len(able)} reporting processes"
+    where = f"in {freeing} of {counted(len(able), 'reporting process', 'reporting processes')}"
     return f"{sentence} ({where}; unknown for {unknown})." if unknown else f"{sentence} ({where})."
 
 
