@@ -61,8 +61,8 @@ function warningsOfDevice(device, view, add) {
     const text = `${name}: ${bytes(fragmented)} is fragmented${largestShare("fragmented_bytes", fragmented)}. Clearing cannot free it.`;
     add("warning", `fragmented ${device.uuid}`, text, true);
   }
-  // As in the alert: no warning if the driver hides the memory of other processes, or if the memory is the host's.
-  const hidden = rows.some((row) => row.state !== "reporting" && row.used_bytes === null);
+  // No warning if the memory of a process may be unattributed, or if the memory is the host's.
+  const hidden = rows.some((row) => (row.state === "reporting" ? row.non_torch_bytes : row.used_bytes) === null);
   const ownersKnown = ledger.other_processes !== undefined && !hidden && !device.memory.of_host;
   if (ownersKnown && unattributed >= 0.02 * total) {
     const text = `${name}: ${bytes(unattributed)} is unattributed: used by no process that the driver lists.`;
