@@ -128,7 +128,7 @@ class _Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Describe the API at the first request for the description."""
         if self.openapi_schema is None:
-            from gpumem_exporter.server.http.openapi import describe
+            from gpumem_exporter.server.openapi import describe
 
             self.openapi_schema = describe(self, telemetry_path=self._telemetry_path)
         return self.openapi_schema
