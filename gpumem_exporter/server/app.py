@@ -17,6 +17,7 @@ from starlette.routing import Route
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.host import Host
+from gpumem_exporter.host.driver_pids import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.actions import actions_router
@@ -64,6 +65,7 @@ def create_app(
     wall_clock: Callable[[], float] = time.time,
     registry: CollectorRegistry | None = None,
     pods: PodResources | None = None,
+    driver_pids: DriverPids | None = None,
     socket_file: SocketFile | None = None,
 ) -> FastAPI:
     """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
@@ -76,6 +78,7 @@ def create_app(
         wall_clock: seconds of the Unix epoch.
         registry: further metrics at the end of the page; none by default.
         pods: adds the names of pods and containers to processes; None without a kubelet.
+        driver_pids: drops pids that are not of this PID namespace; None if all are.
         socket_file: the file of the unix socket; None without one.
     """
     runtime = build_runtime(
@@ -86,6 +89,7 @@ def create_app(
         wall_clock=wall_clock,
         registry=registry if registry is not None else CollectorRegistry(),
         pods=pods,
+        driver_pids=driver_pids,
         socket_file=socket_file,
     )
     app = _Application(settings.web_telemetry_path, _lifespan(runtime, pods))
@@ -100,6 +104,7 @@ def create_app(
         runtime.events.log,
         source=runtime.source,
         version=runtime.version,
+        driver_pids=driver_pids,
         socket_file=socket_file,
     )
     with _without_pydantic_v1():

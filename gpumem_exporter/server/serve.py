@@ -18,6 +18,7 @@ from fastapi import FastAPI
 
 from gpumem_exporter.collectors.instruments import process_registry
 from gpumem_exporter.host import Host, LinuxHost
+from gpumem_exporter.host.driver_pids import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
@@ -73,7 +74,14 @@ def run(settings: Settings, *, demo: bool = False) -> int:
             return _run_demo(settings, listeners)
         from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 
-        return serve(settings, listeners, provider=PynvmlProvider(), host=LinuxHost(), pods=PodResources.of_this_node())
+        return serve(
+            settings,
+            listeners,
+            provider=PynvmlProvider(),
+            host=LinuxHost(),
+            pods=PodResources.of_this_node(),
+            driver_pids=DriverPids.of_this_exporter(),
+        )
 
 
 def _run_demo(settings: Settings, listeners: Listeners) -> int:
@@ -112,6 +120,7 @@ def serve(
     provider: Provider,
     host: Host,
     pods: PodResources | None = None,
+    driver_pids: DriverPids | None = None,
     on_started: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve on bound sockets until a signal, and return the exit code. In a thread, it handles no signals.
@@ -122,6 +131,7 @@ def serve(
         provider: the driver.
         host: reports the processes of the operating system.
         pods: adds the names of pods and containers to processes; None without a kubelet.
+        driver_pids: drops pids that are not of this PID namespace; None if all are.
         on_started: called once, when requests are answered.
     """
     app = create_app(
@@ -129,6 +139,7 @@ def serve(
         provider=provider,
         host=host,
         pods=pods,
+        driver_pids=driver_pids,
         registry=process_registry(),
         socket_file=listeners.socket_file,
     )
