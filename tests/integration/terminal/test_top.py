@@ -109,7 +109,9 @@ def test_the_sizes_on_the_screen_are_those_of_the_exporter(
         reported = _api_rows(demo.get("/api/v1/processes"))
         terminal.pump(0.25)
         shown = _process_rows(terminal)
-        return len(shown) >= rows and all(sizes.items() <= reported.get(key, {}).items() for key, sizes in shown.items())
+        return len(shown) >= rows and all(
+            sizes.items() <= reported.get(key, {}).items() for key, sizes in shown.items()
+        )
 
     terminal.until(agrees, "the screen to show the exporter's values")
     for device in demo.get("/api/v1/devices")["devices"]:
