@@ -13,7 +13,7 @@ import typer
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
-from gpumem_exporter.units import UNKNOWN, human_bytes, human_seconds
+from gpumem_exporter.units import UNKNOWN, counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -67,7 +67,7 @@ def _shown(job: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield plain("")
     yield plain(f"Highest peak of a process on a device: {human_bytes(max(peaks, default=None))}.", "bold")
     if running:
-        yield plain(f"Still running: {running} of {len(job['processes'])} processes.")
+        yield plain(f"Still running: {running} of {counted(len(job['processes']), 'process', 'processes')}.")
 
 
 def _row(process: Mapping[str, Any], device: Mapping[str, Any]) -> tuple[str, ...]:
