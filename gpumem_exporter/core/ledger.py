@@ -10,9 +10,9 @@ This equation is exact for each device:
 reads the device and the processes at slightly different times. It also has the non-torch bytes of a process whose
 report and reading do not belong together: see `core.pairing`.
 
-A report enters the ledger of a device if the driver lists its process on that device, or if the driver lists no
-processes at all. A reporter without a known host pid is left out, because `other_processes` already includes its bytes.
-So is a reporter whose pid belonged to another process when the driver was read.
+A report enters the ledger of a device if the driver lists its process on that device. A reporter without a known host
+pid is left out, because `other_processes` already includes its bytes. So is a reporter whose pid belonged to another
+process when the driver was read. If the list of processes is unknown, every report enters the ledger.
 
 Some drivers report no memory per process (WSL, some vGPU configurations). Then `non_torch` and `other_processes` are
 absent, and their bytes are in `unattributed`. If the driver hides the memory of some processes only, the bytes of those
@@ -32,7 +32,6 @@ from typing import NamedTuple
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import (
     DeviceMemory,
-    DeviceReading,
     ProcessMemory,
     ReportingProcess,
     Snapshot,
@@ -131,7 +130,7 @@ def node_ledgers(
 def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, list[ProcessShare]]:
     """Compute the memory of each process on each device, by uuid.
 
-    The processes are those that the driver lists. If the driver lists none, they are the processes that report.
+    The processes are those that the driver lists. If its list is unknown, they are the processes that report.
     A device whose memory is unknown has no ledger, but it has its processes.
 
     Args:
@@ -142,33 +141,47 @@ def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, lis
     if node is None:
         return {}
     # Without the processes whose pid was reused.
-    processes = {
-        process.host_pid: process
-        for _, process in (names or Names.of(snapshot)).reporting
-        if process.host_pid is not None and node.pid_belongs_to(process)
-    }
+    reporting = [each for each in (names or Names.of(snapshot)).reporting if node.pid_belongs_to(each[1])]
+    processes = {process.host_pid: process for _, process in reporting if process.host_pid is not None}
     by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
     for host_pid, process in processes.items():
         for sample in process.report.devices:
             if sample.uuid in by_device:
                 by_device[sample.uuid].setdefault(host_pid, sample)
-    return {device.uuid: _shares(device, by_device[device.uuid], processes) for device in node.devices}
+    return {
+        device.uuid: _reported_shares(device.uuid, reporting)
+        if device.processes is None
+        else _listed_shares(device.uuid, device.processes, by_device[device.uuid], processes)
+        for device in node.devices
+    }
 
 
-def _shares(
-    device: DeviceReading, samples: Mapping[int, DeviceSample], processes: Mapping[int, ReportingProcess]
+def _reported_shares(uuid: str, reporting: Iterable[tuple[str, ReportingProcess]]) -> list[ProcessShare]:
+    """Return the shares of the processes that report, where the driver's list is unknown."""
+    return [
+        ProcessShare(name, None, process, sample, None)
+        for name, process in reporting
+        for sample in process.report.devices
+        if sample.uuid == uuid
+    ]
+
+
+def _listed_shares(
+    uuid: str,
+    listed: Iterable[ProcessMemory],
+    samples: Mapping[int, DeviceSample],
+    processes: Mapping[int, ReportingProcess],
 ) -> list[ProcessShare]:
-    """Return the shares of the processes that the driver lists, or of those that report if the list is unknown."""
-    owners = device.processes if device.processes is not None else [ProcessMemory(pid, None) for pid in samples]
+    """Return the shares of the processes that the driver lists."""
     shares = []
-    for owner in owners:
+    for owner in listed:
         pid, used_bytes = owner.pid, owner.used_bytes
         sample = samples.get(pid)
         if sample is None:
             shares.append(ProcessShare(str(pid), used_bytes, None, None, None))
             continue
         process, reserved_bytes, non_torch_bytes = processes[pid], sample.reserved_bytes, None
-        if used_bytes is not None and reserved_bytes is not None and device.uuid not in process.unmatched:
+        if used_bytes is not None and reserved_bytes is not None and uuid not in process.unmatched:
             non_torch_bytes = used_bytes - reserved_bytes
         shares.append(ProcessShare(str(pid), used_bytes, process, sample, non_torch_bytes))
     return shares

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.host import Host
+from gpumem_exporter.host.driver_pids import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.actions import actions_router
@@ -36,8 +37,8 @@ from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
+from gpumem_exporter.server.security.file_refresher import FileRefresher
 from gpumem_exporter.server.security.request_guard import Guard
-from gpumem_exporter.server.security.tokens import TokenRefresher
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.api_page import api_page_router
 from gpumem_exporter.server.web.live import Audience, LiveState, live_router
@@ -64,6 +65,7 @@ def create_app(
     wall_clock: Callable[[], float] = time.time,
     registry: CollectorRegistry | None = None,
     pods: PodResources | None = None,
+    driver_pids: DriverPids | None = None,
     socket_file: SocketFile | None = None,
 ) -> FastAPI:
     """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
@@ -76,6 +78,7 @@ def create_app(
         wall_clock: seconds of the Unix epoch.
         registry: further metrics at the end of the page; none by default.
         pods: adds the names of pods and containers to processes; None without a kubelet.
+        driver_pids: drops pids that are not of this PID namespace; None if all are.
         socket_file: the file of the unix socket; None without one.
     """
     runtime = build_runtime(
@@ -86,6 +89,7 @@ def create_app(
         wall_clock=wall_clock,
         registry=registry if registry is not None else CollectorRegistry(),
         pods=pods,
+        driver_pids=driver_pids,
         socket_file=socket_file,
     )
     app = _Application(settings.web_telemetry_path, _lifespan(runtime, pods))
@@ -100,6 +104,7 @@ def create_app(
         runtime.events.log,
         source=runtime.source,
         version=runtime.version,
+        driver_pids=driver_pids,
         socket_file=socket_file,
     )
     with _without_pydantic_v1():
@@ -128,7 +133,7 @@ class _Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Describe the API at the first request for the description."""
         if self.openapi_schema is None:
-            from gpumem_exporter.server.http.openapi import describe
+            from gpumem_exporter.server.openapi import describe
 
             self.openapi_schema = describe(self, telemetry_path=self._telemetry_path)
         return self.openapi_schema
@@ -221,11 +226,11 @@ def _add_guards(app: FastAPI, runtime: Runtime) -> None:
 
 def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
     rules = (runtime.reports_rule, runtime.callers.rule)
-    tokens = TokenRefresher([rule.token for rule in rules if rule.token is not None])
+    files = FileRefresher([part for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tokens.start()
+        files.start()
         runtime.events.log.start()
         if pods is not None:
             pods.start()
@@ -247,7 +252,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
                 task.cancel()
             if pods is not None:
                 pods.stop()
-            tokens.stop()
+            files.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
             await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 

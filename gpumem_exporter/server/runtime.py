@@ -25,6 +25,7 @@ from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, EventLog, Recorder, Storage, last_ooms
 from gpumem_exporter.host import Host
+from gpumem_exporter.host.driver_pids import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
@@ -91,6 +92,7 @@ def build_runtime(
     wall_clock: Callable[[], float],
     registry: CollectorRegistry,
     pods: PodResources | None = None,
+    driver_pids: DriverPids | None = None,
     socket_file: SocketFile | None = None,
 ) -> Runtime:
     """Build every part and connect them; starts nothing.
@@ -104,7 +106,7 @@ def build_runtime(
     poller = Poller(
         provider,
         host,
-        NodeFeed(pods, events, state.store).take_reading,
+        NodeFeed(driver_pids, pods, events, state.store).take_reading,
         interval_seconds=settings.collect_interval,
         clock=clock,
         wall_clock=wall_clock,
@@ -188,15 +190,18 @@ class CurrentState:
 class NodeFeed:
     """Takes the readings of the poller, in the poller's thread."""
 
+    driver_pids: DriverPids | None
     pods: PodResources | None
     events: Recorder
     store: Store
 
     def take_reading(self, reading: NodeReading) -> None:
-        """Name the pods of a reading, derive its events, and store it.
+        """Drop pids that are not this namespace's, name the pods, derive the events, and store the reading.
 
         Events come first: the event of a process that ends has at least the values that the page has shown.
         """
+        if self.driver_pids is not None:
+            reading = self.driver_pids.check(reading)
         if self.pods is not None:
             reading = self.pods.name(reading)
         try:

@@ -22,12 +22,11 @@ from gpumem_exporter.cli.doctor.exporter import (
 )
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
 from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
-from gpumem_exporter.cli.doctor.socket import check_socket, socket_path, socket_peer
+from gpumem_exporter.cli.doctor.socket import check_socket, socket_path
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
 from gpumem_exporter.cli.rights import read_rights
-from gpumem_exporter.procfs import pid_namespace
 
 if TYPE_CHECKING:
     from gpumem_exporter.nvml.provider import Provider
@@ -102,8 +101,7 @@ def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: b
         "pid namespace",
         lambda: check_pid_namespace(
             _processes(api),
-            exporter_namespace=_exporter_namespace(api.url),
-            own_namespace=pid_namespace() if nearby else None,
+            mode=health.get("mode"),
             driver_up=bool((health.get("nvml") or {}).get("up")),
         ),
     )
@@ -111,18 +109,6 @@ def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: b
 
 def _processes(api: ExporterApi) -> list[dict[str, Any]]:
     return api.get("/api/v1/processes").get("processes") or []
-
-
-def _exporter_namespace(url: str) -> int | None:
-    """The exporter's PID namespace, from the peer of its socket; None if unknown."""
-    path = socket_path((url,))
-    if path is None:
-        return None
-    try:
-        peer = socket_peer(path)
-    except OSError:
-        return None
-    return pid_namespace(f"/proc/{peer.pid}") or None if peer.pid else None
 
 
 def _driver() -> Provider:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
-from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE
 from gpumem_exporter.units import counted
 
 __all__ = ["check_pid_namespace", "check_reporters"]
@@ -37,53 +36,31 @@ def check_reporters(processes: Sequence[Document]) -> Iterator[Finding]:
         yield Finding("reporters", WARN, f"no process reports{without}", fix)
 
 
-def check_pid_namespace(
-    processes: Sequence[Document], *, exporter_namespace: int | None, own_namespace: int | None, driver_up: bool
-) -> Iterator[Finding]:
+def check_pid_namespace(processes: Sequence[Document], *, mode: str | None, driver_up: bool) -> Iterator[Finding]:
     """Check that the exporter runs in the host's PID namespace: the driver lists processes by the host's pids.
 
     Args:
         processes: as the exporter lists them.
-        exporter_namespace: inode of the exporter's PID namespace; None if unknown.
-        own_namespace: inode of this process' PID namespace, 0 if unknown; None if the exporter is on another machine.
+        mode: the exporter's, from `/health`; None if it is older than this field.
         driver_up: whether the exporter has a driver.
     """
     reporting = [process for process in processes if process.get("state") == "reporting"]
-    serious = FAIL if driver_up else WARN
     lost = [process for process in reporting if process.get("host_pid") is None]
-    if lost:
+    if mode == "sidecar":
+        detail = "the exporter does not run in the host's: other processes and non-torch memory are unknown"
+        yield Finding("pid namespace", WARN, detail, f"nothing in a sidecar; elsewhere, {_FIX}")
+    elif lost:
         detail = f"the exporter cannot match these reporters with the driver's processes: {_listed(lost)}"
-        yield Finding("pid namespace", serious, f"{detail}; their memory counts as other processes", _FIX)
-        return
-    not_found = [process for process in processes if _not_found(process)]
-    unlisted = [process for process in reporting if driver_up and _unlisted(process)]
-    if not_found and unlisted:
-        detail = f"the driver lists pids that the exporter does not see ({_listed(not_found)})"
-        yield Finding("pid namespace", FAIL, f"{detail}, and none of the reporters {_listed(unlisted)}", _FIX)
-    elif exporter_namespace not in (None, 0, INITIAL_PID_NAMESPACE):
-        detail = "the exporter does not run in the host's: its pids are not the driver's"
-        yield Finding("pid namespace", WARN, detail, _FIX)
+        yield Finding(
+            "pid namespace", FAIL if driver_up else WARN, f"{detail}; their memory counts as other processes", _FIX
+        )
+    elif mode is None:
+        yield Finding("pid namespace", WARN, "the exporter does not show its own", "install the same version there")
     elif reporting and driver_up:
         reporters = counted(len(reporting), "reporter", "reporters")
         yield Finding("pid namespace", PASS, f"{reporters} matched with the driver's processes")
-    elif exporter_namespace == INITIAL_PID_NAMESPACE:
-        yield Finding("pid namespace", PASS, "the exporter runs in the host's")
-    elif own_namespace == INITIAL_PID_NAMESPACE:
-        yield Finding("pid namespace", PASS, "this process runs in the host's; the exporter's is not known")
     else:
-        fix = f"run doctor on the exporter's machine; if this is it, {_FIX}"
-        yield Finding("pid namespace", WARN, "the exporter's is not known", fix)
-
-
-def _not_found(process: Document) -> bool:
-    """Whether the driver lists a process that the exporter does not find."""
-    return process.get("state") == "unreported" and not process.get("command")
-
-
-def _unlisted(process: Document) -> bool:
-    """Whether a process reports memory on devices where the driver does not list it."""
-    holding = [device for device in process.get("devices") or () if device.get("reserved_bytes")]
-    return bool(holding) and all(device.get("used_bytes") is None for device in holding)
+        yield Finding("pid namespace", PASS, "the driver's pids are those of the exporter's")
 
 
 def _listed(processes: Sequence[Document]) -> str:

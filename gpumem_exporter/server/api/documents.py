@@ -127,13 +127,12 @@ def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[See
     names = Names.of(snapshot)
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
     seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
-    by_host_pid = {process.host_pid: process for process in reversed(seen) if process.host_pid is not None}
+    by_name = {str(process.pid): process for process in seen}
     for uuid, shares in node_shares(snapshot, names).items():
         for share in shares:
-            host_pid = int(share.pid)
-            process = by_host_pid.get(host_pid)
-            if process is None:
-                process = by_host_pid[host_pid] = SeenProcess(host_pid, host_pid)
+            process = by_name.get(share.pid)
+            if process is None:  # only the driver lists it
+                process = by_name[share.pid] = SeenProcess(int(share.pid), int(share.pid))
                 seen.append(process)
             process.shares[uuid] = share
     for process in seen:

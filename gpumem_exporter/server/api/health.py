@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.events import EventLog, EventLogStatus
+from gpumem_exporter.host.driver_pids import DriverPids
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.replies import json_reply, json_response
@@ -20,6 +21,7 @@ from gpumem_exporter.units import counted
 __all__ = ["Health", "HealthDocument", "health_document", "health_router"]
 
 Status = Literal["ok", "degraded", "failing"]
+Mode = Literal["node", "sidecar"]
 _RANKS: tuple[Status, ...] = ("ok", "degraded", "failing")
 
 
@@ -39,11 +41,16 @@ class NvmlState(TypedDict):
 
 
 class HealthDocument(TypedDict):
-    """The reply of `GET /health`; `status` is that of the worst check."""
+    """The reply of `GET /health`; `status` is that of the worst check.
+
+    `mode` is `sidecar` while the driver's pids cannot be matched, because the exporter is not in the host's PID
+    namespace. Then other processes and non-torch memory are unknown.
+    """
 
     status: Status
     version: str
     source: str
+    mode: Mode
     nvml: NvmlState
     devices: int
     processes: int
@@ -52,12 +59,13 @@ class HealthDocument(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Computes the health of the exporter from its poller, its event log and its unix socket."""
+    """Computes the health of the exporter from its parts."""
 
     poller: Poller
     log: EventLog
     source: str
     version: str
+    driver_pids: DriverPids | None = None
     socket_file: SocketFile | None = None
 
     def document(self, snapshot: Snapshot) -> HealthDocument:
@@ -68,7 +76,8 @@ class Health:
             self.log.status(),
             source=self.source,
             version=self.version,
-            socket_error=self.socket_file.error() if self.socket_file is not None else None,
+            mode="node" if self.driver_pids is None or self.driver_pids.matched else "sidecar",
+            socket_file=self.socket_file,
         )
 
 
@@ -114,12 +123,10 @@ def health_document(
     *,
     source: str,
     version: str,
-    socket_error: str | None = None,
+    mode: Mode = "node",
+    socket_file: SocketFile | None = None,
 ) -> HealthDocument:
-    """Return the exporter's state. A restart may fix `failing`; `degraded` is a fault of the node.
-
-    `socket_error` is None without a unix socket.
-    """
+    """Return the exporter's state. A restart may fix `failing`; `degraded` is a fault of the node."""
     node = snapshot.node
     checks = {
         "poller": _poller_check(poller),
@@ -128,13 +135,15 @@ def health_document(
         "reports": _reports_check(snapshot),
         "events": _events_check(events),
     }
-    if socket_error is not None:
-        checks["socket"] = _check("degraded" if socket_error else "ok", socket_error)
+    if socket_file is not None:
+        error = socket_file.error()
+        checks["socket"] = _check("degraded", error) if error else _check("ok", socket_file.path)
     up = bool(node and node.up)
     return {
         "status": max((check["status"] for check in checks.values()), key=_RANKS.index),
         "version": version,
         "source": source,
+        "mode": mode,
         "nvml": {
             "up": up,
             "error": "" if up else checks["nvml"]["detail"],

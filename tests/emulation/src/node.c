@@ -90,7 +90,7 @@ static int own_slot(void) {
     return ask ? ask() : -1;
 }
 
-/* The pid, in this PID namespace, of the process in a slot; 0 if it has ended. */
+/* The pid, in this PID namespace, of the process in a slot; 0 if it has ended, -1 if this namespace does not see it. */
 static int32_t holder(struct emu_node *node, int slot, int own) {
     struct emu_process *process = &node->state->process[slot];
     if (process->state == EMU_FOREIGN) return process->pid;
@@ -98,7 +98,7 @@ static int32_t holder(struct emu_node *node, int slot, int own) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = slot, .l_len = 1};
     if (fcntl(node->lock_file, F_GETLK, &lock) || lock.l_type == F_UNLCK) return 0;
     if (process->shown_pid) return process->shown_pid;
-    return lock.l_pid > 0 ? lock.l_pid : process->pid;
+    return lock.l_pid > 0 ? lock.l_pid : -1;
 }
 
 static void forget(struct emu_state *state, int slot) {
@@ -212,7 +212,7 @@ int emu_uses_locked(struct emu_node *node, int device, struct emu_use *uses, int
     for (uint32_t slot = 0; slot < state->processes; slot++) {
         if (state->process[slot].state == EMU_FREE || !(state->process[slot].contexts >> device & 1)) continue;
         int32_t pid = holder(node, (int)slot, own);
-        if (!pid) continue;
+        if (pid <= 0) continue;
         if (count < room) uses[count] = (struct emu_use){pid, (int32_t)slot, state->used[device][slot]};
         count++;
     }

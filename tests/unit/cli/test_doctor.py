@@ -23,11 +23,8 @@ from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collec
 from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError, NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE
 from tests.support.golden import assert_golden
 from tests.support.waiting import patient
-
-_OTHER_NAMESPACE = 4026532000
 
 
 class _Provider:
@@ -93,7 +90,7 @@ def _process(pid: int, state: str = "reporting", **changes: Any) -> dict[str, An
 
 
 def _namespace(*processes: dict[str, Any], **changes: Any) -> list[Finding]:
-    known: dict[str, Any] = {"exporter_namespace": None, "own_namespace": INITIAL_PID_NAMESPACE, "driver_up": True}
+    known: dict[str, Any] = {"mode": "node", "driver_up": True}
     return list(check_pid_namespace(processes, **{**known, **changes}))
 
 
@@ -143,12 +140,9 @@ def test_the_text_of_each_finding() -> None:
     absent = NvmlUnavailableError("libnvidia-ml.so.1 is not found")
     api = "https://ada:secret@node:9844"
     tried = ["unix:///s", api]
-    unlisted = _process(12, devices=[{"used_bytes": None, "reserved_bytes": 1}])
-    stranger = _process(40000, "unreported", command=None)
     checks = {"nvml": {"status": "failing", "detail": "the driver is away"}}
     degraded = {"status": "degraded", "devices": 8, "processes": 2, "checks": checks}
     released = {**degraded, "nvml": {"up": False, "error": "released by ada", "released": True}}
-    elsewhere = {"exporter_namespace": None, "own_namespace": None, "driver_up": True}
     findings = [
         *_driver(_Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "GPU-1", error="GPU is lost")])),
         *_driver(_Provider()),
@@ -197,15 +191,10 @@ def test_the_text_of_each_finding() -> None:
         *check_reporters([_process(4, "unreported")]),
         *_namespace(_process(1), _process(5, host_pid=None)),
         *_namespace(_process(1), _process(5, host_pid=None), driver_up=False),
-        *_namespace(_process(1), stranger),
-        *_namespace(unlisted, stranger),
         *_namespace(_process(1)),
-        *_namespace(exporter_namespace=_OTHER_NAMESPACE),
-        *_namespace(exporter_namespace=INITIAL_PID_NAMESPACE),
         *_namespace(),
-        *_namespace(_process(1), driver_up=False),
-        *_namespace(own_namespace=_OTHER_NAMESPACE),
-        *check_pid_namespace([], **elsewhere),
+        *_namespace(_process(5, host_pid=None), mode="sidecar"),
+        *_namespace(_process(1), mode=None),
         *collect("clock", broken),
     ]
     assert verdict_of(findings) == FAIL
