@@ -25,6 +25,7 @@ from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.background.hangup import take_over_hangup
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind
 from gpumem_exporter.server.http.response_headers import ResponseHeaders
+from gpumem_exporter.server.http.systemd_sockets import take_systemd_sockets
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer, Limits
 from gpumem_exporter.server.logs import configure_logging
 from gpumem_exporter.server.security.tokens import TokenFile
@@ -65,7 +66,7 @@ def run(settings: Settings, *, demo: bool = False) -> int:
     if settings.policy_file or settings.web_config_file:
         take_over_hangup()
     try:
-        listeners = bind(settings.web_listen_address, settings.web_listen_socket)
+        listeners, settings = _listen(settings)
     except BindError as error:
         sys.stderr.write(f"gpumem-exporter: {error}\n")
         return 1
@@ -82,6 +83,15 @@ def run(settings: Settings, *, demo: bool = False) -> int:
             pods=PodResources.of_this_node(),
             driver_pids=DriverPids.of_this_exporter(),
         )
+
+
+def _listen(settings: Settings) -> tuple[Listeners, Settings]:
+    """Return the sockets, and the settings with their addresses."""
+    if not settings.web_systemd_socket:
+        return bind(settings.web_listen_address, settings.web_listen_socket), settings
+    listeners = take_systemd_sockets()
+    found = {"web_listen_address": listeners.addresses, "web_listen_socket": listeners.unix_path}
+    return listeners, settings.model_copy(update=found)
 
 
 def _run_demo(settings: Settings, listeners: Listeners) -> int:

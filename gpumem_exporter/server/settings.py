@@ -103,6 +103,9 @@ class Settings(BaseModel):
     web_listen_socket: Annotated[str, AfterValidator(_socket_path)] = Field(
         "", description="path of a unix socket to listen on as well"
     )
+    web_systemd_socket: bool = Field(
+        False, description="listen on the sockets that systemd passes, instead of the two options above"
+    )
     web_telemetry_path: Annotated[str, AfterValidator(_telemetry_path)] = Field(
         "/metrics", description="path of the metrics"
     )

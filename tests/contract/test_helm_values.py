@@ -21,6 +21,7 @@ FIXED_BY_THE_CHART = {
     "web.config.file",
     "web.listen-address",
     "web.listen-socket",
+    "web.systemd-socket",
     "web.telemetry-path",
 }
 """Settings that have values of their own, or that probes and monitors depend on."""

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
+from gpumem_exporter.server.settings import Settings
 from tests.support.paths import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
@@ -160,6 +164,30 @@ def test_systemd_keeps_the_folder_of_the_socket_across_restarts() -> None:
     assert (settings["RuntimeDirectory"], settings["RuntimeDirectoryPreserve"]) == ("gpumem", "yes")
     assert f"\nEnvironment=GPUMEM_WEB_LISTEN_SOCKET=/run/{settings['RuntimeDirectory']}/exporter.sock\n" in unit
     assert "DynamicUser" not in settings, "the preserved folder of a dynamic user is in /run/private"
+
+
+def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    folder = DEPLOY / "systemd"
+    unit = (folder / "gpumem-exporter.service").read_text(encoding="utf-8")
+    (tmp_path / "gpumem-exporter.service").write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", unit))
+    shutil.copy(folder / "gpumem-exporter.socket", tmp_path)
+    checked = subprocess.run(
+        [analyze, "verify", "--man=no", "--recursive-errors=yes", *map(str, sorted(tmp_path.iterdir()))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_sockets_of_systemd_are_those_of_the_service_without_them() -> None:
+    sockets = re.findall(r"(?m)^ListenStream=(.*)$", (DEPLOY / "systemd" / "gpumem-exporter.socket").read_text())
+    service = (DEPLOY / "systemd" / "gpumem-exporter.service").read_text(encoding="utf-8")
+    (path,) = re.findall(r"(?m)^Environment=GPUMEM_WEB_LISTEN_SOCKET=(.*)$", service)
+    assert sockets == [Settings().web_listen_address[0].lstrip(":"), path]
 
 
 def test_training_containers_mount_the_socket_read_only() -> None:

@@ -37,22 +37,29 @@ class SocketFile:
 
     path: str
     inode: tuple[int, int]
+    owned: bool = True
+    """Whether the exporter created the file, and deletes it at its end. systemd keeps the files of its sockets."""
     _logged: str = ""
 
     @classmethod
-    def at(cls, path: str) -> SocketFile:
+    def at(cls, path: str, *, owned: bool = True) -> SocketFile:
         """Return the file that is at a path now."""
-        return cls(path, _inode(os.lstat(path)))
+        return cls(path, _inode(os.lstat(path)), owned)
 
     def error(self) -> str:
         """Return why clients do not reach this exporter by the path; empty if they do."""
         try:
             found = os.lstat(self.path)
         except OSError as error:
-            return f"the socket {self.path} was removed ({_reason(error)}): restart the exporter"
+            return f"the socket {self.path} was removed ({_reason(error)}): restart {self._creator}"
         if _inode(found) == self.inode:
             return ""
-        return f"the socket {self.path} was replaced by {user_name(found.st_uid)}: remove that file and restart"
+        owner = user_name(found.st_uid)
+        return f"the socket {self.path} was replaced by {owner}: remove that file and restart {self._creator}"
+
+    @property
+    def _creator(self) -> str:
+        return "the exporter" if self.owned else "its socket unit"
 
     def check(self) -> None:
         """Log an error once."""
@@ -62,8 +69,8 @@ class SocketFile:
         self._logged = error
 
     def remove(self) -> None:
-        """Delete the file, unless it was replaced."""
-        if not self.error():
+        """Delete the file, unless it was replaced or belongs to systemd."""
+        if self.owned and not self.error():
             with contextlib.suppress(OSError):
                 Path(self.path).unlink()
 
@@ -79,6 +86,11 @@ class Listeners:
     def unix_path(self) -> str:
         """The path of the unix socket; empty without one."""
         return self.socket_file.path if self.socket_file is not None else ""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The TCP addresses, in the form of `--web.listen-address`."""
+        return tuple(_authority(sock) for sock in self.sockets if sock.family != socket.AF_UNIX)
 
     def names(self, *, tls: bool = False) -> tuple[str, ...]:
         """Return the URLs for clients: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`.
@@ -99,7 +111,7 @@ class Listeners:
         self.close()
 
     def close(self) -> None:
-        """Close all sockets, and delete the unix socket's file unless another process replaced it."""
+        """Close all sockets, and delete the file of a unix socket that was created here and not replaced."""
         for sock in self.sockets:
             sock.close()
         if self.socket_file is not None:

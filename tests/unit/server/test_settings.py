@@ -29,6 +29,7 @@ def test_the_defaults() -> None:
     assert load_settings({}, {}).model_dump() == {
         "web_listen_address": (":9844",),
         "web_listen_socket": "",
+        "web_systemd_socket": False,
         "web_telemetry_path": "/metrics",
         "web_hide_identities": False,
         "web_config_file": "",
