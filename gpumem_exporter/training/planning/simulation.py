@@ -130,16 +130,15 @@ def trace_job(job: Job, batch: int) -> Trace:
     Raises:
         ConfigurationError: the job's own code failed.
     """
-    tracer, starts = _run(job, batch, STEPS - 1)
-    repeated = tracer.trace.repeated(starts[-2], starts[-1])
+    trace, starts = _run(job, batch, STEPS - 1)
+    repeated = trace.repeated(starts[-2], starts[-1])
     if repeated is None:
-        tracer, starts = _run(job, batch, STEPS)
-        repeated = tracer.trace
+        repeated, _ = _run(job, batch, STEPS)
     return repeated.ordered()
 
 
-def _run(job: Job, batch: int, steps: int) -> tuple[Tracer, list[Mark]]:
-    """Run a job for a few steps, and return the recorded trace with the start of each step and the last one's end."""
+def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark]]:
+    """Run a job for a few steps, and return the trace with the start of each step and the last one's end."""
     tracer = Tracer(job.convolution)
     with quiet(f"the job at batch size {batch}"), convertible():
         mode = make_fake_mode()
@@ -148,9 +147,8 @@ def _run(job: Job, batch: int, steps: int) -> tuple[Tracer, list[Mark]]:
             move(model, tracer)
             watch = _Kinds(tracer)
             train(job, model, batch, steps, "cpu", watch)
-        # Afterwards the remaining tensors are freed in an arbitrary order.
-        tracer.trace = tracer.trace.until(watch.starts[-1])
-    return tracer, watch.starts
+    # Without the frees of the remaining tensors, which the tracer records from here on.
+    return tracer.trace.until(watch.starts[-1]), watch.starts
 
 
 @contextmanager
