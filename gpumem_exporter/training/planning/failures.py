@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 __all__ = ["explain"]
 
 _PROFILE = "plan from measured steps instead: --profile on a machine with a GPU"
+_SPARSE = "SparseTensorImpl"  # in the error of every access to the memory of a sparse tensor
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
@@ -25,6 +26,8 @@ def explain(error: Exception) -> str:
     """Return one line about an error of the job's code: what failed, where, and the next step."""
     if isinstance(error, _NEEDS_VALUES):
         return f"reads a value, which tensors without values do not have: {error.func} at {_place(error)}; {_PROFILE}"
+    if _SPARSE in str(error):
+        return f"has sparse gradients, whose size depends on values: plan with sparse=False, which needs more; or {_PROFILE}"
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if isinstance(error, _UNSUPPORTED):
         return f"uses an operator that tensors without values do not support: {text} at {_place(error)}; {_PROFILE}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["needs_contiguous", "temporaries"]
+__all__ = ["prepare", "temporaries"]
 
 BLAS_WORKSPACE_BYTES = 32 << 20
 """cuBLAS on Hopper (`at::cuda::getChosenWorkspaceSize`); 8 MiB on older GPUs."""
@@ -34,13 +34,30 @@ _CONTIGUOUS = (
     *(_aten._softmax, _aten._softmax_backward_data, _aten._log_softmax, _aten._log_softmax_backward_data),
 )
 """CUDA's kernels of these copy inputs that are not contiguous."""
+_ONE_MORE = (_aten._softmax_backward_data, _aten.mse_loss, _aten.smooth_l1_loss)
+"""These compute a tensor as large as the first input: gradient times output, or the losses before their mean."""
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.baddbmm, _aten.addbmm)
 
 
-def needs_contiguous(func: Any, convolution: str) -> bool:
-    """Return whether an operator copies inputs that are not contiguous."""
+def prepare(func: Any, args: tuple[Any, ...], convolution: str) -> tuple[Any, ...]:
+    """Return the arguments that a kernel works on. New tensors are its copies of inputs, which it frees at the end."""
     packet = getattr(func, "overloadpacket", func)
-    return packet in _CONTIGUOUS or (convolution == "native" and packet in _CONVOLUTIONS)
+    if packet in _CONTIGUOUS or (convolution == "native" and packet in _CONVOLUTIONS):
+        return tuple(_contiguous(arg) for arg in args)
+    if packet is _aten.roll:  # one dimension at a time
+        x, shifts, dims = _contiguous(args[0]), args[1], args[2] if len(args) > 2 else ()
+        for shift, dim in zip(shifts[:-1], dims[:-1], strict=True):
+            x = func(x, [shift], [dim])
+        return (x, shifts[-1:], dims[-1:])[: len(args)]
+    if packet is _aten._scaled_dot_product_efficient_attention_backward:
+        gradient = args[0].transpose(1, 2)  # the layout of the kernel
+        if not gradient.is_contiguous():
+            return (gradient.contiguous().transpose(1, 2), *args[1:])
+    return args
+
+
+def _contiguous(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -> Sequence[tuple[int, ...]]:
@@ -63,16 +80,19 @@ def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -
         return ((LT_WORKSPACE_BYTES if lt else BLAS_WORKSPACE_BYTES,),)
     if packet in (_aten.sum, _aten.mean):
         return _reduction(args[0], result, args[1] if len(args) > 1 else None)
-    if packet is _aten._softmax_backward_data:
-        return ((args[0].numel() * args[0].element_size(),),)  # the gradient times the output
+    if packet in _ONE_MORE:
+        return ((args[0].numel() * args[0].element_size(),),)
     if packet is _aten._scaled_dot_product_efficient_attention_backward:
         return _attention_backward(*args[1:4])
     if packet is _aten.convolution:
         return (_convolution(*args[:2], *args[3:7], args[8], convolution),)
     if packet is _aten.convolution_backward:
         columns = _convolution(*args[1:3], *args[4:8], args[9], convolution, backward=True)
-        gradient, bias = args[0], result[2]
-        return (columns,) if bias is None else (columns, *_reduction(gradient, bias, [0, *range(2, gradient.dim())]))
+        bias = result[2]
+        if bias is None:
+            return (columns,)
+        gradient = args[0].contiguous() if convolution == "native" and columns else args[0]
+        return (columns, *_reduction(gradient, bias, [0, *range(2, gradient.dim())]))
     return ()
 
 

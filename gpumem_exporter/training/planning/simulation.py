@@ -11,7 +11,7 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from gpumem_exporter.training.planning.cuda_rules import cuda_rules
 from gpumem_exporter.training.planning.failures import explain
 from gpumem_exporter.training.planning.in_place import InPlace
 from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.kernels import needs_contiguous, temporaries
+from gpumem_exporter.training.planning.kernels import prepare, temporaries
 from gpumem_exporter.training.planning.model import convertible, in_moving_order, make_fake_mode, make_model
 from gpumem_exporter.training.planning.stepping import Watch, train
 from gpumem_exporter.training.planning.trace import Mark, Trace
@@ -75,12 +75,12 @@ class Tracer(TorchDispatchMode):
         changed = self._in_place.target(func, args)
         if changed is not None:
             return changed
-        if func is torch.ops.aten.roll.default:
-            args = self._rolled(*args)
-        elif needs_contiguous(func, self._convolution):
-            args = tuple(self._contiguous(arg) for arg in args)
+        prepared = prepare(func, args, self._convolution)
+        for copy, given in zip(prepared, args, strict=True):
+            if copy is not given and isinstance(copy, Tensor):
+                self._record(copy, "temporaries")
         try:
-            result = func(*args, **(kwargs or {}))
+            result = func(*prepared, **(kwargs or {}))
         except DataDependentOutputException:
             if self.in_optimizer and func is torch.ops.aten._local_scalar_dense.default:
                 return 1.0 if args[0].is_floating_point() else 1
@@ -92,21 +92,6 @@ class Tracer(TorchDispatchMode):
             for number in reversed([self.trace.allocate(size, "temporaries") for size in sizes]):
                 self.trace.free(number)
         return result
-
-    def _rolled(self, tensor: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> tuple[Any, ...]:
-        """Roll all dimensions but the last one, and return the remaining arguments. CUDA rolls one at a time."""
-        for shift, dim in zip(shifts[:-1], dims[:-1], strict=True):
-            tensor = torch.ops.aten.roll.default(tensor, [shift], [dim])
-            self._record(tensor, "temporaries")
-        return tensor, shifts[-1:], dims[-1:]
-
-    def _contiguous(self, value: Any) -> Any:
-        """Return a value, or a contiguous copy of a tensor. The copy is temporary memory."""
-        if not isinstance(value, Tensor) or value.is_contiguous():
-            return value
-        copy = value.contiguous()
-        self._record(copy, "temporaries")
-        return copy
 
     def _record(self, tensor: Tensor, kind: str) -> None:
         storage: Any = tensor.untyped_storage()
@@ -130,16 +115,15 @@ def trace_job(job: Job, batch: int) -> Trace:
     Raises:
         ConfigurationError: the job's own code failed.
     """
-    tracer, starts = _run(job, batch, STEPS - 1)
-    repeated = tracer.trace.repeated(starts[-2], starts[-1])
+    trace, starts = _run(job, batch, STEPS - 1)
+    repeated = trace.repeated(starts[-2], starts[-1])
     if repeated is None:
-        tracer, starts = _run(job, batch, STEPS)
-        repeated = tracer.trace
+        repeated, _ = _run(job, batch, STEPS)
     return repeated.ordered()
 
 
-def _run(job: Job, batch: int, steps: int) -> tuple[Tracer, list[Mark]]:
-    """Run a job for a few steps, and return the recorded trace with the start of each step and the last one's end."""
+def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark]]:
+    """Run a job for a few steps, and return the trace with the start of each step and the last one's end."""
     tracer = Tracer(job.convolution)
     with quiet(f"the job at batch size {batch}"), convertible():
         mode = make_fake_mode()
@@ -148,9 +132,8 @@ def _run(job: Job, batch: int, steps: int) -> tuple[Tracer, list[Mark]]:
             move(model, tracer)
             watch = _Kinds(tracer)
             train(job, model, batch, steps, "cpu", watch)
-        # Afterwards the remaining tensors are freed in an arbitrary order.
-        tracer.trace = tracer.trace.until(watch.starts[-1])
-    return tracer, watch.starts
+    # Without the frees of the remaining tensors, which the tracer records from here on.
+    return tracer.trace.until(watch.starts[-1]), watch.starts
 
 
 @contextmanager

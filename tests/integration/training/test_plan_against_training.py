@@ -1,4 +1,4 @@
-"""The planner against real training on the emulated node: three jobs of the table in benchmarks/planner.md."""
+"""The planner against real training on the emulated node: single operators, and jobs of benchmarks/planner.md."""
 
 from __future__ import annotations
 
@@ -10,9 +10,91 @@ from typing import Any
 
 import pytest
 
+from tests.emulation.fixtures import MakeNode
+from tests.emulation.torch_process import TorchProcess
 from tests.support.paths import REPOSITORY
 from tests.support.torch_release import with_the_planners_kernels
 from tests.support.waiting import patient
+
+
+# Sums of gradients, copies of inputs in another layout, and temporary memory of kernels.
+BRANCHES = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 64, 3, padding=1)
+        self.depthwise = nn.Conv2d(64, 64, 3, padding=1, groups=64)
+        self.norm = nn.LayerNorm(64)
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x + self.depthwise(x)
+        x = self.norm(x.permute(0, 2, 3, 1))
+        x = self.linear(x.transpose(1, 2)).flatten(1, 2)
+        x = x + (x @ x.transpose(1, 2)).softmax(-1) @ x
+        x = x.gather(1, torch.zeros_like(x, dtype=torch.int64))
+        heads = x.view(x.shape[0], -1, 4, 16).transpose(1, 2)
+        x = functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(x.shape)
+        return self.first(x.transpose(1, 2).reshape(-1, 64, 16, 16)[:, :3])
+"""
+STEPS = """
+import pathlib, sys
+pathlib.Path(folder, "branches.py").write_text(model)
+sys.path.insert(0, folder)
+from collections import Counter
+from branches import Branches
+from gpumem_exporter.training.planning.job import Job, parse_tensor
+from gpumem_exporter.training.planning.simulation import trace_job
+from gpumem_exporter.training.planning.trace import replay
+
+LARGE, WORKSPACE = 1 << 18, 32 << 20  # PyTorch's convolutions take a workspace for each sample, the plan has one
+
+def large(sizes):
+    return sorted(Counter(s for s in sizes if s > LARGE and s != WORKSPACE).items())
+
+torch.backends.cudnn.enabled = False
+torch.backends.cuda.enable_cudnn_sdp(False)
+torch.cuda.memory._record_memory_history(context=None)
+model = Branches().cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    x = torch.zeros(16, 3, 16, 16).cuda()
+    out = model(x)
+    loss = out.mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+events = torch.cuda.memory._snapshot()["device_traces"][0]
+real = large(e["size"] for e in events if e["action"] == "alloc")
+
+trace = trace_job(Job(Branches, [parse_tensor("float32[B,3,16,16]")], loss="mean", convolution="native"), 16)
+planned = large(trace.sizes[event] for event in trace.events if event > 0)
+parameters = [event for event in trace.events if event < 0 and trace.kinds[-event] == "parameters"]
+peaks = replay(trace)
+result = {
+    "real": [real, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()],
+    "planned": [planned, peaks.allocated_bytes, peaks.reserved_bytes],
+    "freed parameters": len(parameters),
+}
+"""
+
+
+@pytest.fixture
+def branches(tmp_path: Path, make_node: MakeNode) -> dict[str, Any]:
+    with TorchProcess(make_node(devices=1)) as process:
+        results: dict[str, Any] = process.exec(STEPS, folder=str(tmp_path), model=BRANCHES, timeout_seconds=110)
+    return results
+
+
+@with_the_planners_kernels
+def test_planned_allocations_are_those_of_the_device(branches: dict[str, Any]) -> None:
+    assert branches["planned"] == branches["real"]
+    assert branches["freed parameters"] == 0, "the last step repeats the one before it"
 
 
 def compare(*words: str) -> tuple[int, dict[str, Any], str]:
