@@ -26,10 +26,10 @@ def start(
 ) -> None:
     """Report this process' GPU memory as soon as CUDA is initialized.
 
-    Missing arguments come from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID;
-    GPUMEM_EXPORTER_URL, otherwise the socket /run/gpumem/exporter.sock, otherwise http://127.0.0.1:9844; GPUMEM_PLAN.
-    GPUMEM_DISABLED=1 turns the client off. Calling `start()` again has no effect; the first call's settings stay in
-    force. Any thread may call this.
+    Missing arguments come from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID, otherwise the rank
+    in the process group of torch.distributed; GPUMEM_EXPORTER_URL, otherwise the socket /run/gpumem/exporter.sock,
+    otherwise http://127.0.0.1:9844; GPUMEM_PLAN. GPUMEM_DISABLED=1 turns the client off. Calling `start()` again has no
+    effect; the first call's settings stay in force. Any thread may call this.
 
     Args:
         workload: the job's name, a label of its series.

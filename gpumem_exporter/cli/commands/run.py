@@ -47,7 +47,7 @@ Options:
   --workload NAME  Label of the processes' series (GPUMEM_WORKLOAD).
   --url URL        The exporter: http://host:port, https://host:port or unix:///path/to.sock (GPUMEM_EXPORTER_URL).
                    Default: unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.
-  --rank RANK      Rank label (GPUMEM_RANK). Not needed below torchrun and Slurm, which set RANK and SLURM_PROCID.
+  --rank RANK      Rank label (GPUMEM_RANK). Not needed below torchrun and Slurm, and with torch.distributed.
   --plan FILE      The plan of each process (gpumem-exporter plan ... --json > FILE). The exporter then also exports the
                    error of the plan (GPUMEM_PLAN).
   --allocator KEY:VALUE,...

@@ -26,6 +26,7 @@ from gpumem_exporter.client.oom.growth import BlockHistory
 from gpumem_exporter.client.oom.message import OomMessage, parse_oom_message
 from gpumem_exporter.client.oom.phase import Origin, batch_of_forward, origin_of, self_in_frame
 from gpumem_exporter.client.oom.values import OomValues
+from gpumem_exporter.client.process_group import rank_and_size
 from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import OutOfMemory
 
@@ -95,7 +96,7 @@ def _values(message: OomMessage, origin: Origin, traceback: TracebackType | None
         grown=None if run is None or allocated is None else max(0, allocated - run.start_bytes),
         batch_growth=run.history.growth(batch_size) if run is not None else None,
         bytes_per_item=run.history.bytes_per_item() if run is not None else None,
-        ranks=_ranks(),
+        ranks=(rank_and_size() or (0, 1))[1],
         **memory,
         **_if_possible(lambda: _leak(device, run)),
         **_if_possible(lambda: _model(phase, traceback, device)),
@@ -236,16 +237,6 @@ def _full_state(optimizer: str, groups: list[dict[str, Any]], states: Any) -> in
     if optimizer == "SGD" and not any(group.get("momentum") for group in groups):
         return 0
     return _STATES.get(optimizer, 2) + any(bool(group.get("amsgrad")) for group in groups)
-
-
-def _ranks() -> int:
-    distributed = sys.modules.get("torch.distributed")
-    try:
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
-            return int(distributed.get_world_size())
-    except (AttributeError, RuntimeError, ValueError):
-        pass
-    return 1
 
 
 def _where(values: OomValues) -> str:

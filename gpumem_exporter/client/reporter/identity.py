@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 
 from gpumem_exporter import __version__, procfs
+from gpumem_exporter.client.process_group import rank_and_size
 from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, MAX_TEXT_LENGTH, ProcessIdentity
 
-__all__ = ["current_process"]
+__all__ = ["current_process", "with_rank"]
 
 
 def current_process(
@@ -34,3 +36,13 @@ def current_process(
         ray_job_id=os.environ.get("RAY_JOB_ID", "")[:MAX_LABEL_LENGTH],
         world_size=settings.world_size,
     )
+
+
+def with_rank(identity: ProcessIdentity) -> ProcessIdentity:
+    """Return the identity with the rank in torch's process group, if neither the user nor a launcher has set one.
+
+    Lightning, `torch.multiprocessing.spawn` and notebooks' launchers set no variable that `start` can read: the rank is
+    known when the process group is initialized.
+    """
+    group = None if identity.rank else rank_and_size()
+    return identity if group is None else replace(identity, rank=str(group[0]), world_size=group[1])

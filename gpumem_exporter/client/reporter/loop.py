@@ -16,7 +16,7 @@ from gpumem_exporter.client.measure.measured import current_phase
 from gpumem_exporter.client.oom.observer import OutOfMemoryLog
 from gpumem_exporter.client.reporter.delivery import Delivery, Outcome
 from gpumem_exporter.client.reporter.error_log import ErrorLog
-from gpumem_exporter.client.reporter.identity import current_process
+from gpumem_exporter.client.reporter.identity import current_process, with_rank
 from gpumem_exporter.client.reporter.plan import planned_peak_bytes, with_plan
 from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.client.reporter.wakeup import Wakeup
@@ -157,7 +157,8 @@ class ReportLoop:
         self._collect_results()
         self._executor.settling.measure(sample.devices, sample.taken_seconds)
         self._sequence += 1
-        self._identity = replace(self._identity, allocator_settings=self._allocator.settings[:MAX_TEXT_LENGTH])
+        settings = self._allocator.settings[:MAX_TEXT_LENGTH]
+        self._identity = with_rank(replace(self._identity, allocator_settings=settings))
         return Report(
             process=self._identity,
             sequence=self._sequence,

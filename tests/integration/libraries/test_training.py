@@ -1,0 +1,51 @@
+"""Training scripts of widely used libraries: pids, ranks and bytes of each process, and the same losses."""
+
+from __future__ import annotations
+
+from tests.emulation.node import EmulatedNode
+from tests.support.injected_scripts import exporter
+from tests.support.library_programs import PYTHON, StartLibrary, start_library
+
+__all__ = ["exporter", "start_library"]
+
+
+def test_ranks_of_torchrun_with_ddp_and_fsdp(start_library: StartLibrary) -> None:
+    torchrun = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    program = start_library(*torchrun, "ddp_and_fsdp.py")
+    replicated = program.compare(ddp=2)["ddp"]
+    assert [(made.rank, made.world_size) for made in replicated] == [(0, 2), (1, 2)]
+    sharded = program.compare(fsdp=2)["fsdp"]
+    assert [made.pid for made in sharded] == [made.pid for made in replicated]
+    program.end()
+
+
+def test_ranks_of_accelerate_launch(start_library: StartLibrary, node: EmulatedNode) -> None:
+    launch = (PYTHON, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2")
+    program = start_library(*launch, "accelerated_loop.py")
+    ranks = program.compare(rank=2)["rank"]
+    assert [(made.rank, made.world_size) for made in ranks] == [(0, 2), (1, 2)]
+    for made in ranks:
+        assert made.devices[node.uuid(made.more["local_rank"])][0] > 0
+    program.end()
+
+
+def test_the_trainer_of_transformers(start_library: StartLibrary, node: EmulatedNode) -> None:
+    program = start_library(PYTHON, "transformers_trainer.py", CUDA_VISIBLE_DEVICES="1")
+    (trainer,) = program.compare(trainer=1)["trainer"]
+    assert trainer.devices.keys() == {node.uuid(1)}
+    before, after = trainer.more["losses"]
+    assert len(before) == 4
+    assert before == after
+    program.end()
+
+
+def test_ranks_that_lightning_starts(start_library: StartLibrary, node: EmulatedNode) -> None:
+    program = start_library(PYTHON, "lightning_trainer.py")
+    ranks = program.compare(rank=2)["rank"]
+    assert [(made.rank, made.world_size) for made in ranks] == [(0, 2), (1, 2)]
+    for made in ranks:
+        assert made.devices[node.uuid(made.more["local_rank"])][0] > 0
+        before, after = made.more["losses"]
+        assert len(before) == 8
+        assert before == after
+    program.end()

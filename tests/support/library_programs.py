@@ -1,0 +1,193 @@
+"""Programs with widely used libraries (tests/programs/libraries), compared with what an exporter reports of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulation.node import EmulatedNode
+from tests.support.exporter_process import ExporterProcess
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient, wait_for, wait_until_equal
+
+__all__ = ["PYTHON", "LibraryProgram", "StartLibrary", "Statement", "start_library"]
+
+PROGRAMS = REPOSITORY / "tests" / "programs" / "libraries"
+PYTHON = sys.executable
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a process wrote with `statement.state`: a moment from which on it leaves its memory alone.
+
+    Attributes:
+        role: which process of the program it is.
+        pid: its pid.
+        rank: its rank, as the library calls it; None if it has none.
+        world_size: the number of ranks; None if it has no rank.
+        devices: allocated and reserved bytes by UUID, for the devices on which it has a context.
+        reporters: the names of the client's threads.
+        more: further values.
+    """
+
+    role: str
+    pid: int
+    rank: int | None
+    world_size: int | None
+    devices: dict[str, list[int]]
+    reporters: list[str]
+    more: dict[str, Any]
+
+    @classmethod
+    def read(cls, file: Path) -> Statement:
+        document = json.loads(file.read_text())
+        own = {name: document.pop(name) for name in ("role", "pid", "rank", "world_size", "devices", "reporters")}
+        return cls(**own, more=document)
+
+
+@dataclass
+class LibraryProgram:
+    """One running program with all of its processes.
+
+    Attributes:
+        statements: the folder of its statements.
+    """
+
+    popen: subprocess.Popen[bytes]
+    node: EmulatedNode
+    exporter: ExporterProcess
+    statements: Path
+    log: Path
+    _compared: set[Path] = field(default_factory=set)
+
+    def compare(self, workload: str = "job", /, **counts: int) -> dict[str, list[Statement]]:
+        """Wait until as many processes as given for each role have made a statement, and compare all of them.
+
+        The exporter reports exactly those that use CUDA, with this workload and with their ranks and bytes. The
+        processes then continue. Returns the statements of each role, in the order of ranks and pids.
+        """
+        wait_for(lambda: self._made(counts), f"statements of {counts}", 120.0)
+        files = set(self.statements.glob("*.json")) - self._compared
+        found = sorted((Statement.read(file) for file in files), key=lambda made: (made.rank or 0, made.pid))
+        on_devices = {made.pid: made for made in found if made.devices}
+        expected = {pid: _expected(made, workload) for pid, made in on_devices.items()}
+        wait_until_equal(self._reported, expected, "reports by pid")
+        assert {pid for device in self.node.books().devices for pid in device.processes} == set(on_devices)
+        assert {made.pid: made.reporters for made in found} == {
+            made.pid: ["gpumem-reporter"] if made.devices else [] for made in found
+        }
+        for file in files:
+            file.with_suffix(".compared").touch()
+        self._compared |= files
+        return {role: [made for made in found if made.role == role] for role in counts}
+
+    def end(self, number: int | None = None) -> None:
+        """Wait until the program has ended with 0, after a signal if there is one, and is not reported any more."""
+        if number is not None:
+            self.popen.send_signal(number)
+        assert self.popen.wait(patient(60)) == 0, self.log.read_text()
+        assert "Traceback" not in self.log.read_text()
+        wait_for(lambda: not self.exporter.processes(), "the exporter to forget the processes")
+
+    def close(self) -> None:
+        """End all of its processes after a failed test."""
+        if self.popen.poll() is None:
+            self.popen.terminate()  # launchers end the ranks, which may have sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(patient(10))
+        for file in self.statements.glob("*.json"):
+            file.unlink()  # ends the processes that wait
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait(patient(30))
+
+    def _made(self, counts: dict[str, int]) -> bool:
+        assert self.popen.poll() is None, self.log.read_text()
+        files = set(self.statements.glob("*.json")) - self._compared
+        roles = [file.stem.rpartition("-")[0] for file in files]
+        return all(roles.count(role) == count for role, count in counts.items())
+
+    def _reported(self) -> dict[int, Any]:
+        return {
+            pid: {
+                **{name: entry[name] for name in ("workload", "rank", "world_size")},
+                "devices": {
+                    device["uuid"]: [device["allocated_bytes"], device["reserved_bytes"]] for device in entry["devices"]
+                },
+            }
+            for pid, entry in self.exporter.processes().items()
+        }
+
+
+def _expected(statement: Statement, workload: str) -> dict[str, Any]:
+    return {
+        "workload": workload,
+        "rank": "" if statement.rank is None else str(statement.rank),
+        "world_size": statement.world_size,
+        "devices": statement.devices,
+    }
+
+
+StartLibrary = Callable[..., LibraryProgram]
+
+
+@pytest.fixture
+def start_library(node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path) -> Iterator[StartLibrary]:
+    """Start `gpumem-exporter run --workload job -- command…` in the folder of the programs.
+
+    `start_library(*command, run=False, CUDA_VISIBLE_DEVICES="1")`: without `run` the program starts the client itself.
+    Names in capitals are environment.
+    """
+    programs: list[LibraryProgram] = []
+
+    def start(*command: str, run: bool = True, **environment: str) -> LibraryProgram:
+        folder = tmp_path / f"program{len(programs)}"
+        statements = folder / "statements"
+        statements.mkdir(parents=True)
+        log = folder / "log"
+        with log.open("wb") as output:
+            popen = subprocess.Popen(
+                [*(_RUN if run else ()), *command],
+                cwd=PROGRAMS,
+                env=_environment(node, exporter, folder, statements, environment),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        programs.append(LibraryProgram(popen, node, exporter, statements, log))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.close()
+        print(program.log.read_text())  # pytest shows it where the test failed
+
+
+_RUN = (PYTHON, "-m", "gpumem_exporter", "run", "--workload", "job", "--")
+
+
+def _environment(
+    node: EmulatedNode, exporter: ExporterProcess, folder: Path, statements: Path, more: dict[str, str]
+) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("GPUMEM_", "PYTHON"))}
+    return {
+        **node.environment(inherited),
+        "GPUMEM_EXPORTER_URL": exporter.url,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "HOME": str(folder),  # caches, sockets and settings of the libraries
+        "OMP_NUM_THREADS": "1",
+        "STATEMENTS": str(statements),
+        **more,
+    }
