@@ -4,6 +4,6 @@ Importing this package imports nothing else. Each command imports the parts of t
 `gpumem_exporter.client`, which runs inside training processes, needs the standard library only.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["__version__"]

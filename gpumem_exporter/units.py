@@ -30,7 +30,7 @@ def human_bytes(value: int | None) -> str:
 
 
 def human_growth(value: int | None) -> str:
-    """Return the same with a sign for growth: `+1.5 GiB`."""
+    """Return bytes like `human_bytes`, with a plus sign for growth: `+1.5 GiB`."""
     return f"+{human_bytes(value)}" if value is not None and value > 0 else human_bytes(value)
 
 

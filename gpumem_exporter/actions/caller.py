@@ -71,12 +71,12 @@ class Caller:
 
     @classmethod
     def policy(cls, rule: str) -> Caller:
-        """The rule of a policy."""
+        """Return the caller for actions of a policy's rule."""
         return cls(CallerKind.POLICY, Rights.ALL, name=rule)
 
     @classmethod
     def alert(cls, name: str, sender: Caller) -> Caller:
-        """An alert, and the client that sent it."""
+        """Return the caller for actions of an alert, which has the rights of the client that sent it."""
         safe = re.sub(r"[^\w.-]", "_", name[:_MAX_ALERT_NAME])
         return cls(CallerKind.ALERT, sender.rights, name=safe, sender=sender)
 

@@ -294,7 +294,7 @@ class Dispatcher:
                 self._give_up(running, part, "gone", reason, ReasonCode.PROCESS_EXITED)
 
     def _give_up(self, running: RunningAction, part: CommandPart, outcome: str, reason: str, code: ReasonCode) -> None:
-        """End a part without a result from its process."""
+        """End a process's part of an action with this outcome, because no result will come from the process."""
         result = CommandResult(running.action.id, outcome, reason, code)
         self._end(running, part, result, part.selected.process)
 
@@ -364,7 +364,7 @@ class Dispatcher:
     # Termination: the exporter acts, not the process.
 
     def _add_termination(self, running: RunningAction, target: TerminationTarget) -> None:
-        result = _unproven(running.action.id, target) or self._terminator.refusal(
+        result = _refusal_of_unproven(running.action.id, target) or self._terminator.refusal(
             running.action.id, target.host_pid, target.start_time_ticks
         )
         if result is None and target.host_pid is not None and not running.action.dry_run:
@@ -448,8 +448,8 @@ class Dispatcher:
         task.add_done_callback(self._tasks.discard)
 
 
-def _unproven(action_id: str, target: TerminationTarget) -> CommandResult | None:
-    """Return the result for a process that only a report names; None if the kernel and the driver name it too."""
+def _refusal_of_unproven(action_id: str, target: TerminationTarget) -> CommandResult | None:
+    """Return the refusal of a target whose pid is only the claim of a report; None if kernel and driver confirm it."""
     if not target.attested:
         reason, code = "its report is not attested: the kernel has not named the sender", ReasonCode.NOT_ATTESTED
     elif not target.listed:

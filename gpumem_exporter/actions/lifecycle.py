@@ -185,7 +185,7 @@ class RunningAction:
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the action has ended."""
     withdrawal: CommandResult | None = None
-    """The result of the parts that must not start any more; None while parts may start."""
+    """The result of each part that has not started, once the action is withdrawn; None while parts may start."""
 
     @property
     def complete(self) -> bool:

@@ -39,7 +39,7 @@ class Settlements:
         self._waiting: dict[tuple[str, ProcessKey], _Settlement] = {}
 
     def start(self, running: RunningAction, part: CommandPart, result: CommandResult, now: float) -> None:
-        """Expect values of a process, if the action wants them and the process has released memory."""
+        """Wait for values of a process, if the action requests them and the process has released memory."""
         settle_seconds = part.command.settle_seconds
         uuids = {device.uuid for device in result.devices if device.freed_bytes is not None}
         if settle_seconds > 0 and result.outcome == "done" and uuids:
@@ -56,12 +56,12 @@ class Settlements:
                 self._set(settlement, value)
 
     def gone(self, key: ProcessKey) -> None:
-        """Expect no more values of a process that has exited."""
+        """Stop waiting for values of a process that has exited."""
         for waiting in [waiting for waiting in self._waiting if waiting[1] == key]:
             self._end(self._waiting[waiting])
 
     def expire(self, now: float) -> None:
-        """Expect no more values that are too late."""
+        """Stop waiting for values that are too late."""
         for settlement in [each for each in self._waiting.values() if now >= each.gives_up_seconds]:
             self._end(settlement)
 

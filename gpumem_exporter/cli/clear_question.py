@@ -6,12 +6,12 @@ A job that trains clears at the end of a step, unless `--mode` says otherwise: a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.units import counted, human_bytes
+from gpumem_exporter.cli.render.node_tables import clear_summary
 
 __all__ = ["can_ask", "confirmed_requests"]
 
@@ -28,18 +28,18 @@ def can_ask() -> bool:
 
 
 def confirmed_requests(api: ExporterApi, body: Document, *, at_steps: bool) -> list[dict[str, Any]]:
-    """Ask whether to clear every process. Return the requests of a yes, and none of a no.
+    """Ask whether to clear every process. Returns the requests to send: none if the answer is no.
 
     Args:
         api: the exporter.
         body: the request for every process.
-        at_steps: jobs that train clear at the end of a step.
+        at_steps: split the request, so that jobs that train clear at the end of a step and the others at once.
     """
     expected = api.act({**body, "dry_run": True, "settle_seconds": 0}, wait_seconds=0)
     pids = list(dict.fromkeys(result["pid"] for result in expected["results"] if result["outcome"] == "done"))
     before = _processes(api, pids)
     stalls = body["mode"] == "now" and not at_steps
-    print(_question(expected, len(pids), filter(_counts_steps, before.values()), stalls=stalls))
+    print(_question(list(before.values()), stalls=stalls))
     try:
         answer = input("Clear them? [y/N] ")
     except EOFError:
@@ -74,15 +74,13 @@ def _trains(before: Document, now: Document) -> bool:
     return bool(now["step"] != before["step"] or seconds <= _IDLE_STEPS * now["step_seconds"])
 
 
-def _question(expected: Document, count: int, stepping: Iterable[Document], *, stalls: bool) -> str:
-    freed = expected.get("freed_bytes")
-    size = "an unknown number of bytes" if freed is None else human_bytes(freed)
-    text = f"A clear would free {size} in {counted(count, 'process', 'processes')}."
-    names = list(dict.fromkeys(map(_name, stepping)))
+def _question(processes: Sequence[Document], *, stalls: bool) -> str:
+    text = clear_summary(processes)
+    names = list(dict.fromkeys(map(_name, filter(_counts_steps, processes))))
     if names:
         more = len(names) - _NAMED_JOBS_MAX
         named = ", ".join([*names[:_NAMED_JOBS_MAX], *([f"and {more} more"] if more > 0 else [])])
-        when = "may stall in the middle of a step" if stalls else "clear at the end of a step"
+        when = "may stall in the middle of a step" if stalls else "would clear at the end of a step"
         text += f"\nJobs that train {when}: {named}."
     return text
 

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the step from groups of options to a Typer command."""
+"""Options that several commands share, and functions that build a Typer command from groups of options."""
 
 from __future__ import annotations
 

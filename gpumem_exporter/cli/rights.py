@@ -8,6 +8,7 @@ from typing import Any
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.errors import ExporterAnswerError
+from gpumem_exporter.units import counted
 
 __all__ = ["read_rights", "rights_line"]
 
@@ -27,9 +28,8 @@ def read_rights(api: ExporterApi) -> Mapping[str, Any]:
 def rights_line(rights: Mapping[str, Any], verb: str = "act on") -> str:
     """Return what the caller may do: "You can clear your own 3 processes (uid 1001)."; empty if it is unknown."""
     count = rights.get("processes", 0)
-    processes = "1 process" if count == 1 else f"{count} processes"
     if rights.get("rights") == "own":
-        return f"You can {verb} your own {processes} (uid {rights.get('uid')})."
+        return f"You can {verb} your own {counted(count, 'process', 'processes')} (uid {rights.get('uid')})."
     if rights.get("rights") == "all":
         return f"You can {verb} all processes that report ({count})."
     if rights.get("rights") == "none":

@@ -1,4 +1,4 @@
-"""The client's logger. An error of a logging handler raises nothing in the client."""
+"""The client's logger. It swallows the errors of logging handlers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Log(_Adapter):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a record; an error of a handler is swallowed."""
         texts = [_ErrorText(each) if isinstance(each, BaseException) else each for each in args]
-        # Two frames between this one and the caller: the adapter's method and the boundary.
+        # The record names the caller: skip the adapter's method, such as `warning`, and the wrapper of `guest_safety`.
         super().log(level, msg, *texts, stacklevel=kwargs.pop("stacklevel", 1) + 2, **kwargs)
 
 

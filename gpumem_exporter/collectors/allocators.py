@@ -83,7 +83,7 @@ class AllocatorSource(NamedTuple):
 
 
 def _derived_values(sample: DeviceSample, step: int | None) -> tuple[Value, ...]:
-    """Return the values of `_DERIVED`."""
+    """Return the values of the metrics in `_DERIVED`, which no report contains directly."""
     allocated, reserved, fragmented = sample.allocated_bytes, sample.reserved_bytes, fragmented_bytes(sample)
     return (
         step,

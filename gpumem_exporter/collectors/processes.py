@@ -84,7 +84,10 @@ def _described(
     slurm_job_id: str = "",
     ray_job_id: str = "",
 ) -> tuple[str, ...]:
-    """Return the labels from workload to ray_job_id: the host's command, otherwise the reported values first."""
+    """Return the labels from workload to ray_job_id.
+
+    The host's command precedes the reported one. The reported job ids precede the host's.
+    """
     return (
         workload,
         rank,

@@ -6,7 +6,7 @@ if the process' reserved memory was the same at both times. Two facts show that:
 - The reading lies between two samples of the process, and its allocator took and released nothing between them.
 - The difference has the value that such a reading has shown before.
 
-A device therefore keeps an older reading and older samples in use until a newer reading fits to the samples of all
+A device therefore keeps an older reading and older samples in use until a newer reading fits the samples of all
 processes on it, at most until the reading expires. Then the newest values are used as they are, and the non-torch
 memory of the processes that do not fit is unknown. It is also unknown for a new process until it is known once.
 """
@@ -155,8 +155,8 @@ class _Device:
         else:
             self._show_newest(self.rows.values())
 
-    def settle(self, row: _Row) -> bool:
-        """After a report, show the newest reading that fits to all processes, otherwise its sample if that fits.
+    def show_after_report(self, row: _Row) -> bool:
+        """After a report, show the newest reading that fits all processes, otherwise the new sample if that fits.
 
         Returns:
             Whether the device shows another reading.
@@ -179,7 +179,7 @@ class _Device:
                 return
 
     def _show_newest(self, rows: Iterable[_Row]) -> bool:
-        """Show the newest reading that fits to these rows; returns False if the shown one remains."""
+        """Show the newest reading that fits these rows; returns False if the shown one remains."""
         for reading in reversed(self.readings):
             if reading is self.shown:
                 break
@@ -234,7 +234,7 @@ class Pairing:
             else:
                 row.take(sample, process)
                 device.learn(row)
-            if device.settle(row):
+            if device.show_after_report(row):
                 self._paired.clear()
 
     def forget(self, key: ProcessKey, except_devices: Iterable[str] = ()) -> None:
@@ -245,15 +245,15 @@ class Pairing:
                 device.rows.pop(key, None)
 
     def node(self, node: NodeReading) -> NodeReading:
-        """Return the newest reading with the memory that fits to the reports."""
+        """Return the newest reading, in which each device has the memory values that fit the reports."""
         devices = tuple([self._shown_device(device) for device in node.devices])
         return node if all(map(_is, devices, node.devices)) else replace(node, devices=devices)
 
     def process(self, process: ReportingProcess) -> ReportingProcess:
-        """Return a process with the samples that fit to the readings, with the age of the oldest one.
+        """Return a process with the samples that fit the readings. Its sample age is that of the oldest one.
 
         Args:
-            process: the process with its last report, which `put_report` has taken.
+            process: the process with its last report, which `put_report` has received.
         """
         paired = self._paired.get(process.key)
         if paired is None:

@@ -153,7 +153,7 @@ class ReportingProcess:
     received_seconds: float
     received_unix_seconds: float
     unmatched: frozenset[str] = frozenset()
-    """The devices whose sample does not fit to the reading of a snapshot; see `core.pairing`."""
+    """The devices whose sample does not fit the reading of the snapshot; see `core.pairing`."""
 
     @property
     def owner_uid(self) -> int | None:

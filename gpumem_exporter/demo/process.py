@@ -83,7 +83,7 @@ class SimulatedProcess:
         self._settling = Settling()
         self._unsent: list[CommandResult] = []
 
-    # Calls of its program.
+    # Called by the simulated program.
 
     @property
     def step(self) -> int | None:

@@ -127,6 +127,7 @@ class Simulation:
             rank=str(index) if workload.ranks else "",
             command=workload.command,
             torch_version=workload.torch_version,
+            slurm_job_id=workload.slurm_job_id,
             client_version=__version__,
         )
         process = SimulatedProcess(

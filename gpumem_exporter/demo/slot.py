@@ -155,7 +155,7 @@ class DeviceSlot:
             components["other"] = self.allocator.statistics.allocated_bytes - sum(components.values())
         sample = DeviceSample(
             uuid=self.device.identity.uuid,
-            **asdict(self.allocator.statistics),  # the names are the same
+            **asdict(self.allocator.statistics),  # its fields have the same names
             reclaimable_bytes=self.allocator.reclaimable_bytes,
             nccl_bytes=self.nccl_bytes,
             memory_limit_bytes=self.allocator.limit_bytes,

@@ -57,7 +57,7 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
     """
     rng = process.rng
     process.pinned_host_bytes = 96 * MIB
-    process.slots[0].planned_reserved_peak_bytes = 24_000 * MIB  # for the mean length, in a heap without gaps
+    process.slots[0].planned_reserved_peak_bytes = 24_000 * MIB  # planned for batches of the mean length
     process.slots[0].allocator.limit_bytes = int(0.58 * process.slots[0].device.usable_bytes)
     process.hold(6, 512 * MIB, "parameters")
     process.hold(6, 1024 * MIB, "optimizer_state")  # loaded from a checkpoint

@@ -37,6 +37,7 @@ class Workload:
     """The time from the end of a process to the start of the next one."""
     k8s_pod: str = ""
     """The namespace and the name of the pod without its ordinal: `namespace/name`; empty outside of pods."""
+    slurm_job_id: str = ""
 
 
 DEMO_WORKLOADS = (
@@ -68,6 +69,7 @@ DEMO_WORKLOADS = (
         *("demo-pipeline-finetune", trainings.pipeline_training, "python finetune_pipeline.py", "alice", ((4, 6),)),
         context_bytes=690 * MIB,
         warm_up_ticks=250,
+        slurm_job_id="4711",
     ),
     Workload(
         *("demo-chat-server", programs.inference_server, "python serve_chat.py", "serving", ((5,),)),
@@ -79,6 +81,7 @@ DEMO_WORKLOADS = (
         *("demo-asr-varlen", trainings.varying_length_training, "python train_asr.py", "speech", ((6,),)),
         warm_up_ticks=240,
         context_bytes=560 * MIB,
+        slurm_job_id="4708",
     ),
     Workload(
         *("demo-notebook", programs.notebook, "python -m ipykernel_launcher", "carol", ((7,),)),
@@ -89,6 +92,7 @@ DEMO_WORKLOADS = (
         *("demo-moe-finetune", trainings.mixture_of_experts_training, "python finetune_moe.py", "ml-train"),
         placements=((6,), (7,)),
         ranks=True,
+        slurm_job_id="4715",
     ),
     Workload(
         *("demo-nightly-eval", programs.evaluation, "python evaluate.py", "ci", ((5,),)),

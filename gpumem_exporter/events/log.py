@@ -108,6 +108,8 @@ class EventLog:
         self._waiting: deque[_Waiting] = deque()
         self._waiting_events = {True: 0, False: 0}
         """The number of events of the audit trail, and of other events."""
+        self._alone = 0
+        """The number of puts at the start of the queue that are stored one at a time, because one of them cannot be."""
         self._readers: deque[tuple[Query, Future[Page]]] = deque()
         self._dropped = 0
         self._stopping = False
@@ -133,7 +135,7 @@ class EventLog:
         return not self._thread.is_alive()
 
     def put(self, events: Sequence[Event]) -> Future[bool]:
-        """Queue events for one common commit. Never blocks.
+        """Queue events for one common commit. Never blocks. If one of them cannot be stored, all of them are dropped.
 
         Returns:
             True after the commit; False if the events are dropped, or if the disk fails and the commit is delayed.
@@ -216,7 +218,10 @@ class EventLog:
             self._fail(str(error))
             return False
         except Exception:  # noqa: BLE001 - logged below
-            # The disk works, but an event cannot be stored. It must not block later events forever.
+            # The disk works, but an event cannot be stored. It must not block the others.
+            if len(batch) > 1:
+                self._alone = len(batch)
+                return True
             types = ",".join(sorted({event.type for each in batch for event in each.events}))
             _log.exception("an event cannot be stored", extra={"fields": {"types": types}})
             self._remove(batch)
@@ -239,12 +244,13 @@ class EventLog:
             size = 0
             for each in self._waiting:
                 size += len(each.events)
-                if batch and size > _BATCH:
+                if batch and (size > _BATCH or self._alone):
                     break
                 batch.append(each)
         return batch
 
     def _remove(self, batch: list[_Waiting]) -> None:
+        self._alone = max(0, self._alone - len(batch))
         with self._changed:
             for each in batch:
                 self._waiting.popleft()

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["AUDIT_TYPES", "EVENT_TYPES", "Event", "Page", "Query"]
 
 AUDIT_TYPES = ("action_asked", "action", "policy_stopped")
-"""The audit trail: who requested what. Its events and the others cannot take each other's half of the space."""
+"""The types of the audit trail: who requested what. It has half of the storage, and all other events the other half."""
 EVENT_TYPES = ("oom", "device_lost", "device_returned", "process_started", "process_ended", *AUDIT_TYPES)
 
 

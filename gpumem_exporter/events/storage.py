@@ -49,7 +49,7 @@ CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
 _COLUMNS = "id, type, time, gpu, uuid, pid, workload, rank, detail, subject"
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
 _KINDS = f"SELECT sum(length(detail) + 256), count(*), {_IS_AUDIT} FROM events GROUP BY 3"  # noqa: S608
-"""The size and number of events of the audit trail and of the others; 256 bytes are those of the other columns."""
+"""Selects bytes and number of the events, of the audit trail and of the others. 256 bytes are the other columns."""
 _DELETE_OLDEST = f"""DELETE FROM events WHERE id IN (
     SELECT id FROM events WHERE ({_IS_AUDIT}) = ? ORDER BY id LIMIT ?)"""  # noqa: S608 - constant names
 _OF_PID = """(pid = :pid OR (type = 'action' AND EXISTS (

@@ -37,8 +37,8 @@ from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
+from gpumem_exporter.server.security.file_refresher import FileRefresher
 from gpumem_exporter.server.security.request_guard import Guard
-from gpumem_exporter.server.security.tokens import TokenRefresher
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.api_page import api_page_router
 from gpumem_exporter.server.web.live import Audience, LiveState, live_router
@@ -133,7 +133,7 @@ class _Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """Describe the API at the first request for the description."""
         if self.openapi_schema is None:
-            from gpumem_exporter.server.http.openapi import describe
+            from gpumem_exporter.server.openapi import describe
 
             self.openapi_schema = describe(self, telemetry_path=self._telemetry_path)
         return self.openapi_schema
@@ -226,11 +226,11 @@ def _add_guards(app: FastAPI, runtime: Runtime) -> None:
 
 def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
     rules = (runtime.reports_rule, runtime.callers.rule)
-    tokens = TokenRefresher([rule.token for rule in rules if rule.token is not None])
+    files = FileRefresher([part for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tokens.start()
+        files.start()
         runtime.events.log.start()
         if pods is not None:
             pods.start()
@@ -252,7 +252,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
                 task.cancel()
             if pods is not None:
                 pods.stop()
-            tokens.stop()
+            files.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
             await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 

@@ -1,4 +1,4 @@
-"""The path of a report through the exporter, step by step. Everything else reads the state that it leaves."""
+"""The path of a report through the exporter, step by step. The other routes read the state that a report changes."""
 
 from __future__ import annotations
 

@@ -198,7 +198,8 @@ class NodeFeed:
     def take_reading(self, reading: NodeReading) -> None:
         """Drop pids that are not this namespace's, name the pods, derive the events, and store the reading.
 
-        Events come first: the event of a process that ends has at least the values that the page has shown.
+        The events are derived before the reading is stored. So the event of a process that ends contains every value
+        that the page has shown.
         """
         if self.driver_pids is not None:
             reading = self.driver_pids.check(reading)
@@ -212,7 +213,7 @@ class NodeFeed:
 
 @dataclass(frozen=True, slots=True)
 class ActionEnds:
-    """Takes the finished actions of the dispatcher."""
+    """Handles the actions that the dispatcher has finished."""
 
     record: Callable[[Action], None]
     audit: Audit

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -23,10 +24,14 @@ from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.background.hangup import take_over_hangup
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind
+from gpumem_exporter.server.http.response_headers import ResponseHeaders
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer, Limits
 from gpumem_exporter.server.logs import configure_logging
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
+
+if TYPE_CHECKING:
+    from gpumem_exporter.server.security.web_access import WebAccess
 
 __all__ = ["build_server", "run", "serve"]
 
@@ -165,7 +170,9 @@ def build_server(
         limits: the limits of each client; by default derived from `--report.max-processes` and the open files.
     """
     runtime = app.state.runtime
-    tls = runtime.web.context if runtime.web is not None else None
+    web: WebAccess | None = runtime.web
+    tls = web.context if web is not None else None
+    configured = web.headers if web is not None else {}
 
     def started() -> None:
         _release_import_heap()
@@ -174,16 +181,17 @@ def build_server(
         on_started()
 
     return LimitedServer(
-        app,
+        ResponseHeaders(app, configured) if configured else app,
         limits=limits or Limits(max_connections=_max_connections(2 * settings.report_max_processes + 256)),
         tls=tls,
+        admits=web.admits if web is not None else None,
         on_started=started,
         on_stopping=runtime.holds.release,
         loop="uvloop",
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        headers=_HEADERS,
+        headers=[(name, value) for name, value in _HEADERS if name not in configured],
         # A reporter sends its next request after one interval, a scraper usually within a minute.
         timeout_keep_alive=max(75, int(2 * settings.report_interval) + 1),
         timeout_graceful_shutdown=int(GRACE_SECONDS),

@@ -106,7 +106,8 @@ class GradientAccumulator:
         self._exhausted = False  # the loader has returned its last batch
         self._sizes: list[float] = []  # samples of the micro batches in this window
         self._warned_of_size = False
-        self._is_last: bool | None = None  # whether the micro batch between forward and backward is the window's last
+        self._is_last: bool | None = None
+        """Whether the current micro batch is the last one of its window; None outside of `forward` to `backward`."""
         self._complete = self._averaged = False
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:

@@ -31,7 +31,7 @@ class Bisection:
         return (self.fits + self.fails) // 2
 
     def record(self, number: int, *, fits: bool) -> None:
-        """Record the outcome of a try."""
+        """Record whether this number fitted."""
         if fits:
             self.fits = number
         else:

@@ -1,7 +1,8 @@
 """Measures the peak of a run, without a reset of the allocator's peaks: from the history of its allocations.
 
-The history has the requested sizes. The allocator's counters of allocated and freed bytes show how much more it
-allocated: it gives away whole a block that is a little larger than requested. If there was none, the peak is exact.
+The history has the requested sizes. The allocator may allocate more: it does not split a block that is only a little
+larger than the request. Its counters of allocated and freed bytes show how much more it allocated. If that is zero,
+the peak is exact.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from gpumem_exporter.wire.trust import Trust
 __all__ = ["MAX_ANSWER_BYTES", "Answer", "Connection", "shown_url"]
 
 MAX_ANSWER_BYTES = 64 << 20
-"""The default of the longest body."""
+"""The default of `max_answer_bytes`."""
 
 _MAX_LINE_BYTES = 64 << 10
 _MAX_HEADERS = 100
-"""Of headers and trailers, each."""
+"""The maximum number of headers, and of trailers."""
 _MAX_INTERIM = 8
-"""Informational responses (1xx) before the response."""
+"""The maximum number of informational responses (1xx) before the response."""
 _RECEIVE_BYTES = 256 << 10
 _TIMEVAL = struct.Struct("@ll")
 _CLOSED_TLS_ERRORS = ("SSLEOFError", "SSLZeroReturnError")

@@ -60,9 +60,9 @@ _REQUEST = struct.Struct("=BBBxI")
 _PORTS = struct.Struct("!HH")
 _INTERFACE_AND_COOKIE = struct.Struct("=III")
 _PORTS_OFFSET = _HEADER.size + 4
-"""Of `struct inet_diag_msg`: after family, state, timer and retransmissions."""
+"""Where the ports are in the reply: in `struct inet_diag_msg` after family, state, timer and retransmissions."""
 _OWNER_OFFSET = _PORTS_OFFSET + 48 + 12
-"""After `struct inet_diag_sockid`, expiry and the lengths of both queues."""
+"""Where uid and inode are: after `struct inet_diag_sockid`, expiry and the lengths of both queues."""
 _OWNER = struct.Struct("=II")
 
 

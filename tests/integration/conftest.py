@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.claims.place import Place
+from tests.emulation.node import EmulatedNode
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
+
+if TYPE_CHECKING:
+    from tests.support.running_exporter import RunningExporter
 
 
 @pytest.fixture(scope="module")
@@ -19,3 +26,20 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ExporterPro
         wait_for(lambda: len(exporter.processes()) >= 12, "the demo's processes")
         wait_for(lambda: len(state_of(exporter)["history"]["seconds"]) > 1, "two points of the past")
         yield exporter, url
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[RunningExporter]:
+    """An exporter in this process for the tests of a module. Some modules define another one."""
+    from tests.support.running_exporter import running_exporter  # imports the server
+
+    with running_exporter() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[Place]:
+    """An emulated node of two GPUs, an exporter on it, and the processes that the tests of a module share."""
+    folder = tmp_path_factory.mktemp("place")
+    with EmulatedNode(folder / "node") as node, Place(folder, node) as place:
+        yield place

@@ -35,7 +35,7 @@ class Evaluation:
 
     decisions: tuple[Decision, ...]
     counts: dict[tuple[str, str], int]
-    """The number of results by rule and result, without the decisions."""
+    """The number of evaluations by rule and result. Those that led to a decision are not included."""
 
 
 class Engine:

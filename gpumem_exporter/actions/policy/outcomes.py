@@ -40,7 +40,7 @@ class Outcomes:
         self._states = states
 
     def finished(self, decision: Decision, action: Action) -> Stop | None:
-        """Judge an action that has finished and settled; return the stop of its rule, if the rule stops now."""
+        """Judge an action that has finished and settled. Returns a `Stop` if its rule stops now because of it."""
         state = self._state(decision)
         stop_after = decision.rule.stop_after
         if state is None:

@@ -17,7 +17,7 @@ HOUR_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A rule requests an action."""
+    """The decision of a rule to request an action."""
 
     rule: Rule
     subject: str
@@ -77,7 +77,7 @@ class RuleState:
         return "cooling" if subject in self.presumed else ""
 
     def acted(self, subject: str, now: float) -> None:
-        """Record that the rule acts."""
+        """Record that the rule acts on this subject now."""
         self._acted.append(now)
         self._subjects.setdefault(subject, _SubjectState(now)).acted_seconds = now
 
@@ -109,7 +109,7 @@ class RuleState:
                 del self._subjects[subject]
 
     def take_over(self, earlier: RuleState) -> None:
-        """Continue the state of the rule before a reload. A changed rule keeps only the times of its actions."""
+        """Take over the state from before a reload. If the rule has changed, only the times of its actions are kept."""
         self._acted.extend(earlier._acted)
         if self.rule == earlier.rule:
             self.met_since, self.presumed = earlier.met_since, earlier.presumed

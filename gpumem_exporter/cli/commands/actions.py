@@ -202,7 +202,7 @@ def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> d
 
 
 def _mode_is_free(request: RequestOptions) -> bool:
-    """Whether the mode of each process may be chosen: the caller has named none, also not with a group."""
+    """Whether the command may choose a mode for each process, because neither `--mode` nor `--group` is given."""
     return isinstance(request, TimedOptions) and request.mode is None and not request.group
 
 

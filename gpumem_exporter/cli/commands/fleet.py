@@ -62,7 +62,7 @@ _QUERIES = {
     "fraction": ('gpumem_reporter_up{workload="notebook"}', "half of each device for notebooks"),
     "terminate": ('gpumem_reporter_up{workload="old-run",rank="0"}', "left behind by job 17"),
 }
-"""The query and the reason in the examples of each action."""
+"""For each action, the query and the reason in the examples of its help."""
 
 
 @dataclass(frozen=True, kw_only=True)

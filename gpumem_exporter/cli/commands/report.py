@@ -1,4 +1,4 @@
-"""`report`: the memory of a job, also after it ended."""
+"""`report`: the memory of a job, even after it has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
-from gpumem_exporter.units import UNKNOWN, human_bytes, human_seconds
+from gpumem_exporter.units import UNKNOWN, counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,11 +44,11 @@ def build(name: str) -> typer.Typer:
 
 
 def _report(options: _ReportOptions) -> int:
-    """Show the memory of a job, also after it ended.
+    """Show the memory of a job, even after it has ended.
 
-    The values are from the exporter's own history: of each reporting process, from its first report or the start of the
-    exporter on. With --storage.path the exporter keeps them over a restart. Peak and mean are the driver's values, read
-    once a second; the reserved peak is PyTorch's own, which is exact.
+    The exporter records the values of each reporting process, from its first report or from the exporter's start if
+    that is later. With --storage.path, the values of ended processes survive a restart of the exporter. Peak and mean
+    are the driver's values, read once a second. The reserved peak is PyTorch's own, which is exact.
     """
     with ExporterApi(options.urls(), token=options.token()) as api:
         job = api.get(f"/api/v1/jobs/{quote(options.job, safe='')}")
@@ -67,7 +67,7 @@ def _shown(job: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield plain("")
     yield plain(f"Highest peak of a process on a device: {human_bytes(max(peaks, default=None))}.", "bold")
     if running:
-        yield plain(f"Still running: {running} of {len(job['processes'])} processes.")
+        yield plain(f"Still running: {running} of {counted(len(job['processes']), 'process', 'processes')}.")
 
 
 def _row(process: Mapping[str, Any], device: Mapping[str, Any]) -> tuple[str, ...]:

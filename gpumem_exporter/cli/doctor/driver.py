@@ -25,9 +25,9 @@ def check_driver(
     """Initialize NVML in this process, list the devices, and shut NVML down.
 
     Args:
-        make_provider: makes the driver.
+        make_provider: returns the provider to initialize.
         health: the exporter's document of `/health`; empty without an exporter.
-        timeout_seconds: a driver that takes longer hangs; its thread is abandoned.
+        timeout_seconds: a driver that takes longer counts as hanging; the thread that waits for it is abandoned.
     """
     answers: list[tuple[str, Sequence[DeviceIdentity]] | Exception] = []
     thread = threading.Thread(target=_query, args=(make_provider, answers), name="gpumem-doctor-nvml", daemon=True)

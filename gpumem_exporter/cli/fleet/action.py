@@ -155,11 +155,11 @@ class _Run:
 
     @property
     def settle_seconds(self) -> float:
-        """After which time the processes measure what stayed free; 0: they do not."""
+        """The time after which the processes measure what stayed free; 0 if they do not measure it."""
         return float(self.body.get("settle_seconds", 0.0))
 
     def on_each(self, selectors: Selectors) -> FleetResult:
-        """Every process acts by itself."""
+        """Run the action in every selected process on its own, and return the results."""
         with self._connect(selectors) as fleet:
             processes, failed = self._select(fleet, selectors, unreported=self.body["action"] == "terminate")
             self._require_allowed_number(processes)
@@ -169,7 +169,7 @@ class _Run:
         return self._result(requests, failed)
 
     def as_group(self, selectors: Selectors, prometheus: Prometheus) -> FleetResult:
-        """All ranks of the workload act after the same step."""
+        """Run the action in all ranks of the workload after the same step, and return the results."""
         with self._connect(selectors) as fleet:
             processes, failed = self._select(fleet, selectors, unreported=False)
         if not processes:

@@ -111,7 +111,8 @@ class Overview:
         text = f"{counts}: {used} of {total} used."
         if reclaimable:
             idle = [size for seen in devices if (size := _idle_cache(seen)) is not None]
-            text = f"{text} {cache_sentence(sum(idle) if idle else None, sum(reclaimable))}."
+            unknown = sum(_reclaimable(seen) or 0 for seen in devices if _idle_cache(seen) is None)
+            text = f"{text} {cache_sentence(sum(idle) if idle else None, sum(reclaimable), unknown)}."
         return plain(text, "bold")
 
 

@@ -53,7 +53,7 @@ def result_tables(results: Sequence[Document], action: str | None) -> Iterator[R
 
 
 def reasons(results: Sequence[Document]) -> Iterator[str]:
-    """Yield a line for each exporter and reason that is not done, with the first pids."""
+    """Yield a line for each exporter, outcome other than `done`, and reason. A line names the first pids."""
     pids_by_reason: dict[tuple[str, str, str], dict[str, None]] = {}
     for result in results:
         if result.get("outcome") != "done":
@@ -97,7 +97,7 @@ def summary(action: Document, *, dry_run: bool) -> str:
 
 
 def _settled(action: Document, freed_bytes: int, where: str, job: str) -> str:
-    """The line of a clear after its settling time."""
+    """Return the last line of a clear that has measured how much stayed free."""
     still_free_bytes = action["still_free_bytes"]
     missing = any(result.get("freed_bytes") and result.get("still_free_bytes") is None for result in action["results"])
     if still_free_bytes == 0 and not missing:
@@ -147,6 +147,6 @@ def _collected(results: Sequence[Document], where: str, *, dry_run: bool) -> str
 
 
 def _freed_in_allocator_bytes(result: Document) -> int | None:
-    """How far allocated memory fell; negative if user code allocated more meanwhile."""
+    """Return by how much allocated memory fell; negative if user code allocated more meanwhile."""
     before, after = result.get("allocated_before_bytes"), result.get("allocated_after_bytes")
     return None if before is None or after is None else before - after

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, draw_bar, key_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.core.ledger import CATEGORIES
-from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio, human_seconds
+from gpumem_exporter.units import UNKNOWN, counted, human_bytes, human_ratio, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -61,15 +61,21 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
     yield plain(clear_summary(running), "bold")
 
 
-def cache_sentence(idle: int | None, reclaimable: int) -> str:
-    """Return the idle cache and what a clear would free now, without a period at the end."""
+def cache_sentence(idle: int | None, reclaimable: int, unknown: int) -> str:
+    """Return the idle cache and what a clear would free now, without a period at the end.
+
+    Args:
+        idle: the sum of the known values; None without any.
+        reclaimable: what a clear would free.
+        unknown: the part of it without a known idle cache.
+    """
     freed = f"clear would free {human_bytes(reclaimable)} now"
     if idle is None:
         return f"A {freed}"
-    rest = reclaimable - idle
-    part = "most" if rest > idle else human_bytes(rest)
+    rest = reclaimable - unknown - idle
+    part = "most" if rest > reclaimable / 2 else human_bytes(rest)
     fate = f", {part} of it would be reserved again" if rest >= _WORTH_SAYING * reclaimable > 0 else ""
-    return f"Idle cache: {human_bytes(idle)}; a {freed}{fate}"
+    return f"Idle cache: {'at least ' if unknown else ''}{human_bytes(idle)}; a {freed}{fate}"
 
 
 def clear_summary(processes: Sequence[Document]) -> str:
@@ -77,6 +83,7 @@ def clear_summary(processes: Sequence[Document]) -> str:
     able = [process for process in processes if process.get("reporting") and _clears(process)]
     if not able:
         return "A clear would free nothing: no process accepts this action."
+    devices = [device for process in able for device in process.get("devices") or ()]
     known = [
         [device["reclaimable_bytes"] for device in process.get("devices") or () if _has(device, "reclaimable_bytes")]
         for process in able
@@ -85,16 +92,14 @@ def clear_summary(processes: Sequence[Document]) -> str:
         return "It is not known how much memory a clear would free."
     total = sum(sum(sizes) for sizes in known)
     freeing = sum(1 for sizes in known if sum(sizes) > 0)
-    hides = [any(map(_hides_its_cache, process.get("devices") or ())) for process in able]
+    hides = [any(map(_lacks_reclaimable, process.get("devices") or ())) for process in able]
     unknown = sum(1 for sizes, hidden in zip(known, hides, strict=True) if hidden or not sizes)
-    idle = [
-        device["idle_cache_bytes"]
-        for process in able
-        for device in process.get("devices") or ()
-        if _has(device, "idle_cache_bytes")
-    ]
-    sentence = cache_sentence(sum(idle) if idle else None, total)
-    where = f"in {freeing} of {len(able)} reporting processes"
+    idle = [device["idle_cache_bytes"] for device in devices if _has(device, "idle_cache_bytes")]
+    unknown_idle = sum(
+        device.get("reclaimable_bytes") or 0 for device in devices if not _has(device, "idle_cache_bytes")
+    )
+    sentence = cache_sentence(sum(idle) if idle else None, total, unknown_idle)
+    where = f"in {freeing} of {counted(len(able), 'reporting process', 'reporting processes')}"
     return f"{sentence} ({where}; unknown for {unknown})." if unknown else f"{sentence} ({where})."
 
 
@@ -214,7 +219,7 @@ def _clears(process: Document) -> bool:
     return not actions or "empty_cache" in actions
 
 
-def _hides_its_cache(device: Document) -> bool:
+def _lacks_reclaimable(device: Document) -> bool:
     """Whether it is unknown how much of the device's cache a clear would free."""
     reserved, allocated = device.get("reserved_bytes"), device.get("allocated_bytes")
     return not _has(device, "reclaimable_bytes") and reserved is not None and reserved > (allocated or 0)

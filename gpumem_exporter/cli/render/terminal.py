@@ -31,7 +31,7 @@ def require_terminal(alternative: str) -> None:
         alternative: the command to use without one.
 
     Raises:
-        ConfigurationError: they are not.
+        ConfigurationError: input or output is not such a terminal.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigurationError(f"input and output must be a terminal; without one, use `{alternative}`")

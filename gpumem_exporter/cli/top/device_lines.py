@@ -159,7 +159,7 @@ def _past_width(room: int, wide: bool) -> int:
 def _size_columns(devices: Sequence[Device], width: int) -> list[_Size]:
     used, free, total = map(_of_memory, ("used_bytes", "free_bytes", "total_bytes"))
     last = [_Size(plain("total", "bold"), total)]
-    if width >= _ALLOCATABLE_WIDTH and any(map(_allocatable, devices)):
+    if width >= _ALLOCATABLE_WIDTH and _with_ledgers(devices) and any(map(_allocatable, devices)):
         last.insert(0, _Size(plain("allocatable", "bold"), _allocatable))
     if _is_wide(devices, width):
         parts = [_Size(key_of(segment), partial(_sum_of, segment)) for segment in SEGMENTS[:-1]]

@@ -12,7 +12,7 @@ from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import cell, line, width_of
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
-from gpumem_exporter.units import human_bytes
+from gpumem_exporter.units import counted, human_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -135,7 +135,7 @@ def _action_ended(event: Event) -> str:
 
 
 def _action(detail: Event, processes: int, outcome: str) -> str:
-    count = "1 process" if processes == 1 else f"{processes} processes"
+    count = counted(processes, "process", "processes")
     reason = f" ({detail['reason']})" if detail.get("reason") else ""
     return f"{detail['action']} on {count}{outcome}, by {detail['requested_by']}{reason}"
 

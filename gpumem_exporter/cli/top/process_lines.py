@@ -49,7 +49,7 @@ def _size(name: str) -> Callable[[Row], str]:
 
 
 def _part(name: str) -> Callable[[Row], str]:
-    """The value of a size that few processes have: blank without it."""
+    """Return a function that shows a size that few processes have: blank for 0 and for an unknown size."""
     return lambda row: short_bytes(size) if (size := getattr(row, name)) else ""
 
 

@@ -53,7 +53,7 @@ class Allocator:
 
     @property
     def settings(self) -> str:
-        """The allocator's settings in force; before torch 2.10 those of the only variable that it reads."""
+        """The allocator's settings in force; before torch 2.10 the value of PYTORCH_CUDA_ALLOC_CONF."""
         settings = torch_access.allocator_settings(self._torch)
         return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") if settings is None else settings
 

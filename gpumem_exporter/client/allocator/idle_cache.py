@@ -71,11 +71,11 @@ class IdleCache:
         return next((value for _, value in self._recent(device, now_seconds)), None)
 
     def _least_since(self, before: DeviceSample, now: DeviceSample, now_seconds: float) -> int:
-        """Return the least reclaimable value between two readings that the second one proves."""
+        """Return an upper bound for the smallest reclaimable value between two readings, as the second one shows it."""
         if (now.alloc_retries or 0) > (before.alloc_retries or 0):
             self.retried_seconds = now_seconds
             return 0
-        # Peaks count memory that is not mapped.
+        # The peak counts memory that is unmapped, so the reserved bytes must count it too.
         reserved, peak = (now.reserved_bytes or 0) + (now.unmapped_bytes or 0), now.allocated_peak_bytes
         if peak is None or peak == before.allocated_peak_bytes or now.segments_freed != before.segments_freed:
             return reserved

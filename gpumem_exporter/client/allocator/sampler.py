@@ -42,7 +42,7 @@ _READING_SECONDS = 0.5
 """The mean time between two readings of the cache…"""
 _READING_SHARE = 10_000
 """…or this multiple of the CPU time of a reading, if that is longer: 0.01 % of a core."""
-_PRESSURE_SECONDS = 30.0
+_RETRY_SECONDS = 30.0
 """For this time after the allocator retried an allocation, the reporter's thread reads nothing while steps run."""
 
 
@@ -115,9 +115,9 @@ class Sampler:
     def current(self, next_report_seconds: float) -> Sample:
         """Return the sample to report now, and schedule the next one.
 
-        While steps run this is the last step's sample, otherwise a new one. A new one is also taken if the last one was
-        reported already and the next step is late. While another thread empties the cache it is the last sample, or one
-        without devices if the last one is too old.
+        While steps run, this is the sample of the last step that took one. If no steps run, or if that sample was
+        reported already and the next step is late, a new sample is taken. If another thread empties the cache at that
+        time, the last sample is returned instead, or one without devices if the last one is too old.
         """
         latest, steps_run = self._latest, self.steps_run()
         if latest is None or not steps_run or self._late(latest):
@@ -167,7 +167,7 @@ class Sampler:
 
     def _calm(self, now: float) -> bool:
         """Whether no flush is expected: the allocator has retried no allocation for a while."""
-        return now - self._idle_cache.retried_seconds > _PRESSURE_SECONDS
+        return now - self._idle_cache.retried_seconds > _RETRY_SECONDS
 
     def _stepped(self) -> None:
         now = self._clock()

@@ -90,7 +90,7 @@ def recommend(
     reasons: list[str] = []
     for index, sample in devices.items():
         name = f"cuda:{index}"
-        for causes in (_fragmentation, _rounding, _pressure):
+        for causes in (_fragmentation, _rounding, _retries):
             for setting, value, observation, effect in causes(name, sample, settings):
                 if setting == "expandable_segments" and expandable_segments_conflict:
                     reasons.append(f"{observation}; {_NO_OPTION.format(expandable_segments_conflict)}")
@@ -128,18 +128,18 @@ def _rounding(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> I
         yield "roundup_power2_divisions", "8", share, "finer divisions round less"
 
 
-def _pressure(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
+def _retries(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
     retries = sample.alloc_retries or 0
     if retries < _RETRIES_MANY:
         return
-    pressure = f"{name} had to empty its cache {retries} times for an allocation"
+    observation = f"{name} had to empty its cache {retries} times for an allocation"
     if sample.ooms:
-        pressure += f", and ran out of memory {sample.ooms} times"
+        observation += f", and ran out of memory {sample.ooms} times"
     fraction = settings.get("per_process_memory_fraction")
     if fraction is not None and float(fraction) < 1 and "garbage_collection_threshold" not in settings:
         effect = f"releases what was unused for long before it reaches the limit of {fraction}"
-        yield "garbage_collection_threshold", "0.8", pressure, f"the allocator then {effect}"
+        yield "garbage_collection_threshold", "0.8", observation, f"the allocator then {effect}"
     elif settings.get("expandable_segments") == "True":
-        yield "", "", pressure, "no setting helps: use less memory (a smaller batch, checkpointing)"
+        yield "", "", observation, "no setting helps: use less memory (a smaller batch, checkpointing)"
     else:
-        yield "expandable_segments", "True", pressure, "expandable segments grow by the page instead"
+        yield "expandable_segments", "True", observation, "expandable segments grow by the page instead"

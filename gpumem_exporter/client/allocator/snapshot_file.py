@@ -94,7 +94,7 @@ def _next_file(folder: Path) -> Path:
     """Return a name for a new file in the folder, and remove the oldest snapshots there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder == _own_folder():
-        # Another user may have created the path, as an open folder or as a link.
+        # Another user may have created the path before: as a folder that others may write to, or as a link.
         owner = folder.lstat()
         alone = owner.st_uid == os.getuid() and not stat.S_IMODE(owner.st_mode) & 0o077
         if not (alone and stat.S_ISDIR(owner.st_mode)):

@@ -232,7 +232,7 @@ def set_calling_thread_mark(mark: int) -> None:
     references = sys.getrefcount(mark)
     c._stash_obj_in_tls(_THREAD_KEY, mark)
     if sys.getrefcount(mark) == references:
-        # Older releases (2.9, but not 2.15) take no reference, and release one when the thread ends.
+        # Older releases (such as 2.9) add no reference, but drop one when the thread ends. Add the missing one.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mark))
 
 

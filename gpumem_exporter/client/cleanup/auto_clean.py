@@ -69,7 +69,7 @@ class AutoClean:
         self.stopped = self.stopped or reason
 
     def __reduce__(self) -> tuple[Callable[[int, int], AutoClean], tuple[int, int]]:
-        """Copy or pickle as a stopped instance, for example with the trainer that has it."""
+        """Make copies and pickles, for example those of a trainer, contain a stopped instance."""
         return _stopped, (self.clears, self.freed_bytes)
 
     def look(self) -> int:

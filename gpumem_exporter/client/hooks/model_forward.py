@@ -1,4 +1,4 @@
-"""Calls before the forward pass of any module, until the callback has seen enough."""
+"""Calls a function before each forward pass of any module, until the function returns False."""
 
 from __future__ import annotations
 

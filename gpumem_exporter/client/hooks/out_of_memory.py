@@ -1,4 +1,4 @@
-"""Calls at each out-of-memory error, in the allocating thread, before PyTorch raises it."""
+"""Calls a listener at each out-of-memory error, in the allocating thread, before PyTorch raises the error."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Steps:
         return lambda: self._stop(key)
 
     def install(self) -> None:
-        """Install the hook if there is a listener, and no optimizer steps right now."""
+        """Install the hook if there is a listener. Does nothing while an optimizer is in a step."""
         if self._handle is not None or not self._listeners or not self._changing.acquire(blocking=False):
             return
         try:

@@ -21,7 +21,7 @@ _PRIORITY = -9844
 
 
 class _Tagger(threading.local):
-    """What the current thread does with each storage that it saves; None outside of `saved_from_host`."""
+    """The callback of the current thread for each storage that it saves; None outside of `saved_from_host`."""
 
     note: Callable[[Any], None] | None = None
 
@@ -44,7 +44,7 @@ class _Registration:
 
     @contextlib.contextmanager
     def saving(self, note: Callable[[Any], None]) -> Iterator[None]:
-        """Tag the storages of this thread. A signal handler may save something else meanwhile."""
+        """Tag the storages that this thread saves in the block. May be nested: a signal handler may save too."""
         self.install()
         outer, self._tagger.note = self._tagger.note, note
         try:

@@ -138,7 +138,7 @@ class LeakDetector:
         return None
 
     def __reduce__(self) -> tuple[Callable[[], LeakDetector], tuple[()]]:
-        """Copy or pickle as a detector that listens to no steps, for example with the trainer that has it."""
+        """Make copies and pickles, for example those of a trainer, contain a detector that listens to no steps."""
         return functools.partial(LeakDetector, _log_leak), ()
 
     def _on_step(self, optimizer: Any) -> None:

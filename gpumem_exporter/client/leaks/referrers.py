@@ -130,7 +130,7 @@ class Referrers:
         kind = _container(referrer)
         kind = f"{kind} under {under[:_KEY_MAX]!r}" if kind and under else kind
         held = {target for key in keys for target in holds[key] if target not in self._names}
-        held -= holds.get(id(referrer), set())  # already followed for those
+        held -= holds.get(id(referrer), set())  # was already followed for these
         if not kind or not held:
             return
         for target in held:
@@ -193,7 +193,7 @@ def _named(referrer: Any, target: Any, end: float) -> str:
     """Return the name that a referrer other than a dictionary gives to the target."""
     kind = type(referrer)
     if kind is CellType:
-        return _closure(referrer) if time.thread_time() <= end else ""  # needs more passes
+        return _closure(referrer) if time.thread_time() <= end else ""  # makes two more searches
     if kind is FunctionType:
         defaults = target is referrer.__defaults__ or target is referrer.__kwdefaults__
         return f"a default of {_function_name(referrer)}" if defaults else ""  # otherwise its globals or closure

@@ -82,7 +82,7 @@ class Trend:
         self._windows = tuple(_Window(steps, points_min, least_growth) for steps, points_min in _WINDOWS)
 
     def add(self, value: int) -> Slope | None:
-        """Add the value of the next step. Returns the slope if a window has just judged that the series grows."""
+        """Add the value of the next step. Returns the slope if a window judges at this step that the series grows."""
         if self._warm_up_left > 0:
             self._warm_up_left -= 1
             return None
@@ -97,7 +97,7 @@ class Trend:
 
 
 class Growing:
-    """Follows a series that grows, to see whether it goes on.
+    """Follows a series that grows, to see whether the growth continues.
 
     Compares the floors of windows that are as long as the one in which the growth was found: spikes and a sawtooth do
     not change them. So the end of a growth, or its release, is seen after three such windows at the latest.
@@ -194,7 +194,7 @@ def fit_line(ats: Sequence[int], values: Sequence[float]) -> tuple[float, float]
     residuals = [residual - mean for residual in residuals]
     squares = sum(residual * residual for residual in residuals)
     correlation = sum(now * later for now, later in pairwise(residuals)) / squares if squares else 0.0
-    correlation = min(max(correlation, 0.0) + 2 / math.sqrt(count), _CORRELATION_MAX)  # two standard errors more
+    correlation = min(max(correlation, 0.0) + 2 / math.sqrt(count), _CORRELATION_MAX)  # two standard errors above it
     mean_at = fmean(ats)
     spread = sum((at - mean_at) ** 2 for at in ats)
     error = math.sqrt(squares / (count - 2) * (1 + correlation) / (1 - correlation) / spread)

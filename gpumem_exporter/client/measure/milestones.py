@@ -130,7 +130,7 @@ class Milestones:
         self.close()
 
     def __reduce__(self) -> tuple[Callable[[], Milestones], tuple[()], tuple[Milestone, ...]]:
-        """Copy or pickle as closed milestones with the same records, for example with a trainer that has them."""
+        """Make copies and pickles, for example those of a trainer, contain closed milestones with the same records."""
         return _closed, (), self.records
 
     def __setstate__(self, records: tuple[Milestone, ...]) -> None:

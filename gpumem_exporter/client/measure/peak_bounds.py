@@ -46,7 +46,7 @@ class PeakBounds:
         self._peak_then = allocated_bytes
 
     def reset_by_user(self, allocated_bytes: int, peak_bytes: int) -> None:
-        """Evaluate a reading after a reset by the user's code, which has hidden an earlier peak."""
+        """Evaluate a reading after a reset by the user's code. The upper bound is unknown from now on."""
         self.at_least = max(self.at_least, allocated_bytes, peak_bytes)
         self.now = allocated_bytes
         self._unseen_reset = True

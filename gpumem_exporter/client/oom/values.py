@@ -88,7 +88,7 @@ class OomValues:
 
     @property
     def short(self) -> int | None:
-        """The missing bytes."""
+        """The bytes that are missing: needed minus available, at least 1."""
         if self.needed is None or self.available is None:
             return None
         return max(1, self.needed - self.available)

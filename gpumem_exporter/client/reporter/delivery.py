@@ -28,7 +28,7 @@ _ANSWER_MARGIN_SECONDS = 5.0
 _FAREWELL_SECONDS = 0.25
 _MAX_REPLY_BYTES = 256 << 10
 _NOT_ALLOWED = (401, 403)
-"""Then the next address is tried: an exporter may reject a report at its socket and accept it over loopback."""
+"""Statuses after which the next address is tried: an exporter may accept over loopback what its socket rejects."""
 _UNACCEPTABLE = (413, 422)
 _UNREACHABLE = "no exporter"
 _UNTRUSTED = "no reports are sent"

@@ -90,7 +90,7 @@ def processes_of_device(nvml: Any, device: ctypes.c_void_p) -> dict[int, int | N
             known = None if used > _KNOWN_MAX else used
             before = found.get(pid)
             found[pid] = before if known is None or (before is not None and before > known) else known
-    found.pop(0, None)  # not a process
+    found.pop(0, None)  # an entry with pid 0 is not a process
     return found
 
 

@@ -23,7 +23,8 @@ __all__ = ["Worker"]
 
 _CUDA_POLL_SECONDS = 0.05
 _UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
-"""Tries, and seconds between them, of an ending reporter to remove the hook on steps. It fails during a step."""
+"""The number of times that an ending reporter tries to remove the hook on steps, which fails during a step, and the
+seconds between two tries."""
 
 
 class Worker:

@@ -77,7 +77,7 @@ class Health:
             source=self.source,
             version=self.version,
             mode="node" if self.driver_pids is None or self.driver_pids.matched else "sidecar",
-            socket_error=self.socket_file.error() if self.socket_file is not None else None,
+            socket_file=self.socket_file,
         )
 
 
@@ -124,12 +124,9 @@ def health_document(
     source: str,
     version: str,
     mode: Mode = "node",
-    socket_error: str | None = None,
+    socket_file: SocketFile | None = None,
 ) -> HealthDocument:
-    """Return the exporter's state. A restart may fix `failing`; `degraded` is a fault of the node.
-
-    `socket_error` is None without a unix socket.
-    """
+    """Return the exporter's state. A restart may fix `failing`; `degraded` is a fault of the node."""
     node = snapshot.node
     checks = {
         "poller": _poller_check(poller),
@@ -138,8 +135,9 @@ def health_document(
         "reports": _reports_check(snapshot),
         "events": _events_check(events),
     }
-    if socket_error is not None:
-        checks["socket"] = _check("degraded" if socket_error else "ok", socket_error)
+    if socket_file is not None:
+        error = socket_file.error()
+        checks["socket"] = _check("degraded", error) if error else _check("ok", socket_file.path)
     up = bool(node and node.up)
     return {
         "status": max((check["status"] for check in checks.values()), key=_RANKS.index),

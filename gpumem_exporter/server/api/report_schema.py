@@ -135,7 +135,7 @@ def _type_schema(hint: Any) -> CoreSchema:
 
 
 def shortened(report: Report) -> Report:
-    """Return a report within the limits of labels, phases and components: cut, or the same object if it is within.
+    """Return the report, cut to the limits of labels, phases and components. The same object if nothing is cut.
 
     A reporter of an older version has higher limits, so such a report is not an error.
     """

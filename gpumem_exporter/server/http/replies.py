@@ -26,7 +26,7 @@ def json_response(document: Mapping[str, object], status: int = 200) -> Response
 
 
 def json_reply(model: type, description: str = "Successful Response") -> dict[str, Any]:
-    """Return the OpenAPI description of a JSON reply; `server.http.openapi` adds the schema of the model.
+    """Return the OpenAPI description of a JSON reply; `server.openapi` adds the schema of the model.
 
     FastAPI's `response_model` would build a validator of each model when the exporter starts.
     """

@@ -71,6 +71,7 @@ class LimitedServer(uvicorn.Server):
         app: the ASGI application.
         limits: the limits of each client.
         tls: the TLS context of the TCP sockets; the unix socket never uses TLS.
+        admits: returns whether a client with this verified certificate, as `getpeercert()` returns it, is admitted.
         on_started: called when requests are answered.
         on_stopping: called before the server waits for running requests.
         **options: the options of `uvicorn.Config`.
@@ -82,11 +83,12 @@ class LimitedServer(uvicorn.Server):
         *,
         limits: Limits,
         tls: ssl.SSLContext | None,
+        admits: Callable[[Mapping[str, Any]], bool] | None = None,
         on_started: Callable[[], None],
         on_stopping: Callable[[], None],
         **options: Any,
     ) -> None:
-        protocol: Any = functools.partial(LimitedProtocol, limits=limits, bodies=Bodies())
+        protocol: Any = functools.partial(LimitedProtocol, limits=limits, bodies=Bodies(), admits=admits)
         super().__init__(uvicorn.Config(app, http=protocol, ws="none", lifespan="on", log_config=None, **options))
         self._limits = limits
         self._tls = tls
@@ -128,12 +130,21 @@ class LimitedProtocol(HttpToolsProtocol):
     Args:
         limits: the limits of its client.
         bodies: the bodies of all connections.
+        admits: returns whether a client with this verified certificate is admitted.
         *arguments: uvicorn's arguments.
         **keywords: uvicorn's keyword arguments.
     """
 
-    def __init__(self, *arguments: Any, limits: Limits, bodies: Bodies, **keywords: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        limits: Limits,
+        bodies: Bodies,
+        admits: Callable[[Mapping[str, Any]], bool] | None = None,
+        **keywords: Any,
+    ) -> None:
         super().__init__(*arguments, **keywords)
+        self._admits = admits
         self._limits = limits
         self._bodies = bodies
         self.body_bytes = 0
@@ -149,12 +160,15 @@ class LimitedProtocol(HttpToolsProtocol):
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Identify the peer and make room if there are too many connections."""
+        """Identify the peer, make room if there are too many connections, and close those that are not admitted."""
         super().connection_made(transport)
         self._peer = Peer.of_socket(transport.get_extra_info("socket"))
         self.idle_since = time.monotonic()
         self._over_limit = not self.make_room()
         self._start_request_timer()
+        certificate = transport.get_extra_info("peercert")
+        if certificate and self._admits is not None and not self._admits(certificate):
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers and free the bodies."""

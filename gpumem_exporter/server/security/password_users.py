@@ -42,7 +42,7 @@ class Users:
         return len(self._hashes)
 
     def changed_to(self, hashes: Mapping[str, bytes]) -> Users:
-        """Return other users. The verified credentials of those with the same hash stay remembered."""
+        """Return the users of a reloaded file. Users with the same hash as before need no new verification."""
         users = Users(hashes)
         users._key = self._key
         users._remembered = {

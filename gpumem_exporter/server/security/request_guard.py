@@ -37,11 +37,11 @@ NVML_PATH = "/api/v1/nvml"
 RELOAD_PATH = "/-/reload"
 
 MAX_REPORT_BYTES = 1 << 20
-"""Three times the size of a report of 64 devices with 16 phases and components each."""
+"""The largest report: three times one of 64 devices with 16 phases and components each."""
 MAX_ALERTS_BYTES = 1 << 20
-"""Alertmanager sends the alerts of a group in one body, about 1 KiB each."""
+"""The largest body from Alertmanager, which sends all alerts of a group in one body, about 1 KiB each."""
 MAX_BODY_BYTES = 64 << 10
-"""The limit of the other routes."""
+"""The largest body on the other routes."""
 
 
 @dataclass(frozen=True, slots=True)

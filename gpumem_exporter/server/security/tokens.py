@@ -1,4 +1,4 @@
-"""Tokens in files. A changed file is read again, so that a token can be rotated without a restart."""
+"""Tokens in files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import hmac
 import logging
 import os
 import stat
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["MAX_TOKEN_BYTES", "TokenFile", "TokenRefresher"]
+from gpumem_exporter.server.security.file_refresher import file_version
+
+__all__ = ["MAX_TOKEN_BYTES", "TokenFile"]
 
 MAX_TOKEN_BYTES = 4096
-REFRESH_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +20,8 @@ _log = logging.getLogger(__name__)
 class TokenFile:
     """The token in a file: its only line, without the white space around it.
 
-    `refresh` reads the file again if its size, time or inode changed: a mounted Kubernetes secret is replaced, not
-    written. While the file has no valid token, no token matches. Comparing a token never touches the disk.
+    `refresh` reads the file again if it changed. While the file has no valid token, no token matches. Comparing a token
+    never touches the disk.
 
     Args:
         path: the file.
@@ -52,7 +51,7 @@ class TokenFile:
         if len(text) > MAX_TOKEN_BYTES or b"\n" in token or b"\0" in token:
             raise ValueError(f"expected one line of at most {MAX_TOKEN_BYTES} bytes in the file")
         self._token = token
-        self._seen = _version(status)
+        self._seen = file_version(status)
         return token
 
     def matches(self, presented: bytes) -> bool:
@@ -63,7 +62,7 @@ class TokenFile:
         """Read the file if it changed. May block on the disk."""
         try:
             status = self.path.stat()
-            if self._seen != _version(status):
+            if self._seen != file_version(status):
                 rotated = self._seen is not None or self._unreadable
                 self.read()
                 if rotated:
@@ -77,35 +76,3 @@ class TokenFile:
                     extra={"fields": {"file": str(self.path), "error": str(error)}},
                 )
             self._unreadable = True
-
-
-class TokenRefresher:
-    """Refreshes token files once a second in a daemon thread, so that a hung mount delays neither requests nor exit.
-
-    Args:
-        files: the files; `start` reads them for the first time.
-    """
-
-    def __init__(self, files: Sequence[TokenFile]) -> None:
-        self._files = files
-        self._stopped = threading.Event()
-
-    def start(self) -> None:
-        """Read the files, then refresh them until `stop`."""
-        for file in self._files:
-            file.refresh()
-        if self._files:
-            threading.Thread(target=self._run, name="gpumem-tokens", daemon=True).start()
-
-    def stop(self) -> None:
-        """End the thread; does not wait for it."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(REFRESH_SECONDS):
-            for file in self._files:
-                file.refresh()
-
-
-def _version(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode

@@ -59,10 +59,10 @@ class LiveState:
     page: Page
     allowed_actions: tuple[str, ...]
     viewer: Caller | None = None
-    """From whom the identities of others' processes are hidden; None shows them."""
+    """The viewer, who does not see the identities of others' processes; None shows all identities."""
 
     def document(self) -> dict[str, Any]:
-        """Return the state now."""
+        """Return the current state of the node."""
         snapshot = self.snapshot()
         return live_document(
             snapshot,
@@ -89,7 +89,7 @@ class Audience:
     callers: Callers
 
     async def streams(self, scope: Scope) -> Streams:
-        """Return the streams for the viewer of a request."""
+        """Return the streams that the sender of a request may see."""
         if self.public is self.everything or (await self.callers.of(scope)).rights is Rights.ALL:
             return self.everything
         return self.public

@@ -47,7 +47,7 @@ def live_document(
         page: the digest of the page that can read this document.
         allowed_actions: the actions of `--action.allow`.
         newest: the last point of the history.
-        viewer: from whom the identities of others' processes are hidden; None shows them.
+        viewer: the viewer, who does not see the identities of others' processes; None shows all identities.
     """
     devices = devices_document(snapshot, health["source"])
     gpus = gpu_labels(snapshot)

@@ -14,7 +14,7 @@ __all__ = ["MAX_STREAMS", "MAX_STREAMS_OF_VIEWER", "Following", "Rendering", "St
 
 MAX_STREAMS = 32
 MAX_STREAMS_OF_VIEWER = 4
-"""So that one user or machine leaves streams to the others."""
+"""The maximum number of streams of one user or machine, so that streams are left for others."""
 INTERVAL_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)

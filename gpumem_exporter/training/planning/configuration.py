@@ -136,7 +136,7 @@ def _edit_yaml(text: str, values: Mapping[str, Value], path: Path) -> str:
             raise ConfigurationError(f"{path}: {key!r} is not a single value")
         start, end, new = node.start_mark.index, node.end_mark.index, str(value)
         if start == end and name is not None:
-            # The key has no value; the marks are those of the next token.
+            # The key has no value, and the marks show where the next token starts. Insert after the colon.
             start = end = text.index(":", name.end_mark.index) + 1
             new = f" {new}"
         places.append((start, end, new))

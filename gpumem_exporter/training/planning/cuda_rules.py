@@ -53,6 +53,7 @@ def cuda_rules(attention_kernel: str) -> Iterator[None]:
         for name in _FLOAT32_DTYPE:
             _register(library, name, _with_float32_dtype)
         library.impl("dropout", _dropout, "AutogradCPU")
+        library.impl("linear", _linear, "AutogradCPU")
         if hasattr(torch.ops.aten, "_fused_rms_norm"):
             library.impl("rms_norm", _rms_norm, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention(attention_kernel), "AutogradCPU")
@@ -177,6 +178,15 @@ def _dropout(x: Tensor, probability: float, train: bool) -> Tensor:
     if not train or probability == 0:
         return x
     result: Tensor = torch.ops.aten.native_dropout(x, probability, train)[0]
+    return result
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.linear`, which adds the bias in place if the input is not contiguous; not under a dispatch mode."""
+    if bias is not None and x.dim() > 2 and not x.is_contiguous():
+        return torch.matmul(x, weight.t()).add_(bias)
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    result: Tensor = torch.ops.aten.linear.default._op_dk(composite, x, weight, bias)
     return result
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["temporaries"]
+__all__ = ["needs_contiguous", "temporaries"]
 
 BLAS_WORKSPACE_BYTES = 32 << 20
 """cuBLAS on Hopper (`at::cuda::getChosenWorkspaceSize`); 8 MiB on older GPUs."""
+LT_WORKSPACE_BYTES = 1 << 20
+"""cublasLt (`at::cuda::blas::_getWorkspaceSize`)."""
 
 MULTIPROCESSORS = 132
 THREADS_PER_MULTIPROCESSOR = 2048
@@ -22,15 +24,29 @@ MAX_THREADS = 512
 WARP = 32
 MIN_VALUES, MAX_VALUES = 16, 256
 """The number of values that one thread of a reduction adds up."""
-_ONE_BLOCK = (0, 0)
+_ONE_BLOCK = ((0, 0),)
 """Two allocations of zero bytes, so that every batch size has the same number of events."""
 
 _aten = torch.ops.aten
+_CONVOLUTIONS = (_aten.convolution, _aten.convolution_backward)
+_CONTIGUOUS = (
+    *(_aten.native_layer_norm, _aten.native_layer_norm_backward),
+    *(_aten._softmax, _aten._softmax_backward_data, _aten._log_softmax, _aten._log_softmax_backward_data),
+)
+"""CUDA's kernels of these copy inputs that are not contiguous."""
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.baddbmm, _aten.addbmm)
 
 
-def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -> Sequence[int]:
+def needs_contiguous(func: Any, convolution: str) -> bool:
+    """Return whether an operator copies inputs that are not contiguous."""
+    packet = getattr(func, "overloadpacket", func)
+    return packet in _CONTIGUOUS or (convolution == "native" and packet in _CONVOLUTIONS)
+
+
+def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -> Sequence[tuple[int, ...]]:
     """Return the bytes of the allocations that an operator frees before it returns.
+
+    The allocations of one tuple are live at the same time. They are freed before those of the next tuple are made.
 
     Args:
         func: the operator.
@@ -39,46 +55,92 @@ def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -
         convolution: `cudnn` or `native`.
     """
     packet = getattr(func, "overloadpacket", func)
-    if packet in _PRODUCTS or (packet is _aten.addmm and args[0].dim() > 1):
-        return (BLAS_WORKSPACE_BYTES,)
+    if packet in _PRODUCTS:
+        return ((BLAS_WORKSPACE_BYTES,),)
+    if packet is _aten.addmm:
+        # A bias is added by cublasLt, for half precision also a matrix.
+        lt = result.shape[-1] > 1 and (args[0].dim() == 1 or result.element_size() == 2)
+        return ((LT_WORKSPACE_BYTES if lt else BLAS_WORKSPACE_BYTES,),)
     if packet in (_aten.sum, _aten.mean):
-        return _reduction(args[0], result)
-    if packet in (_aten.convolution, _aten.convolution_backward):
-        backward = packet is _aten.convolution_backward
-        x, weight = args[1:3] if backward else args[:2]
-        if convolution == "native":
-            return _native_convolution(x, weight, *(args[4:8] if backward else args[3:7]))
-        # cuDNN chooses an algorithm at run time. This assumes a copy of the input in another layout.
-        return (x.numel() * x.element_size(),)
+        return _reduction(args[0], result, args[1] if len(args) > 1 else None)
+    if packet is _aten._softmax_backward_data:
+        return ((args[0].numel() * args[0].element_size(),),)  # the gradient times the output
+    if packet is _aten._scaled_dot_product_efficient_attention_backward:
+        return _attention_backward(*args[1:4])
+    if packet is _aten.convolution:
+        return (_convolution(*args[:2], *args[3:7], args[8], convolution),)
+    if packet is _aten.convolution_backward:
+        columns = _convolution(*args[1:3], *args[4:8], args[9], convolution, backward=True)
+        gradient, bias = args[0], result[2]
+        return (columns,) if bias is None else (columns, *_reduction(gradient, bias, [0, *range(2, gradient.dim())]))
     return ()
 
 
-def _native_convolution(
-    x: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool
-) -> Sequence[int]:
-    """One sample, unfolded into columns and multiplied (`SpatialConvolutionMM.cu`)."""
-    kernel = weight.shape[2:]
+def _attention_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[tuple[int, ...]]:
+    """The buffers of memory-efficient attention (`mem_eff_attention/kernel_backward.h`, the kernels for sm80).
+
+    Kernels for float32 compute the sums of output times gradient before they start. Kernels for half precision keep the
+    gradients of keys and values in float32 if the head is larger than a block.
+    """
+    batch, heads, queries, head = query.shape
+    keys, value_head = value.shape[2:]
+    half, largest = query.element_size() == 2, max(head, value_head)
+    rows = 64 if largest <= 64 else 128
+    columns = rows if largest <= 64 or (half and largest <= 128) else 64
+    elements = _divide_up(queries, rows) * _divide_up(head, columns) * (rows * columns + 4)
+    if half and largest > 128:
+        elements += _divide_up(keys, 64) * 64 * rows * (_divide_up(head, rows) + _divide_up(value_head, rows))
+    sums = 4 * batch * heads * queries
+    before = () if half else ((sums * value_head, sums, sums),)
+    return (*before, (sums, 4 * batch * heads * elements))
+
+
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    groups: int,
+    kind: str,
+    *,
+    backward: bool = False,
+) -> tuple[int, ...]:
+    """The workspace of cuDNN; without cuDNN, one sample as columns, which is multiplied (`ConvolutionMM2d.cu`)."""
+    kernel, size = weight.shape[2:], x.element_size()
+    if kind == "cudnn":
+        # cuDNN chooses an algorithm at run time. This assumes a copy of the input in another layout.
+        return (x.numel() * size,)
+    if groups == x.shape[1] > 1 and not transposed:
+        return ()  # depthwise: computed without columns
     if transposed:
         columns = weight[0].numel() * x[0, 0].numel()
-    elif all(k == 1 for k in kernel) and all(s == 1 for s in stride) and not any(padding):
+    elif not backward and all(k == 1 for k in kernel) and all(s == 1 for s in stride) and not any(padding):
         columns = 0
     else:
         places = 1
         for i, k in enumerate(kernel):
             places *= (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (k - 1) - 1) // stride[i] + 1
         columns = weight[0].numel() * places
-    return (columns * x.element_size(), BLAS_WORKSPACE_BYTES)
+    return (columns * size, BLAS_WORKSPACE_BYTES)
 
 
-def _reduction(source: torch.Tensor, result: torch.Tensor) -> Sequence[int]:
-    """The buffer and the semaphores of a reduction that several thread blocks share (`Reduce.cuh`)."""
+def _reduction(source: torch.Tensor, result: torch.Tensor, removed: Sequence[int] | None) -> Sequence[tuple[int, ...]]:
+    """The buffer and the semaphores of a reduction that several thread blocks share (`Reduce.cuh`).
+
+    Args:
+        source: the numbers.
+        result: their sums.
+        removed: the dimensions that are summed; None or empty for all.
+    """
     outputs, numbers = result.numel(), source.numel()
     if not outputs or not numbers or outputs == numbers:
         return _ONE_BLOCK
     inputs = numbers // outputs
-    last_removed = result.dim() == 0 or result.shape[-1] != source.shape[-1]
-    contiguous = outputs == 1 or source.dim() == 0 or (source.shape[-1] > 1 and last_removed)
-    width, height, vector = _thread_block(inputs, outputs, contiguous, source)
+    fastest = min((i for i, n in enumerate(source.shape) if n > 1), key=source.stride)
+    contiguous = outputs == 1 or fastest in {i % source.dim() for i in removed or range(source.dim())}
+    width, height, vector = _thread_block(inputs, outputs, contiguous, source.shape[fastest])
     step_input, step_output = (width, 1) if contiguous else (1, width)
     if _divide_up(inputs, step_input) < min(height * 16, MAX_VALUES):
         return _ONE_BLOCK
@@ -94,16 +156,16 @@ def _reduction(source: torch.Tensor, result: torch.Tensor) -> Sequence[int]:
     if blocks <= 1:
         return _ONE_BLOCK
     size = max(4, result.element_size()) * outputs * blocks
-    return (size if contiguous else size * width * vector, 4 * grid)
+    return ((size if contiguous else size * width * vector, 4 * grid),)
 
 
-def _thread_block(inputs: int, outputs: int, contiguous: bool, source: torch.Tensor) -> tuple[int, int, int]:
+def _thread_block(inputs: int, outputs: int, contiguous: bool, row: int) -> tuple[int, int, int]:
     vector = 1
     first, second = (inputs, outputs) if contiguous else (outputs, inputs)
     if contiguous and first >= 128:
         first //= 4
     elif not contiguous:
-        vector = next((v for v in (4, 2) if outputs % v == 0 and source.shape[-1] % v == 0), 1)
+        vector = next((v for v in (4, 2) if outputs % v == 0 and row % v == 0), 1)
         first //= vector
     threads = MAX_THREADS // vector
     first_power, second_power = _power_of_two(min(first, threads)), _power_of_two(min(second, threads))

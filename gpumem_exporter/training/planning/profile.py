@@ -19,7 +19,7 @@ from gpumem_exporter.training.planning.stepping import Watch, train
 __all__ = ["profile_job"]
 
 STEPS = 2
-"""The first step creates the optimizer state."""
+"""The number of steps in a measurement. The first one creates the optimizer state."""
 
 
 class _Measured(NamedTuple):

@@ -82,7 +82,7 @@ class Sizing:
 
 
 def _reach(line: Line, limit_bytes: int, multiple_of: int, start: int) -> int:
-    """Return the number of units at which the reserved bytes reach the limit if they grow evenly, at least one."""
+    """Extrapolate at how many units the reserved bytes reach the limit, if they grow linearly; at least 1."""
     low, high = (replay(line.at(units * multiple_of)).reserved_bytes for units in (start, 2 * start))
     reach = start + (limit_bytes - low) * start // max(1, high - low)
     return max(1, min(LARGEST // multiple_of, reach))

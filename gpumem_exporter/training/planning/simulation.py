@@ -11,7 +11,7 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_iter
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.cuda_rules import cuda_rules
 from gpumem_exporter.training.planning.failures import explain
+from gpumem_exporter.training.planning.in_place import InPlace
 from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.kernels import temporaries
+from gpumem_exporter.training.planning.kernels import needs_contiguous, temporaries
 from gpumem_exporter.training.planning.model import convertible, in_moving_order, make_fake_mode, make_model
 from gpumem_exporter.training.planning.stepping import Watch, train
 from gpumem_exporter.training.planning.trace import Mark, Trace
@@ -55,6 +56,7 @@ class Tracer(TorchDispatchMode):
         self.ignore_scalars = False
         self.in_optimizer = False
         self._convolution = convolution
+        self._in_place = InPlace()
         self._numbers: dict[int, int] = {}  # the number of the allocation, by storage
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -70,6 +72,13 @@ class Tracer(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops.prim.device.default:  # two thirds of all calls
             return args[0].fake_device
+        changed = self._in_place.target(func, args)
+        if changed is not None:
+            return changed
+        if func is torch.ops.aten.roll.default:
+            args = self._rolled(*args)
+        elif needs_contiguous(func, self._convolution):
+            args = tuple(self._contiguous(arg) for arg in args)
         try:
             result = func(*args, **(kwargs or {}))
         except DataDependentOutputException:
@@ -79,10 +88,25 @@ class Tracer(TorchDispatchMode):
         tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
         for tensor in reversed(tensors) if func is torch.ops.aten.native_dropout.default else tensors:
             self._record(tensor, self.kind)
-        sizes = temporaries(func, args, result, self._convolution)
-        for number in reversed([self.trace.allocate(size, "temporaries") for size in sizes]):
-            self.trace.free(number)
+        for sizes in temporaries(func, args, result, self._convolution):
+            for number in reversed([self.trace.allocate(size, "temporaries") for size in sizes]):
+                self.trace.free(number)
         return result
+
+    def _rolled(self, tensor: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> tuple[Any, ...]:
+        """Roll all dimensions but the last one, and return the remaining arguments. CUDA rolls one at a time."""
+        for shift, dim in zip(shifts[:-1], dims[:-1], strict=True):
+            tensor = torch.ops.aten.roll.default(tensor, [shift], [dim])
+            self._record(tensor, "temporaries")
+        return tensor, shifts[-1:], dims[-1:]
+
+    def _contiguous(self, value: Any) -> Any:
+        """Return a value, or a contiguous copy of a tensor. The copy is temporary memory."""
+        if not isinstance(value, Tensor) or value.is_contiguous():
+            return value
+        copy = value.contiguous()
+        self._record(copy, "temporaries")
+        return copy
 
     def _record(self, tensor: Tensor, kind: str) -> None:
         storage: Any = tensor.untyped_storage()
@@ -140,7 +164,7 @@ def quiet(what: str) -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     gc.disable()
-    logger.setLevel(logging.CRITICAL)  # the exception has the same information
+    logger.setLevel(logging.CRITICAL)  # what it logs is also in the exception
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

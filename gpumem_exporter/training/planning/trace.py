@@ -43,7 +43,7 @@ class Trace:
         return number
 
     def free(self, number: int) -> None:
-        """Record a free."""
+        """Record that the allocation with this number is freed."""
         self.events.append(-number)
 
     def mark(self) -> Mark:
@@ -121,7 +121,7 @@ def blend(small: Trace, small_batch: int, large: Trace, large_batch: int) -> Lin
 
 
 def proportional(trace: Trace, batch: int) -> Line:
-    """Return the line on which activations and temporaries grow with the batch size; a first estimate."""
+    """Estimate the traces of other batch sizes from one: activations and temporaries grow with the batch size."""
     scaled = ("activations", "temporaries")
     sizes = [0 if kind in scaled else size for size, kind in zip(trace.sizes, trace.kinds, strict=True)]
     return Line(Trace(trace.events, sizes, trace.kinds), 0, trace, batch)

@@ -12,21 +12,13 @@ import pytest
 from tests.claims import errors, heaps, pools
 from tests.claims.place import EXPANDABLE, SETTINGS, Bench, Place
 from tests.claims.values import SameNumber, require
-from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.node import MIB
 from tests.support.torch_release import TORCH_RELEASE, since_torch
 from tests.support.waiting import wait_for
 
 EMPTY_GRAPH = "import warnings; warnings.simplefilter('ignore')\n"
 
 PAGE_SIZES = since_torch((2, 10), "torch before 2.10 has no large_segment_size_mb")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[Place]:
-    """One node, one exporter and the processes that tests share, for the whole module."""
-    folder = tmp_path_factory.mktemp("place")
-    with EmulatedNode(folder / "node") as node, Place(folder, node) as place:
-        yield place
 
 
 @pytest.fixture

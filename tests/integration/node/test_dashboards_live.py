@@ -31,8 +31,8 @@ RANGE_SECONDS = 60
 DEMO, ALSO_DEMO, EMULATED = "demo", "demo-again", "emulated"
 ASKED_BYTES = 1 << 40
 PLANNED_BYTES = 1 << 30
-WORKLOADS = {DEMO: ("demo-asr-varlen", "demo-rag-indexer-leak"), EMULATED: ("train",)}
-"""The workloads whose dashboards are tested. One of the demo's has phases and components, the other one leaks."""
+WORKLOADS = {DEMO: ("demo-asr-varlen", "demo-rag-indexer-leak", "demo-sleeping-engine"), EMULATED: ("train",)}
+"""The workloads whose dashboards are tested. Of the demo's, one has phases and components, one leaks, one sleeps."""
 
 ANSWERLESS: dict[tuple[str, str], str] = {
     (DEMO, "gpumem-fleet / Silent processes / A"): "no process of the demo becomes silent without exiting",
@@ -47,9 +47,11 @@ ANSWERLESS: dict[tuple[str, str], str] = {
             "gpumem-fleet / Devices by pressure / C",
             "gpumem-node / Devices / E",
             "gpumem-workload / Time to full / A",
-            "gpumem-workload / Ranks side by side / J",
+            "gpumem-workload / Ranks side by side / K",
         )
     },
+    (EMULATED, "gpumem-node / Processes / K"): "no process sleeps",
+    (EMULATED, "gpumem-workload / Ranks side by side / J"): "no process sleeps",
     **{
         (EMULATED, where): "NCCL does not start without a GPU, and no process has a limit"
         for where in (

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
-
-import pytest
 
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually, patient
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
-
-
-@pytest.fixture(scope="module")
-def exporter() -> Iterator[RunningExporter]:
-    with running_exporter() as running:
-        yield running
 
 
 def test_the_page_has_the_format_that_the_scraper_accepts(exporter: RunningExporter) -> None:

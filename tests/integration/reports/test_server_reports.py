@@ -20,12 +20,6 @@ from tests.support.running_exporter import RunningExporter, problem, running_exp
 from tests.support.waiting import eventually, patient
 
 
-@pytest.fixture(scope="module")
-def exporter() -> Iterator[RunningExporter]:
-    with running_exporter() as running:
-        yield running
-
-
 @pytest.fixture(autouse=True)
 def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
     yield

@@ -144,7 +144,7 @@ def test_a_job_s_report_has_its_peak_mean_and_idle_cache_also_after_it_ended(
     report_this_process(exporter, 3, sample(2 * GIB, GIB), slurm_job_id="4711")
     (process,) = exporter.get("/api/v1/jobs/4711")["processes"]
     assert process["end_unix_seconds"] is None
-    assert "Still running: 1 of 1 processes." in command(exporter, "report", "--job", "4711")
+    assert "Still running: 1 of 1 process." in command(exporter, "report", "--job", "4711")
 
     eventually(lambda: exporter.get("/api/v1/jobs/4711")["processes"][0]["devices"][0]["used_mean_bytes"] < 4 * GIB)
     report_this_process(exporter, 4, slurm_job_id="4711", final=True)

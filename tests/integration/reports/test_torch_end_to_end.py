@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,6 @@ from tests.claims import actions, device, heaps
 from tests.claims.place import EXPANDABLE, Place
 from tests.claims.values import require
 from tests.emulation.node import EmulatedNode
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[Place]:
-    """A node of two GPUs, one exporter on it and the processes that tests share, for the whole module."""
-    folder = tmp_path_factory.mktemp("place")
-    with EmulatedNode(folder / "node") as node, Place(folder, node) as place:
-        yield place
 
 
 def test_every_torch_series_equals_the_value_of_the_process(place: Place) -> None:

@@ -138,7 +138,7 @@ def test_a_clear_of_all_on_a_terminal_asks_and_lets_training_jobs_end_their_step
     command = [sys.executable, "-m", "gpumem_exporter", "clear", "--all", "--reason", f"asked {answer}"]
     terminal = TerminalProgram(command, known, columns=120, lines=200)
     try:
-        terminal.until_shows("A clear would free", "Jobs that train clear at the end of a step", "Clear them? [y/N]")
+        terminal.until_shows("clear would free", "at the end of a step", "Clear them? [y/N]")
         terminal.type(answer + "\n")
         code = terminal.wait()
     finally:

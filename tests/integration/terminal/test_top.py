@@ -68,7 +68,7 @@ def _process_rows(terminal: TerminalProgram) -> dict[tuple[str, str], dict[str, 
     for name in _FIELDS:
         word = name if re.search(rf"\b{name}\b", lines[top]) else _SHORT.get(name, name)
         if word not in lines[top]:
-            return {}
+            continue  # a narrow screen leaves out less important sizes
         end = lines[top].index(word) + len(word)
         # The arrow of the sort column is after its heading, inside of the column or in the gap after it.
         ends[name] = end + (lines[top][end : end + 1] in ("▼", "▲"))
@@ -109,7 +109,9 @@ def test_the_sizes_on_the_screen_are_those_of_the_exporter(
         reported = _api_rows(demo.get("/api/v1/processes"))
         terminal.pump(0.25)
         shown = _process_rows(terminal)
-        return len(shown) >= rows and shown.items() <= reported.items()
+        return len(shown) >= rows and all(
+            sizes.items() <= reported.get(key, {}).items() for key, sizes in shown.items()
+        )
 
     terminal.until(agrees, "the screen to show the exporter's values")
     for device in demo.get("/api/v1/devices")["devices"]:

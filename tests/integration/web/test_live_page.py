@@ -351,13 +351,13 @@ def test_a_cache_with_an_unknown_reclaimable_part_is_not_called_fragmented(demo:
 
 def test_unattributed_memory_is_a_warning_only_if_all_processes_are_known(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
-    hidden, host = known_device(gpu="1", uuid=UUIDS[1]), known_device(gpu="2", uuid=UUIDS[2])
+    hidden, host, moving = (known_device(gpu=str(number), uuid=UUIDS[number]) for number in (1, 2, 3))
     del hidden["ledger"]["other_processes"]
     host["memory"]["of_host"] = True
-    devices = (known_device(), hidden, host)
+    devices = (known_device(), hidden, host, moving)
     for device in devices:
         device["ledger"]["unattributed"] = 3 * GIB // 2
-    live = open_page(url, answer=advancing(exporter, *devices))
+    live = open_page(url, answer=advancing(exporter, *devices, uuid=UUIDS[3], gpu="3", used_bytes=GIB))
     live.until("/GPU.0: 1\\.5.GiB/.test(document.querySelector('#warnings').textContent)")
     shown = " ".join(live.page.locator("#warnings li").all_inner_texts())
     assert re.findall(r"GPU.(\d): 1\.5.GiB", shown) == ["0"]

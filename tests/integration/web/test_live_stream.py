@@ -58,12 +58,6 @@ def streams_are_free(exporter: RunningExporter) -> bool:
         return stream.answer.status == 200
 
 
-@pytest.fixture(scope="module")
-def exporter() -> Iterator[RunningExporter]:
-    with running_exporter() as running:
-        yield running
-
-
 def test_a_stream_sends_the_history_then_states(exporter: RunningExporter) -> None:
     with following(exporter) as stream:
         assert stream.answer.headers["content-type"].startswith("text/event-stream")

@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 import urllib.request
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
@@ -14,12 +13,6 @@ import pytest
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually
-
-
-@pytest.fixture(scope="module")
-def exporter() -> Iterator[RunningExporter]:
-    with running_exporter() as running:
-        yield running
 
 
 class Page(HTMLParser):

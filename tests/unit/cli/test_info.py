@@ -98,6 +98,7 @@ _HALF_UNKNOWN = {
     **_TWO,
     "devices": [_TWO["devices"][0], {**_TWO["devices"][1], "idle_cache_bytes": None, "reclaimable_bytes": None}],
 }
+_UNSETTLED = process(2, "0", idle_cache_bytes=None)
 _WITHOUT_CACHE = {**_TWO, "devices": [_TWO["devices"][0], {"gpu": "1", "used_bytes": 5}]}
 
 
@@ -115,11 +116,13 @@ _WITHOUT_CACHE = {**_TWO, "devices": [_TWO["devices"][0], {"gpu": "1", "used_byt
         ([_WITHOUT_CACHE], ["512 MiB", "2.0 GiB", "1", "1"]),
         ([process(1, "0", idle_cache_bytes=3 * GIB // 2)], ["1.5 GiB", "2.0 GiB", "512 MiB", "1", "1"]),
         ([process(1, "0", idle_cache_bytes=None)], ["2.0 GiB", "1", "1"]),
+        ([process(1, "0", idle_cache_bytes=2 * GIB), _UNSETTLED], ["2.0 GiB", "4.0 GiB", "2", "2"]),
+        ([process(1, "0"), _UNSETTLED], ["512 MiB", "4.0 GiB", "1.5 GiB", "2", "2"]),
     ],
 )
 def test_the_last_line_has_the_sum_that_a_clear_would_free(processes: list[dict[str, Any]], numbers: list[str]) -> None:
-    """The idle cache, the sum, and what would be reserved again unless it is most of it; then the processes that free
-    memory, those that report, and the unknown ones."""
+    """The idle cache, the sum, and what would be reserved again, as far as that is known, unless it is most of it;
+    then the processes that free memory, those that report, and the unknown ones."""
     assert re.findall(r"\d+(?:\.\d+)?(?: [GM]iB)?", clear_summary(processes)) == numbers
 
 

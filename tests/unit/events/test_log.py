@@ -190,11 +190,11 @@ def test_an_event_that_cannot_be_stored_does_not_block_the_others(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.disk.poison = "poison"
-    poisoned = bench.put("poison")
+    one_batch = [bench.put(name) for name in ("a", "poison", "b", "c")]
     bench.log.start()
-    assert poisoned.result(WAIT) is False
-    assert bench.put("a").result(WAIT)
-    assert bench.stored() == ["a"]
+    assert [future.result(WAIT) for future in one_batch] == [True, False, True, True]
+    assert bench.put("d").result(WAIT)
+    assert bench.counted == bench.stored() == ["a", "b", "c", "d"]
     assert bench.dropped == [1]
     assert "cannot be written" in caplog.text
 

@@ -9,8 +9,9 @@ import pytest
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
+from gpumem_exporter.server.security.file_refresher import FileRefresher
 from gpumem_exporter.server.security.peer import Peer, Place
-from gpumem_exporter.server.security.tokens import TokenFile, TokenRefresher
+from gpumem_exporter.server.security.tokens import TokenFile
 from tests.support.waiting import patient
 
 OWNER = 1000
@@ -181,7 +182,7 @@ def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> No
                 refreshing.set()
                 hung.wait()
 
-    refresher = TokenRefresher([HungFile(tmp_path / "other"), token])
+    refresher = FileRefresher([HungFile(tmp_path / "other"), token])
     refresher.start()
     try:
         assert refreshing.wait(patient(10))

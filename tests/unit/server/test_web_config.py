@@ -55,8 +55,9 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: a/tls.crt, key_file: /k/tls.key}\n")
     tls = read_web_config(tmp_path / "web.yml").tls
     assert tls is not None
-    assert (tls.cert_file, tls.key_file) == (tmp_path / "a" / "tls.crt", Path("/k/tls.key"))
+    assert tls.files == (tmp_path / "a" / "tls.crt", Path("/k/tls.key"))
     assert (tls.min_version, tls.max_version, tls.client_auth_type) == ("TLS12", "TLS13", "NoClientCert")
+    assert (tls.client_allowed_sans, tls.cipher_suites, tls.prefer_server_cipher_suites) == ((), (), True)
 
 
 def test_the_tls_settings_are_applied(folder: Path) -> None:
@@ -83,12 +84,29 @@ def test_without_certificates_there_is_no_tls(tmp_path: Path, text: str) -> None
         ("- x\n", r":1: .*tls_server_config, basic_auth_users"),
         ("{}\n---\n{}\n", r":2: .*YAML"),
         ("\ntls_config: {}\n", r":2: .*'tls_config'.*tls_server_config, basic_auth_users"),
-        ("http_server_config: {}\n", r":1: .*\bhttp_server_config\b.*tls_server_config, basic_auth_users"),
+        ("http_server_config:\n http3: true\n", r":2: http_server_config: .*'http3'.*http2, headers"),
+        ("http_server_config: {http2: maybe}", r":1: http2: 'maybe'.*true, false"),
+        (
+            "http_server_config: {headers:\n {Server: x}}",
+            r":2: http_server_config: headers: .*'Server'.*X-Frame-Options",
+        ),
+        ("http_server_config: {headers: {X-Frame-Options: DENY}}", r":1: .*X-Frame-Options: 'DENY'.*deny, sameorigin"),
+        ('http_server_config: {headers: {X-XSS-Protection: "0\\r\\nX: y"}}', r":1: .*X-XSS-Protection: .*ASCII"),
         ("rate_limit: {}\n", r":1: .*\brate_limit\b.*tls_server_config, basic_auth_users"),
         ("tls_server_config:\n", r":1: .*\btls_server_config\b(?!.*cert_file)"),
         ("tls_server_config: x\n", r":1: tls_server_config: .*cert_file, key_file"),
         ("tls_server_config: {key_file: k}\n", r":1: tls_server_config: .*'cert_file'"),
-        (TLS + ",\n cipher_suites: [x]}\n", r":2: tls_server_config: cipher_suites\b.*cert_file, key_file"),
+        ("tls_server_config: {cert_file: tls.crt}\n", r":1: tls_server_config: .*'key_file' or 'key'"),
+        (TLS + ",\n cert: x}\n", r":1: tls_server_config: cert and cert_file"),
+        (TLS + ",\n curve_preferences: [x]}\n", r":2: tls_server_config: curve_preferences\b.*cert_file, key_file"),
+        (
+            TLS + ",\n cipher_suites: [x]}\n",
+            r":2: tls_server_config: cipher_suites: 'x'.*TLS_ECDHE_RSA_WITH_AES_128_GCM",
+        ),
+        (TLS + ",\n cipher_suites: []}\n", r":2: tls_server_config: cipher_suites: .*empty"),
+        (TLS + ", cipher_suites: [TLS_AES_128_GCM_SHA256]}", r"cipher_suites: .*TLS 1.2.*min_version TLS13"),
+        (TLS + ", prefer_server_cipher_suites: 2}", r"prefer_server_cipher_suites: '2'.*true, false"),
+        (TLS + ", client_allowed_sans: [a]}", r"client_allowed_sans\b.*client_auth_type\b.*RequireAndVerifyClientCert"),
         (TLS + ",\n min_verson: TLS12}\n", r":2: tls_server_config: .*'min_verson'.*cert_file, key_file"),
         (TLS + ", min_version: TLS11}", r"min_version: 'TLS11'.*TLS12, TLS13"),
         (TLS + ", min_version: TLS13, max_version: TLS12}", r"tls_server_config: .*TLS13\b.*TLS12"),
@@ -98,7 +116,7 @@ def test_without_certificates_there_is_no_tls(tmp_path: Path, text: str) -> None
         ),
         (
             TLS + ", client_auth_type: RequireAndVerifyClientCert}",
-            r"client_auth_type RequireAndVerifyClientCert\b.*client_ca_file",
+            r"client_auth_type RequireAndVerifyClientCert\b.*client_ca_file or client_ca",
         ),
         (
             TLS + ", client_ca_file: authority.crt}",
@@ -170,22 +188,23 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.tools
-def test_the_example_is_valid_here_and_for_prometheus(folder: Path) -> None:
+@pytest.mark.parametrize("everything", [False, True])
+def test_the_example_is_valid_here_and_for_prometheus(folder: Path, everything: bool) -> None:
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
-    shutil.copy(EXAMPLE, folder / "web.yml")
+    shutil.copy(folder / "authority.crt", folder / "clients.crt")
+    text = EXAMPLE.read_text()
+    if everything:
+        text = re.sub(r"^( *)# ( *(?:- \S+|[\w-]+:(?: \S+)?)$)", r"\1\2", text, flags=re.MULTILINE)
+    (folder / "web.yml").write_text(text)
     access = WebAccess(folder / "web.yml")
     assert access.context is not None
     assert len(access.users) == 1
+    assert (access.context.verify_mode == ssl.CERT_REQUIRED) == everything
+    assert (set(access.headers) == {"Strict-Transport-Security"}) == everything
+    keys = set(yaml.safe_load(text)["tls_server_config"])
+    assert ({"cipher_suites", "client_allowed_sans", "max_version"} <= keys) == everything
+    # Older versions of promtool do not know this key.
+    (folder / "web.yml").write_text(re.sub(r"^  client_allowed_sans:\n    - .*\n", "", text, flags=re.MULTILINE))
     checked = subprocess.run([promtool, "check", "web-config", folder / "web.yml"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
-
-
-def test_the_commented_keys_of_the_example_are_valid(folder: Path) -> None:
-    shutil.copy(folder / "authority.crt", folder / "clients.crt")
-    lines = EXAMPLE.read_text().replace("  # client_", "  client_")
-    (folder / "web.yml").write_text(lines)
-    assert set(yaml.safe_load(lines)["tls_server_config"]) > {"client_auth_type", "client_ca_file"}
-    context = WebAccess(folder / "web.yml").context
-    assert context is not None
-    assert context.verify_mode == ssl.CERT_REQUIRED

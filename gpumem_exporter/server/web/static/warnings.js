@@ -43,7 +43,7 @@ function warningsOfDevice(device, view, add) {
   if (pressure > NEARLY_FULL) {
     const help =
       reclaimable >= 0.01 * total
-        ? `${cacheInWords(device.idle_cache_bytes, reclaimable, unsplit)}${largestShare("reclaimable_bytes", reclaimable)}.`
+        ? `${cacheInWords(device, rows, reclaimable, unsplit)}${largestShare("reclaimable_bytes", reclaimable)}.`
         : unsplit
           ? "The reclaimable memory is unknown."
           : `A clear would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
@@ -61,8 +61,8 @@ function warningsOfDevice(device, view, add) {
     const text = `${name}: ${bytes(fragmented)} is fragmented${largestShare("fragmented_bytes", fragmented)}. Clearing cannot free it.`;
     add("warning", `fragmented ${device.uuid}`, text, true);
   }
-  // As in the alert: no warning if the driver hides the memory of other processes, or if the memory is the host's.
-  const hidden = rows.some((row) => row.state !== "reporting" && row.used_bytes === null);
+  // No warning if the memory of a process may be unattributed, or if the memory is the host's.
+  const hidden = rows.some((row) => (row.state === "reporting" ? row.non_torch_bytes : row.used_bytes) === null);
   const ownersKnown = ledger.other_processes !== undefined && !hidden && !device.memory.of_host;
   if (ownersKnown && unattributed >= 0.02 * total) {
     const text = `${name}: ${bytes(unattributed)} is unattributed: used by no process that the driver lists.`;
@@ -71,12 +71,14 @@ function warningsOfDevice(device, view, add) {
 }
 
 /** Describe the idle cache and what a clear would free now, as `info` does. */
-function cacheInWords(idle, reclaimable, unsplit) {
+function cacheInWords({ idle_cache_bytes: idle }, rows, reclaimable, unsplit) {
   const freed = `clear would free ${unsplit ? "at least " : ""}${bytes(reclaimable)} now`;
   if (idle === null) return `A ${freed}`;
-  const rest = reclaimable - idle;
-  const fate = rest < 0.05 * reclaimable ? "" : `, ${rest > idle ? "most" : bytes(rest)} of it would be reserved again`;
-  return `Idle cache: ${bytes(idle)}; a ${freed}${fate}`;
+  const unknown = rows.reduce((sum, row) => sum + (row.idle_cache_bytes === null ? row.reclaimable_bytes : 0), 0);
+  const rest = reclaimable - unknown - idle;
+  const part = rest > reclaimable / 2 ? "most" : bytes(rest);
+  const fate = rest < 0.05 * reclaimable ? "" : `, ${part} of it would be reserved again`;
+  return `Idle cache: ${unknown > 0 ? "at least " : ""}${bytes(idle)}; a ${freed}${fate}`;
 }
 
 function warningsOfReporters(view, add) {
