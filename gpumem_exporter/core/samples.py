@@ -59,6 +59,8 @@ class DeviceReading:
     uuid: str
     name: str = ""
     pci_bus_id: str = ""
+    minor: int | None = None
+    """N of /dev/nvidiaN; None for a MIG device, and if unknown."""
     mig_profile: str = ""
     parent_uuid: str = ""
     memory: DeviceMemory | None = None

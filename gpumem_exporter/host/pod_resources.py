@@ -12,12 +12,12 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gpumem_exporter.core.samples import NodeReading
-from gpumem_exporter.host.pods import Container, DeviceAssignments, device_uuid, name_containers
+from gpumem_exporter.host.pods import Container, DeviceAssignments, claimed_device, device_uuid, name_containers
 
 __all__ = ["DEFAULT_SOCKET", "SOCKET_VARIABLE", "PodResources", "query_device_assignments"]
 
@@ -145,10 +145,18 @@ def query_device_assignments(socket: Path, deadline_seconds: float) -> DeviceAss
     by_device: dict[str, set[Container]] = defaultdict(set)
     for pod in answer.pod_resources:
         for container in pod.containers:
-            for devices in container.devices:
-                for uuid in filter(None, map(device_uuid, devices.device_ids)):
-                    by_device[uuid].add(Container(pod.namespace, pod.name, container.name))
+            for device in filter(None, _devices_of(container)):
+                by_device[device].add(Container(pod.namespace, pod.name, container.name))
     return DeviceAssignments(queried_ticks, {uuid: frozenset(containers) for uuid, containers in by_device.items()})
+
+
+def _devices_of(container: Any) -> Iterator[str | None]:
+    """Yield the name of each device of a container; None for a device without one."""
+    for devices in container.devices:
+        yield from map(device_uuid, devices.device_ids)
+    for claim in container.dynamic_resources:
+        for claimed in claim.claim_resources:
+            yield claimed_device(claimed.driver_name, claimed.device_name)
 
 
 def _response_class() -> Any:
@@ -159,7 +167,12 @@ def _response_class() -> Any:
     file = descriptor_pb2.FileDescriptorProto(name="podresources.proto", package="v1", syntax="proto3")
     messages: dict[str, tuple[tuple[str, int, str], ...]] = {
         "ContainerDevices": (("resource_name", 1, ""), ("device_ids", 2, "*")),
-        "ContainerResources": (("name", 1, ""), ("devices", 2, "ContainerDevices")),
+        "ClaimResource": (("driver_name", 2, ""), ("device_name", 4, "")),
+        "DynamicResource": (("claim_resources", 4, "ClaimResource"),),
+        "ContainerResources": (
+            *(("name", 1, ""), ("devices", 2, "ContainerDevices")),
+            ("dynamic_resources", 5, "DynamicResource"),
+        ),
         "PodResources": (("name", 1, ""), ("namespace", 2, ""), ("containers", 3, "ContainerResources")),
         "ListPodResourcesResponse": (("pod_resources", 1, "PodResources"),),
     }

@@ -10,7 +10,7 @@ unknown and get no name:
 - The processes of two containers use a device that is assigned to one. One of them uses it without the kubelet, or has
   just been replaced. The same applies to two pods that would get one name, and to two names for one pod.
 - All processes of the container started after the query, so that its answer may lack the container.
-- The process is outside of pods, or a ResourceClaim (DRA) assigned its device: the kubelet lists no uuid for these.
+- The process is outside of pods, or a ResourceClaim (DRA) assigned a MIG device: the kubelet lists no uuid for these.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from gpumem_exporter.core.samples import NodeReading, ProcessFacts
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 
-__all__ = ["Container", "DeviceAssignments", "device_uuid", "name_containers"]
+__all__ = ["Container", "DeviceAssignments", "claimed_device", "device_uuid", "name_containers"]
 
 T = TypeVar("T")
 
@@ -43,7 +43,12 @@ class DeviceAssignments:
     queried_ticks: int = 0
     """When the kubelet was queried, in clock ticks after boot; containers that started earlier are in the answer."""
     by_device: Mapping[str, frozenset[Container]] = field(default_factory=dict)
-    """By the device's NVML uuid."""
+    """By the device's NVML uuid; for a device of a ResourceClaim, by its name: see `claimed_device`."""
+
+    def containers_of(self, device: DeviceReading) -> frozenset[Container]:
+        """Return the containers to which the device is assigned."""
+        names = (device.uuid, f"gpu-{device.minor}")
+        return frozenset(container for name in names for container in self.by_device.get(name, ()))
 
 
 def device_uuid(device_id: str) -> str | None:
@@ -53,6 +58,15 @@ def device_uuid(device_id: str) -> str | None:
     """
     uuid = device_id.partition("::")[0]
     return uuid if uuid.startswith(("GPU-", "MIG-")) else None
+
+
+def claimed_device(driver: str, device: str) -> str | None:
+    """Return the name of a device of a ResourceClaim in `DeviceAssignments`; None if it is not NVIDIA's.
+
+    NVIDIA's driver names a GPU after its minor number: `gpu-0` is /dev/nvidia0. The name of a MIG device
+    (`gpu-0-mig-1g10gb-19-0`) contains profile and placement instead of a uuid, and matches no device.
+    """
+    return device if driver == "gpu.nvidia.com" else None
 
 
 def name_containers(reading: NodeReading, assignments: DeviceAssignments) -> tuple[NodeReading, bool]:
@@ -74,10 +88,9 @@ def name_containers(reading: NodeReading, assignments: DeviceAssignments) -> tup
         for container_id, processes in members.items()
         if 0 < min(facts.start_time_ticks for facts in processes) < assignments.queried_ticks
     }
+    assigned = {device.uuid: assignments.containers_of(device) for device in reading.devices}
     candidates = {
-        container_id: frozenset.intersection(
-            *(assignments.by_device.get(uuid, frozenset()) for uuid in devices_of[container_id])
-        )
+        container_id: frozenset.intersection(*(assigned[uuid] for uuid in devices_of[container_id]))
         for container_id in known
     }
     containers = _one_to_one(

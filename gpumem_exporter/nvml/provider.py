@@ -21,6 +21,8 @@ class DeviceIdentity:
     """`GPU-…` or `MIG-…`; empty if the driver counts the device but does not return its uuid."""
     name: str = ""
     pci_bus_id: str = ""
+    minor: int | None = None
+    """N of /dev/nvidiaN; None for a MIG device, and if unknown."""
     mig_profile: str = ""
     parent_uuid: str = ""
     error: str = ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pynvml
 
@@ -26,6 +26,16 @@ from gpumem_exporter.nvml.return_codes import LIB_RM_VERSION_MISMATCH, NOT_FOUND
 from gpumem_exporter.nvml.unified_memory import host_memory, is_integrated
 
 __all__ = ["PynvmlProvider"]
+
+
+class _Description(NamedTuple):
+    """What does not change about a device; empty or None where the driver has no value."""
+
+    name: str
+    pci_bus_id: str
+    minor: int | None
+    """Of the GPU, also for a MIG device."""
+    mig_profile: str
 
 
 class PynvmlProvider:
@@ -47,7 +57,7 @@ class PynvmlProvider:
         self._open = False
         self._process_lists: ProcessLists | None = None
         self._handles: dict[str, Any] = {}
-        self._descriptions: dict[str, tuple[str, str, str]] = {}
+        self._descriptions: dict[str, _Description] = {}
 
     def open(self) -> None:
         """Load libnvidia-ml.so.1 and initialize it."""
@@ -121,7 +131,7 @@ class PynvmlProvider:
         try:
             return self._own_memory(handle)
         except NvmlNotSupportedError:
-            if not is_integrated(self._descriptions[uuid][0]):
+            if not is_integrated(self._descriptions[uuid].name):
                 raise
             return host_memory(self._meminfo)
 
@@ -168,9 +178,10 @@ class PynvmlProvider:
         except NvmlPermissionError:
             return
         uuid = self._ask(self._nvml.nvmlDeviceGetUUID, handle)
-        name, bus_id, _ = self._describe(uuid, handle, handle)
+        gpu = self._describe(uuid, handle, handle)
         if not self._has_mig_on(handle):
-            yield DeviceIdentity(gpu=str(index), uuid=uuid, name=name, pci_bus_id=bus_id), handle
+            identity = DeviceIdentity(str(index), uuid, name=gpu.name, pci_bus_id=gpu.pci_bus_id, minor=gpu.minor)
+            yield identity, handle
             return
         for instance, mig_handle in self._mig_handles(handle):
             try:
@@ -178,13 +189,13 @@ class PynvmlProvider:
             except NvmlError as error:
                 yield DeviceIdentity(gpu=f"{index}:{instance}", uuid="", parent_uuid=uuid, error=str(error)), mig_handle
                 continue
-            mig_name, bus_id, profile = self._describe(mig_uuid, mig_handle, handle)
+            mig = self._describe(mig_uuid, mig_handle, handle)
             identity = DeviceIdentity(
                 gpu=f"{index}:{instance}",
                 uuid=mig_uuid,
-                name=mig_name or name,
-                pci_bus_id=bus_id,
-                mig_profile=profile,
+                name=mig.name or gpu.name,
+                pci_bus_id=mig.pci_bus_id,
+                mig_profile=mig.mig_profile,
                 parent_uuid=uuid,
             )
             yield identity, mig_handle
@@ -205,20 +216,22 @@ class PynvmlProvider:
                 if error.value != NOT_FOUND:
                     raise error_for_code(error.value, "nvmlDeviceGetMigDeviceHandleByIndex") from error
 
-    def _describe(self, uuid: str, handle: Any, parent: Any) -> tuple[str, str, str]:
-        """Return name, PCI bus id and MIG profile, read once per device; empty where the driver has no value."""
+    def _describe(self, uuid: str, handle: Any, parent: Any) -> _Description:
+        """Return the description of a device, read once."""
         known = self._descriptions.get(uuid)
         if known is not None:
             return known
         name = bus_id = ""
+        minor = None
         try:
             name = self._ask(self._nvml.nvmlDeviceGetName, handle)
             bus_id = self._ask(self._nvml.nvmlDeviceGetPciInfo, parent).busId
+            minor = self._ask(self._nvml.nvmlDeviceGetMinorNumber, parent)
         except (NvmlNotSupportedError, NvmlPermissionError):
             pass
         # A MIG device's name is the name of its GPU and the profile: "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
         _, mig, profile = name.rpartition(" MIG ")
-        self._descriptions[uuid] = described = (name, bus_id, profile if mig else "")
+        self._descriptions[uuid] = described = _Description(name, bus_id, minor, profile if mig else "")
         return described
 
 

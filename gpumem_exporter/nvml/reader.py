@@ -183,6 +183,7 @@ class NodeReader:
             uuid=identity.uuid,
             name=identity.name,
             pci_bus_id=identity.pci_bus_id,
+            minor=identity.minor,
             mig_profile=identity.mig_profile,
             parent_uuid=identity.parent_uuid,
             memory=None if lost else memory,

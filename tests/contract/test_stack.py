@@ -16,6 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from gpumem_exporter.client.reporter.settings import DEFAULT_URLS
 from gpumem_exporter.server.settings import Settings
 from tests.support.paths import REPOSITORY
 
@@ -78,19 +79,29 @@ def test_prometheus_uses_the_service_names_of_compose() -> None:
     (alertmanagers,) = configuration["alerting"]["alertmanagers"]
     assert alertmanagers["static_configs"] == [{"targets": ["alertmanager:9093"]}]
     assert {"exporter", "alertmanager"} <= services().keys()
-    demo, exporter = services()["demo"], services()["exporter"]
-    assert demo["networks"]["default"]["aliases"] == ["exporter"]
-    assert (exporter["profiles"], demo["profiles"]) == (["gpu"], ["demo"])
+    for name in ("demo", "sidecar"):
+        assert services()[name]["networks"]["default"]["aliases"] == ["exporter"]
+        assert services()[name]["profiles"] == [name]
+    assert services()["exporter"]["profiles"] == ["gpu"]
 
 
-@pytest.mark.parametrize("name", ["exporter", "demo"])
+def test_the_sidecar_of_compose_differs_from_the_exporter_by_the_pid_namespace() -> None:
+    named = ("profiles", "networks", "pid")
+    sidecar, exporter = (
+        {key: value for key, value in services()[name].items() if key not in named} for name in ("sidecar", "exporter")
+    )
+    assert sidecar == exporter
+    assert (services()["exporter"]["pid"], services()["sidecar"].get("pid")) == ("host", None)
+
+
+@pytest.mark.parametrize("name", ["exporter", "sidecar", "demo"])
 def test_events_are_in_a_volume_that_the_user_of_the_image_can_write(name: str) -> None:
     service, dockerfile = services()[name], (REPOSITORY / "Dockerfile").read_text()
     folder = service["environment"]["GPUMEM_STORAGE_PATH"]
     assert mounts(service)[folder] in read("docker-compose.yml")["volumes"]
     (user,) = re.findall(r"^USER (\d+):\1$", dockerfile, flags=re.MULTILINE)
     assert f"install -d -o {user} -g {user} -m 0700 {folder}\n" in dockerfile
-    other = services()["demo" if name == "exporter" else "exporter"]
+    other = services()["exporter" if name == "demo" else "demo"]
     assert mounts(service)[folder] != mounts(other)[folder], "events of the demo must not be in the node's history"
 
 
@@ -114,9 +125,9 @@ def test_grafanas_data_sources_are_the_services_with_the_scrape_interval() -> No
     assert settings["alertmanagerUid"] == sources["alertmanager"]["uid"]
 
 
-@pytest.mark.parametrize("path", ["deploy/kubernetes/exporter.yaml", "deploy/kubernetes/training.yaml"])
-def test_every_object_is_valid_in_kubernetes(path: str) -> None:
-    for document in documents(path):
+@pytest.mark.parametrize("name", ["exporter.yaml", "sidecar.yaml", "training.yaml"])
+def test_every_object_is_valid_in_kubernetes(name: str) -> None:
+    for document in documents(f"deploy/kubernetes/{name}"):
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
@@ -196,6 +207,31 @@ def test_training_containers_mount_the_socket_read_only() -> None:
     assert [mount["readOnly"] for mount in container["volumeMounts"]] == [True]
     assert "-v gpumem-run:/run/gpumem:ro" in (REPOSITORY / "docker-compose.yml").read_text()
     assert "-v /run/gpumem:/run/gpumem:ro" in (DEPLOY / "systemd" / "gpumem-exporter.service").read_text()
+
+
+def test_a_sidecar_shares_a_folder_of_its_own_and_needs_nothing_of_the_host() -> None:
+    (job,) = documents("deploy/kubernetes/sidecar.yaml")
+    pod = job["spec"]["template"]["spec"]
+    assert not pod.keys() & {"hostPID", "hostNetwork", "hostIPC"}
+    (volume,) = pod["volumes"]
+    assert "emptyDir" in volume
+    (sidecar,), (training,) = pod["initContainers"], pod["containers"]
+    assert sidecar["restartPolicy"] == "Always"
+    assert sidecar["startupProbe"], "the training must find the socket"
+    (whole,), (shared,) = sidecar["volumeMounts"], training["volumeMounts"]
+    # Every user may write to an emptyDir itself.
+    socket = f"{whole['mountPath']}/{shared['subPath']}/exporter.sock"
+    assert {"name": "GPUMEM_WEB_LISTEN_SOCKET", "value": socket} in sidecar["env"]
+    assert f"unix://{shared['mountPath']}/exporter.sock" in DEFAULT_URLS
+    assert shared["readOnly"] is True
+
+
+def test_the_sidecar_is_the_container_of_the_daemonset_without_the_folders_of_the_host() -> None:
+    (job,) = documents("deploy/kubernetes/sidecar.yaml")
+    (sidecar,) = job["spec"]["template"]["spec"]["initContainers"]
+    (exporter,) = daemonset()["spec"]["template"]["spec"]["containers"]
+    for key in ("image", "args", "ports", "startupProbe", "livenessProbe", "resources"):
+        assert sidecar[key] == exporter[key], key
 
 
 @pytest.mark.parametrize("path", KUSTOMIZATIONS)

@@ -25,6 +25,7 @@ class Kubelet:
 
     Attributes:
         containers: the device assignments; may be changed at any time.
+        claims: the devices of ResourceClaims, each with its driver: `{(…): (("gpu.nvidia.com", "gpu-0"), …)}`.
         error: if not empty, every request is answered with UNAVAILABLE and this text.
         hanging: while it is set, no request is answered.
         questions: the number of requests.
@@ -32,6 +33,7 @@ class Kubelet:
 
     def __init__(self, socket: Path) -> None:
         self.containers: Mapping[tuple[str, str, str], tuple[str, ...]] = {}
+        self.claims: Mapping[tuple[str, str, str], tuple[tuple[str, str], ...]] = {}
         self.error = ""
         self.hanging = threading.Event()
         self.questions = 0
@@ -65,14 +67,19 @@ class Kubelet:
         if self.error:
             context.abort(grpc.StatusCode.UNAVAILABLE, self.error)
         answer = self._messages.ListPodResourcesResponse()
-        for (namespace, pod, name), device_ids in self.containers.items():
+        for who in {**self.containers, **self.claims}:
+            namespace, pod, name = who
             container = answer.pod_resources.add(name=pod, namespace=namespace).containers.add(
                 name=name, cpu_ids=[0, 1, 40]
             )
             container.memory.add(memory_type="memory", size=1 << 34).topology.nodes.add(ID=1)
-            for device_id in device_ids:  # the kubelet lists each NUMA node separately
+            for device_id in self.containers.get(who, ()):  # the kubelet lists each NUMA node separately
                 devices = container.devices.add(resource_name="nvidia.com/gpu", device_ids=[device_id])
                 devices.topology.nodes.add(ID=0)
+            for driver, device in self.claims.get(who, ()):
+                claim = container.dynamic_resources.add(claim_name=f"{pod}-gpus", claim_namespace=namespace)
+                claimed = claim.claim_resources.add(driver_name=driver, pool_name="gpu-node-7", device_name=device)
+                claimed.cdi_devices.add(name=f"k8s.{driver}/device={device}")
         return answer
 
 

@@ -23,7 +23,8 @@ def _document(name: str, fields: dict[str, Any]) -> Any:
     return create(name, fields)
 
 
-_READING = {name: hint for name, hint in get_type_hints(DeviceReading).items() if name not in ("memory", "processes")}
+_UNSHOWN = ("memory", "processes", "minor")
+_READING = {name: hint for name, hint in get_type_hints(DeviceReading).items() if name not in _UNSHOWN}
 _Memory = _document("MemoryDocument", get_type_hints(DeviceMemory))
 _Device = _document(
     "DeviceDocument",

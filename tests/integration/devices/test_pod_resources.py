@@ -57,6 +57,22 @@ def test_devices_are_assigned_to_the_listed_containers(socket: Path) -> None:
     assert before - 1 <= given.queried_ticks <= time.clock_gettime(time.CLOCK_BOOTTIME) * 100
 
 
+def test_devices_of_a_resource_claim_are_assigned_by_the_name_of_nvidias_driver(socket: Path) -> None:
+    with Kubelet(socket) as kubelet:
+        kubelet.claims = {
+            TRAINER: (("gpu.nvidia.com", "gpu-0"), ("gpu.nvidia.com", "gpu-12")),
+            SERVER: (("gpu.nvidia.com", "gpu-1-mig-1g10gb-19-0"), ("dra.cpu", "gpu-2")),
+        }
+        kubelet.containers = {SERVER: (UUIDS[3],)}
+        given = query_device_assignments(socket, 30)
+    assert given.by_device == {
+        "gpu-0": {Container(*TRAINER)},
+        "gpu-12": {Container(*TRAINER)},
+        "gpu-1-mig-1g10gb-19-0": {Container(*SERVER)},
+        UUIDS[3]: {Container(*SERVER)},
+    }
+
+
 def test_a_query_of_a_hanging_kubelet_times_out(socket: Path) -> None:
     with Kubelet(socket) as kubelet:
         kubelet.hanging.set()

@@ -150,10 +150,8 @@ def test_a_process_in_a_pod_has_the_names_of_pod_and_jobs(
 ) -> None:
     socket = tmp_path / "kubelet.sock"
     with Kubelet(socket) as kubelet:
-        kubelet.containers = {
-            ("ml", "llm-0", "trainer"): (node.uuid(1),),
-            ("web", "chat-0", "server"): (node.uuid(0),),
-        }
+        kubelet.containers = {("web", "chat-0", "server"): (node.uuid(0),)}
+        kubelet.claims = {("ml", "llm-0", "trainer"): (("gpu.nvidia.com", "gpu-1"),)}
         exporter = start_exporter(node, *QUICK, environment={"GPUMEM_POD_RESOURCES_SOCKET": str(socket)})
         process = start_torch(
             launcher=("sh", "-c", f'echo $$ > "{pods_cgroup}/cgroup.procs"; exec "$@"', "sh"),

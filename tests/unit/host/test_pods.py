@@ -184,6 +184,17 @@ def test_two_containers_of_one_pod_that_share_a_device_have_the_pods_name() -> N
     assert named(known, given(d0=(TRAINER, SIDECAR))) == {1: ("ml", "llm-0", ""), 2: ("ml", "llm-0", "")}
 
 
+def test_a_device_of_a_resource_claim_is_found_by_its_minor_number() -> None:
+    known = reading(facts(1, "c1", "p1"), facts(2, "c2", "p2"), facts(3, "c3", "p3"), on={1: (0, 1), 2: (2,), 3: (3,)})
+    minors = (5, 4, 0, None)  # not in NVML's order
+    devices = tuple(dataclasses.replace(each, minor=minor) for each, minor in zip(known.devices, minors, strict=False))
+    claimed = {name: frozenset((who,)) for name, who in (("gpu-4", TRAINER), ("gpu-5", TRAINER), ("gpu-0", SERVER))}
+    assert named(dataclasses.replace(known, devices=devices), DeviceAssignments(QUERIED, claimed)) == {
+        1: ("ml", "llm-0", "trainer"),
+        2: ("web", "chat-0", "server"),
+    }
+
+
 def test_a_container_newer_than_the_list_is_detected() -> None:
     for started, unknown in ((QUERIED - 1, False), (QUERIED, True)):
         _, found = name_containers(reading(facts(1, "c1", "p1", started=started), on={1: (0,)}), given(d0=(TRAINER,)))

@@ -100,6 +100,9 @@ class Library:
     def _DeviceGetPciInfo_v3(self, gpu: Gpu, info: Any) -> None:  # noqa: N802
         info._obj.busId = f"00000000:{self.gpus.index(gpu) + 1:02X}:00.0".encode()
 
+    def _DeviceGetMinorNumber(self, gpu: Gpu, minor: Any) -> None:  # noqa: N802
+        minor._obj.value = 4 - self.gpus.index(gpu)
+
     def _DeviceGetMemoryInfo_v2(self, gpu: Gpu, info: Any) -> None:  # noqa: N802
         memory = info._obj
         memory.total, memory.reserved, memory.free, memory.used = gpu.total, gpu.reserved, gpu.free, gpu.used
@@ -161,8 +164,8 @@ def test_every_return_code_of_pynvml_is_in_the_table() -> None:
 
 def test_devices_are_in_the_drivers_order_with_their_identity(provider: PynvmlProvider) -> None:
     assert provider.devices() == (
-        DeviceIdentity("0", "GPU-0", "NVIDIA H100 80GB HBM3", "00000000:01:00.0"),
-        DeviceIdentity("1", "GPU-1", "NVIDIA H100 80GB HBM3", "00000000:02:00.0"),
+        DeviceIdentity("0", "GPU-0", "NVIDIA H100 80GB HBM3", "00000000:01:00.0", 4),
+        DeviceIdentity("1", "GPU-1", "NVIDIA H100 80GB HBM3", "00000000:02:00.0", 3),
     )
 
 
@@ -271,8 +274,8 @@ def test_a_gpu_with_mig_on_is_replaced_by_its_mig_devices(provider: PynvmlProvid
     small.codes = {"nvmlDeviceGetUtilizationRates": 3}
     small.free = 5 * GIB
     assert provider.devices()[1:] == (
-        DeviceIdentity("1:0", "MIG-a", "NVIDIA A100 MIG 1g.5gb", "00000000:02:00.0", "1g.5gb", "GPU-1"),
-        DeviceIdentity("1:2", "MIG-b", "NVIDIA A100 MIG 3g.20gb", "00000000:02:00.0", "3g.20gb", "GPU-1"),
+        DeviceIdentity("1:0", "MIG-a", "NVIDIA A100 MIG 1g.5gb", "00000000:02:00.0", None, "1g.5gb", "GPU-1"),
+        DeviceIdentity("1:2", "MIG-b", "NVIDIA A100 MIG 3g.20gb", "00000000:02:00.0", None, "3g.20gb", "GPU-1"),
     )
     assert provider.read_memory("MIG-a").free_bytes == 5 * GIB
     with pytest.raises(errors.NvmlNotSupportedError):
