@@ -45,6 +45,9 @@ def create_context(tls: Tls) -> ssl.SSLContext:
         except OSError as error:
             raise _invalid(tls, tls.client_ca, _reason(error)) from None
         context.verify_mode = _CLIENT_CERTIFICATE[tls.client_auth_type]
+        # A resumed session skips the verification, also after its authority was removed. This turns off the sessions of
+        # TLS 1.3; Python has no access to those of TLS 1.2.
+        context.num_tickets = 0
     return context
 
 

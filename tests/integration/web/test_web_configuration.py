@@ -204,15 +204,41 @@ def test_a_renewed_certificate_is_served_without_a_restart(folder: Path, authori
 def test_a_renewed_client_authority_is_used_without_a_restart(folder: Path, authority: trustme.CA) -> None:
     (folder / "clients.crt").write_bytes((folder / "authority.crt").read_bytes())
     renewed = trustme.CA()
-
-    def status(client: trustme.CA) -> int:
-        try:
-            return server.get(server.client(client.issue_cert("client.example")))[0]
-        except REFUSED:
-            return 0
-
     with serving(folder, {**VERIFIED, "client_ca_file": "clients.crt"}) as server:
-        assert (status(authority), status(renewed)) == (200, 0)
+        old, new = (server.client(issuer.issue_cert("client.example")) for issuer in (authority, renewed))
+        assert (is_admitted(server, old), is_admitted(server, new)) == (True, False)
         trust(renewed, folder, "clients.crt")
-        eventually(lambda: status(renewed), lambda found: found == 200)
-        assert status(authority) == 0
+        eventually(lambda: is_admitted(server, new), bool)
+        assert not is_admitted(server, old)
+
+
+def test_a_client_of_a_removed_authority_cannot_resume_its_session(folder: Path, authority: trustme.CA) -> None:
+    (folder / "clients.crt").write_bytes((folder / "authority.crt").read_bytes())
+    renewed = trustme.CA()
+    with serving(folder, {**VERIFIED, "client_ca_file": "clients.crt"}) as server:
+        client = server.client(authority.issue_cert("client.example"))
+        session = resumed(server, client, None)
+        trust(renewed, folder, "clients.crt")
+        accepted = server.client(renewed.issue_cert("client.example"))
+        eventually(lambda: is_admitted(server, accepted), bool)
+        with pytest.raises(REFUSED):
+            resumed(server, client, session)
+
+
+def is_admitted(server: Server, context: ssl.SSLContext) -> bool:
+    try:
+        return server.get(context)[0] == 200
+    except REFUSED:
+        return False
+
+
+def resumed(server: Server, context: ssl.SSLContext, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+    """Send a request in this session, and return its session."""
+    with (
+        socket.create_connection(("127.0.0.1", server.port), patient(30)) as plain,
+        context.wrap_socket(plain, server_hostname="localhost", session=session) as connection,
+    ):
+        connection.sendall(b"GET /-/healthy HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        if not connection.recv(4096).startswith(b"HTTP/1.1 200 "):
+            raise ConnectionResetError
+        return connection.session
