@@ -18,7 +18,7 @@ from demo import demo
 from playwright.sync_api import sync_playwright
 
 HERE = Path(__file__).parent
-WIDTH, HEIGHT = 1280, 1080
+WIDTH, HEIGHT, MARGIN = 1280, 1080, 16
 SETTLE_MS = 15_000
 """Some problems must last for a while before the page shows them."""
 
@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def take(url: str, scheme: str, target: Path) -> None:
-    """Take a picture of the visible part of the page."""
+    """Take a picture of the page down to the end of the processes."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
@@ -45,7 +45,10 @@ def take(url: str, scheme: str, target: Path) -> None:
         page.goto(url)
         page.locator("#events li").first.wait_for(state="attached")
         page.wait_for_timeout(SETTLE_MS)
-        page.screenshot(path=target)
+        table = page.locator("#table").bounding_box()
+        assert table is not None
+        clip = {"x": 0, "y": 0, "width": WIDTH, "height": table["y"] + table["height"] + MARGIN}
+        page.screenshot(path=target, full_page=True, clip=clip)  # type: ignore[arg-type]
         browser.close()
     print(f"{target}: {target.stat().st_size / 1000:.0f} kB")
 

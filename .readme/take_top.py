@@ -25,7 +25,7 @@ from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.errors import ExporterError
 
-COLUMNS, LINES = 124, 40
+COLUMNS, LINES = 134, 40
 LEAST_REPORTING = 12
 
 THEME = TerminalTheme(
@@ -68,7 +68,7 @@ def settled(url: str) -> tuple[Reading, float]:
 
 def picture(reading: Reading, age_seconds: float) -> str:
     """Draw the screen as an SVG without external resources."""
-    view = View(sort="reclaimable")
+    view = View(sort="idle-cache")
     view = view.press("down", view.rows(reading.rows), LINES)
     frame = draw(Display(reading, age_seconds), view, COLUMNS, LINES)
     console = Console(
