@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from gpumem_exporter.cli.render.terminal import plain
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["SEGMENTS", "Segment", "bar_lengths", "draw_bar", "key_of"]
+__all__ = ["SEGMENTS", "Segment", "bar_lengths", "draw_bar", "key_of", "segments_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,19 @@ SEGMENTS: tuple[Segment, ...] = (
     Segment("free", ("free",), "·", "dim"),
 )
 """From left to right."""
+_CACHE = Segment("cache, may be released", ("torch_fragmented",), "▒", "red")
+
+
+def segments_of(ledgers: Iterable[Mapping[str, int]]) -> tuple[Segment, ...]:
+    """Return the segments with names that are true for ledgers.
+
+    The allocator cudaMallocAsync does not know how much of its cache a clear releases. If that is true for every
+    cache, the cache is not called fragmented.
+    """
+    caches = [ledger for ledger in ledgers if ledger.get("torch_fragmented")]
+    if not caches or any("torch_reclaimable" in ledger for ledger in caches):
+        return SEGMENTS
+    return tuple(_CACHE if segment.categories == _CACHE.categories else segment for segment in SEGMENTS)
 
 
 def draw_bar(ledger: Mapping[str, int], width: int, segments: Sequence[Segment] = SEGMENTS) -> Text:

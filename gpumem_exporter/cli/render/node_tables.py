@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, draw_bar, key_of
+from gpumem_exporter.cli.render.ledger_bar import draw_bar, key_of, segments_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.core.ledger import CATEGORIES
 from gpumem_exporter.units import UNKNOWN, counted, human_bytes, human_ratio, human_seconds
@@ -42,7 +42,7 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
     if listed:
         columns = (("gpu", "left"), ("name", "cut"), ("total", "right"), ("busy", "right"), ("memory", "left"))
         yield table("Devices", columns, map(_device_row, listed))
-        yield plain("  ").join(map(key_of, SEGMENTS))
+        yield plain("  ").join(map(key_of, segments_of(device.get("ledger") or {} for device in listed)))
     for error in errors_of(devices):
         yield plain(error, "bold red")
     known = [device for device in listed if device.get("ledger")]

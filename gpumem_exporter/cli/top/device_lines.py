@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, Segment, draw_bar, key_of
+from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, Segment, draw_bar, key_of, segments_of
 from gpumem_exporter.cli.render.node_tables import device_name
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import cell, line, scarce_style, width_of
@@ -97,7 +97,7 @@ def legend(devices: Sequence[Device], width: int) -> Text | None:
     """Return the meaning of the bars' characters; None if the headings show it."""
     if not devices or _is_wide(devices, width):
         return None
-    segments = SEGMENTS if _with_ledgers(devices) else _DRIVER_SEGMENTS
+    segments = _segments(devices) if _with_ledgers(devices) else _DRIVER_SEGMENTS
     return line([key_of(segment) for segment in segments], width, gap="  ")
 
 
@@ -156,13 +156,17 @@ def _past_width(room: int, wide: bool) -> int:
     return 0
 
 
+def _segments(devices: Sequence[Device]) -> tuple[Segment, ...]:
+    return segments_of(device.get("ledger") or {} for device in devices)
+
+
 def _size_columns(devices: Sequence[Device], width: int) -> list[_Size]:
     used, free, total = map(_of_memory, ("used_bytes", "free_bytes", "total_bytes"))
     last = [_Size(plain("total", "bold"), total)]
     if width >= _ALLOCATABLE_WIDTH and _with_ledgers(devices) and any(map(_allocatable, devices)):
         last.insert(0, _Size(plain("allocatable", "bold"), _allocatable))
     if _is_wide(devices, width):
-        parts = [_Size(key_of(segment), partial(_sum_of, segment)) for segment in SEGMENTS[:-1]]
+        parts = [_Size(key_of(segment), partial(_sum_of, segment)) for segment in _segments(devices)[:-1]]
         return [*parts, _Size(key_of(SEGMENTS[-1]), free, shows_pressure=True), *last]
     reclaim = _Size(plain("reclaim", f"bold {_RECLAIMABLE.style}"), partial(_sum_of, _RECLAIMABLE))
     first = [_Size(plain("used", "bold"), used), *([reclaim] if _with_ledgers(devices) else [])]

@@ -224,6 +224,7 @@ def _line(device: DeviceSummary) -> str:
         ("reserved", device.reserved_bytes),
         ("reclaimable", device.reclaimable_bytes),
         ("fragmented", device.fragmented_bytes),
+        ("cache that may be released", device.slack_bytes if device.reclaimable_bytes is None else None),
         ("non-torch", device.non_torch_bytes),
         ("device free", device.device_free_bytes),
         ("of", device.device_total_bytes),
@@ -237,7 +238,9 @@ def _table(device: DeviceSummary) -> list[str]:
     used = device.utilization_ratio
     rows: list[tuple[str, str]] = [
         *_rows(device, ("allocated", "requested", "active", "reserved", "inactive split", "allocated peak")),
-        *_rows(device, ("reserved peak", "private pools", "slack", "reclaimable", "fragmented", "non-torch")),
+        *_rows(device, ("reserved peak", "private pools")),
+        *_cache(device),
+        *_rows(device, ("non-torch",)),
         *_rows(device, ("other processes", "device used", "device free", "device total")),
         ("utilization", "-" if used is None else f"{used * 100:.0f} %"),
         ("allocation retries", _count(device.alloc_retries)),
@@ -250,6 +253,13 @@ def _table(device: DeviceSummary) -> list[str]:
         f"cuda:{device.index} {device.name} {device.uuid}",
         *(f"  {name:<{width}}  {value:>10}" for name, value in rows),
     ]
+
+
+def _cache(device: DeviceSummary) -> list[tuple[str, str]]:
+    """Return the rows of the cache. Nothing shows what a clear releases of the cache of cudaMallocAsync."""
+    if device.reclaimable_bytes is None and device.slack_bytes is not None:
+        return [("cache, may be released", human_bytes(device.slack_bytes))]
+    return _rows(device, ("slack", "reclaimable", "fragmented"))
 
 
 def _rows(device: DeviceSummary, names: tuple[str, ...]) -> list[tuple[str, str]]:

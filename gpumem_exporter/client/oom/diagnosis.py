@@ -258,10 +258,10 @@ def _summary(values: OomValues) -> Iterator[str]:
     ]
     yield "; ".join(filter(None, parts))
     if values.allocated is not None:
-        yield (
-            f"PyTorch: {human_bytes(values.allocated)} allocated, {human_bytes(values.reclaimable)} reclaimable,"
-            f" {human_bytes(values.fragmented)} fragmented"
-        )
+        cache = f"{human_bytes(values.reclaimable)} reclaimable, {human_bytes(values.fragmented)} fragmented"
+        if values.reclaimable is None and values.reserved is not None:
+            cache = f"{human_bytes(values.reserved - values.allocated)} cache, may be released"
+        yield f"PyTorch: {human_bytes(values.allocated)} allocated, {cache}"
     if values.grown is not None:
         batch = f" with a batch of {values.batch_size}" if values.batch_size else ""
         expected = f"; {human_bytes(values.batch_growth)} were expected" if values.batch_growth is not None else ""

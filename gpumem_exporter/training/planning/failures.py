@@ -27,7 +27,7 @@ def explain(error: Exception) -> str:
     if isinstance(error, _NEEDS_VALUES):
         return f"reads a value, which tensors without values do not have: {error.func} at {_place(error)}; {_PROFILE}"
     if _SPARSE in str(error):
-        return f"has sparse gradients, whose size depends on values: plan with sparse=False, which needs more; or {_PROFILE}"
+        return f"has sparse gradients, whose size depends on values: plan with sparse=False (larger), or {_PROFILE}"
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if isinstance(error, _UNSUPPORTED):
         return f"uses an operator that tensors without values do not support: {text} at {_place(error)}; {_PROFILE}"

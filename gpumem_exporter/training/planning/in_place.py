@@ -1,6 +1,6 @@
 """Operators that PyTorch runs in place on a device, but not under a dispatch mode.
 
-Autograd adds gradients of the same tensor in place if nothing else refers to the first one (`input_buffer.cpp`), and the
+Autograd adds gradients of the same tensor in place if nothing else refers to the first one (`input_buffer.cpp`). The
 backward passes of indexing and `gather` fill new tensors in place. Under a dispatch mode they call the operators that
 return a new tensor (`TensorSubclassLikeUtils.h`).
 """

@@ -83,20 +83,21 @@ def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -
     if packet in _ONE_MORE:
         return ((args[0].numel() * args[0].element_size(),),)
     if packet is _aten._scaled_dot_product_efficient_attention_backward:
-        return _attention_backward(*args[1:4])
+        return _attention_backward(args[1], args[3])
     if packet is _aten.convolution:
-        return (_convolution(*args[:2], *args[3:7], args[8], convolution),)
+        x, weight, _, stride, padding, dilation, transposed, _, groups = args
+        return (_convolution(x, weight, stride, padding, dilation, transposed, groups, convolution),)
     if packet is _aten.convolution_backward:
-        columns = _convolution(*args[1:3], *args[4:8], args[9], convolution, backward=True)
-        bias = result[2]
-        if bias is None:
+        gradient, x, weight, _, stride, padding, dilation, transposed, _, groups, _ = args
+        columns = _convolution(x, weight, stride, padding, dilation, transposed, groups, convolution, backward=True)
+        if result[2] is None:
             return (columns,)
-        gradient = args[0].contiguous() if convolution == "native" and columns else args[0]
-        return (columns, *_reduction(gradient, bias, [0, *range(2, gradient.dim())]))
+        gradient = gradient.contiguous() if convolution == "native" and columns else gradient
+        return (columns, *_reduction(gradient, result[2], [0, *range(2, gradient.dim())]))
     return ()
 
 
-def _attention_backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sequence[tuple[int, ...]]:
+def _attention_backward(query: torch.Tensor, value: torch.Tensor) -> Sequence[tuple[int, ...]]:
     """The buffers of memory-efficient attention (`mem_eff_attention/kernel_backward.h`, the kernels for sm80).
 
     Kernels for float32 compute the sums of output times gradient before they start. Kernels for half precision keep the

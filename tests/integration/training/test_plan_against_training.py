@@ -16,7 +16,6 @@ from tests.support.paths import REPOSITORY
 from tests.support.torch_release import with_the_planners_kernels
 from tests.support.waiting import patient
 
-
 # Sums of gradients, copies of inputs in another layout, and temporary memory of kernels.
 BRANCHES = """
 import torch

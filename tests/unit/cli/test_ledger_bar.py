@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, bar_lengths
+from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, bar_lengths, segments_of
 from gpumem_exporter.core.ledger import CATEGORIES
 
 _SIZES = st.integers(min_value=-(1 << 40), max_value=1 << 50)
@@ -25,6 +25,14 @@ def test_the_bar_is_filled_and_each_segment_is_within_one_character_of_its_share
     assert sum(lengths) == width
     for size, length in zip(sizes, lengths, strict=True):
         assert abs(length - size * width / sum(sizes)) < 1
+
+
+def test_a_cache_of_which_nothing_is_known_is_not_called_fragmented() -> None:
+    unknown, known = {"torch_fragmented": 5}, {"torch_fragmented": 5, "torch_reclaimable": 0}
+    names = [segment.name for segment in segments_of([unknown, {"free": 1}])]
+    assert "fragmented" not in names
+    assert "cache, may be released" in names
+    assert segments_of([unknown, known]) == segments_of([known]) == segments_of([]) == SEGMENTS
 
 
 def test_a_negative_segment_has_no_characters() -> None:

@@ -304,3 +304,13 @@ def test_a_suspended_generator_continues_after_its_error_was_cleared() -> None:
     error = next(running)
     clear_frames(error.__traceback__)
     assert next(running) == "still here"
+
+
+def test_a_cache_of_which_nothing_is_known_is_not_called_fragmented() -> None:
+    unknown, known = (
+        str(OomDiagnosis(_with(reserved=8 * GIB, **more), ()))
+        for more in ({"reclaimable": None}, {"reclaimable": GIB, "fragmented": GIB})
+    )
+    assert "2.0 GiB cache, may be released" in unknown
+    assert "fragmented" not in unknown
+    assert "1.0 GiB fragmented" in known

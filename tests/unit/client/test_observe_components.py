@@ -94,3 +94,12 @@ def test_unknown_values_are_none_and_a_dash_in_the_table() -> None:
     rows = str(Summary(devices=(device,))).splitlines()[3:]
     assert len(rows) == 19
     assert {row.split()[-1] for row in rows} == {"-"}
+
+
+def test_a_cache_of_which_nothing_is_known_is_not_called_fragmented() -> None:
+    names = [name for name in DeviceSummary.__dataclass_fields__ if name.endswith(("_bytes", "_ratio"))]
+    sizes: dict[str, int | None] = {**dict.fromkeys(names), "reserved_bytes": 5 << 30, "allocated_bytes": 3 << 30}
+    text = str(Summary(devices=(DeviceSummary(0, "GPU-1", "GPU", alloc_retries=None, ooms=None, **sizes),)))
+    (row,) = [line.split() for line in text.splitlines() if "cache, may be released" in line]
+    assert row[-2:] == ["2.0", "GiB"]
+    assert "fragmented" not in text

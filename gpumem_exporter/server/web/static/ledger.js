@@ -11,6 +11,9 @@ const CATEGORIES = [
   ["free", "free", "used by no process"],
 ];
 
+// The allocator cudaMallocAsync does not know which part of its cache a clear releases.
+const CACHE = ["cache, may be released", "cached; how much clearing frees is unknown"];
+
 const NEARLY_FULL = 0.9;
 const FULL = 0.95;
 
@@ -68,15 +71,23 @@ class LedgerValues {
     this.values = new Map();
     for (const [category, name, meaning] of CATEGORIES) {
       const value = h("dd", { "data-category": category });
-      const term = h("dt", {}, h("span", { class: `swatch ${category}`, "aria-hidden": "true" }), name);
+      const label = h("span", {}, name);
+      const term = h("dt", {}, h("span", { class: `swatch ${category}`, "aria-hidden": "true" }), label);
       const entry = h("div", { class: "amount", title: meaning }, term, value);
-      if (words) term.append(h("span", { class: "meaning" }, meaning));
-      this.values.set(category, { entry, value, shown: undefined });
+      const explained = words ? h("span", { class: "meaning" }, meaning) : null;
+      if (explained) term.append(explained);
+      this.values.set(category, { entry, value, label, explained, name, meaning, shown: undefined });
       this.element.append(entry);
     }
   }
 
   update(ledger) {
+    const cache = this.values.get("torch_fragmented");
+    const unknown = ledger?.torch_fragmented > 0 && (ledger.torch_reclaimable ?? null) === null;
+    const [name, meaning] = unknown ? CACHE : [cache.name, cache.meaning];
+    setText(cache.label, name);
+    cache.entry.title = meaning;
+    if (cache.explained) setText(cache.explained, meaning);
     for (const [category, known] of this.values) {
       const amount = ledger?.[category] ?? null;
       if (known.shown === amount) continue;
