@@ -46,6 +46,7 @@ def refused(change: Change) -> ProblemError:
 
 _BYTES = st.none() | st.integers(0, MAX_INTEGER)
 _TEXT = st.text(max_size=MAX_TEXT_LENGTH).filter(lambda text: not any(0xD800 <= ord(c) < 0xE000 for c in text))
+_UUIDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=96)  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
 _SECONDS = st.floats(0, 1e9)
 _IDENTITIES = st.builds(
     ProcessIdentity,
@@ -59,7 +60,7 @@ _IDENTITIES = st.builds(
 _MAPPINGS = st.dictionaries(_TEXT, st.integers(0, MAX_INTEGER), max_size=3)
 _SAMPLES = st.builds(
     DeviceSample,
-    uuid=_TEXT.filter(bool),
+    uuid=_UUIDS,
     phase_peak_bytes=_MAPPINGS,
     component_bytes=_MAPPINGS,
     planned_reserved_peak_bytes=st.none() | st.integers(1, MAX_INTEGER),
@@ -72,7 +73,7 @@ _SAMPLES = st.builds(
 )
 _OOMS = st.builds(
     OutOfMemory,
-    uuid=_TEXT.filter(bool),
+    uuid=_UUIDS,
     number=st.integers(1, MAX_INTEGER),
     step=_BYTES,
     phase=_TEXT,
@@ -84,7 +85,7 @@ _RESULTS = st.builds(
     outcome=st.sampled_from(OUTCOMES),
     reason=_TEXT,
     duration_seconds=st.none() | _SECONDS,
-    devices=st.lists(st.builds(DeviceResult, uuid=_TEXT.filter(bool), freed_bytes=_BYTES), max_size=2).map(tuple),
+    devices=st.lists(st.builds(DeviceResult, uuid=_UUIDS, freed_bytes=_BYTES), max_size=2).map(tuple),
 )
 _REPORTS = st.builds(
     Report,
