@@ -157,7 +157,9 @@ class ReportLoop:
         self._collect_results()
         self._executor.settling.measure(sample.devices, sample.taken_seconds)
         self._sequence += 1
-        self._identity = replace(self._identity, allocator_settings=self._allocator.settings[:MAX_TEXT_LENGTH])
+        settings = self._allocator.settings[:MAX_TEXT_LENGTH]
+        if settings != self._identity.allocator_settings:
+            self._identity = replace(self._identity, allocator_settings=settings)
         return Report(
             process=self._identity,
             sequence=self._sequence,
