@@ -58,7 +58,8 @@ class Side:
         """Start a process with torch and this side's client."""
         process = TorchProcess(place.node, {"GPUMEM_EXPORTER_URL": url}, launcher=self.launcher(place))
         place.stack.callback(process.close)
-        process.call("random_heap", keep=0.2)
+        for device in range(DEVICES):
+            process.call("random_heap", device=device, keep=0.2)
         process.call("start_client")
         return process
 

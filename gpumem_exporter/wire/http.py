@@ -81,7 +81,7 @@ class Connection:
             import gpumem_exporter.wire.tls  # noqa: F401 - now, rather than in the thread that connects
         self._socket: socket.socket | None = None
         self._objection = ""
-        self._wait_seconds = 0.0
+        self._timeouts: dict[int, float] = {}
         self._deadline = 0.0
         self._receives = 0
         self._received = b""
@@ -174,7 +174,7 @@ class Connection:
         sock = self._socket
         if sock is None and not self._interrupted:
             sock = self._socket = _connect(self._exporter, self._timeout_seconds, self.url)
-            self._wait_seconds = 0.0
+            self._timeouts = {}
             self._objection = "" if self._exporter.tls else self._trust.objection(sock, self._exporter.socket_path)
         # `interrupt` sets the flag, then reads the socket. Here the socket is set, then the flag is read. So either
         # `interrupt` finds the socket or this finds the flag.
@@ -183,7 +183,7 @@ class Connection:
         if private and self._objection:
             raise ExporterUntrustedError(f"the server at {shown_url(self.url)} is not trusted: {self._objection}")
         self._deadline, self._receives = time.monotonic() + wait_seconds, 0
-        self._set_timeout(sock, wait_seconds)
+        self._set_timeout(sock, socket.SO_SNDTIMEO, wait_seconds)
         try:
             sock.sendall(request)
             status, version, headers = self._head(sock)
@@ -200,16 +200,14 @@ class Connection:
             self.close()
         return Answer(status, headers, body)
 
-    def _set_timeout(self, sock: socket.socket, wait_seconds: float) -> None:
-        if wait_seconds == self._wait_seconds:
-            return
+    def _set_timeout(self, sock: socket.socket, option: int, seconds: float) -> None:
+        """Set the timeout of sends (`SO_SNDTIMEO`) or receives (`SO_RCVTIMEO`). TLS has one for both."""
         if self._exporter.tls:
-            sock.settimeout(wait_seconds)
-        else:
-            timeval = _TIMEVAL.pack(int(wait_seconds), max(1, int(wait_seconds % 1 * 1e6)))
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                sock.setsockopt(socket.SOL_SOCKET, option, timeval)
-        self._wait_seconds = wait_seconds
+            sock.settimeout(seconds)
+        elif seconds != self._timeouts.get(option):
+            timeval = _TIMEVAL.pack(int(seconds), max(1, int(seconds % 1 * 1e6)))
+            sock.setsockopt(socket.SOL_SOCKET, option, timeval)
+            self._timeouts[option] = seconds
 
     def _head(self, sock: socket.socket) -> tuple[int, bytes, dict[str, str]]:
         """Read status line and headers, and skip informational responses."""
@@ -296,24 +294,25 @@ class Connection:
 
     def _receive_part(self, sock: socket.socket) -> bytes:
         """Receive what there is, before the end of the exchange."""
-        if self._receives:
-            left = self._deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("timed out")
-            self._set_timeout(sock, left)
+        left = self._deadline - time.monotonic()
+        if self._receives and left <= 0:
+            raise TimeoutError("timed out")
         self._receives += 1
-        return self._first_part(sock) if self._receives == 1 else sock.recv(_RECEIVE_BYTES)
+        if self._receives == 1 and self._while_waiting is not None:
+            return self._first_part(sock, self._while_waiting)
+        self._set_timeout(sock, socket.SO_RCVTIMEO, max(0.0, left))
+        return sock.recv(_RECEIVE_BYTES)
 
-    def _first_part(self, sock: socket.socket) -> bytes:
-        while self._while_waiting is not None:
-            pause, left = self._while_waiting(), self._deadline - time.monotonic()
-            self._set_timeout(sock, min(pause, max(0.0, left)))
+    def _first_part(self, sock: socket.socket, while_waiting: Callable[[], float]) -> bytes:
+        """Receive the start of the response; call `while_waiting` before each wait for it."""
+        while True:
+            pause, left = while_waiting(), self._deadline - time.monotonic()
+            self._set_timeout(sock, socket.SO_RCVTIMEO, min(pause, max(0.0, left)))
             try:
                 return sock.recv(_RECEIVE_BYTES)
             except BlockingIOError:
                 if pause >= left:
                     raise
-        return sock.recv(_RECEIVE_BYTES)
 
     def _require_bounded(self, size: int) -> None:
         if not 0 <= size <= self._max_answer_bytes:

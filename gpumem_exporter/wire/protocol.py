@@ -180,7 +180,7 @@ class DeviceSample:
     idle_cache_bytes: int | None = None
     """The smallest reclaimable value of the last 60 s: cache that the program did not need for a minute.
 
-    It comes from samples, from about two further readings per second at random moments, and from peaks and retries of
+    It comes from samples, from up to two further readings per second at random moments, and from peaks and retries of
     the allocator. It is above the true minimum by at most what the program used only between two readings. None for the
     first 60 s, and if `reclaimable_bytes` is None.
     """

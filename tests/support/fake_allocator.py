@@ -59,8 +59,8 @@ class FakeAllocator:
 
     def state(self, index: int) -> dict[str, Any]:
         return {
-            "reserved_bytes": {"all": {"current": self.reserved, "freed": self.freed}},
-            "allocated_bytes": {"all": {"current": 10}},
+            "reserved_bytes": {"current": self.reserved, "freed": self.freed},
+            "allocated_bytes": {"current": 10},
         }
 
     def free_bytes(self, index: int) -> int | None:

@@ -42,6 +42,7 @@ class Allocator:
         self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
         self._large_pages = {_large_page(in_force(os.environ)[1]) or LARGE_PAGE_BYTES}
+        self._noticed_settings = ""
         self._notice_page_size()
         self._reclaimable = Reclaimable(self._walk, self._captures.version)
 
@@ -103,27 +104,18 @@ class Allocator:
     def samples(self) -> tuple[DeviceSample, ...]:
         """Return a sample of each device that this process uses and that has a known UUID."""
         self._notice_page_size()
-        states = {index: self._observed.look(index, self.state) for index in self.devices() if self.uuid(index)}
+        devices = self.devices()
+        states = {index: self._observed.look(index, self.state) for index in devices if self.uuid(index)}
         self._reclaimable.look({index: state for index, state in states.items() if state is not None})
-        nccl_bytes = torch_access.nccl_bytes(self.devices())
-        return tuple(
-            replace(self._sample(index, state), nccl_bytes=nccl_bytes.get(index)) for index, state in states.items()
-        )
+        nccl_bytes = torch_access.nccl_bytes(devices)
+        return tuple(self._sample(index, state, nccl_bytes.get(index)) for index, state in states.items())
 
     def unused(self) -> Iterator[DeviceSample]:
         """Yield of each device only what the idle cache needs. Does not walk over the heap."""
         for index in self.devices():
-            state = self.state(index) if self.uuid(index) else None
-            if state is not None:
-                peak = known(state, "allocated_bytes", "peak")
-                yield DeviceSample(
-                    uuid=self.uuid(index),
-                    reserved_bytes=known(state, "reserved_bytes"),
-                    allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", peak),
-                    reclaimable_bytes=self._reclaimable.unused_bytes(index, state),
-                    alloc_retries=state.get("num_alloc_retries"),
-                    segments_freed=known(state, "segment", "freed"),
-                )
+            reading = self._unused(index) if self.uuid(index) else None
+            if reading is not None:
+                yield reading
 
     def sample_now(self, index: int) -> DeviceSample:
         """Return one device's sample without a walk over the heap. Any thread may call this."""
@@ -186,7 +178,7 @@ class Allocator:
 
     def allocations(self, index: int) -> tuple[int, int] | None:
         """Return how many blocks of a device were ever allocated and freed; None if they are not counted."""
-        counted = (self.state(index) or {}).get("allocation", {}).get("all", {})
+        counted = (self.state(index) or {}).get("allocation", {})
         return (counted["allocated"], counted["freed"]) if counted else None
 
     def snapshot(self) -> dict[str, Any]:
@@ -203,9 +195,12 @@ class Allocator:
             ) from None
 
     def _notice_page_size(self) -> None:
-        page = _large_page(self.settings)
-        if page is not None:
-            self._large_pages.add(page)
+        settings = self.settings
+        if settings != self._noticed_settings:
+            self._noticed_settings = settings
+            page = _large_page(settings)
+            if page is not None:
+                self._large_pages.add(page)
 
     def _walk(self) -> Mapping[int, Heap] | None:
         try:
@@ -220,12 +215,26 @@ class Allocator:
         self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
         return heaps
 
-    def _sample(self, index: int, state: DeviceState | None) -> DeviceSample:
+    def _unused(self, index: int) -> DeviceSample | None:
+        state = self.state(index)
+        if state is None:
+            return None
+        peak = known(state, "allocated_bytes", "peak")
+        return DeviceSample(
+            uuid=self.uuid(index),
+            reserved_bytes=known(state, "reserved_bytes"),
+            allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", peak),
+            reclaimable_bytes=self._reclaimable.unused_bytes(index, state),
+            alloc_retries=state.get("num_alloc_retries"),
+            segments_freed=known(state, "segment", "freed"),
+        )
+
+    def _sample(self, index: int, state: DeviceState | None, nccl_bytes: int | None = None) -> DeviceSample:
         uuid = self.uuid(index)
         if state is None:
-            return DeviceSample(uuid)
+            return DeviceSample(uuid, nccl_bytes=nccl_bytes)
         private = state.get("private_pools_bytes")
-        segments = state.get("segment", {}).get("all", {})
+        segments = state.get("segment", {})
         allocated_peak = known(state, "allocated_bytes", "peak")
         sample = DeviceSample(
             uuid=uuid,
@@ -244,6 +253,7 @@ class Allocator:
             segments_freed=segments.get("freed"),
             cache_flushes=state.get("num_sync_all_streams"),
             peak_resets=None if allocated_peak is None else self._observed.peak_resets(index),
+            nccl_bytes=nccl_bytes,
             memory_limit_bytes=self.memory_limit_bytes(index),
             phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
             component_bytes=self._observed.components(index),

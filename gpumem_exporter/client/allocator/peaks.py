@@ -29,17 +29,15 @@ class PeakWatch:
     """Counts the resets of each device's peaks. For one thread at a time, except `resets`."""
 
     def __init__(self) -> None:
-        self._peaks: dict[int, tuple[int | None, ...]] = {}
+        self._peaks: dict[int, dict[str, int]] = {}
         self._resets: dict[int, int] = {}
 
     def look(self, index: int, state: Mapping[str, Any]) -> None:
         """Compare a device's peaks in its nested statistics with those of the previous call."""
-        peaks = tuple([state.get(name, {}).get("all", {}).get("peak") for name in _STATISTICS])
-        before = self._peaks.get(index)
+        before = self._peaks.get(index, {})
+        peaks = {name: state[name]["peak"] for name in _STATISTICS if name in state}
         self._peaks[index] = peaks
-        if before is not None and any(
-            then is not None and now is not None and now < then for then, now in zip(before, peaks, strict=True)
-        ):
+        if peaks != before and any(peaks.get(name, then) < then for name, then in before.items()):
             self._resets[index] = self._resets.get(index, 0) + 1
 
     def reset(self, index: int) -> None:

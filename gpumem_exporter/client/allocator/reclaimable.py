@@ -99,10 +99,10 @@ class Reclaimable:
         """Return what `empty_cache()` would release of a device with these statistics; None if unknown."""
         if not _complete(state):
             return None
-        reserved: int = state["reserved_bytes"]["all"]["current"]
-        allocated: int = state["allocated_bytes"]["all"]["current"]
+        reserved: int = state["reserved_bytes"]["current"]
+        allocated: int = state["allocated_bytes"]["current"]
         if self.exact_from_statistics(index, state):
-            split: int = state["inactive_split_bytes"]["all"]["current"]
+            split: int = state["inactive_split_bytes"]["current"]
             return reserved - allocated - split
         unreturnable = self._unreturnable.get(index)
         return None if unreturnable is None else max(0, reserved - allocated - unreturnable)
@@ -111,9 +111,9 @@ class Reclaimable:
         """Return `bytes` without a walk for classic segments: memory pending on another stream counts as used."""
         if not self._classic(index, state):
             return self.bytes(index, state)
-        reserved: int = state["reserved_bytes"]["all"]["current"]
-        active: int = state["active_bytes"]["all"]["current"]
-        split: int = state["inactive_split_bytes"]["all"]["current"]
+        reserved: int = state["reserved_bytes"]["current"]
+        active: int = state["active_bytes"]["current"]
+        split: int = state["inactive_split_bytes"]["current"]
         return reserved - active - split
 
     def private_bytes(self, index: int, state: DeviceState) -> int | None:
@@ -130,10 +130,7 @@ class Reclaimable:
 
     def exact_from_statistics(self, index: int, state: DeviceState) -> bool:
         """Whether these statistics alone show the exact reclaimable bytes."""
-        return (
-            self._classic(index, state)
-            and state["active_bytes"]["all"]["current"] == state["allocated_bytes"]["all"]["current"]
-        )
+        return self._classic(index, state) and state["active_bytes"]["current"] == state["allocated_bytes"]["current"]
 
     def _classic(self, index: int, state: DeviceState) -> bool:
         """Whether all segments are classic ones of the default pool."""
@@ -155,14 +152,14 @@ class Reclaimable:
         The settings apply to new segments only, and may change at any time. A device with expandable segments stays
         marked for the life of the process, because the counters may be reset.
         """
-        if _taken(state) != state["segment"]["all"]["allocated"]:
+        if _taken(state) != state["segment"]["allocated"]:
             self._expandable.add(index)
         return index in self._expandable
 
     def _unproven(self, index: int, state: DeviceState) -> bool:
         """Whether the counters were not observed from 0: before the first look, and after a reset."""
         taken = _taken(state)
-        before = self._taken.get(index, 0 if state["reserved_bytes"]["all"]["current"] == 0 else taken + 1)
+        before = self._taken.get(index, 0 if state["reserved_bytes"]["current"] == 0 else taken + 1)
         self._taken[index] = max(taken, before)
         return taken < before
 
@@ -173,13 +170,16 @@ class Reclaimable:
             # Uses the snapshot alone: another thread may have changed the heap since the statistics were read.
             self._unreturnable[index] = heap.reserved_bytes - heap.allocated_bytes - heap.returnable_bytes
         self._walked[index] = _version(state)
-        if heap.reserved_bytes == state["reserved_bytes"]["all"]["current"]:
+        if heap.reserved_bytes == state["reserved_bytes"]["current"]:
             self._layouts[index] = _layout(state), heap
 
 
 def known(state: DeviceState | None, name: str, metric: str = "current") -> int | None:
     """Return one value of the nested statistics, or None without statistics or if the allocator does not keep it."""
-    value: int | None = (state or {}).get(name, {}).get("all", {}).get(metric)
+    try:
+        value: int = state[name][metric]  # type: ignore[index]
+    except (TypeError, KeyError):
+        return None
     return value
 
 
@@ -199,7 +199,7 @@ def _complete(state: DeviceState) -> bool:
 def _version(state: DeviceState) -> tuple[int, ...]:
     """Return a value that changes whenever a block is allocated or freed."""
     return _taken(state), *(
-        state[name]["all"][metric]
+        state[name][metric]
         for name in ("allocated_bytes", "active_bytes", "reserved_bytes")
         for metric in ("current", "allocated", "freed")
     )
@@ -207,7 +207,7 @@ def _version(state: DeviceState) -> tuple[int, ...]:
 
 def _layout(state: DeviceState) -> tuple[int, ...]:
     """Return a value that changes whenever a segment, or a page of one, is allocated or released."""
-    return tuple(state["reserved_bytes"]["all"][metric] for metric in ("current", "allocated", "freed"))
+    return tuple(state["reserved_bytes"][metric] for metric in ("current", "allocated", "freed"))
 
 
 def _taken(state: DeviceState) -> int:

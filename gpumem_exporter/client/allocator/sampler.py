@@ -122,7 +122,6 @@ class Sampler:
         latest, steps_run = self._latest, self.steps_run()
         if latest is None or not steps_run or self._late(latest):
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
-            self._plan_reading(0.0)
         else:
             self._read()
         now = self._clock()

@@ -36,10 +36,15 @@ __all__ = [
 ]
 
 DeviceState: TypeAlias = "Mapping[str, Any]"
-"""The nested statistics of one device, as torch returns them."""
+"""The statistics of one device: `state[name][metric]`, summed over its pools, and `state[counter]`."""
 
 _MANY_POOLS = 32
 """Torch never drops a dead private pool. With more pools than this, the statistics that list them are not read."""
+_SUMMED = (
+    *("allocation", "segment", "active", "inactive_split"),
+    *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
+)
+"""The statistics that torch keeps for small blocks, for large ones, and for all of them."""
 _ASYNC_STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
 """The statistics of the backend cudaMallocAsync; all others are always 0."""
 _THREAD_KEY = "gpumem_thread"
@@ -78,19 +83,24 @@ class Statistics:
     def state(self, index: int) -> DeviceState | None:
         """Return the statistics of one device, or None if the allocator keeps none.
 
-        `private_pools_bytes` is added from torch 2.13 on: the bytes that all private pools reserve.
+        `private_pools_bytes` is added from torch 2.13 on: the bytes that all private pools reserve. What nothing here
+        reads is dropped at once: the next device's statistics then take its place in the CPU's cache.
         """
         try:
             if index in self._many_pools:
-                return dict(self._c._accelerator_getDeviceStats(index))
-            state: dict[str, Any] = self._c._cuda_memoryStats(index)
+                state = dict(self._c._accelerator_getDeviceStats(index))
+            else:
+                state = self._c._cuda_memoryStats(index)
         except (AttributeError, RuntimeError):
             return None
         if self._asynchronous:
             return {
-                name: {"all": {metric: state[name]["all"][metric] for metric in ("current", "peak")}}
+                name: {metric: state[name]["all"][metric] for metric in ("current", "peak")}
                 for name in _ASYNC_STATISTICS
             }
+        for name in _SUMMED:
+            if name in state:
+                state[name] = state[name]["all"]
         pools = state.get("reserved_bytes_by_private_pools")
         if pools is not None:
             state["private_pools_bytes"] = sum(pool["all"]["current"] for pool in pools.values())

@@ -36,7 +36,7 @@ class Unmapped(NamedTuple):
 
 def can_unmap() -> bool:
     """Whether the process has loaded a library that releases the pages of live tensors."""
-    return any(name in sys.modules for name in _MODULES)
+    return not sys.modules.keys().isdisjoint(_MODULES)
 
 
 def unmapped_in(segments: Collection[PoolSegment]) -> Unmapped | None:

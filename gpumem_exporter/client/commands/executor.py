@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gpumem_exporter.client.allocator.allocator import Allocator
+from gpumem_exporter.client.allocator.reclaimable import known
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.allocator.snapshot_file import write_snapshot
 from gpumem_exporter.client.allocator.torch_access import DeviceState
@@ -152,7 +153,7 @@ class Executor:
             )
         devices = self._measured(command.uuids)
         for index in () if command.force else devices:
-            reserved = _current(self._allocator.state(index), "reserved_bytes")
+            reserved = known(self._allocator.state(index), "reserved_bytes")
             cap = int(fraction * self._allocator.total_bytes(index))
             if reserved is not None and reserved > cap:
                 # The cap would release nothing, and the next allocation that does not fit the cache would fail.
@@ -177,10 +178,10 @@ class Executor:
         after = self._allocator.state(index)
         return DeviceResult(
             uuid=self._allocator.uuid(index),
-            reserved_before_bytes=_current(before, "reserved_bytes"),
-            reserved_after_bytes=_current(after, "reserved_bytes"),
-            allocated_before_bytes=_current(before, "allocated_bytes"),
-            allocated_after_bytes=_current(after, "allocated_bytes"),
+            reserved_before_bytes=known(before, "reserved_bytes"),
+            reserved_after_bytes=known(after, "reserved_bytes"),
+            allocated_before_bytes=known(before, "allocated_bytes"),
+            allocated_after_bytes=known(after, "allocated_bytes"),
             freed_bytes=_freed(before, after),
             device_free_before_bytes=free_before,
             device_free_after_bytes=self._allocator.free_bytes(index),
@@ -201,23 +202,16 @@ def _failed(command: Command, error: Exception, duration_seconds: float) -> Comm
     return CommandResult(command.id, outcome, reason, code, duration_seconds)
 
 
-def _current(state: DeviceState | None, name: str, metric: str = "current") -> int | None:
-    if state is None:
-        return None
-    value: int | None = state.get(name, {}).get("all", {}).get(metric)
-    return value
-
-
 def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:
     """Return the bytes that were released to the driver: the growth of the allocator's counter of freed reserved bytes.
 
     The difference of the reserved bytes would miss what another thread reserved meanwhile. It is used only without the
     counter (cudaMallocAsync), or if the user's code has reset the counter (`reset_accumulated_memory_stats`).
     """
-    freed_before, freed_after = _current(before, "reserved_bytes", "freed"), _current(after, "reserved_bytes", "freed")
+    freed_before, freed_after = known(before, "reserved_bytes", "freed"), known(after, "reserved_bytes", "freed")
     if freed_before is not None and freed_after is not None and freed_after >= freed_before:
         return freed_after - freed_before
-    reserved_before, reserved_after = _current(before, "reserved_bytes"), _current(after, "reserved_bytes")
+    reserved_before, reserved_after = known(before, "reserved_bytes"), known(after, "reserved_bytes")
     if reserved_before is None or reserved_after is None:
         return None
     return max(0, reserved_before - reserved_after)

@@ -155,9 +155,7 @@ class LeakDetector:
         for device in self._statistics.devices():
             state = self._statistics.state(device)
             if state is not None:
-                self.add(
-                    device, state["allocated_bytes"]["all"]["current"], functools.partial(_free_bytes, torch, device)
-                )
+                self.add(device, state["allocated_bytes"]["current"], functools.partial(_free_bytes, torch, device))
 
     def _search(self, device: int, state: _Device, free_bytes: Callable[[], int | None]) -> Leak | None:
         """Compare the live tensors with the first count. Returns the leak once the search has ended."""

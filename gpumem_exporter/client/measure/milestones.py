@@ -166,12 +166,12 @@ class Milestones:
             state = self._observed.look(index, statistics.state)
             if state is None:
                 continue
-            allocated, peak = (state["allocated_bytes"]["all"][metric] for metric in ("current", "peak"))
+            allocated, peak = (state["allocated_bytes"][metric] for metric in ("current", "peak"))
             found.append(
                 DeviceMilestone(
                     index=index,
                     allocated_bytes=allocated,
-                    reserved_bytes=state["reserved_bytes"]["all"]["current"],
+                    reserved_bytes=state["reserved_bytes"]["current"],
                     peak_bytes=self._observed.lifted(index, "allocated_bytes", peak) or 0,
                     growth_bytes=allocated - before.get(index, 0),
                 )

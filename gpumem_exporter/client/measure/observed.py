@@ -170,6 +170,8 @@ class Observed:
         most recent. `other` is the rest of the allocated bytes at the last count. It is missing if it would be
         negative, because then some components lie outside the allocator's memory.
         """
+        if not self._components:
+            return {}
         now = time.monotonic()
         valid = _without_shared(each for each in list(self._components.values()) if now < each.valid_until_seconds)
         counts = [each.devices[index] for each in valid if index in each.devices]
@@ -208,7 +210,7 @@ class Observed:
         for name in _LIFTED:
             if name in state:
                 key = index, name
-                self._lifted[key] = max(self._lifted.get(key, 0), state[name]["all"]["peak"])
+                self._lifted[key] = max(self._lifted.get(key, 0), state[name]["peak"])
         _, peak = _allocated(state)
         statistics.reset_peaks(index)
         after = statistics.state(index) or state
@@ -274,7 +276,7 @@ class Observed:
 
 
 def _allocated(state: Mapping[str, Any]) -> tuple[int, int]:
-    values = state["allocated_bytes"]["all"]
+    values = state["allocated_bytes"]
     return values["current"], values["peak"]
 
 

@@ -171,7 +171,7 @@ class _Blocks:
         state = self._statistics.state(device)
         if state is None:
             return None
-        allocated = state["allocated_bytes"]["all"]
+        allocated = state["allocated_bytes"]
         with self._lock:
             history = self._histories.setdefault((block, device), BlockHistory())
             self._histories.move_to_end((block, device))
@@ -186,7 +186,7 @@ class _Blocks:
         state = self._statistics.state(run.device)
         if state is None:
             return
-        peak = state["allocated_bytes"]["all"]["peak"]
+        peak = state["allocated_bytes"]["peak"]
         with self._lock:
             if peak > run.peak_bytes:
                 run.history.measured(batch_size, peak - run.start_bytes)
@@ -200,7 +200,7 @@ class _Blocks:
 
 def _reserved(state: DeviceState) -> tuple[int, int | None]:
     """Return the reserved bytes, and all that were ever released; None if the allocator does not count these."""
-    return state["reserved_bytes"]["all"]["current"], known(state, "reserved_bytes", "freed")
+    return state["reserved_bytes"]["current"], known(state, "reserved_bytes", "freed")
 
 
 _blocks = _Blocks()

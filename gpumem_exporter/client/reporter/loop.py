@@ -158,7 +158,9 @@ class ReportLoop:
         self._executor.settling.measure(sample.devices, sample.taken_seconds)
         self._sequence += 1
         settings = self._allocator.settings[:MAX_TEXT_LENGTH]
-        self._identity = with_rank(replace(self._identity, allocator_settings=settings))
+        if settings != self._identity.allocator_settings:
+            self._identity = replace(self._identity, allocator_settings=settings)
+        self._identity = with_rank(self._identity)
         return Report(
             process=self._identity,
             sequence=self._sequence,

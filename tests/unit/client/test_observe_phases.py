@@ -37,10 +37,7 @@ class Device:
         return [0] if self.used else []
 
     def state(self, index: int) -> dict[str, Any]:
-        return {
-            name: {"all": {"current": self.allocated, "peak": self.peak}}
-            for name in ("allocated_bytes", "reserved_bytes")
-        }
+        return {name: {"current": self.allocated, "peak": self.peak} for name in ("allocated_bytes", "reserved_bytes")}
 
     def reset_peaks(self, index: int) -> None:
         self.peak = self.allocated

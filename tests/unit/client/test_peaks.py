@@ -10,7 +10,7 @@ from gpumem_exporter.client.allocator.peaks import PeakWatch
 
 def state(allocated_peak: int, reserved_peak: int = 100, **other: int) -> dict[str, Any]:
     peaks = {"allocated_bytes": allocated_peak, "reserved_bytes": reserved_peak, **other}
-    return {name: {"all": {"peak": peak, "current": 0}} for name, peak in peaks.items()}
+    return {name: {"peak": peak, "current": 0} for name, peak in peaks.items()}
 
 
 def test_any_falling_peak_is_a_reset_even_if_others_have_risen_again() -> None:

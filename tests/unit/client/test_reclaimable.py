@@ -57,14 +57,14 @@ def state(
     """Statistics with these values; `operations` changes the counters of allocations and frees."""
 
     def stat(current: int) -> dict[str, Any]:
-        return {"all": {"current": current, "allocated": current + operations, "freed": operations}}
+        return {"current": current, "allocated": current + operations, "freed": operations}
 
     made = {
-        "reserved_bytes": {"all": {"current": reserved, "allocated": reserved, "freed": 0}},
+        "reserved_bytes": {"current": reserved, "allocated": reserved, "freed": 0},
         "allocated_bytes": stat(allocated),
         "active_bytes": stat(allocated + pending),
         "inactive_split_bytes": stat(split),
-        "segment": {"all": {"current": 5, "allocated": 5, "freed": 0}},
+        "segment": {"current": 5, "allocated": 5, "freed": 0},
         "active": stat(blocks),
         "num_device_alloc": 5 + mapped,
     }
@@ -89,7 +89,7 @@ def test_reset_counters_require_a_walk(bench: Bench) -> None:
     bench.look(state())
     bench.now += 10
     bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
-    assert bench.look({**state(), "num_device_alloc": 0, "segment": {"all": {"allocated": 0}}}) == 33
+    assert bench.look({**state(), "num_device_alloc": 0, "segment": {"allocated": 0}}) == 33
     assert bench.walks == 2
 
 
@@ -158,7 +158,7 @@ def test_a_change_by_another_thread_before_the_walk_is_not_fragmentation(bench: 
 
 
 def test_unused_bytes_need_no_walk_for_memory_that_another_stream_uses(bench: Bench) -> None:
-    pending = {**state(), "active_bytes": {"all": dict.fromkeys(("current", "allocated", "freed"), 45)}}
+    pending = {**state(), "active_bytes": dict.fromkeys(("current", "allocated", "freed"), 45)}
     assert bench.reclaimable.bytes(0, pending) is None
-    assert bench.reclaimable.unused_bytes(0, pending) == 100 - 45 - pending["inactive_split_bytes"]["all"]["current"]
+    assert bench.reclaimable.unused_bytes(0, pending) == 100 - 45 - pending["inactive_split_bytes"]["current"]
     assert bench.walks == 0
