@@ -95,48 +95,6 @@ def test_children_of_multiprocessing_report_and_a_parent_without_cuda_does_not(
     wait_for_allocated(exporter, {})
 
 
-def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
-    exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
-) -> None:
-    program = start_script(
-        "import time\n"
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "rank = dist.get_rank()\n"
-        "hold(rank + 1, device=int(os.environ['LOCAL_RANK']))\n"
-        "ranks = [None, None]\n"
-        "dist.all_gather_object(ranks, [os.getpid(), os.getppid(), threads()])\n"
-        "if rank == 0: say(ranks)\n"
-        # torchrun starts each rank in its own session: after a failed test the ranks end by themselves
-        "launcher = os.getppid()\n"
-        "while not os.path.exists(sys.argv[1]) and os.getppid() == launcher: time.sleep(0.02)\n"
-        "os._exit(0)\n",
-        command=(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        arguments=(str(tmp_path / "finished"),),
-        OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo",
-        GPUMEM_WORKLOAD="pair",
-    )
-    ranks = program.heard(120)
-    assert [parent for _, parent, _ in ranks] == [program.pid] * 2
-    assert [names for _, _, names in ranks] == [["gpumem-reporter"]] * 2
-    pids = [pid for pid, _, _ in ranks]
-    wait_for_allocated(exporter, {(pids[0], "0"): MIB, (pids[1], "1"): 2 * MIB})
-    processes = exporter.processes()
-    assert {pid: (entry["workload"], entry["rank"]) for pid, entry in processes.items()} == {
-        pids[0]: ("pair", "0"),
-        pids[1]: ("pair", "1"),
-    }
-    action = exporter.act("reset_peak", target={"workload": "pair", "rank": "1"})
-    assert [(row["pid"], row["gpu"], row["outcome"]) for row in action["results"]] == [(pids[1], "1", "done")]
-    # the launcher is alive and has no thread of the client
-    names = [task.read_text().strip() for task in Path(f"/proc/{program.pid}/task").glob("*/comm")]
-    assert not [name for name in names if name.startswith("gpumem")]
-    (tmp_path / "finished").touch()
-    assert program.finish() == 0
-    wait_for_allocated(exporter, {})
-
-
 def test_a_python_without_the_package_uses_the_command_s_package(
     exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
 ) -> None:

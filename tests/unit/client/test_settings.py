@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpumem_exporter.client.hooks.steps import Steps
+from gpumem_exporter.client.reporter.identity import current_process, with_rank
 from gpumem_exporter.client.reporter.reporter import Reporter
 from gpumem_exporter.client.reporter.settings import DEFAULT_URLS, ReporterSettings
 
@@ -43,6 +46,28 @@ def test_the_number_of_ranks_comes_from_the_same_launcher_as_the_rank(
 ) -> None:
     assert ReporterSettings.resolve(environ=environ).world_size == world_size
     assert ReporterSettings.resolve(rank=0, environ=environ).world_size is None
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        (None, {}, ("3", 4)),
+        (None, {"RANK": "7", "WORLD_SIZE": "8"}, ("7", 8)),
+        ("actor", {}, ("actor", None)),
+    ],
+)
+def test_without_another_rank_it_is_that_of_torch_s_process_group(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, environ: dict[str, str], expected: tuple[str, int | None]
+) -> None:
+    identity = current_process(ReporterSettings.resolve(rank=given, environ=environ))
+    group = {"get_rank": lambda: 3, "get_world_size": lambda: 4}
+    started: list[bool] = []
+    distributed = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: bool(started), **group)
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    assert with_rank(identity) == identity
+    started.append(True)
+    named = with_rank(identity)
+    assert (named.rank, named.world_size) == expected
 
 
 def test_a_token_file_is_read_on_each_use(tmp_path: Path) -> None:
