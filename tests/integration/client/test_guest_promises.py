@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.scripted_peer import scripted_peer
 from tests.support.waiting import patient, wait_for
 
 TRAIN = """
@@ -49,32 +49,10 @@ def train(process: TorchProcess, steps: int = 150) -> list[object]:
 
 
 @contextlib.contextmanager
-def imposter(path: Path, talk: Callable[[socket.socket], None]) -> Iterator[list[int]]:
-    """Listen in place of the exporter, and call `talk` with each connection. Yields the number of connections."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen(64)
-    connections: list[socket.socket] = []
-    count = [0]
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                connections.append(connection)
-                count[0] += 1
-                with contextlib.suppress(OSError):
-                    talk(connection)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield count
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(patient(60))
-        for each in (listener, *connections):
-            each.close()
+def imposter(path: Path, talk: Callable[[socket.socket], None]) -> Iterator[list[socket.socket]]:
+    """Listen in place of the exporter, and call `talk` with each connection. Yields the connections."""
+    with scripted_peer(lambda connection, _: talk(connection), str(path)) as peer:
+        yield peer.connections
 
 
 def hang(connection: socket.socket) -> None:
@@ -119,7 +97,7 @@ def test_training_has_the_same_results_with_any_behavior_of_the_exporter(
     assert train(watched) == alone, "with no exporter at all"
     for name, talk in IMPOSTERS.items():
         with imposter(tmp_path / "exporter.sock", talk) as connections:
-            wait_for(lambda connections=connections: connections[0], f"a connection to an exporter that {name}")  # type: ignore[misc]
+            wait_for(lambda connections=connections: len(connections), f"a connection to an exporter that {name}")  # type: ignore[misc]
             assert train(watched) == alone, name
         (tmp_path / "exporter.sock").unlink()
     assert watched.finish() == 0
@@ -131,7 +109,7 @@ def test_a_seeded_program_draws_the_same_numbers_with_a_reporter(start_torch: St
         process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
         process.exec("import random; random.seed(7); seeded = random.getstate(); torch.empty(1, device='cuda')")
         process.call("start_client")
-        wait_for(lambda: connections[0] > 2, "three reports to fail")
+        wait_for(lambda: len(connections) > 2, "three reports to fail")
         assert process.exec("result = random.getstate() == seeded")
 
 
@@ -141,10 +119,10 @@ def test_failed_reports_leave_no_garbage(start_torch: StartTorch, tmp_path: Path
     with imposter(tmp_path / "exporter.sock", IMPOSTERS[name]) as connections:
         watched.call("start_client")
         train(watched, 1)
-        wait_for(lambda: connections[0] > 1, "two reports")
+        wait_for(lambda: len(connections) > 1, "two reports")
         watched.exec("import gc; gc.disable(); gc.collect()")
-        before = connections[0]
-        wait_for(lambda: connections[0] > before + 1, "two more")
+        before = len(connections)
+        wait_for(lambda: len(connections) > before + 1, "two more")
         assert watched.exec("result = gc.collect()") == 0
 
 
@@ -190,7 +168,7 @@ def test_a_program_with_the_default_sigpipe_survives_the_exporter(start_torch: S
         process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
         process.exec("import signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL); torch.empty(1, device='cuda')")
         process.call("start_client")
-        wait_for(lambda: connections[0] > 2 or process.returncode is not None, "three connections to be lost")
+        wait_for(lambda: len(connections) > 2 or process.returncode is not None, "three connections to be lost")
     assert process.finish() == 0
 
 
@@ -200,7 +178,7 @@ def test_sigwait_in_the_program_receives_the_signal(start_torch: StartTorch, tmp
         process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock", OPENBLAS_NUM_THREADS="1")
         process.exec("torch.empty(1, device='cuda')")
         process.call("start_client")
-        wait_for(lambda: connections[0], "the reporter to run")
+        wait_for(lambda: len(connections), "the reporter to run")
         waited_for = process.exec(
             """
 import os, signal
@@ -265,7 +243,7 @@ def test_stop_does_not_wait_for_an_exporter_that_hangs(
         process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
         process.call("start_client")
         process.call("alloc", nbytes=1 << 20)
-        wait_for(lambda: connections[0], "a report")
+        wait_for(lambda: len(connections), "a report")
         seconds = process.exec(
             "import time\n"
             "from gpumem_exporter import client\n"

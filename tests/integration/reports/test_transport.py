@@ -13,43 +13,17 @@ import pytest
 
 from gpumem_exporter.errors import ExporterUnreachableError
 from gpumem_exporter.wire.http import Connection
+from tests.support.scripted_peer import Talk, scripted_peer
 from tests.support.waiting import patient
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\nhi"
-Talk = Callable[[socket.socket, int], None]
-"""What the server does with its nth connection."""
 
 
 @contextlib.contextmanager
-def peer(talk: Talk, family: int = socket.AF_INET, address: object = ("127.0.0.1", 0)) -> Iterator[str]:
+def peer(talk: Talk, address: str | tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[str]:
     """Run a server that does what the test wants; yield its URL."""
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind(address)  # type: ignore[arg-type]
-    listener.listen()
-    opened: list[socket.socket] = []
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                opened.append(connection)
-                number = len(opened)
-                threading.Thread(target=quietly, args=(connection, number), daemon=True).start()
-
-    def quietly(connection: socket.socket, number: int) -> None:
-        with contextlib.suppress(OSError):
-            talk(connection, number)
-
-    thread = threading.Thread(target=accept)
-    thread.start()
-    try:
-        name = listener.getsockname()
-        yield f"unix://{name}" if family == socket.AF_UNIX else f"http://127.0.0.1:{name[1]}"
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(patient(60))
-        for opened_socket in (listener, *opened):
-            opened_socket.close()
+    with scripted_peer(talk, address) as server:
+        yield server.url
 
 
 def read_request(connection: socket.socket) -> bytes:
@@ -93,7 +67,7 @@ def test_one_connection_serves_many_requests() -> None:
 
 def test_a_unix_socket_works_the_same(tmp_path: Path) -> None:
     path = str(tmp_path / "exporter.sock")
-    with peer(answer_each, socket.AF_UNIX, path) as url, connected(url) as connection:
+    with peer(answer_each, path) as url, connected(url) as connection:
         assert connection.request("GET", "/").body == b"hi"
 
 

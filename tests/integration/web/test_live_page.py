@@ -112,7 +112,7 @@ def test_a_demo_is_labeled_and_its_events_are_listed(demo: Demo, open_page: Open
     assert "demo-" in live.text("#events li[data-type=process_started]")
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (2560, "dark"), (320, "light")])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (2560, "dark"), (1100, "light"), (320, "light")])
 def test_the_page_is_accessible(demo: Demo, open_page: OpenPage, width: int, scheme: str) -> None:
     _, url = demo
     live = open_page(url, viewport={"width": width, "height": 800}, color_scheme=scheme)

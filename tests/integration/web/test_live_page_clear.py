@@ -67,6 +67,7 @@ def test_a_clear_frees_what_its_dry_run_showed(
         process.exec(TORCH_ONE_GIB)
         live = open_page(url, viewport={"width": 1280, "height": 900})
         live.until("document.querySelector('.device .torch_reclaimable').dataset.bytes === it", str(GIB))
+        live.until("Number(document.querySelector('.device .non_torch').dataset.bytes) > 0")
         before = live.ledger(0)
         live.page.route("**/api/v1/actions", settle_soon)
         live.page.get_by_role("button", name="Clear GPU 0…").click()

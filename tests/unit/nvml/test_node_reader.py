@@ -20,7 +20,7 @@ from gpumem_exporter.errors import (
 from gpumem_exporter.nvml.backoff import Backoff
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.reader import NodeReader
-from gpumem_exporter.wire.protocol import ProcessIdentity
+from tests.support.builders import NobodyHost
 
 MEMORY = DeviceMemory(80, 19, 60, 1)
 
@@ -85,7 +85,7 @@ class Node:
         return 0.5
 
 
-class Host:
+class Host(NobodyHost):
     def __init__(self) -> None:
         self.processes: dict[int, ProcessFacts] = {30: ProcessFacts(30, 100, "python train.py")}
         self.requested_pids: list[int] = []
@@ -96,18 +96,6 @@ class Host:
         if self.failure:
             raise self.failure
         return self.processes.get(pid)
-
-    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        return None
-
-    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
-        return None
-
-    def program(self, host_pid: int) -> int | None:
-        return None
-
-    def alive(self, host_pid: int, start_time_ticks: int) -> bool:
-        return False
 
 
 @pytest.fixture
