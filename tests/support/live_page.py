@@ -88,7 +88,8 @@ class LivePage:
 
     def assert_clean(self) -> None:
         """Assert that there were no unexpected messages, no requests to other hosts, and no policy violations."""
-        assert [text for text in self._complaints if not any(expected in text for expected in self._expects)] == []
+        unexpected = [text for text in self._complaints if not any(expected in text for expected in self._expects)]
+        assert unexpected == [], unexpected
         origin = urlsplit(self.url)[:2]
         outside = [url for url in self.requested if not url.startswith("data:") and urlsplit(url)[:2] != origin]
         assert outside == []
