@@ -1,7 +1,7 @@
 """The temporary memory of CUDA kernels, which belongs to no tensor.
 
-The rules follow the source of PyTorch 2.15 for an H100. Without any of them, a planned peak of benchmarks/planner.md
-changes by more than 1 %.
+The rules follow the source of PyTorch 2.15 for an H100. They make the planned peaks of benchmarks/planner.md and
+docs/planner.md those of the emulated node.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ class _Sizes(Watch):
 
 
 def _bytes(tensors: Any) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    parts = [part for t in tensors for part in ((t._indices(), t._values()) if t.is_sparse else (t,))]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
     return sum(storages.values())
 
 

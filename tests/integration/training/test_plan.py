@@ -46,6 +46,9 @@ class Reading(nn.Module):
     def forward(self, x):
         return self.layer(x) if x.sum() > 0 else x  # line 30
 
+def sparse():
+    return nn.Embedding(512, 8, sparse=True)
+
 def broken():
     raise RuntimeError("no weights here")
 """
@@ -93,6 +96,7 @@ run("no callable", "mine:take", *small, "--input", one)
 run("broken", "mine:broken", *small, "--input", one)
 run("no input", "mine:make", *small)
 run("reads a value", "mine:Reading", *small, "--input", one)
+run("sparse", "mine:sparse", *small, "--input", "int64[B,4]", "--loss", "mean", "--optimizer", "sparseadam")
 run("other argument", "mine:make", *small, "--input", "tokens=" + one)
 run("wrong input", "mine:make", *small, "--input", "float32[B,511]")
 run("margin", *job, *small, "--margin", "1.5")
@@ -201,6 +205,8 @@ def test_the_table_names_changes_and_says_if_a_job_does_not_fit(scenes: dict[str
         ("no input", "--input"),
         ("reads a value", "_local_scalar_dense"),
         ("reads a value", "mine.py:30; plan from measured steps instead: --profile"),
+        ("sparse", "sparse=False"),
+        ("sparse", "--profile"),
         ("other argument", "--input NAME=TENSOR"),
         ("wrong input", "RuntimeError"),
         ("margin", "1.5"),
