@@ -24,7 +24,7 @@ def test_ranks_of_torchrun_with_ddp_and_fsdp(start_library: StartLibrary, export
 
 def test_ranks_of_accelerate_launch(start_library: StartLibrary, node: EmulatedNode) -> None:
     launch = (PYTHON, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2")
-    program = start_library(*launch, "accelerated_loop.py")
+    program = start_library(*launch, "--main_process_port", "0", "accelerated_loop.py")
     ranks = program.compare(rank=2)["rank"]
     assert [(made.rank, made.world_size) for made in ranks] == [(0, 2), (1, 2)]
     for made in ranks:

@@ -12,7 +12,7 @@ gpumem.start(workload="notebook-alice")
     """
 from accelerate import notebook_launcher
 from accelerated_loop import main
-notebook_launcher(main, num_processes=2)
+notebook_launcher(main, num_processes=2, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
 """,
     """
 import torch
