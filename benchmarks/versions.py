@@ -187,10 +187,10 @@ def actions_and_reports(
         time.sleep(random.uniform(0.03, 0.09))
         body = {"action": "empty_cache", "target": {"pid": process.pid}, "wait_seconds": 10}
         took, answer = client.timed("POST", "/api/v1/actions", json.dumps(body).encode())
-        (result,) = json.loads(answer)["results"]
-        if not result["freed_bytes"]:
+        results = json.loads(answer)["results"]  # 0.1 has one for each device
+        if not any(result["freed_bytes"] for result in results):
             raise RuntimeError(f"an action freed nothing: {answer!r}")
-        return 1e3 * (took - result["duration_seconds"])
+        return 1e3 * (took - max(result["duration_seconds"] for result in results))
 
     rows = [_compared("round trip of an action", _in_turns(progress, sides, given.actions, acted), "ms")]
     code = "from benchmarks import inside; result = inside.reporter_thread()"

@@ -68,6 +68,8 @@ def find_batch_size(
             loss_function(model(x), y).backward()
             optimizer.step()
 
+    `step` zeroes the gradients first: an error in backward leaves some of them, which would count in the next try.
+
     Sizes double from `start` while they fit, halve while they do not, and are then bisected. The found size must also
     fit until its memory stops growing. The steps train the model, so load its weights afterwards. `step` metrics,
     `watch` and the leak detector ignore them. Failed tries raise the allocator's peaks and its number of errors.

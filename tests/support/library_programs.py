@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from tests.emulation.node import EmulatedNode
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient, wait_for, wait_until_equal
+from tests.support.waiting import eventually, patient, wait_for
 
 __all__ = ["PYTHON", "LibraryProgram", "StartLibrary", "Statement", "start_library"]
 
@@ -78,11 +78,14 @@ class LibraryProgram:
         """
         wait_for(lambda: self._made(counts), f"statements of {counts}", 120.0)
         files = set(self.statements.glob("*.json")) - self._compared
-        found = sorted((Statement.read(file) for file in files), key=lambda made: (made.rank or 0, made.pid))
-        on_devices = {made.pid: made for made in found if made.devices}
-        expected = {pid: _expected(made, workload) for pid, made in on_devices.items()}
-        wait_until_equal(self._reported, expected, "reports by pid")
-        assert {pid for device in self.node.books().devices for pid in device.processes} == set(on_devices)
+        eventually(
+            lambda: (self._reported(), _expected(files, workload)),
+            lambda both: both[0] == both[1],
+            what="the reports to be as stated",
+        )
+        found = sorted(map(Statement.read, files), key=lambda made: (made.rank or 0, made.pid))
+        on_devices = {made.pid for made in found if made.devices}
+        assert {pid for device in self.node.books().devices for pid in device.processes} == on_devices
         assert {made.pid: made.reporters for made in found} == {
             made.pid: ["gpumem-reporter"] if made.devices else [] for made in found
         }
@@ -105,8 +108,7 @@ class LibraryProgram:
             self.popen.terminate()  # launchers end the ranks, which may have sessions of their own
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.popen.wait(patient(10))
-        for file in self.statements.glob("*.json"):
-            file.unlink()  # ends the processes that wait
+        (self.statements / "ended").touch()  # ends the processes that wait
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait(patient(30))
@@ -129,12 +131,16 @@ class LibraryProgram:
         }
 
 
-def _expected(statement: Statement, workload: str) -> dict[str, Any]:
+def _expected(files: Iterable[Path], workload: str) -> dict[int, Any]:
     return {
-        "workload": workload,
-        "rank": "" if statement.rank is None else str(statement.rank),
-        "world_size": statement.world_size,
-        "devices": statement.devices,
+        made.pid: {
+            "workload": workload,
+            "rank": "" if made.rank is None else str(made.rank),
+            "world_size": made.world_size,
+            "devices": made.devices,
+        }
+        for made in map(Statement.read, files)
+        if made.devices
     }
 
 

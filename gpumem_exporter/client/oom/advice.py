@@ -18,6 +18,9 @@ _TRIFLE_SHARE = 0.02
 _BATCH_MARGIN = 0.9
 """A proposed batch fills this share of the available memory, because rounding and the growth per item vary."""
 
+_WITH_FUSED = ("Adam", "AdamW", "SGD")
+"""Optimizers whose fused kernels run on GPUs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -236,8 +239,7 @@ def _optimizer(values: OomValues) -> Iterator[Advice]:
         )
         yield _advice(values, "optimizer_state", text, state - state // 4)
     else:
-        text = f"create {name} with fused=True or foreach=False: the default makes temporary copies of all tensors"
-        yield _advice(values, "optimizer_temporaries", text, values.parameters or None)
+        yield from _temporaries(values)
     if values.parameters is not None and values.allocated is not None:
         rest = values.allocated - 2 * values.parameters - present  # gradients are as large as parameters
         if rest > 0:
@@ -246,6 +248,16 @@ def _optimizer(values: OomValues) -> Iterator[Advice]:
     if state:
         text = "keep the optimizer state in host memory (FSDP CPUOffloadPolicy, DeepSpeed)"
         yield _advice(values, "offload", text, state)
+
+
+def _temporaries(values: OomValues) -> Iterator[Advice]:
+    if values.optimizer in _WITH_FUSED and not values.optimizer_fused:
+        text = f"create {values.optimizer} with fused=True: otherwise a step makes temporary copies of tensors"
+        saved = values.parameters if values.optimizer_foreach else values.requested
+        yield _advice(values, "optimizer_temporaries", text, saved or None)
+    elif values.optimizer_foreach and not values.optimizer_fused:
+        text = f"create {values.optimizer} with foreach=False: otherwise a step makes temporary copies of all tensors"
+        yield Advice("optimizer_temporaries", text)
 
 
 def _data_transfer(values: OomValues) -> Iterator[Advice]:

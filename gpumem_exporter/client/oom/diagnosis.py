@@ -215,6 +215,8 @@ def _model(phase: str, traceback: TracebackType | None, device: int | None) -> d
         "parameters": parameters,
         "optimizer_state": present,
         "optimizer_state_missing": max(0, full - present),
+        "optimizer_fused": all(group.get("fused") for group in groups),
+        "optimizer_foreach": any(group.get("foreach", False) is not False for group in groups),
     }
 
 

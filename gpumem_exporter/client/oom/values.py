@@ -63,6 +63,10 @@ class OomValues:
     optimizer_state: int | None = None
     optimizer_state_missing: int | None = None
     """State that the optimizer still had to create in this step."""
+    optimizer_fused: bool = False
+    """Whether the step updates all tensors in one kernel, without temporary copies."""
+    optimizer_foreach: bool = False
+    """Whether the step makes temporary copies of all tensors at once instead of one after the other."""
     ranks: int = 1
 
     @property

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.checkpointing.blocks import find_blocks, recomputed
 from gpumem_exporter.training.planning.job import Job
 
-__all__ = ["DTYPES", "Decoder", "checkpoint_blocks", "convertible", "in_moving_order", "make_fake_mode", "make_model"]
+_FEW_VALUES = 4096
+
+__all__ = [
+    "DTYPES",
+    "Decoder",
+    "checkpoint_blocks",
+    "convertible",
+    "gathered_bytes",
+    "in_moving_order",
+    "make_fake_mode",
+    "make_model",
+]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
 
@@ -56,7 +69,8 @@ def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
             model = job.make_model()
     except DataDependentOutputException:
         # The factory reads values, for example with `.tolist()`: build the model in memory, then replace its tensors.
-        model = job.make_model()
+        with _Uninitialized():
+            model = job.make_model()
         if isinstance(model, nn.Module):
             _replace(model, mode.from_tensor)
     if not isinstance(model, nn.Module):
@@ -69,6 +83,15 @@ def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
         if job.checkpointing:
             checkpoint_blocks(model)
     return model.train()
+
+
+class _Uninitialized(TorchDispatchMode):
+    """Skips operators that fill large tensors: initial weights take most of the time, and no code reads them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.endswith("_") and isinstance(args[0], Tensor) and args[0].numel() > _FEW_VALUES:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def in_moving_order(module: nn.Module) -> list[nn.Module]:
@@ -110,6 +133,26 @@ def checkpoint_blocks(model: nn.Module) -> None:
     """Checkpoint the model's repeated blocks."""
     for block in find_blocks(model)[1]:
         block.forward = recomputed(block.forward)
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Return the bytes that `fully_shard` of each repeated block, then of the model, needs for whole parameters.
+
+    The parameters outside of the blocks stay whole. Of the blocks, one is in use while the next one is gathered. The
+    buffers of all-gather and reduce-scatter are on streams of their own, so that they share no memory with the rest.
+    """
+    try:
+        blocks = find_blocks(model)[1]
+    except ConfigurationError:
+        blocks = []
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    largest = max((_bytes(block.parameters()) for block in blocks), default=0)
+    outside = _bytes(parameter for parameter in model.parameters() if id(parameter) not in inside)
+    return outside + 2 * largest + 2 * max(outside, largest)
+
+
+def _bytes(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 class _Block(nn.Module):

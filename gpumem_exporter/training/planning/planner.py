@@ -177,7 +177,7 @@ def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target, progres
         note = "trains only the last layer; an adapter adds a few parameters"
         changed.append(("freezing", replace(job, frozen=True), note))
     sizings = [(name, Sizing(each, progress.of(name)), note) for name, each, note in changed]
-    note = "parameters, gradients and optimizer state; excludes the layer that is gathered"
+    note = "FSDP2: fully_shard of each repeated block, then of the model"
     sizings.append((f"sharding over {shards}", base.sharded(shards), note))
     for name, sizing, cost in sizings:
         try:

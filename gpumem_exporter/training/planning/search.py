@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 from gpumem_exporter.training.bisection import Bisection
 from gpumem_exporter.training.planning.job import Job
@@ -40,8 +41,15 @@ class Sizing:
             return self._line.at(batch)
         return self._recorded(batch)
 
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """The bytes of whole parameters and buffers of collectives, if the model is sharded."""
+        from gpumem_exporter.training.planning.simulation import gathered
+
+        return gathered(self.job)
+
     def sharded(self, shards: int) -> Sizing:
-        """Return the sizing with parameters, gradients and optimizer state divided by the number of devices."""
+        """Return the sizing of the model as `fully_shard` divides it over this number of devices."""
         return _Sharded(self, shards)
 
     def peaks(self, batch: int, free_bytes: int | None = None) -> Peaks:
@@ -115,7 +123,10 @@ def _fits(trace: Trace, limit_bytes: int) -> bool:
 
 
 class _Sharded(Sizing):
-    """The traces of another sizing, with parameters, gradients and optimizer state divided."""
+    """The traces of another sizing, with parameters, gradients and optimizer state divided.
+
+    The parameters that are whole at the same time, and the buffers of the collectives, are allocated first.
+    """
 
     def __init__(self, whole: Sizing, shards: int) -> None:
         super().__init__(whole.job)
@@ -128,4 +139,4 @@ class _Sharded(Sizing):
             -(-size // self._shards) if kind in _SPREAD else size
             for size, kind in zip(whole.sizes, whole.kinds, strict=True)
         ]
-        return Trace(whole.events, sizes, whole.kinds)
+        return Trace([len(sizes), *whole.events], [*sizes, self._whole.gathered_bytes], [*whole.kinds, "parameters"])

@@ -27,11 +27,17 @@ from gpumem_exporter.training.planning.failures import explain
 from gpumem_exporter.training.planning.in_place import InPlace
 from gpumem_exporter.training.planning.job import Job
 from gpumem_exporter.training.planning.kernels import prepare, temporaries
-from gpumem_exporter.training.planning.model import convertible, in_moving_order, make_fake_mode, make_model
+from gpumem_exporter.training.planning.model import (
+    convertible,
+    gathered_bytes,
+    in_moving_order,
+    make_fake_mode,
+    make_model,
+)
 from gpumem_exporter.training.planning.stepping import Watch, train
 from gpumem_exporter.training.planning.trace import Mark, Trace
 
-__all__ = ["STEPS", "Tracer", "move", "quiet", "trace_job"]
+__all__ = ["STEPS", "Tracer", "gathered", "move", "quiet", "trace_job"]
 
 STEPS = 3
 """The first step creates the optimizer state, the second the final state of the cache. The third repeats the second."""
@@ -58,6 +64,10 @@ class Tracer(TorchDispatchMode):
         self._convolution = convolution
         self._in_place = InPlace()
         self._numbers: dict[int, int] = {}  # the number of the allocation, by storage
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # two more calls for each operator would be a tenth of the time
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the kind of tensors. New ones are allocated now, as `.to(device)` does."""
@@ -120,6 +130,16 @@ def trace_job(job: Job, batch: int) -> Trace:
     if repeated is None:
         repeated, _ = _run(job, batch, STEPS)
     return repeated.ordered()
+
+
+def gathered(job: Job) -> int:
+    """Return the bytes of whole parameters and buffers if the job's model is sharded.
+
+    Raises:
+        ConfigurationError: the model cannot be built.
+    """
+    with quiet("the job's model"), convertible():
+        return gathered_bytes(make_model(job, make_fake_mode()))
 
 
 def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark]]:

@@ -48,6 +48,43 @@ def test_following_the_first_advice_makes_each_of_eight_staged_scripts_pass(
         assert followed["left"] == 0
 
 
+STEPS_OF_AN_OPTIMIZER = """
+import re
+from gpumem_exporter import client
+
+def steps(**options):
+    parameters = [torch.nn.Parameter(torch.empty(1 << 26, device="cuda")) for _ in range(6)]
+    optimizer = torch.optim.AdamW(parameters, **options)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.state[parameter] = {
+            "step": torch.ones((), device="cuda" if options.get("fused") else "cpu"),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    torch.cuda.empty_cache()
+    rest = torch.cuda.mem_get_info()[0] - (100 << 20)
+    ballast = torch.empty(rest, dtype=torch.uint8, device="cuda")
+    try:
+        with client.oom_guard(free_frames=True) as guard:
+            optimizer.step()
+        return None
+    except torch.OutOfMemoryError:
+        advice = [each for each in guard.diagnosis.advice if each.kind == "optimizer_temporaries"]
+        return [(*re.findall(r"\\w+=\\w+", each.text), each.enough) for each in advice]
+"""
+
+
+def test_the_advice_on_an_optimizers_temporary_copies_helps_and_knows_how_the_optimizer_works(
+    start_torch: StartTorch,
+) -> None:
+    process = start_torch()
+    process.exec(STEPS_OF_AN_OPTIMIZER)
+    for options in ("", "foreach=False", "foreach=True"):
+        assert process.exec(f"result = steps({options})") == [["fused=True", True]], options
+    assert process.exec("result = steps(fused=True)") is None
+
+
 NEIGHBORS = {
     "vLLM is loaded": "sys.modules['vllm'] = object()",
     "SGLang is loaded": "sys.modules['sglang'] = object()",

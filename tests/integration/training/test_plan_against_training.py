@@ -83,6 +83,60 @@ result = {
 """
 
 
+SHARDED = """
+import pathlib, sys
+pathlib.Path(folder, "blocks.py").write_text(model)
+sys.path.insert(0, folder)
+import torch.distributed
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from blocks import Blocks
+from gpumem_exporter.training.planning.job import Job, parse_tensor
+from gpumem_exporter.training.planning.search import Sizing
+
+# One rank of four: collectives of this backend do nothing.
+torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+model = Blocks().cuda()
+for block in model.body:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+torch.cuda.empty_cache()
+torch.cuda.reset_peak_memory_stats()
+for _ in range(3):
+    out = model(torch.zeros(4096, 1024).cuda())
+    loss = out.mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+whole = Sizing(Job(Blocks, [parse_tensor("float32[B,1024]")], loss="mean"))
+planned = whole.sharded(4).peaks(4096).reserved_bytes
+result = [planned, torch.cuda.max_memory_reserved(), whole.peaks(4096).reserved_bytes]
+"""
+BLOCKS = """
+from torch import nn
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(16))
+        self.head = nn.Linear(1024, 512)
+
+    def forward(self, x):
+        for block in self.body:
+            x = block(x)
+        return self.head(x)
+"""
+
+
+@with_the_planners_kernels
+def test_a_sharded_plan_is_close_to_fully_shard(tmp_path: Path, make_node: MakeNode) -> None:
+    with TorchProcess(make_node(devices=1)) as process:
+        planned, real, whole = process.exec(SHARDED, folder=str(tmp_path), model=BLOCKS, timeout_seconds=110)
+    assert planned == pytest.approx(real, rel=0.05)
+    assert real < 0.9 * whole
+
+
 @pytest.fixture
 def branches(tmp_path: Path, make_node: MakeNode) -> dict[str, Any]:
     with TorchProcess(make_node(devices=1)) as process:

@@ -43,16 +43,22 @@ def state(role: str, *, rank: int | None = None, world_size: int | None = None, 
         **more,
     }
     file = Path(os.environ["STATEMENTS"]) / f"{role}-{os.getpid()}.json"
-    unfinished = file.with_suffix(".part")
-    unfinished.write_text(json.dumps(statement))
-    unfinished.rename(file)
+    text = json.dumps(statement)
+    if not file.exists() or file.read_text() != text:
+        unfinished = file.with_suffix(".part")
+        unfinished.write_text(text)
+        unfinished.rename(file)
     return file
 
 
 def state_and_wait(role: str, **values: Any) -> None:
-    """Write a statement, and wait until the test has compared it. Ends the process if the test has ended."""
+    """Write a statement, and wait until the test has compared it. Ends the process if the test has ended.
+
+    The statement is kept up to date: a thread of gloo may still free the tensors of the last collective.
+    """
     file = state(role, **values)
     while not file.with_suffix(".compared").exists():
-        if not file.exists():
+        if file.with_name("ended").exists():
             os._exit(1)
         time.sleep(0.02)
+        state(role, **values)

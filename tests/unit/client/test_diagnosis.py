@@ -174,6 +174,25 @@ def test_the_first_advice_fits_the_values(values: OomValues, kind: str) -> None:
     assert f"1. {advice[0]}" in text
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "proposed", "enough"),
+    [
+        ({"optimizer": "AdamW", "optimizer_foreach": True}, "fused=True", True),
+        ({"optimizer": "AdamW"}, "fused=True", True),
+        ({"optimizer": "RMSprop", "optimizer_foreach": True}, "foreach=False", None),
+        ({"optimizer": "AdamW", "optimizer_fused": True}, None, None),
+        ({"optimizer": "RMSprop"}, None, None),
+    ],
+)
+def test_no_optimizer_is_advised_to_work_as_it_works_already(
+    optimizer: dict[str, Any], proposed: str | None, enough: bool | None
+) -> None:
+    values = _with(phase="optimizer", parameters=2 * GIB, optimizer_state=4 * GIB, **optimizer)
+    advice = [each for each in advise(values) if each.kind == "optimizer_temporaries"]
+    assert [each.enough for each in advice] == ([enough] if proposed else [])
+    assert all(proposed in each.text for each in advice if proposed)
+
+
 def test_small_fragmentation_or_a_small_process_ranks_after_a_smaller_batch() -> None:
     for more in ({"fragmented": 600 * MIB, "reserved": 8 * GIB}, {"other_processes": ((1, 600 * MIB),)}):
         values = _with(phase="forward", batch_size=64, grown=4 * GIB, **more)
