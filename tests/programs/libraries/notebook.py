@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from jupyter_client.manager import start_new_kernel
 
 CELLS = (
@@ -26,8 +24,6 @@ state_and_wait("kernel")
 
 
 def main() -> None:
-    # Torch 2.9 asks the driver whether there is CUDA before its launcher forks the ranks, which then cannot use it.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     manager, client = start_new_kernel()
     try:
         for cell in CELLS:
