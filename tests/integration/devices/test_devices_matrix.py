@@ -218,6 +218,7 @@ def test_an_integrated_gpu_is_exported_with_the_host_s_memory(
             "a poll of this state",
         )
         metrics = scrape(exporter)
+        (device,) = exporter.get("/api/v1/devices")["devices"]
     now = shown(metrics, uuid)
     assert now["total"] == [meminfo("MemTotal")]
     assert now["reserved"] == []
@@ -229,7 +230,6 @@ def test_an_integrated_gpu_is_exported_with_the_host_s_memory(
     assert {name: now["ledger"][name] for name in owned} == {name: whole["ledger"][name] for name in owned}
     # Memory of programs on the CPU is unattributed, and the ledger still adds up (`scrape` has checked it).
     assert now["ledger"]["unattributed"] == now["used"][0] - sum(whole["ledger"][name] for name in owned)
-    (device,) = exporter.get("/api/v1/devices")["devices"]
     assert device["memory"]["of_host"] is True
     assert device["memory"]["total_bytes"] == meminfo("MemTotal")
 

@@ -32,6 +32,8 @@ def can_have_an_own_network() -> bool:
 @pytest.mark.skipif(not can_have_an_own_network(), reason="making network namespaces is not allowed here (unshare)")
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_does_what_it_says(page: Path, node: EmulatedNode, tmp_path: Path) -> None:
+    if page.stem == "explain-an-oom" and sys.version_info < (3, 11):
+        pytest.skip("Python prints the notes of an error since 3.11")
     script, expected = ["ip link set lo up", "exec 2>&1"], []
     for language, title, body in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language == "python":

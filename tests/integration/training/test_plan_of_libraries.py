@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import REPOSITORY
+from tests.support.torch_release import with_the_planners_kernels
 from tests.support.waiting import patient
 
 _MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
 
 
 @pytest.mark.slow
+@with_the_planners_kernels
 @pytest.mark.skipif(bool(_MISSING), reason=f"the dependency group `models` is not installed: no {', '.join(_MISSING)}")
 def test_planned_peaks_equal_measured_peaks(emulation: Path) -> None:
     models = ("transformers-gpt2", "peft-llama-lora")

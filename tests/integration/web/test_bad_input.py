@@ -21,7 +21,7 @@ from gpumem_exporter.wire.http import Answer
 from gpumem_exporter.wire.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.exporter_process import ExporterProcess
-from tests.support.waiting import patient
+from tests.support.waiting import patient, wait_for
 
 ACTIONS = "/api/v1/actions"
 QUIET = ("--collect.interval", "3600", "--report.interval", "3600", "--report.expiry", "36000")
@@ -46,6 +46,8 @@ class QuietExporter:
         )
         assert self.post(self.good_report()).status == 200
         assert self.exporter.metrics().value("gpumem_torch_allocated_bytes") == 3 * MIB
+        started = {"type": "process_started"}
+        wait_for(lambda: self.exporter.metrics().value("gpumem_events_total", **started) == 1, "the event of its start")
 
     def good_report(self) -> dict[str, Any]:
         """The next report of the known process."""

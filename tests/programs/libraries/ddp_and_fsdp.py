@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from statement import state_and_wait
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 
@@ -36,8 +37,10 @@ state_and_wait("ddp", local_rank=local_rank, **ranks)
 del replicated, optimizer
 
 sharded = network().to(device)
+# Without a mesh, torch 2.9 makes its own group, with NCCL.
+mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
 for layer in (sharded[0], sharded[2], sharded):
-    fully_shard(layer)
+    fully_shard(layer, mesh=mesh)
 optimizer = train(sharded, device)
 state_and_wait("fsdp", local_rank=local_rank, **ranks)
 dist.destroy_process_group()
