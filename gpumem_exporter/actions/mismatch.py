@@ -20,12 +20,16 @@ _SPELLED = ("uuid", "workload", "user")
 Reporting = Iterable[tuple[str, ReportingProcess]]
 
 
-def unknown_names(target: Target, known: Mapping[str, Iterable[str]]) -> str:
+def unknown_names(target: Target, known: Mapping[str, Iterable[str]], unreported: Iterable[str] = ()) -> str:
     """Return which names of a target no device and no process has; empty if all are known.
 
-    `known` has the names that exist, by selector. They are shown in this order.
+    Args:
+        target: the target.
+        known: the names that exist, by selector. They are shown in this order.
+        unreported: the pids of processes that do not report, so that the action cannot reach them.
     """
-    return "; ".join(_unknown(target, {selector: list(dict.fromkeys(names)) for selector, names in known.items()}))
+    listed = {selector: list(dict.fromkeys(names)) for selector, names in known.items()}
+    return "; ".join(_unknown(target, listed, frozenset(unreported)))
 
 
 def mismatch(target: Target, snapshot: Snapshot) -> str:
@@ -66,9 +70,12 @@ def known_names(snapshot: Snapshot, permitted: Reporting, *, with_listed: bool) 
     }
 
 
-def _unknown(target: Target, known: Mapping[str, list[str]]) -> Iterator[str]:
+def _unknown(target: Target, known: Mapping[str, list[str]], unreported: frozenset[str]) -> Iterator[str]:
     for selector, values in target.given().items():
-        unknown = [value for value in values if value not in known[selector]]
+        unreachable = unreported if selector == "pid" else frozenset[str]()
+        if silent := [value for value in values if value in unreachable]:
+            yield f"pid {', '.join(silent)}: no report arrives, and actions reach only processes that report"
+        unknown = [value for value in values if value not in known[selector] and value not in unreachable]
         if unknown:
             noun = _NOUNS[selector]
             yield f"no such {noun} {', '.join(map(repr, unknown))}; {_advice(selector, unknown, known[selector])}"

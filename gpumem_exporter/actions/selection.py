@@ -10,7 +10,7 @@ from gpumem_exporter.actions.group import group_of, group_step
 from gpumem_exporter.actions.mismatch import known_names, mismatch, unknown_names
 from gpumem_exporter.actions.permission import may_act_on, permitted_processes
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, select_listed, select_reporting
+from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, listed_pids, select_listed, select_reporting
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
@@ -74,7 +74,8 @@ def _require_known(request: ActionRequest, caller: Caller, snapshot: Snapshot) -
     reporting = Names.of(snapshot).reporting
     permitted = [(name, process) for name, process in reporting if may_act_on(caller, process, snapshot)]
     known = known_names(snapshot, permitted, with_listed=request.action == "terminate")
-    if unknown := unknown_names(request.target, known):
+    unreported = {*map(str, listed_pids(snapshot)), *(name for name, _ in Names.of(snapshot).silent)} - {*known["pid"]}
+    if unknown := unknown_names(request.target, known, unreported):
         raise TargetNotFoundError(unknown)
 
 

@@ -63,11 +63,13 @@ def _shown(job: Mapping[str, Any]) -> Iterator[RenderableType]:
     rows = [(process, device) for process in job["processes"] for device in process["devices"]]
     yield table(f"Job {job['job_id']}", _COLUMNS, (_row(process, device) for process, device in rows))
     peaks = [device["used_peak_bytes"] for _, device in rows if device["used_peak_bytes"] is not None]
-    running = sum(process["end_unix_seconds"] is None for process in job["processes"])
+    # A process that did not report for a while and reports again appears twice.
+    pids = {process["pid"] for process in job["processes"]}
+    running = len({process["pid"] for process in job["processes"] if process["end_unix_seconds"] is None})
     yield plain("")
     yield plain(f"Highest peak of a process on a device: {human_bytes(max(peaks, default=None))}.", "bold")
     if running:
-        yield plain(f"Still running: {running} of {counted(len(job['processes']), 'process', 'processes')}.")
+        yield plain(f"Still running: {running} of {counted(len(pids), 'process', 'processes')}.")
 
 
 def _row(process: Mapping[str, Any], device: Mapping[str, Any]) -> tuple[str, ...]:

@@ -100,6 +100,17 @@ def test_an_unknown_name_is_404_with_the_nearest_one_and_no_process_acts(
     assert exporter.document(ACTIONS)["actions"] == []
 
 
+def test_a_process_that_does_not_report_is_not_called_unknown(exporter: RunningExporter) -> None:
+    exporter.provider.processes[UUIDS[0]] = (ProcessMemory(1, 100), ProcessMemory(4242, 100))
+    eventually(lambda: 4242 in {row["pid"] for row in exporter.document("/api/v1/processes")["processes"]})
+    detail = problem(exporter.act(action="empty_cache", target={"pid": [1, 4242]}), 404)["detail"]
+    assert "4242" in detail
+    assert "no such" not in detail
+    both = problem(exporter.act(action="empty_cache", target={"pid": [4242, 4243]}), 404)["detail"]
+    assert "no such pid '4243'; known pids: 1, 2" in both
+    assert exporter.document(ACTIONS)["actions"] == []
+
+
 def test_a_target_has_several_values_and_numbers(exporter: RunningExporter) -> None:
     answer = exporter.act(action="empty_cache", target={"gpu": [0, "1"], "rank": 0}, dry_run=True)
     document = json.loads(answer.body)

@@ -121,6 +121,18 @@ def test_a_process_reports_its_memory_limit_and_nccl_s_bytes(
     eventually(lambda: values("gpumem_torch_nccl_bytes"), lambda found: found == [])
 
 
+def test_a_process_that_was_silent_for_a_while_is_one_process_of_its_job(
+    node: EmulatedNode, start_exporter: StartExporter
+) -> None:
+    exporter, uuid = start_exporter(node, "--report.interval", "0.1", "--report.expiry", "0.5"), node.books()[0].uuid
+    sample = DeviceSample(uuid, allocated_bytes=GIB, reserved_bytes=GIB, reclaimable_bytes=0)
+    report_this_process(exporter, 1, sample, slurm_job_id="4711")
+    eventually(lambda: exporter.get("/api/v1/jobs/4711")["processes"][0]["end_unix_seconds"] is not None)
+    report_this_process(exporter, 2, sample, slurm_job_id="4711")
+    assert [row["end_unix_seconds"] is None for row in exporter.get("/api/v1/jobs/4711")["processes"]] == [False, True]
+    assert "Still running: 1 of 1 process." in command(exporter, "report", "--job", "4711")
+
+
 def test_a_job_s_report_has_its_peak_mean_and_idle_cache_also_after_it_ended(
     node: EmulatedNode, start_exporter: StartExporter
 ) -> None:
