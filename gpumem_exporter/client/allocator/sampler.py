@@ -40,8 +40,8 @@ _FLUSH_SECONDS_MAX = 10.0
 """While the cache is being emptied the last sample is reported again, up to this age."""
 _READING_SECONDS = 0.5
 """The mean time between two readings of the cache…"""
-_READING_SHARE = 10_000
-"""…or this multiple of the CPU time of a reading, if that is longer: 0.01 % of a core."""
+_READING_SHARE = 20_000
+"""…or this multiple of the CPU time of a reading, if that is longer: 0.005 % of a core."""
 _RETRY_SECONDS = 30.0
 """For this time after the allocator retried an allocation, the reporter's thread reads nothing while steps run."""
 

@@ -14,7 +14,8 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for, wait_until_equal
 
 SEGMENT = 64 * MIB
-WINDOW_SECONDS = 2.0
+WINDOW_SECONDS = 3.0
+"""More than twice the interval of reports: after a longer gap between two readings the window starts again."""
 START = """
 from dataclasses import replace
 from gpumem_exporter import client
