@@ -6,6 +6,7 @@ from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.results import unsupported
 from gpumem_exporter.actions.targets import SelectedProcess
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 
 __all__ = ["expected_refusal"]
@@ -31,8 +32,8 @@ def _reserves_more(selected: SelectedProcess, fraction: float, snapshot: Snapsho
         total, reserved = totals.get(sample.uuid), sample.reserved_bytes
         if total is not None and reserved is not None and reserved > int(fraction * total):
             reason = (
-                f"{sample.uuid}: {reserved} bytes are reserved, which is more than {fraction:g} of the device"
-                f" ({int(fraction * total)} bytes); clear the cache first, or use force"
+                f"{sample.uuid}: {human_bytes(reserved)} are reserved, which is more than {fraction:g} of the device"
+                f" ({human_bytes(int(fraction * total))}); clear the cache first, or use force"
             )
             return CommandResult("", "refused", reason, ReasonCode.RESERVED_EXCEEDS_FRACTION)
     return None

@@ -17,6 +17,7 @@ from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.commands.settling import Settling
 from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.errors import CommandRefusedError
+from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceResult, ReasonCode, SnapshotFile
 
 __all__ = ["Executor", "refused_during_capture"]
@@ -158,8 +159,8 @@ class Executor:
             if reserved is not None and reserved > cap:
                 # The cap would release nothing, and the next allocation that does not fit the cache would fail.
                 raise CommandRefusedError(
-                    f"{self._allocator.uuid(index)}: {reserved} bytes are reserved, which is more than {fraction:g} of"
-                    f" the device ({cap} bytes); clear the cache first, or use force",
+                    f"{self._allocator.uuid(index)}: {human_bytes(reserved)} are reserved, which is more than"
+                    f" {fraction:g} of the device ({human_bytes(cap)}); clear the cache first, or use force",
                     ReasonCode.RESERVED_EXCEEDS_FRACTION,
                 )
         for index in devices:

@@ -22,7 +22,7 @@ from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually, wait_for
 
 STEPPING = """
 import os, threading, time
@@ -220,11 +220,16 @@ def test_a_memory_fraction_below_the_reserved_memory_is_refused_unless_forced(
     exporter: ExporterProcess, process: TorchProcess
 ) -> None:
     kept = process.call("alloc", nbytes=2 << 30)
-    (row,) = exporter.act("set_memory_fraction", target={"pid": process.pid}, fraction=0.1)["results"]
+    request: dict[str, Any] = {"target": {"pid": process.pid}, "fraction": 0.1}
+    eventually(
+        lambda: exporter.act("set_memory_fraction", **request, dry_run=True)["results"][0]["reason"],
+        lambda reason: "2.0 GiB are reserved" in reason,
+    )
+    (row,) = exporter.act("set_memory_fraction", **request)["results"]
     assert (row["outcome"], row["reason_code"]) == ("refused", "reserved_exceeds_fraction")
-    assert f"{2 << 30} bytes are reserved" in row["reason"]
+    assert "2.0 GiB are reserved" in row["reason"]
     process.call("alloc", nbytes=1 << 30)  # nothing has changed
-    (row,) = exporter.act("set_memory_fraction", target={"pid": process.pid}, fraction=0.1, force=True)["results"]
+    (row,) = exporter.act("set_memory_fraction", **request, force=True)["results"]
     assert row["outcome"] == "done"
     code = "try:\n    torch.empty(1 << 30, dtype=torch.uint8, device='cuda:0'); result = 'took it'\n"
     assert process.exec(code + "except torch.OutOfMemoryError: result = 'no'") == "no"
