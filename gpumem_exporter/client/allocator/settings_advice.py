@@ -11,7 +11,7 @@ from gpumem_exporter.client.allocator.neighbors import expandable_segments_confl
 from gpumem_exporter.client.allocator.reclaimable import fragmented_bytes
 from gpumem_exporter.client.allocator.settings import VARIABLES, in_force, merged, parse_settings
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.units import human_bytes
+from gpumem_exporter.units import counted, human_bytes
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["Recommendation", "recommend", "recommend_allocator_settings"]
@@ -134,7 +134,7 @@ def _retries(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> It
         return
     observation = f"{name} had to empty its cache {retries} times for an allocation"
     if sample.ooms:
-        observation += f", and ran out of memory {sample.ooms} times"
+        observation += f", and ran out of memory {counted(sample.ooms, 'time', 'times')}"
     fraction = settings.get("per_process_memory_fraction")
     if fraction is not None and float(fraction) < 1 and "garbage_collection_threshold" not in settings:
         effect = f"releases what was unused for long before it reaches the limit of {fraction}"
