@@ -61,8 +61,10 @@ class Audit:
         self._recalled = asyncio.Event()
 
     async def record(self, submitted: SubmittedAction) -> None:
-        """Record a new action; return when it is on disk, or when the disk fails."""
-        await wait_until_kept(self._events.log, self._events.action_requested(submitted))
+        """Record a new action; return when it is on disk, or when the disk fails. Without a disk, return at once."""
+        kept = self._events.action_requested(submitted)
+        if self.durable:
+            await wait_until_kept(self._events.log, kept)
 
     def finished(self, action: Action) -> None:
         """Record the end of an action."""
