@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import trustme
 
-__all__ = ["issue", "trust"]
+__all__ = ["authority", "folder", "issue", "trust"]
 
 
 def issue(authority: trustme.CA, folder: Path, name: str = "tls") -> None:
@@ -20,3 +21,16 @@ def trust(authority: trustme.CA, folder: Path, name: str = "authority.crt") -> P
     """Write the certificate of the authority."""
     authority.cert_pem.write_to_path(str(folder / name))
     return folder / name
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, authority: trustme.CA) -> Path:
+    """A folder with a certificate, its key and its authority."""
+    issue(authority, tmp_path)
+    trust(authority, tmp_path)
+    return tmp_path

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import trustme
 
-from tests.support.certificates import issue, trust
+from tests.support.certificates import authority, folder, issue, trust
 from tests.support.running_exporter import running_exporter
 from tests.support.waiting import eventually, patient
+
+__all__ = ["authority", "folder"]
 
 FILES = {"cert_file": "tls.crt", "key_file": "tls.key"}
 AES_128, AES_256 = "ECDHE-ECDSA-AES128-GCM-SHA256", "ECDHE-ECDSA-AES256-GCM-SHA384"
@@ -30,19 +32,6 @@ VERIFIED = {**FILES, "client_auth_type": "RequireAndVerifyClientCert", "client_c
 
 REFUSED = (OSError, http.client.HTTPException)
 """The possible errors of a refused client: they depend on when it reads the refusal."""
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, authority: trustme.CA) -> Path:
-    """A folder with a certificate, its key and its authority."""
-    issue(authority, tmp_path)
-    trust(authority, tmp_path)
-    return tmp_path
 
 
 @dataclass(frozen=True)

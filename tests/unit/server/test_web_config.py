@@ -17,26 +17,15 @@ from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.security.web_access import WebAccess
 from gpumem_exporter.server.security.web_config import read_web_config
 from gpumem_exporter.server.settings import load_settings
-from tests.support.certificates import issue, trust
+from tests.support.certificates import authority, folder, issue
 from tests.support.paths import REPOSITORY
+
+__all__ = ["authority", "folder"]
 
 EXAMPLE = REPOSITORY / "deploy" / "web-config.example.yml"
 HASH = "$2b$04$abcdefghijklmnopqrstuu2r9OfJnfCsdneAXAGHnS4UpFFP8WIrW"
 """Of `secret`; a constant, since it is part of test ids."""
 TLS = "tls_server_config: {cert_file: tls.crt, key_file: tls.key"
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, authority: trustme.CA) -> Path:
-    """A folder with a certificate and its key."""
-    issue(authority, tmp_path)
-    trust(authority, tmp_path)
-    return tmp_path
 
 
 def refusal(folder: Path, text: str) -> str:
