@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -41,8 +42,11 @@ class Stand:
 
 
 def report_for_ever(url: str, pids: Sequence[int], uuids: Sequence[str], interval_seconds: float) -> None:
-    """Run one reporter per pid. Their reports are spread over the interval, and each is held until the next is due."""
-    asyncio.run(_report_all(urlsplit(url).port or 80, pids, uuids, interval_seconds))
+    """Run one reporter per pid. Their reports are spread over the interval, and each is held until the next is due.
+
+    A reporter whose connection ends, or that is asked to come back later, sends its next report on a new connection.
+    """
+    asyncio.run(_report_all(url, pids, uuids, interval_seconds))
 
 
 def probe(
@@ -68,30 +72,49 @@ def probe(
     answer.send(times)
 
 
-async def _report_all(port: int, pids: Sequence[int], uuids: Sequence[str], interval_seconds: float) -> None:
+async def _report_all(url: str, pids: Sequence[int], uuids: Sequence[str], interval_seconds: float) -> None:
     async def one(place: int, pid: int) -> None:
         await asyncio.sleep(place / len(pids) * interval_seconds)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
         process, sequence = _identity(pid), 0
         while True:
-            sequence += 1
-            started = time.monotonic()
-            body = _body(process, sequence, uuids, interval_seconds)
-            head = f"POST {REPORTS_PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            answered = await reader.readuntil(b"\r\n\r\n")
-            if not answered.startswith(b"HTTP/1.1 200"):
-                raise RuntimeError(f"a report was answered {answered!r}")
-            length = answered.lower().partition(b"content-length:")[2].split()[0]
-            await reader.readexactly(int(length))
-            await asyncio.sleep(max(0.0, started + interval_seconds - time.monotonic()))
+            reader, writer = await _connected(url)
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                while True:
+                    sequence += 1
+                    started = time.monotonic()
+                    if not await _sent(reader, writer, _body(process, sequence, uuids, interval_seconds)):
+                        break
+                    await asyncio.sleep(max(0.0, started + interval_seconds - time.monotonic()))
+            writer.close()
+            await asyncio.sleep(interval_seconds)
 
     await asyncio.gather(*(one(place, pid) for place, pid in enumerate(pids)))
 
 
-def report_body(pid: int, uuids: Sequence[str], *, hold_seconds: float) -> bytes:
-    """Return the first report of a process, as it is sent."""
-    return _body(_identity(pid), 1, uuids, hold_seconds)
+async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return await asyncio.open_unix_connection(parts.path)
+    return await asyncio.open_connection("127.0.0.1", parts.port or 80)
+
+
+async def _sent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes) -> bool:
+    """Send a report and read the reply; return False if the exporter has no room for it."""
+    head = f"POST {REPORTS_PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    answered = await reader.readuntil(b"\r\n\r\n")
+    length = answered.lower().partition(b"content-length:")[2].split()[0]
+    text = await reader.readexactly(int(length))
+    if answered.startswith(b"HTTP/1.1 503"):
+        return False
+    if not answered.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(f"a report was answered {answered + text!r}")
+    return True
+
+
+def report_body(pid: int, uuids: Sequence[str], *, hold_seconds: float, sequence: int = 1) -> bytes:
+    """Return a report of a process, as it is sent. Each call is another session."""
+    return _body(_identity(pid), sequence, uuids, hold_seconds)
 
 
 def _identity(pid: int) -> ProcessIdentity:
