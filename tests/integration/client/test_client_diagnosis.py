@@ -117,7 +117,9 @@ def test_advice_does_not_propose_expandable_segments_beside_an_allocator_that_th
         line, text = process.exec(ask)
         assert (line, f"because {reason}" in text, "expandable_segments:True" in text) == ("", True, False)
         process.exec("for name in ('vllm', 'sglang', 'torch_memory_saver'): sys.modules.pop(name, None)")
-    process.exec("del kept; torch.cuda.empty_cache()")
+    process.exec("import gc; gc.freeze()")
+    assert process.exec(ask)[0] == "", "the pool is hidden from the garbage collector"
+    process.exec("gc.unfreeze(); del kept; torch.cuda.empty_cache()")
     assert process.exec("result = staged_ooms.run('fragmentation')")["error"] == "OutOfMemoryError"
     note = process.exec("result = str(staged_ooms._last[-1])")
     assert "because the program uses a torch.cuda.MemPool" in note
