@@ -16,12 +16,17 @@ from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 __all__ = [
     "INITIAL_PID_NAMESPACE",
     "describe_command",
+    "known_ray_job_id",
+    "label_text",
+    "parse_stat_parent",
     "parse_stat_program",
     "parse_stat_start_time",
     "parse_stat_state",
     "pid_namespace",
+    "runs_python",
     "split_cmdline",
     "start_time_ticks",
+    "started_by_multiprocessing",
 ]
 
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC
@@ -30,6 +35,8 @@ INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 _PYTHON = re.compile(r"(?:python|pypy)(?:\d+(?:\.\d+)*)?[td]*")
 _OPTIONS_WITH_VALUE = "WX"
 _LONG_OPTIONS_WITH_VALUE = ("--check-hash-based-pycs",)
+_MULTIPROCESSING = ("from multiprocessing.spawn import ", "from multiprocessing.forkserver import ")
+_RAY_NIL_JOB_ID = "f" * 8
 
 
 def describe_command(argv: Sequence[str]) -> str:
@@ -46,8 +53,27 @@ def describe_command(argv: Sequence[str]) -> str:
         return ""
     program = os.path.basename(words[0])  # noqa: PTH119 - pathlib takes ten times as long
     script = _script(words[1:]) if _PYTHON.fullmatch(program) else ""
-    described = f"{program} {script}" if script else program
-    return "".join(c if c.isprintable() else "?" for c in described)[:MAX_LABEL_LENGTH]
+    return label_text(f"{program} {script}" if script else program)
+
+
+def label_text(text: str) -> str:
+    """Return a text as the value of a label: printable, and at most `MAX_LABEL_LENGTH` characters long."""
+    return "".join(c if c.isprintable() else "?" for c in text)[:MAX_LABEL_LENGTH]
+
+
+def runs_python(argv: Sequence[str]) -> bool:
+    """Whether a command line runs a Python interpreter."""
+    return bool(argv) and _PYTHON.fullmatch(os.path.basename(argv[0])) is not None  # noqa: PTH119 - as above
+
+
+def started_by_multiprocessing(argv: Sequence[str]) -> bool:
+    """Whether `multiprocessing` started this interpreter with `spawn` or `forkserver`, so that it runs no script."""
+    return any(word.startswith(_MULTIPROCESSING) for word in argv)
+
+
+def known_ray_job_id(job_id: str) -> str:
+    """Return a Ray job id; empty for the nil id, which Ray's workers have until they belong to a job."""
+    return "" if job_id == _RAY_NIL_JOB_ID else job_id
 
 
 def _script(arguments: Sequence[str]) -> str:
@@ -106,6 +132,15 @@ def parse_stat_state(stat_text: str) -> str:
         ValueError: the text is not a line of /proc/PID/stat.
     """
     return _fields_after_name(stat_text)[0]
+
+
+def parse_stat_parent(stat_text: str) -> int:
+    """Return field 4 of /proc/PID/stat: the pid of the parent; 0 if it is in another PID namespace.
+
+    Raises:
+        ValueError: the text is not a line of /proc/PID/stat.
+    """
+    return int(_fields_after_name(stat_text)[1])
 
 
 def parse_stat_program(stat_text: str) -> tuple[int, str, int] | None:

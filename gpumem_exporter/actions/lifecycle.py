@@ -23,7 +23,7 @@ from enum import Enum
 from typing import TypeVar
 
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.results import GpuLabels, TerminationTarget, command_results, termination_results
+from gpumem_exporter.actions.results import GpuLabels, TerminationTarget, as_shown, command_results, termination_results
 from gpumem_exporter.actions.targets import SelectedProcess
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.wire.protocol import Command, CommandResult, ReasonCode
@@ -205,6 +205,7 @@ class RunningAction:
         """End a process's part with its result. `process` is its last report."""
         del self.commands[part.key]
         part.end()
+        result = as_shown(result, part.selected.samples, process.report.devices)
         self.add(command_results(part.selected._replace(process=process), result, self.gpus))
 
     def end_termination(self, part: TerminationPart, result: CommandResult) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from gpumem_exporter.actions.model import ActionResult
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, ReasonCode
+from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, DeviceSample, ReasonCode
 
 __all__ = [
     "TerminationTarget",
+    "as_shown",
     "command_results",
     "dry_run_results",
     "listed_target",
@@ -63,6 +64,29 @@ def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuL
             thread_id=result.thread_id,
             snapshot=result.snapshot,
         )
+
+
+def as_shown(result: CommandResult, shown: Iterable[DeviceSample], reported: Iterable[DeviceSample]) -> CommandResult:
+    """Return a result without the memory that the exporter shows as unmapped and the reporter does not know to be.
+
+    Args:
+        result: the reporter's result.
+        shown: the samples that the exporter shows.
+        reported: the samples as reported.
+    """
+    said = {sample.uuid: sample.unmapped_bytes or 0 for sample in reported}
+    unmapped = {sample.uuid: (sample.unmapped_bytes or 0) - said.get(sample.uuid, 0) for sample in shown}
+    devices = tuple(_without(device, max(0, unmapped.get(device.uuid, 0))) for device in result.devices)
+    return replace(result, devices=devices)
+
+
+def _without(device: DeviceResult, unmapped_bytes: int) -> DeviceResult:
+    values = {
+        name: max(0, value - unmapped_bytes)
+        for name in ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
+        if (value := getattr(device, name)) is not None
+    }
+    return replace(device, **values)
 
 
 def dry_run_results(selected: SelectedProcess, request: ActionRequest, gpus: GpuLabels) -> Iterator[ActionResult]:

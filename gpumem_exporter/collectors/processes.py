@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject
 from gpumem_exporter.collectors.view import View
-from gpumem_exporter.core.naming import pid_order
+from gpumem_exporter.core.naming import command_of, pid_order
 from gpumem_exporter.core.samples import IDENTITY_FIELDS, ProcessFacts, ProcessMemory, ReportingProcess, SilentReporter
 
 __all__ = ["PROCESS"]
@@ -86,12 +86,12 @@ def _described(
 ) -> tuple[str, ...]:
     """Return the labels from workload to ray_job_id.
 
-    The host's command precedes the reported one. The reported job ids precede the host's.
+    The reported job ids precede the host's.
     """
     return (
         workload,
         rank,
-        facts.command or command,
+        command_of(facts.command, command),
         facts.user,
         facts.container_id,
         facts.k8s_pod_uid,

@@ -23,7 +23,10 @@ from typing import NamedTuple
 
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, SilentReporter, Snapshot
 
-__all__ = ["AmbiguousPids", "Names", "ambiguous_pids", "json_pid", "pid_order", "reporter_name"]
+__all__ = ["AmbiguousPids", "Names", "ambiguous_pids", "command_of", "json_pid", "pid_order", "reporter_name"]
+
+_RAY = "ray::"
+"""The start of the titles of Ray's workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,16 @@ def _ambiguous(reporters: Iterable[ReportingProcess | SilentReporter], node: Nod
         frozenset(pid for pid, claimed in claims.items() if len(claimed) > 1 or pid in hosts),
         frozenset((each, pid) for pid, claimed in claims.items() for each in claimed if claimed.count(each) > 1),
     )
+
+
+def command_of(host_command: str, reported_command: str) -> str:
+    """Return the command of a process, from the host's description and the reported one: the host's, if there is one.
+
+    Ray sets the title of an actor's process to its class and method. Only the reporter knows which actor it is.
+    """
+    if reported_command.startswith(_RAY) and host_command.startswith(_RAY):
+        return reported_command
+    return host_command or reported_command
 
 
 def pid_order(pid: str) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 from gpumem_exporter.core.ledger import fragmented_bytes
+from gpumem_exporter.core.naming import command_of
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.usage import DeviceUsage
@@ -163,7 +164,7 @@ class ProcessHistory:
             **self._columns(process, name_of),
             detail={
                 "reason": reason,
-                "command": (tracked.facts.command if tracked.facts else "") or process.report.process.command,
+                "command": command_of(tracked.facts.command if tracked.facts else "", process.report.process.command),
                 **{name: getattr(tracked.facts, name, None) for name in _FACTS},
                 **tracked.job_ids(),
                 "first_report_unix_seconds": tracked.first_report_unix_seconds,

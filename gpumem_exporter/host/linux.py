@@ -16,15 +16,20 @@ from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.host.namespaces import PidTranslator
 from gpumem_exporter.procfs import (
     describe_command,
+    known_ray_job_id,
+    parse_stat_parent,
     parse_stat_program,
     pid_namespace,
+    runs_python,
     split_cmdline,
+    started_by_multiprocessing,
 )
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
 
 __all__ = ["LinuxHost"]
 
 _READ_AGAIN_SECONDS = 60.0
+_ANCESTORS_MAX = 4
 _JOB_VARIABLES = ("SLURM_JOB_ID", "RAY_JOB_ID")
 
 
@@ -154,7 +159,7 @@ class LinuxHost:
             slurm_job_id, ray_job_id = self._entries.variables(pid, _JOB_VARIABLES)
         except HiddenError:
             return ("", "")
-        return (slurm_job_id[:MAX_LABEL_LENGTH], ray_job_id[:MAX_LABEL_LENGTH])
+        return (slurm_job_id[:MAX_LABEL_LENGTH], known_ray_job_id(ray_job_id)[:MAX_LABEL_LENGTH])
 
     def _text(self, pid: int, name: str) -> str:
         try:
@@ -164,11 +169,29 @@ class LinuxHost:
 
     def _command(self, pid: int) -> str:
         try:
-            described = describe_command(split_cmdline(self._entries.read(pid, "cmdline") or b""))
+            argv = split_cmdline(self._entries.read(pid, "cmdline") or b"")
+            described = describe_command(self._script_of_worker(pid, argv) or argv)
         except HiddenError:
             described = ""
         # A process that cleared its command line still has the kernel's short name.
         return described or describe_command([self._text(pid, "comm").strip()])
+
+    def _script_of_worker(self, pid: int, argv: list[str]) -> list[str] | None:
+        """Return the command line of the script that started a worker of `multiprocessing`; None if it is unknown.
+
+        The parent of a spawned worker is the script. A fork server is between the script and its workers.
+        """
+        for _ in range(_ANCESTORS_MAX):
+            if not started_by_multiprocessing(argv):
+                return argv
+            try:
+                pid = parse_stat_parent(self._text(pid, "stat"))
+                argv = split_cmdline(self._entries.read(pid, "cmdline") or b"")
+            except (HiddenError, ValueError):
+                return None
+            if not runs_python(argv):  # the script has exited: this process has adopted its workers
+                return None
+        return None
 
     def _uid(self, pid: int) -> int | None:
         """Return the effective uid; None if the process does not exist or its `status` is not readable."""

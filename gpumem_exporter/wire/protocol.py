@@ -146,7 +146,7 @@ class ProcessIdentity:
     slurm_job_id: str = ""
     """SLURM_JOB_ID of its environment."""
     ray_job_id: str = ""
-    """RAY_JOB_ID of its environment: Ray sets it for its workers."""
+    """The job of a Ray worker or driver, from Ray itself, otherwise RAY_JOB_ID of its environment."""
     world_size: int | None = None
     """The number of ranks, at least 1, from the launcher that set the rank."""
 

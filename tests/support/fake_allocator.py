@@ -63,6 +63,9 @@ class FakeAllocator:
             "allocated_bytes": {"current": 10},
         }
 
+    def unmapped(self, index: int, state: object) -> None:
+        return None
+
     def free_bytes(self, index: int) -> int | None:
         return 1000 - self.reserved
 

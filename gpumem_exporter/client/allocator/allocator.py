@@ -20,7 +20,7 @@ from gpumem_exporter.client.allocator.memory_limits import environment_limit
 from gpumem_exporter.client.allocator.reclaimable import Reclaimable, known
 from gpumem_exporter.client.allocator.settings import in_force
 from gpumem_exporter.client.allocator.torch_access import DeviceState
-from gpumem_exporter.client.allocator.unmapped import can_unmap, held_by_driver, unmapped_in
+from gpumem_exporter.client.allocator.unmapped import Unmapped, can_unmap, held_by_driver, unmapped_in
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.measure.observed import Observed, process_observed
 from gpumem_exporter.errors import CommandRefusedError
@@ -100,6 +100,13 @@ class Allocator:
     def state(self, index: int) -> DeviceState | None:
         """Return the device's statistics, or None if the allocator keeps none. Any thread may call this."""
         return self._statistics.state(index)
+
+    def unmapped(self, index: int, state: DeviceState | None) -> Unmapped | None:
+        """Return the memory in these statistics that the driver does not hold; None if unknown. Walks over no heap."""
+        if state is None or not can_unmap():
+            return None
+        pool_segments = self._reclaimable.pool_segments(index, state)
+        return None if pool_segments is None else unmapped_in(pool_segments)
 
     def samples(self) -> tuple[DeviceSample, ...]:
         """Return a sample of each device that this process uses and that has a known UUID."""
@@ -258,8 +265,7 @@ class Allocator:
             phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
             component_bytes=self._observed.components(index),
         )
-        pool_segments = self._reclaimable.pool_segments(index, state) if can_unmap() else None
-        unmapped = None if pool_segments is None else unmapped_in(pool_segments)
+        unmapped = self.unmapped(index, state)
         return sample if unmapped is None else held_by_driver(sample, unmapped)
 
 

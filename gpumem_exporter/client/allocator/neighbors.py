@@ -7,7 +7,9 @@ refuses to start with them, and torch_memory_saver, which SGLang uses, releases 
 from __future__ import annotations
 
 import sys
+import time
 
+from gpumem_exporter.client.leaks.frozen_objects import FrozenObjects
 from gpumem_exporter.client.leaks.tracked_objects import find_of_types
 
 __all__ = ["expandable_segments_conflict"]
@@ -15,6 +17,7 @@ __all__ = ["expandable_segments_conflict"]
 _LIBRARIES = {"vllm": "vLLM", "sglang": "SGLang", "torch_memory_saver": "torch_memory_saver"}
 _GENERATIONS = (0, 1, 2)
 """The generations of the garbage collector."""
+_FROZEN_SECONDS, _FROZEN_MAX = 1.0, 5_000_000
 
 
 def expandable_segments_conflict() -> str:
@@ -27,6 +30,17 @@ def expandable_segments_conflict() -> str:
         if module in sys.modules:
             return f"{name} is loaded"
     pool_class = getattr(sys.modules.get("torch.cuda.memory"), "MemPool", None)  # torch 2.5 and later
-    if pool_class is not None and any(find_of_types(generation, (pool_class,)) for generation in _GENERATIONS):
+    if pool_class is not None and (
+        any(find_of_types(generation, (pool_class,)) for generation in _GENERATIONS) or _frozen_pool(pool_class)
+    ):
         return "the program uses a torch.cuda.MemPool"
     return ""
+
+
+def _frozen_pool(pool_class: type) -> bool:
+    """Whether there is a pool among the objects that `gc.freeze()` hides."""
+    frozen = FrozenObjects()
+    frozen.reach(time.thread_time() + _FROZEN_SECONDS, _FROZEN_MAX)
+    found = bool(frozen.of_types((pool_class,)))
+    frozen.clear()
+    return found

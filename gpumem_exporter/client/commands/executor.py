@@ -8,12 +8,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.reclaimable import known
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.allocator.snapshot_file import write_snapshot
 from gpumem_exporter.client.allocator.torch_access import DeviceState
+from gpumem_exporter.client.allocator.unmapped import Unmapped
 from gpumem_exporter.client.commands.settling import Settling
 from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.errors import CommandRefusedError
@@ -26,6 +28,14 @@ _REMEMBERED = 64
 """The number of results to keep, so that a command that arrives twice runs once."""
 _NOT_SUPPORTED = "does not yet support"
 """Part of torch's error message if a pluggable allocator or cudaMallocAsync lacks a feature."""
+
+
+class _Before(NamedTuple):
+    """A device before a command."""
+
+    state: DeviceState | None
+    unmapped: Unmapped
+    free_bytes: int | None
 
 
 class Executor:
@@ -122,7 +132,7 @@ class Executor:
             started = self._clock()
             snapshot = runner(command)
             duration = self._clock() - started
-            devices = tuple(self._compare(i, *measured) for i, measured in before.items() if self._allocator.uuid(i))
+            devices = tuple(self._compare(i, measured) for i, measured in before.items() if self._allocator.uuid(i))
         except CommandRefusedError as error:
             return CommandResult(command.id, "refused", str(error), error.reason_code)
         except Exception as error:  # an error of torch or of a finalizer is this command's result
@@ -170,21 +180,25 @@ class Executor:
         """Return the device indices for these uuids; all of the process's devices if there are no uuids."""
         return [index for index in self._allocator.devices() if not uuids or self._allocator.uuid(index) in uuids]
 
-    def _measure(self, uuids: tuple[str, ...]) -> dict[int, tuple[DeviceState | None, int | None]]:
-        return {
-            index: (self._allocator.state(index), self._allocator.free_bytes(index)) for index in self._measured(uuids)
-        }
+    def _measure(self, uuids: tuple[str, ...]) -> dict[int, _Before]:
+        return {index: self._before(index) for index in self._measured(uuids)}
 
-    def _compare(self, index: int, before: DeviceState | None, free_before: int | None) -> DeviceResult:
+    def _before(self, index: int) -> _Before:
+        state = self._allocator.state(index)
+        unmapped = self._allocator.unmapped(index, state) or Unmapped(0, 0)
+        return _Before(state, unmapped, self._allocator.free_bytes(index))
+
+    def _compare(self, index: int, before: _Before) -> DeviceResult:
         after = self._allocator.state(index)
+        reserved, allocated = before.unmapped  # no command maps or unmaps the memory of live tensors
         return DeviceResult(
             uuid=self._allocator.uuid(index),
-            reserved_before_bytes=known(before, "reserved_bytes"),
-            reserved_after_bytes=known(after, "reserved_bytes"),
-            allocated_before_bytes=known(before, "allocated_bytes"),
-            allocated_after_bytes=known(after, "allocated_bytes"),
-            freed_bytes=_freed(before, after),
-            device_free_before_bytes=free_before,
+            reserved_before_bytes=_held(before.state, "reserved_bytes", reserved),
+            reserved_after_bytes=_held(after, "reserved_bytes", reserved),
+            allocated_before_bytes=_held(before.state, "allocated_bytes", allocated),
+            allocated_after_bytes=_held(after, "allocated_bytes", allocated),
+            freed_bytes=_freed(before.state, after),
+            device_free_before_bytes=before.free_bytes,
             device_free_after_bytes=self._allocator.free_bytes(index),
         )
 
@@ -201,6 +215,12 @@ def _failed(command: Command, error: Exception, duration_seconds: float) -> Comm
     else:
         code, outcome = ReasonCode.EXCEPTION, "failed"
     return CommandResult(command.id, outcome, reason, code, duration_seconds)
+
+
+def _held(state: DeviceState | None, name: str, unmapped_bytes: int) -> int | None:
+    """Return a value of the statistics without the memory that the driver does not hold."""
+    value = known(state, name)
+    return None if value is None else max(0, value - unmapped_bytes)
 
 
 def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:

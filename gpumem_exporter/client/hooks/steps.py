@@ -45,7 +45,8 @@ class OneStep:
     """Recognizes the ends of steps among the calls of a listener.
 
     If a step has several optimizers, the first one counts, until it is deleted or makes no more steps. After the user's
-    code has marked a step, only its marks count.
+    code has marked a step, only its marks count. The first mark counts only if no step of an optimizer has counted
+    before: otherwise it marks the end of the optimizer's last step.
     """
 
     def __init__(self) -> None:
@@ -56,8 +57,9 @@ class OneStep:
     def ends(self, optimizer: Any) -> bool:
         """Whether this call is the end of a step; `optimizer` is None for a mark."""
         if optimizer is None:
+            counts = self._by_hand or self._counted is None
             self._by_hand = True
-            return True
+            return counts
         if self._by_hand:
             return False
         counted = self._counted() if self._counted is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -42,11 +43,14 @@ class Leak:
     """Where they were allocated, if the allocator records its history."""
     steps_left: int | None = None
     """Steps until the device is full at this rate."""
+    hidden_objects: int = 0
+    """Objects that `gc.freeze()` hides from the search for suspects."""
 
     def __str__(self) -> str:
         rate, leaked = human_bytes(round(self.bytes_per_step)), human_bytes(self.leaked_bytes)
         left = f"; the device is full in {self.steps_left} steps" if self.steps_left is not None else ""
-        suspects = self.suspects or ("no kind of tensor that Python objects hold grew in number",)
+        hidden = f" (gc.freeze() hides {self.hidden_objects:,} objects)" if self.hidden_objects else ""
+        suspects = self.suspects or (f"no kind of tensor that Python objects hold grew in number{hidden}",)
         first = f"memory leak: cuda:{self.device} grows by {rate} per step ({leaked} in {self.steps} steps){left}"
         return "\n  ".join((first, *suspects, *self.frames))
 
@@ -191,7 +195,9 @@ class LeakDetector:
         state.count_before = None
         left = None if free is None else int(free / slope.slope)
         rates = (slope.slope, slope.lower, slope.upper)
-        state.leak = Leak(device, *rates, slope.steps, slope.grown, suspects, frames, left)
+        state.leak = Leak(
+            device, *rates, slope.steps, slope.grown, suspects, frames, left, hidden_objects=gc.get_freeze_count()
+        )
         self._on_leak(state.leak)
         return state.leak
 

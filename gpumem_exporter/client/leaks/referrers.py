@@ -8,37 +8,40 @@ through the interpreter's own descriptors.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import CellType, FrameType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
+from gpumem_exporter.client.leaks.frames import all_frames, variables_of
+from gpumem_exporter.client.leaks.frozen_objects import FrozenObjects
 from gpumem_exporter.client.leaks.tracked_objects import find_referrers
 
 __all__ = ["NO_REFERRER", "TARGETS_MAX", "Referrers", "instance_dictionary"]
 
 _LEVELS = 4
 _KEY_MAX = 40
-_FRAMES_MAX = 500
 TARGETS_MAX = 64
 _REFERRERS_MAX = 2000
 _ITEMS_MAX = 200_000
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 NO_REFERRER = "no Python object, perhaps an autograd graph"
-_SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
-_OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
+
+_Find = Callable[[tuple[Any, ...]], list[Any]]
+"""Returns what refers to any of the objects."""
 
 
 class Referrers:
     """Describes what refers to objects, except the `ignored` containers. Only one thread may use an instance.
 
-    Each level takes one pass over the objects that the garbage collector tracks, for all targets together.
+    Each level takes one pass over the objects that the garbage collector tracks, for all targets together, and one over
+    the `frozen` objects, which the collector does not show.
     """
 
-    def __init__(self, ignored: Iterable[Any] = ()) -> None:
-        self._ignored = {id(container) for container in ignored}
+    def __init__(self, ignored: Iterable[Any] = (), frozen: FrozenObjects | None = None) -> None:
+        self._frozen = frozen or FrozenObjects()
+        self._ignored = {id(container) for container in (*ignored, self._frozen.objects)}
         self._frames: list[FrameType] = []
         self._names: dict[int, str] = {}
         self._paths: dict[int, str] = {}
@@ -59,7 +62,7 @@ class Referrers:
         # For the id of each object: the targets that it refers to, directly or through others.
         holds: dict[int, set[int]] = {id(target): {id(target)} for target in targets}
         self._ignored.update(map(id, (all_targets, targets, level, above)))
-        self._frames = _frames()
+        self._frames = all_frames()
         self._ignored.add(id(self._frames))
         complete = True
         for depth in range(_LEVELS):
@@ -88,10 +91,10 @@ class Referrers:
         dictionaries: list[dict[Any, Any]] = []
         arguments = tuple(level.values())
         self._ignored.update(map(id, (dictionaries, arguments)))
-        referrers = find_referrers(arguments)
+        referrers = self._find(arguments)
         self._ignored.add(id(referrers))
         found: dict[int, list[int]] = {}
-        cut = False
+        cut = not self._frozen.complete
         for referrer in referrers[:_REFERRERS_MAX]:
             cut = cut or time.thread_time() > self._end
             if cut:
@@ -106,11 +109,11 @@ class Referrers:
                 found[id(referrer)] = keys
                 continue
             for key in keys:
-                description = _named(referrer, level[key], self._end)
+                description = self._named(referrer, level[key])
                 if description:
                     self._name(holds[key], description)
             self._put(referrer, keys, above, holds)
-        owners = _owners(dictionaries)
+        owners = _owners(dictionaries, self._find)
         for dictionary in dictionaries:
             owner = owners.get(id(dictionary), "")
             keys = found[id(dictionary)]
@@ -150,6 +153,25 @@ class Referrers:
                     alone.discard(key)
                     self._name(holds[key], name)
 
+    def _find(self, objects: tuple[Any, ...]) -> list[Any]:
+        """Return what refers to any of the objects."""
+        found = find_referrers(objects)
+        found += self._frozen.referrers(objects, self._end)
+        return found
+
+    def _named(self, referrer: Any, target: Any) -> str:
+        """Return the name that a referrer other than a dictionary gives to the target."""
+        kind = type(referrer)
+        if kind is CellType:  # makes two more searches
+            return _closure(referrer, self._find) if time.thread_time() <= self._end else ""
+        if kind is FunctionType:
+            defaults = target is referrer.__defaults__ or target is referrer.__kwdefaults__
+            return f"a default of {_function_name(referrer)}" if defaults else ""  # otherwise its globals or closure
+        if kind in _SEQUENCES or kind is ModuleType:
+            return ""
+        attribute = _attribute_of(referrer, target)
+        return f"attribute {attribute} of a {kind.__qualname__}" if attribute else ""
+
     def _name(self, targets: set[int], holder: str) -> None:
         for target in targets:
             if target not in self._names:
@@ -157,63 +179,25 @@ class Referrers:
                 self._names[target] = f"{path} in {holder}" if path else holder
 
 
-def _frames() -> list[FrameType]:
-    """Return the frames of all threads, except those of this package."""
-    tops = sys._current_frames()
-    found: list[FrameType] = []
-    while tops and len(found) < _FRAMES_MAX:
-        at: FrameType | None = tops.popitem()[1]
-        while at is not None and len(found) < _FRAMES_MAX:
-            module = at.f_globals.get("__name__")
-            if not (type(module) is str and module.startswith("gpumem_exporter.client.")):
-                found.append(at)
-            at = at.f_back
-    # This frame is among them, so that the variable would be part of a reference cycle.
-    tops.clear()
-    return found
-
-
 def _local_names(frame: FrameType, wanted: dict[int, Any]) -> dict[int, str]:
     """Return descriptions of the wanted objects that are local variables of this frame, by id."""
     code = frame.f_code
-    if not code.co_flags & _OPTIMIZED:
-        return {}  # the search finds variables of a module or class body in its dictionary
-    copied = sys.version_info < (3, 13)
-    if copied and not _SHOWS_LOCALS.isdisjoint(code.co_names):
-        return {}  # f_locals would overwrite a dictionary that the user's code may use
-    variables = frame.f_locals
     where = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
-    found = {id(value): f"local variable {name} at {where}" for name, value in variables.items() if id(value) in wanted}
-    if copied:
-        variables.clear()  # otherwise the frame keeps objects that the user's code deletes later
-    return found
+    variables = variables_of(frame)
+    return {id(value): f"local variable {name} at {where}" for name, value in variables.items() if id(value) in wanted}
 
 
-def _named(referrer: Any, target: Any, end: float) -> str:
-    """Return the name that a referrer other than a dictionary gives to the target."""
-    kind = type(referrer)
-    if kind is CellType:
-        return _closure(referrer) if time.thread_time() <= end else ""  # makes two more searches
-    if kind is FunctionType:
-        defaults = target is referrer.__defaults__ or target is referrer.__kwdefaults__
-        return f"a default of {_function_name(referrer)}" if defaults else ""  # otherwise its globals or closure
-    if kind in _SEQUENCES or kind is ModuleType:
-        return ""
-    attribute = _attribute_of(referrer, target)
-    return f"attribute {attribute} of a {kind.__qualname__}" if attribute else ""
-
-
-def _closure(cell: Any) -> str:
-    for closure in find_referrers((cell,)):
+def _closure(cell: Any, find: _Find) -> str:
+    for closure in find((cell,)):
         if type(closure) is tuple:
-            for function in find_referrers((closure,)):
+            for function in find((closure,)):
                 if type(function) is FunctionType and function.__closure__ is closure:
                     index = next((at for at, each in enumerate(closure) if each is cell), 0)
                     return f"{function.__code__.co_freevars[index]}, a closure of {_function_name(function)}"
     return ""
 
 
-def _owners(dictionaries: list[dict[Any, Any]]) -> dict[int, str]:
+def _owners(dictionaries: list[dict[Any, Any]], find: _Find) -> dict[int, str]:
     """Return a format for the names in each dictionary of a module or an instance, by id."""
     found: dict[int, str] = {}
     instances: list[dict[Any, Any]] = []
@@ -224,7 +208,7 @@ def _owners(dictionaries: list[dict[Any, Any]]) -> dict[int, str]:
         else:
             instances.append(dictionary)
     if instances:
-        for referrer in find_referrers(tuple(instances)):
+        for referrer in find(tuple(instances)):
             if type(referrer) not in (dict, list, tuple, FrameType):
                 own = instance_dictionary(referrer)
                 if own is not None:

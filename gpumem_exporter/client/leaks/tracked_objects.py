@@ -15,7 +15,7 @@ from itertools import chain, compress, islice, repeat, starmap, tee
 from operator import eq, not_
 from typing import Any
 
-__all__ = ["count_objects", "find_of_types", "find_referrers", "find_types"]
+__all__ = ["count_objects", "find_ids", "find_of_types", "find_referents", "find_referrers", "find_types"]
 
 _Lists = Iterator[list[Any]]
 """Yields one list, which is created at `next`."""
@@ -34,6 +34,17 @@ def find_types(generation: int, *, skip: int = 0) -> set[type]:
 def find_of_types(generation: int, types: Collection[type], *, skip: int = 0) -> list[Any]:
     """Return the objects of exactly these types in a generation, the oldest first, without its first `skip`."""
     return list(_of_types_alone(map(gc.get_objects, (generation,)), types, skip))
+
+
+def find_ids(generation: int) -> set[int]:
+    """Return the ids of the objects in a generation."""
+    return set(map(id, chain.from_iterable(map(gc.get_objects, (generation,)))))
+
+
+def find_referents(generation: int) -> list[Any]:
+    """Return the objects that the collector tracks and that objects in a generation refer to. It has repetitions."""
+    referents = starmap(gc.get_referents, map(gc.get_objects, (generation,)))
+    return list(filter(gc.is_tracked, chain.from_iterable(referents)))
 
 
 def find_referrers(objects: tuple[Any, ...]) -> list[Any]:

@@ -14,11 +14,15 @@ from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
 from gpumem_exporter.client.measure.observed import Observed, process_observed
 from gpumem_exporter.client.measure.peak_bounds import Span
+from gpumem_exporter.client.oom.message import out_of_memory_in
 from gpumem_exporter.units import human_bytes, human_growth
 
-__all__ = ["DeviceUse", "Measured", "MemoryUse", "current_phase", "memory_context", "phase"]
+__all__ = ["DeviceUse", "Measured", "MemoryUse", "current_phase", "memory_context", "phase", "phase_at_error"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_PHASE = "gpumem_phase"
+"""The attribute of an out-of-memory error with the innermost phase that it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,8 @@ class Measured:
             return
         span, use = running
         with guest_safety():
+            if self._kept and error is not None:
+                _note_phase(error, self._name)
             self._observed.leave(span)
             if span.ended_seconds is not None:
                 use.duration_seconds = span.ended_seconds - span.started_seconds
@@ -206,6 +212,19 @@ def phase(name: str, *, reset_peaks: bool = False) -> Measured:
 def current_phase() -> str | None:
     """Return the innermost phase of this thread, or of the thread for which autograd runs it; else None."""
     return process_observed().current_phase()
+
+
+def phase_at_error(error: BaseException) -> str | None:
+    """Return the innermost phase of an out-of-memory error, also if the error has ended the phase; None without one."""
+    ended: str | None = error.__dict__.get(_PHASE)
+    return ended or current_phase()
+
+
+def _note_phase(error: BaseException, name: str) -> None:
+    """Note the phase on an out-of-memory error, because `oom_guard` may see the error after the end of the phase."""
+    first = out_of_memory_in(error)
+    if first is not None:
+        first.__dict__.setdefault(_PHASE, name)
 
 
 def memory_context(name: str, *, reset_peaks: bool = False, level: int = logging.INFO) -> Measured:

@@ -112,6 +112,12 @@ def _advice(values: OomValues, kind: str, text: str, saved: int | None) -> Advic
     return Advice(kind, text, saved, enough=values.covered_by(saved))
 
 
+def _for_this_request(values: OomValues, kind: str, text: str, saved: int | None) -> Advice:
+    """Return advice that changes one operation. Without earlier runs, nothing shows what else the batch needs."""
+    measured = values.batch_growth is not None or not values.batch_size
+    return Advice(kind, text, saved, enough=values.covered_by(saved) if measured else None)
+
+
 def _available_memory(values: OomValues) -> Iterator[Advice]:
     if values.reclaimable and values.covered_by(values.reclaimable):
         text = "empty the cache: call gpumem.clear_cache(), or run `gpumem-exporter clear` on the node"
@@ -140,13 +146,11 @@ def _huge_request(values: OomValues) -> Iterator[Advice]:
         return
     size = "more than the empty device has" if impossible else "more than half of the device"
     where = f" at {values.place}" if values.place else ""
-    yield Advice(
-        "split_request",
+    text = (
         f"split the operation{where}: it requests {human_bytes(requested)} at once, {size}. Look for an unintended"
-        " shape (a broadcast, a full attention matrix, a one-hot tensor), or loop over chunks",
-        requested - (values.available or 0),
-        enough=True,
+        " shape (a broadcast, a full attention matrix, a one-hot tensor), or loop over chunks"
     )
+    yield _for_this_request(values, "split_request", text, max(1, requested - (values.available or 0)))
 
 
 def _leak(values: OomValues) -> Iterator[Advice]:
@@ -192,9 +196,9 @@ def _fragmentation(values: OomValues) -> Advice | None:
 
 def _activations(values: OomValues) -> Iterator[Advice]:
     """Advice for forward, backward and unknown phases."""
-    grown = max(values.grown or 0, values.batch_growth or 0) or None
+    grown = _growth(values)
     half = None if grown is None else grown // 2
-    yield from _batch(values, grown)
+    yield from _batch(values)
     if values.recomputed:
         text = "checkpoint smaller parts: a part that backward computed again did not fit"
         yield Advice("checkpointing", text)
@@ -210,11 +214,16 @@ def _activations(values: OomValues) -> Iterator[Advice]:
         yield Advice("shard", "shard parameters, gradients and optimizer state over the ranks (FSDP)")
 
 
-def _batch(values: OomValues, grown: int | None) -> Iterator[Advice]:
+def _growth(values: OomValues) -> int | None:
+    """Return the growth of the block at its peak, as far as it is known."""
+    return max(values.grown or 0, values.batch_growth or 0) or None
+
+
+def _batch(values: OomValues) -> Iterator[Advice]:
     batch, fits = values.batch_size, smaller_batch(values)
     if batch and fits:
         measured = bool(values.bytes_per_item and values.batch_growth is not None)
-        per_item = values.bytes_per_item or ((grown or 0) + (values.requested or 0)) // batch
+        per_item = values.bytes_per_item or ((_growth(values) or 0) + (values.requested or 0)) // batch
         saved, enough = (batch - fits) * per_item, True if measured else None
         guess = "" if measured else ", as a first guess: no earlier run was measured"
         yield Advice("smaller_batch", f"use a batch of {fits} instead of {batch}{guess}", saved, enough, fits)
@@ -264,12 +273,9 @@ def _data_transfer(values: OomValues) -> Iterator[Advice]:
     requested = values.requested or 0
     most = f", {human_bytes(values.available)} at most" if values.available else ""
     text = f"keep the data in host memory and move pieces of it when they are needed{most}"
-    yield Advice("pieces", text, requested or None, enough=True if requested else None)
+    yield _for_this_request(values, "pieces", text, requested or None)
     yield Advice("release", "delete outputs, loss and the previous batch before the next transfer")
-    if values.batch_size != 1:
-        fits = smaller_batch(values)
-        text = f"use a batch of {fits} instead of {values.batch_size}" if fits else "use a smaller batch"
-        yield Advice("smaller_batch", text, batch_size=fits)
+    yield from _batch(values)
     text = "move a narrow type (uint8, bfloat16) and convert it on the device"
     yield Advice("half_precision", text, requested // 2 or None)
 

@@ -19,7 +19,7 @@ from gpumem_exporter.client.leaks.live_tensors import walk
 from gpumem_exporter.client.leaks.referrers import instance_dictionary
 from gpumem_exporter.client.leaks.suspects import descriptions, frequent
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.measure.measured import current_phase
+from gpumem_exporter.client.measure.measured import phase_at_error
 from gpumem_exporter.client.measure.tensor_bytes import Storages, tensors_in
 from gpumem_exporter.client.oom.advice import Advice, advise
 from gpumem_exporter.client.oom.growth import BlockHistory
@@ -73,11 +73,13 @@ class OomDiagnosis:
 
 def diagnose(error: BaseException, traceback: TracebackType | None, run: Run | None) -> OomDiagnosis:
     """Diagnose an error in the user's thread. Takes milliseconds, and half a second to name a leak."""
-    values = _values(parse_oom_message(str(error)), origin_of(traceback), traceback, run)
+    values = _values(parse_oom_message(str(error)), origin_of(traceback), traceback, run, phase_at_error(error) or "")
     return OomDiagnosis(values, advise(values))
 
 
-def _values(message: OomMessage, origin: Origin, traceback: TracebackType | None, run: Run | None) -> OomValues:
+def _values(
+    message: OomMessage, origin: Origin, traceback: TracebackType | None, run: Run | None, user_phase: str
+) -> OomValues:
     device = message.device if message.device is not None else run.device if run is not None else None
     if run is not None and run.device != device:
         run = None
@@ -86,9 +88,10 @@ def _values(message: OomMessage, origin: Origin, traceback: TracebackType | None
     batch_size = run.batch_size if run is not None else None
     if batch_size is None:
         batch_size = batch_of_forward(traceback)
-    phase = origin.phase or current_phase() or ""
+    phase = origin.phase or user_phase
     return OomValues(
         phase=phase,
+        user_phase=user_phase,
         recomputed=origin.recomputed,
         place=origin.place,
         device=device,
@@ -245,6 +248,8 @@ def _where(values: OomValues) -> str:
     phase = {"": "", "optimizer": " in the optimizer's step", "model transfer": " while the model was moved"}.get(
         values.phase, f" in {values.phase}"
     )
+    if values.user_phase and values.user_phase != values.phase:
+        phase += f" of phase {values.user_phase}"
     if values.recomputed:
         phase += ", while a checkpointed part was computed again"
     return f"{phase}, {values.place}" if values.place else phase

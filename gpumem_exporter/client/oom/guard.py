@@ -9,7 +9,7 @@ import inspect
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -21,14 +21,13 @@ from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
 from gpumem_exporter.client.oom.diagnosis import NOTE_PREFIX, OomDiagnosis, Run, diagnose
 from gpumem_exporter.client.oom.growth import BlockHistory
-from gpumem_exporter.client.oom.message import is_out_of_memory
+from gpumem_exporter.client.oom.message import chain, is_out_of_memory, out_of_memory_in
 
 __all__ = ["OomGuard", "oom_guard"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _BLOCKS_MAX = 64
-_CHAIN_MAX = 8
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -74,8 +73,8 @@ class OomGuard:
         with guest_safety(lambda own: log.info("an out-of-memory error has no diagnosis: %r", own)):
             if error is None:
                 _blocks.end(run, self.batch_size)
-            elif initialized_torch() is not None and any(is_out_of_memory(each) for each in chain(error)):
-                self._diagnose(error, traceback, run)
+            elif initialized_torch() is not None and (first := out_of_memory_in(error)) is not None:
+                self._diagnose(error, first, traceback, run)
 
     def __call__(self, function: _Function) -> _Function:
         """Guard each call of a function, of a coroutine function or of a generator function until it ends."""
@@ -83,10 +82,12 @@ class OomGuard:
         guarded.__dict__["gpumem_guard"] = self
         return guarded
 
-    def _diagnose(self, error: BaseException, traceback: TracebackType | None, run: Run | None) -> None:
+    def _diagnose(
+        self, error: BaseException, first: BaseException, traceback: TracebackType | None, run: Run | None
+    ) -> None:
+        """Diagnose `first`, the out-of-memory error in the chain of `error`."""
         try:
             if not has_note(error):
-                first = next(each for each in chain(error) if is_out_of_memory(each))
                 self.diagnosis = diagnose(first, traceback if first is error else first.__traceback__, run)
                 add_note(error, str(self.diagnosis))
                 if self._on_oom is not None:
@@ -204,16 +205,6 @@ def _reserved(state: DeviceState) -> tuple[int, int | None]:
 
 
 _blocks = _Blocks()
-
-
-def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error and its causes."""
-    at: BaseException | None = error
-    for _ in range(_CHAIN_MAX):  # a chain may be a circle
-        if at is None:
-            return
-        yield at
-        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
 
 
 def has_note(error: BaseException) -> bool:

@@ -7,9 +7,12 @@ names other processes only if NVML knows them. The forms come from CUDACachingAl
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["OomMessage", "is_out_of_memory", "parse_oom_message"]
+__all__ = ["OomMessage", "chain", "is_out_of_memory", "out_of_memory_in", "parse_oom_message"]
+
+_CHAIN_MAX = 8
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"(\d+(?:\.\d+)? (?:bytes|KiB|MiB|GiB))"
@@ -56,6 +59,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)[:4000]) is not None
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error and its causes."""
+    at: BaseException | None = error
+    for _ in range(_CHAIN_MAX):  # a chain may be a circle
+        if at is None:
+            return
+        yield at
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+
+
+def out_of_memory_in(error: BaseException) -> BaseException | None:
+    """Return the first out-of-memory error among an error and its causes; None if there is none."""
+    return next((each for each in chain(error) if is_out_of_memory(each)), None)
 
 
 def parse_oom_message(text: str) -> OomMessage:

@@ -13,6 +13,8 @@ class OomValues:
 
     phase: str = ""
     """`forward`, `backward`, `optimizer`, `data transfer`, `model transfer`, a phase of the user's code, or empty."""
+    user_phase: str = ""
+    """The innermost phase of the user's code at the error; empty without one."""
     recomputed: bool = False
     """Whether a backward pass was recomputing a checkpointed part."""
     place: str = ""

@@ -16,7 +16,7 @@ from gpumem_exporter.client.measure.measured import current_phase
 from gpumem_exporter.client.oom.observer import OutOfMemoryLog
 from gpumem_exporter.client.reporter.delivery import Delivery, Outcome
 from gpumem_exporter.client.reporter.error_log import ErrorLog
-from gpumem_exporter.client.reporter.identity import current_process, with_rank
+from gpumem_exporter.client.reporter.identity import current_process, with_rank, with_ray
 from gpumem_exporter.client.reporter.plan import planned_peak_bytes, with_plan
 from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.client.reporter.wakeup import Wakeup
@@ -74,6 +74,7 @@ class ReportLoop:
         self._identity = current_process(
             settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings
         )
+        self._ray_is_known = False
         self._planned_bytes: int | None = None
         with errors.swallowed("the plan is ignored"):
             if settings.plan is not None:
@@ -161,6 +162,9 @@ class ReportLoop:
         if settings != self._identity.allocator_settings:
             self._identity = replace(self._identity, allocator_settings=settings)
         self._identity = with_rank(self._identity)
+        if not self._ray_is_known:
+            with self._errors.swallowed("the Ray job is unknown"):
+                self._identify_in_ray()
         return Report(
             process=self._identity,
             sequence=self._sequence,
@@ -177,6 +181,11 @@ class ReportLoop:
             step_seconds=self.sampler.step_seconds,
             hold_seconds=hold_seconds,
         )
+
+    def _identify_in_ray(self) -> None:
+        identity = with_ray(self._identity)
+        if identity is not None:
+            self._identity, self._ray_is_known = identity, True
 
     def _follow(self, reply: Reply, *, sent_seconds: float) -> None:
         """Run the commands of a reply, or keep them until they can run."""

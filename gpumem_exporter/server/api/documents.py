@@ -17,7 +17,7 @@ from gpumem_exporter.core.ledger import (
     node_ledgers,
     node_shares,
 )
-from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.naming import Names, command_of, json_pid
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import (
     IDENTITY_FIELDS,
@@ -96,8 +96,8 @@ class SeenProcess:
         """Program and script, as the host reports them, otherwise as the reporter does."""
         if self.hidden:
             return None
-        own = self.reporter.report.process.command if self.reporter else None
-        return (self.facts.command if self.facts else "") or own
+        host = self.facts.command if self.facts else ""
+        return command_of(host, self.reporter.report.process.command if self.reporter else "") or None
 
     def identity(self, name: str) -> str | None:
         """Return one of the host's `IDENTITY_FIELDS`; None if it is unknown or hidden."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
+from gpumem_exporter.procfs import known_ray_job_id
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, field_errors
 from gpumem_exporter.wire.protocol import (
     MAX_COMPONENTS,
@@ -51,6 +52,10 @@ _SPECIAL: Mapping[str, CoreSchema] = {
     "outcome": core_schema.literal_schema(list(OUTCOMES)),
     "path": core_schema.str_schema(max_length=4096),
     "reason": core_schema.str_schema(max_length=MAX_REASON_LENGTH),
+    # Clients up to 0.2 send Ray's nil id.
+    "ray_job_id": core_schema.no_info_after_validator_function(
+        known_ray_job_id, core_schema.str_schema(max_length=MAX_TEXT_LENGTH)
+    ),
     "world_size": _AT_LEAST_ONE,
     "planned_reserved_peak_bytes": _AT_LEAST_ONE,
     # Negative if other threads allocated memory while the command ran.

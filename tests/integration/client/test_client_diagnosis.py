@@ -117,7 +117,9 @@ def test_advice_does_not_propose_expandable_segments_beside_an_allocator_that_th
         line, text = process.exec(ask)
         assert (line, f"because {reason}" in text, "expandable_segments:True" in text) == ("", True, False)
         process.exec("for name in ('vllm', 'sglang', 'torch_memory_saver'): sys.modules.pop(name, None)")
-    process.exec("del kept; torch.cuda.empty_cache()")
+    process.exec("import gc; gc.freeze()")
+    assert process.exec(ask)[0] == "", "the pool is hidden from the garbage collector"
+    process.exec("gc.unfreeze(); del kept; torch.cuda.empty_cache()")
     assert process.exec("result = staged_ooms.run('fragmentation')")["error"] == "OutOfMemoryError"
     note = process.exec("result = str(staged_ooms._last[-1])")
     assert "because the program uses a torch.cuda.MemPool" in note
@@ -237,6 +239,66 @@ def test_the_error_keeps_its_frames_unless_free_frames_is_set_and_has_a_note(sta
     assert seen["callback"] == 1
     assert seen["kept"] == [["held"], 64 << 20]
     assert seen["other"] is False
+
+
+PHASES = """
+from gpumem_exporter import client
+
+class Doubles(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+def too_much(phase=None, wrap=None):
+    try:
+        with client.phase("outer"), client.phase(phase or "inner"):
+            x = torch.empty(700, 1 << 20, device="cuda")
+            Doubles()(x.expand(7, -1, -1)) if phase else torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        if wrap is None:
+            raise
+        raise wrap("wrapped") from error
+
+def diagnosed(function, *arguments):
+    guard = client.oom_guard()
+    try:
+        guard(function)(*arguments)
+    except (torch.OutOfMemoryError, KeyError) as error:
+        values = guard.diagnosis.values
+        return values.phase, values.user_phase, error.__notes__[0].splitlines()[0]
+
+def not_in_a_phase():
+    with client.phase("before"):
+        pass
+    torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+
+def in_a_phase():
+    with client.phase("around"):
+        return diagnosed(not_in_a_phase)
+
+result = [
+    diagnosed(too_much),
+    diagnosed(too_much, "evaluate"),
+    diagnosed(too_much, "forward"),
+    diagnosed(too_much, None, KeyError),
+    in_a_phase(),
+    diagnosed(not_in_a_phase),
+]
+"""
+
+
+def test_a_diagnosis_has_the_phase_of_the_error_although_the_error_has_ended_the_phase(
+    start_torch: StartTorch,
+) -> None:
+    inner, evaluate, forward, wrapped, around, none = start_torch().exec(PHASES)
+    for phase, user_phase, note in (inner, wrapped):
+        assert (phase, user_phase) == ("inner", "inner"), "the innermost phase"
+        assert " in inner" in note
+    assert evaluate[:2] == ["forward", "evaluate"], "the frames show another phase than the user's code"
+    assert " in forward of phase evaluate" in evaluate[2]
+    assert forward[:2] == ["forward", "forward"]
+    assert " of phase " not in forward[2]
+    assert around[:2] == ["around", "around"]
+    assert none[:2] == ["", ""], "a phase that ended before the error is not its phase"
 
 
 def test_with_a_reporter_the_values_are_exact_to_the_byte(

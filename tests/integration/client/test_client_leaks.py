@@ -240,3 +240,75 @@ def test_a_walk_does_not_disturb_a_thread_that_fills_a_tuple(start_torch: StartT
     assert came_of == [7]
     assert count == 5
     assert left == 0
+
+
+FROZEN = """
+import gc
+from gpumem_exporter import client
+MIB = 1 << 20
+
+def tensor(mebibytes, rows=1):
+    return torch.empty(rows, mebibytes * MIB // rows, dtype=torch.uint8, device="cuda")
+
+class Logger:
+    def __init__(self):
+        self.outputs = []
+
+class Engine:
+    def __init__(self):
+        self.weights = {"layer": [tensor(16), tensor(16)]}
+        self.cache = tensor(64)
+        self.logger = Logger()
+
+    def run(self, act):
+        gc.collect()
+        gc.freeze()
+        frozen = gc.get_freeze_count()
+        try:
+            return act(self), frozen > 0 and gc.get_freeze_count() > 0.99 * frozen
+        finally:
+            gc.unfreeze()
+
+def found(engine):
+    young = tensor(8)
+    walked = client.lingering_tensors()
+    groups = {group.bytes // MIB: [group.count, *group.referrers] for group in walked.groups}
+    return groups, walked.complete, walked.hidden_objects, str(walked)
+
+def leaks(engine):
+    reported = []
+    detector = client.leak_detector(on_leak=reported.append)
+    for _ in range(400):
+        engine.logger.outputs.append(tensor(1, rows=7))
+        client.step()
+        if reported:
+            break
+    detector.stop()
+    return reported[0].suspects[0], reported[0].hidden_objects
+"""
+
+
+def test_frozen_tensors_and_what_refers_to_them_are_found_and_stay_frozen(start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
+    process.exec(FROZEN)
+    # A local variable of a running function alone refers to the engine.
+    (groups, complete, hidden, text), stayed = process.exec("result = Engine().run(found)")
+    assert stayed
+    assert set(groups) == {"64", "32", "8"}
+    assert groups["32"][0] == 2
+    assert [re.findall(r"\b(?:layer|weights|Engine)\b", holder) for holder in groups["32"][1:]] == [
+        ["layer", "weights", "Engine"]
+    ]
+    assert groups["64"][1:] == ["attribute cache of a Engine"]
+    assert hidden > 0
+    assert complete is False
+    assert f"{hidden:,}" in text
+
+
+def test_a_frozen_holder_of_a_leak_is_named(start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
+    process.exec(FROZEN)
+    (suspect, hidden), stayed = process.exec("result = Engine().run(leaks)")
+    assert stayed
+    assert re.search(r"\blist\b.*\b1\d\d\b.*\boutputs\b.*\bLogger\b", suspect), suspect
+    assert hidden > 0

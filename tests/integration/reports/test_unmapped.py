@@ -9,6 +9,7 @@ The part with vLLM's sleep mode runs where vLLM is installed. It needs little of
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
 
 import pytest
@@ -23,7 +24,7 @@ from tests.support.running_command import run_command
 from tests.support.waiting import wait_until_equal
 
 CONTEXT = 512 * MIB
-WEIGHTS, OTHER = 5 * GIB, 256 * MIB
+WEIGHTS, OTHER, CACHED = 5 * GIB, 256 * MIB, 512 * MIB
 
 SAVER = """
 from torch_memory_saver import torch_memory_saver as saver
@@ -71,8 +72,9 @@ class Engine:
         assert non_torch in ([], [CONTEXT]), found
         return {name: values[0] if values else None for name, values in found.items()}
 
-    def wait(self, *, held: int, unmapped: int | None) -> None:
-        expected = (held, held, 0, unmapped, held + CONTEXT, CONTEXT)
+    def wait(self, *, held: int, unmapped: int | None, cached: int = 0) -> None:
+        reserved = held + cached
+        expected = (held, reserved, 0, unmapped, reserved + CONTEXT, CONTEXT)
         wait_until_equal(self.values, dict(zip(SERIES, expected, strict=True)), "the values", SECONDS)
 
 
@@ -104,6 +106,17 @@ def test_memory_of_a_sleeping_engine_is_unmapped(
     assert process.exec("result = torch.cuda.memory_reserved()") == WEIGHTS + OTHER
     (line,) = [line for line in run_command("info", "--url", exporter.url).stdout.splitlines() if "unmapped" in line]
     assert line == f"pid {process.pid} engine, gpu 0: 5.0 GiB unmapped (sleeping)"
+
+    process.exec(
+        "cached = torch.empty(cached_bytes, dtype=torch.uint8, device='cuda'); del cached", cached_bytes=CACHED
+    )
+    engine.wait(held=OTHER, cached=CACHED, unmapped=WEIGHTS)
+    cleared = run_command("clear", "--all", "--yes", "--settle", "0.1", "--json", "--url", exporter.url)
+    (result,) = json.loads(cleared.stdout)["results"]
+    assert (result["reserved_before_bytes"], result["reserved_after_bytes"]) == (OTHER + CACHED, OTHER)
+    assert (result["allocated_before_bytes"], result["allocated_after_bytes"]) == (OTHER, OTHER)
+    assert (result["freed_bytes"], result["still_free_bytes"]) == (CACHED, CACHED)
+    engine.wait(held=OTHER, unmapped=WEIGHTS)
 
     other = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
     number = other.call("alloc", nbytes=4 * GIB)

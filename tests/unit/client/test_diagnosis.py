@@ -224,6 +224,26 @@ def test_the_expected_growth_of_the_block_counts_if_it_is_more_than_the_request(
     assert next(each for each in advice if each.kind == "other_process").enough is False
 
 
+@pytest.mark.parametrize(("phase", "kind"), [("forward", "split_request"), ("data transfer", "pieces")])
+@pytest.mark.parametrize(
+    ("batch", "enough", "first"),
+    [
+        ({}, True, None),
+        ({"batch_size": 1 << 20}, None, None),
+        ({"batch_size": 1 << 20, "batch_growth": 16 * GIB, "bytes_per_item": 16 << 10}, True, None),
+        ({"batch_size": 1 << 20, "batch_growth": 240 * GIB, "bytes_per_item": 240 << 10}, False, "smaller_batch"),
+    ],
+    ids=["no batch", "nothing measured", "the request is all", "the rest does not fit"],
+)
+def test_a_change_of_one_operation_is_enough_only_if_the_rest_of_the_batch_fits(
+    phase: str, kind: str, batch: dict[str, Any], *, enough: bool | None, first: str | None
+) -> None:
+    values = _with(phase=phase, requested=16 * GIB, free=7 * GIB, allocated=GIB // 4, grown=0, **batch)
+    advice = advise(values)
+    assert next(each for each in advice if each.kind == kind).enough is enough
+    assert advice[0].kind == (first or kind)
+
+
 def test_the_proposed_batch_fits_the_measured_growth_per_item() -> None:
     values = _with(phase="forward", batch_size=200, grown=2 * GIB, batch_growth=20 * GIB, bytes_per_item=100 * MIB)
     fits = smaller_batch(values)

@@ -143,20 +143,33 @@ def test_an_optimizer_with_rare_steps_still_counts(bench: Bench) -> None:
     assert bench.sampler.take().step == 4
 
 
-def test_after_a_mark_only_marks_count(bench: Bench) -> None:
-    bench.step()
-    bench.sampler.on_step(None)
-    for _ in range(5):
+@pytest.mark.parametrize("mark_first", [False, True])
+def test_after_a_mark_only_marks_count_and_the_step_of_the_first_mark_counts_once(
+    bench: Bench, *, mark_first: bool
+) -> None:
+    for _ in range(3):
+        if mark_first:
+            bench.sampler.on_step(None)
+        for _ in range(5):
+            bench.step()
+        if not mark_first:
+            bench.sampler.on_step(None)
+    # Before the first mark, each step of the optimizer counts.
+    assert bench.sampler.take().step == (3 if mark_first else 5 + 2)
+
+
+def test_a_loop_that_marks_the_end_of_each_optimizer_step_counts_each_once(bench: Bench) -> None:
+    for _ in range(4):
         bench.step()
-    bench.sampler.on_step(None)
-    assert bench.sampler.take().step == 3
+        bench.sampler.on_step(None)
+    assert bench.sampler.take().step == 4
 
 
 def test_an_error_of_a_sample_does_not_reach_the_training_thread(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDA error")
     bench.step()
     assert [str(error) for error in bench.errors] == ["CUDA error"]
-    bench.sampler.on_step(None)
+    bench.step()
     assert len(bench.errors) == 2
 
 

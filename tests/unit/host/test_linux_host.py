@@ -66,12 +66,13 @@ class Tree:
         inner_pids: tuple[int, ...] = (),
         stack: int = 0,
         environ: bytes = b"",
+        parent: int = 0,
     ) -> Path:
         directory = self.root / str(pid)
         (directory / "ns").mkdir(parents=True)
         numbers = " ".join(str(number) for number in (pid, *inner_pids))
-        fields = " ".join("0" for _ in range(18))
-        (directory / "stat").write_text(f"{pid} ({name}) {state} {fields} {start} 0 0 0 0 0 {stack}\n")
+        fields = " ".join(["0"] * 17)
+        (directory / "stat").write_text(f"{pid} ({name}) {state} {parent} {fields} {start} 0 0 0 0 0 {stack}\n")
         uids = f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n" if uid is not None else ""
         (directory / "status").write_text(f"Name:\t{name}\n{uids}NSpid:\t{numbers}\n")
         (directory / "cmdline").write_bytes(cmdline)
@@ -230,6 +231,7 @@ def test_facts_are_read_again_after_a_real_exec() -> None:
         (b"SLURM_JOB_ID=\0RAY_JOB_ID=" + b"9" * 1000 + b"\0", "", "9" * 128),
         (b"X=" + b"x" * 1_000_000 + b"\0RAY_JOB_ID=01\0", "", "01"),
         (b"RAY_JOB_ID=\xff\0", "", "\ufffd"),
+        (b"RAY_JOB_ID=ffffffff\0", "", ""),
         (b"", "", ""),
     ],
 )
@@ -241,6 +243,25 @@ def test_only_the_slurm_and_ray_job_ids_are_read_from_the_environment(
     assert facts is not None
     assert (facts.slurm_job_id, facts.ray_job_id) == (slurm, ray)
     assert facts.command == "python train.py"
+
+
+SPAWNED = (
+    b"python\0-c\0from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)\0--multiprocessing-fork\0"
+)
+SERVER = b"python\0-c\0from multiprocessing.forkserver import main; main(8, 9)\0"
+
+
+def test_a_worker_of_multiprocessing_has_the_command_of_the_script_that_started_it(tree: Tree) -> None:
+    tree.process(20)
+    tree.process(30, cmdline=SPAWNED, parent=20)
+    tree.process(40, cmdline=SERVER, parent=20)
+    tree.process(41, cmdline=SERVER, parent=40)
+    tree.process(50, name="systemd", cmdline=b"/sbin/init\0")
+    tree.process(51, cmdline=SPAWNED, parent=50)
+    tree.process(52, cmdline=SPAWNED, parent=99)
+    tree.process(53, cmdline=SPAWNED, parent=53)
+    commands = {pid: facts.command for pid in (30, 41, 51, 52, 53) if (facts := LinuxHost(tree.root).facts(pid))}
+    assert commands == {30: "python train.py", 41: "python train.py", **dict.fromkeys((51, 52, 53), "python -c")}
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,12 @@ def test_an_older_reporter_may_omit_fields_with_a_default() -> None:
     assert read.process.workload == ""
 
 
+def test_the_nil_job_of_ray_that_an_older_reporter_sends_is_no_job() -> None:
+    document = wire()
+    document["process"]["ray_job_id"] = "ffffffff"
+    assert READER.read(json.dumps(document).encode()).process.ray_job_id == ""
+
+
 @pytest.mark.parametrize(
     ("field", "change"),
     [
