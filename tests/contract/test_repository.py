@@ -76,6 +76,17 @@ def test_no_text_has_a_path_of_one_machine_or_the_address_of_a_registry() -> Non
     assert found(f"{paths}|{registries}") == []
 
 
+def test_no_text_installs_the_project_by_its_name_from_a_package_index() -> None:
+    # Until the project has registered the name, anybody may. A wheel has a path.
+    installer = r"\b(?:pip3?|pipx|uvx?)\b"
+    words = r"(?:[\s#]+[\w.=:-]+)*[\s#]+"
+    expression = re.compile(rf"{installer}{words}['\"]?gpumem[-_](?:exporter|client|toolkit)\b(?!\S*[.]whl)")
+    extra = re.compile(r"gpumem[-_](?:exporter|client|toolkit)\[\w")
+    texts = tracked_texts().items()
+    assert [(name, match[0]) for name, text in texts for match in expression.finditer(text)] == []
+    assert [(name, match[0]) for name, text in texts for match in extra.finditer(text)] == []
+
+
 def test_the_readme_links_to_each_page_of_the_documentation() -> None:
     readme = tracked_texts()["README.md"]
     pages = {page for page in PAGES if re.fullmatch(r"docs/[^/]+[.]md", page)} | {"docs/runbooks/README.md"}
