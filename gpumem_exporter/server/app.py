@@ -96,8 +96,13 @@ def create_app(
     app.state.runtime = runtime
     # The two most frequent routes come first, because Starlette searches its routes in order.
     app.router.routes[:0] = [
-        Route(REPORTS_PATH, ReportsRoute(runtime.ingest), include_in_schema=False),
-        Route(settings.web_telemetry_path, MetricsRoute(runtime.exposition, runtime.snapshot), include_in_schema=False),
+        Route(REPORTS_PATH, ReportsRoute(runtime.ingest), methods=["POST"], include_in_schema=False),
+        Route(
+            settings.web_telemetry_path,
+            MetricsRoute(runtime.exposition, runtime.snapshot),
+            methods=["GET"],
+            include_in_schema=False,
+        ),
     ]
     health = Health(
         runtime.poller,

@@ -41,7 +41,7 @@ def tracked_texts() -> dict[str, str]:
     for folder, folders, files in os.walk(REPOSITORY):
         here = Path(folder)
         folders[:] = [name for name in folders if _is_ours(here / name)]
-        for path in (here / name for name in files):
+        for path in (here / name for name in files if name != ".git"):  # a file in a work tree
             try:
                 texts[path.relative_to(REPOSITORY).as_posix()] = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:

@@ -147,20 +147,24 @@ def test_an_unknown_path_is_a_404_problem(exporter: RunningExporter, path: str) 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("DELETE", "/health", "GET"),
-        ("POST", "/api/v1/devices", "GET"),
+        ("DELETE", "/health", "GET, HEAD"),
+        ("POST", "/api/v1/devices", "GET, HEAD"),
         ("GET", "/api/v1/reports", "POST"),
-        ("DELETE", "/api/v1/actions", None),
-        ("PUT", "/", "GET"),
+        ("OPTIONS", "/api/v1/actions", "GET, HEAD, POST"),
+        ("PUT", "/api/v1/actions", "GET, HEAD, POST"),
+        ("DELETE", "/api/v1/actions", "GET, HEAD, POST"),
+        ("PUT", "/api/v1/actions/0", "DELETE, GET, HEAD"),
+        ("GET", "/api/v1/nvml/release", "POST"),
+        ("POST", "/openapi.json", "GET, HEAD"),
+        ("PUT", "/", "GET, HEAD"),
     ],
 )
-def test_a_wrong_method_is_a_405_problem_with_the_right_one(
-    exporter: RunningExporter, method: str, path: str, allowed: str | None
+def test_a_wrong_method_is_a_405_problem_with_every_method_of_the_path(
+    exporter: RunningExporter, method: str, path: str, allowed: str
 ) -> None:
     answer = exporter.request(method, path)
-    problem(answer, 405)
-    if allowed is not None:
-        assert answer.headers["allow"] == allowed
+    assert allowed in problem(answer, 405)["detail"]
+    assert answer.headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/health", "/api/v1/devices", "/nope"])
