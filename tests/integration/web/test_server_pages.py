@@ -4,9 +4,12 @@ import gzip
 import json
 import re
 import urllib.request
+from base64 import b64encode
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
+import bcrypt
 import jsonschema
 import pytest
 
@@ -135,6 +138,48 @@ def test_every_referenced_schema_exists(exporter: RunningExporter) -> None:
     assert pointed <= set(schemas)
     assert {"ActionBody", "AlertsBody", "TargetBody", "Report", "Reply", "Problem"} <= pointed
     assert "devices" in json.dumps(schemas["Report"])
+
+
+CREDENTIALS = {
+    "actionToken": "Bearer act",
+    "reportToken": "Bearer report",
+    "password": f"Basic {b64encode(b'ada:x').decode()}",
+}
+
+
+@pytest.mark.parametrize("users", [False, True], ids=["without users", "with users"])
+@pytest.mark.parametrize("tokens", [(), ("action",), ("report",), ("action", "report")], ids="-".join)
+def test_the_described_credentials_are_those_that_open_each_route(
+    tmp_path: Path, tokens: tuple[str, ...], users: bool
+) -> None:
+    flags = {}
+    for name, token in (("action", "act"), ("report", "report")):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(token)
+        if name in tokens:
+            flags[f"{name}_token_file"] = str(tmp_path / name)
+    if users:
+        config = {"basic_auth_users": {"ada": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}}
+        (tmp_path / "web.yml").write_text(json.dumps(config))
+        flags["web_config_file"] = str(tmp_path / "web.yml")
+    with running_exporter(ready=False, **flags) as exporter:
+        anything = CREDENTIALS["password"] if users else ""
+        description = json.loads(exporter.get("/openapi.json", Authorization=anything).body)
+        schemes = description["components"]["securitySchemes"]
+        assert {name: schemes[name]["scheme"] for name in schemes} == {
+            "actionToken": "bearer",
+            "reportToken": "bearer",
+            **({"password": "basic"} if users else {}),
+        }
+        for path, operations in description["paths"].items():
+            for method, operation in operations.items():
+                described = [set(alternative) for alternative in operation["security"]]
+                for credential in (None, *CREDENTIALS):
+                    headers = {} if credential is None else {"Authorization": CREDENTIALS[credential]}
+                    body = [] if method == "post" else None
+                    answer = exporter.request(method.upper(), re.sub(r"{\w+}", "x", path), body, **headers)
+                    admitted = not described or set() in described or {credential} in described
+                    assert (answer.status != 401) is admitted, (method, path, credential, described, answer.status)
 
 
 @pytest.mark.parametrize(
