@@ -26,6 +26,7 @@ def start(
 ) -> None:
     """Report this process' GPU memory as soon as CUDA is initialized.
 
+    Below `gpumem-exporter run`, its workload and its rank have precedence over the arguments, and a warning is logged.
     Missing arguments come from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID, otherwise the rank
     in the process group of torch.distributed; GPUMEM_EXPORTER_URL, otherwise the socket /run/gpumem/exporter.sock,
     otherwise http://127.0.0.1:9844; GPUMEM_PLAN. GPUMEM_DISABLED=1 turns the client off. Calling `start()` again has no

@@ -31,7 +31,7 @@ _DEADLINE_SECONDS = 5.0
 _ANSWER_EXPIRY_SECONDS = 90.0
 _MAX_ANSWER_BYTES = 16 << 20
 _METHOD = "/v1.PodResourcesLister/List"
-_HOW_TO_FIX = "install the extra gpumem-exporter[kubernetes], or remove the mount of the socket's folder"
+_HOW_TO_FIX = "run `pip install grpcio protobuf`, or remove the mount of the socket's folder"
 
 _log = logging.getLogger(__name__)
 

@@ -92,12 +92,17 @@ def create_app(
         driver_pids=driver_pids,
         socket_file=socket_file,
     )
-    app = _Application(settings.web_telemetry_path, _lifespan(runtime, pods))
+    app = _Application(runtime, _lifespan(runtime, pods))
     app.state.runtime = runtime
     # The two most frequent routes come first, because Starlette searches its routes in order.
     app.router.routes[:0] = [
-        Route(REPORTS_PATH, ReportsRoute(runtime.ingest), include_in_schema=False),
-        Route(settings.web_telemetry_path, MetricsRoute(runtime.exposition, runtime.snapshot), include_in_schema=False),
+        Route(REPORTS_PATH, ReportsRoute(runtime.ingest), methods=["POST"], include_in_schema=False),
+        Route(
+            settings.web_telemetry_path,
+            MetricsRoute(runtime.exposition, runtime.snapshot),
+            methods=["GET"],
+            include_in_schema=False,
+        ),
     ]
     health = Health(
         runtime.poller,
@@ -116,7 +121,7 @@ def create_app(
 
 
 class _Application(FastAPI):
-    def __init__(self, telemetry_path: str, lifespan: _Lifespan) -> None:
+    def __init__(self, runtime: Runtime, lifespan: _Lifespan) -> None:
         super().__init__(
             title="gpumem-exporter",
             version=__version__,
@@ -128,14 +133,25 @@ class _Application(FastAPI):
             # Older versions of FastAPI ignore this argument.
             telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
         )
-        self._telemetry_path = telemetry_path
+        self._runtime = runtime
+        self._described_with_users = False
 
     def openapi(self) -> dict[str, Any]:
-        """Describe the API at the first request for the description."""
-        if self.openapi_schema is None:
-            from gpumem_exporter.server.openapi import describe
+        """Describe the API at the first request, and after a reload that has added or removed all users."""
+        runtime = self._runtime
+        users = runtime.web is not None and len(runtime.web.users) > 0
+        if self.openapi_schema is None or users != self._described_with_users:
+            from gpumem_exporter.server.openapi import Credentials, describe
 
-            self.openapi_schema = describe(self, telemetry_path=self._telemetry_path)
+            credentials = Credentials(
+                action_token=runtime.callers.rule.token is not None,
+                report_token=runtime.reports_rule.token is not None,
+                users=users,
+            )
+            self._described_with_users = users
+            self.openapi_schema = describe(
+                self, telemetry_path=runtime.settings.web_telemetry_path, credentials=credentials
+            )
         return self.openapi_schema
 
 

@@ -1,7 +1,8 @@
-"""`/openapi.json`: FastAPI describes its routes. This module adds the two plain ASGI routes and the shared schemas."""
+"""`/openapi.json`: FastAPI describes its routes. This module adds the plain ASGI routes, schemas and credentials."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -22,10 +23,11 @@ from gpumem_exporter.server.api.policy import RulesDocument
 from gpumem_exporter.server.api.report_schema import report_core_schema
 from gpumem_exporter.server.api.state import DevicesDocument, ProcessesDocument
 from gpumem_exporter.server.http.problems import Problem, problems
+from gpumem_exporter.server.security.request_guard import is_restricted
 from gpumem_exporter.server.web.live import LiveDocument
 from gpumem_exporter.wire.protocol import REPORTS_PATH, Reply
 
-__all__ = ["describe"]
+__all__ = ["Credentials", "describe"]
 
 _REF = "#/components/schemas/{model}"
 _REPLIES: tuple[type, ...] = (
@@ -44,8 +46,55 @@ _REPLIES: tuple[type, ...] = (
     RulesDocument,
 )
 
+_SCHEMES = {
+    "actionToken": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "The token of `--action.token-file`. Without that file, the kernel identifies the caller over "
+        "loopback and the unix socket, and other callers are refused.",
+    },
+    "reportToken": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "The token of `--report.token-file`. Without that file, the kernel identifies the caller over "
+        "loopback and the unix socket, and other callers are refused.",
+    },
+    "password": {
+        "type": "http",
+        "scheme": "basic",
+        "description": "A user of `--web.config.file`. Clients of the unix socket need no password.",
+    },
+}
 
-def describe(app: FastAPI, *, telemetry_path: str) -> dict[str, Any]:
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The credentials that an exporter requires: whether it has token files, and users with passwords."""
+
+    action_token: bool
+    report_token: bool
+    users: bool
+
+    def schemes(self) -> dict[str, Any]:
+        """Return the security schemes; basic authentication only if there are users."""
+        return {name: scheme for name, scheme in _SCHEMES.items() if name != "password" or self.users}
+
+    def of_path(self, path: str) -> list[dict[str, list[str]]]:
+        """Return the alternatives for a request, which has at most one credential."""
+        if path == REPORTS_PATH and self.report_token:
+            names = ["reportToken"]
+        elif is_restricted(path) and self.action_token:
+            names = ["actionToken"]
+        elif self.users:
+            names = ["password", "actionToken"] if self.action_token else ["password"]
+        elif path == REPORTS_PATH:
+            names = ["", "reportToken"]
+        else:
+            names = ["", "actionToken"] if is_restricted(path) else []
+        return [{name: []} if name else {} for name in names]
+
+
+def describe(app: FastAPI, *, telemetry_path: str, credentials: Credentials) -> dict[str, Any]:
     """Return the OpenAPI document of the whole API."""
     document = get_openapi(
         title=app.title,
@@ -54,11 +103,13 @@ def describe(app: FastAPI, *, telemetry_path: str) -> dict[str, Any]:
         routes=[*app.routes, *_plain_routes(telemetry_path).routes],
         separate_input_output_schemas=False,
     )
-    for path in document["paths"].values():
-        for operation in path.values():
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
             # FastAPI's summary is the name of the function.
             operation["summary"] = operation["description"].partition("\n")[0].rstrip(".")
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            operation["security"] = credentials.of_path(path)
+    document.setdefault("components", {})["securitySchemes"] = credentials.schemes()
+    schemas = document["components"].setdefault("schemas", {})
     _, bodies = models_json_schema([(AlertsBody, "validation")], ref_template=_REF)
     report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())
     _, replies = TypeAdapter.json_schemas(

@@ -272,7 +272,7 @@ def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audi
         on_finished=ends.finished,
         terminator=Terminator(host),
         limits=limits,
-        before_release=audit.record if audit.durable else None,
+        before_release=audit.record,
         call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
     )
 

@@ -14,7 +14,7 @@ from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProces
 from tests.gpu import driver
 from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics
 from tests.support.paths import REPOSITORY
-from tests.support.torch_release import TORCH_RELEASE
+from tests.support.torch_release import torch_release
 from tests.support.waiting import wait_for, wait_until_equal
 
 __all__ = ["COMPARED", "EXPANDABLE", "SETTINGS", "Bench", "Books", "Place", "pools_of"]
@@ -134,7 +134,7 @@ class Bench:
 
     def clear(self) -> dict[str, float | None]:
         """Empty the cache by an action and return the freed bytes from every source, torch's first."""
-        if TORCH_RELEASE < (2, 13):  # torch does not list its private pools, so exact values need a walk over the heap
+        if torch_release() < (2, 13):  # it does not list its private pools, so exact values need a walk over the heap
             self.settle()
             wait_for(lambda: self.series("private_pools_bytes"), "a walk over the heap")
         _, found = self.settle()

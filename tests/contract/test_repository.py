@@ -41,7 +41,7 @@ def tracked_texts() -> dict[str, str]:
     for folder, folders, files in os.walk(REPOSITORY):
         here = Path(folder)
         folders[:] = [name for name in folders if _is_ours(here / name)]
-        for path in (here / name for name in files):
+        for path in (here / name for name in files if name != ".git"):  # a file in a work tree
             try:
                 texts[path.relative_to(REPOSITORY).as_posix()] = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
@@ -74,6 +74,17 @@ def test_no_text_has_a_path_of_one_machine_or_the_address_of_a_registry() -> Non
     paths = r"(?<![\w.-])/(work|farm|root|home/\w+|opt/gm)/"
     registries = r"pypi[.]org|python[h]osted|deb[.]debian|registry[.]npm|download[.]pytorch"
     assert found(f"{paths}|{registries}") == []
+
+
+def test_no_text_installs_the_project_by_its_name_from_a_package_index() -> None:
+    # Until the project has registered the name, anybody may. A wheel has a path.
+    installer = r"\b(?:pip3?|pipx|uvx?)\b"
+    words = r"(?:[\s#]+[\w.=:-]+)*[\s#]+"
+    expression = re.compile(rf"{installer}{words}['\"]?gpumem[-_](?:exporter|client|toolkit)\b(?!\S*[.]whl)")
+    extra = re.compile(r"gpumem[-_](?:exporter|client|toolkit)\[\w")
+    texts = tracked_texts().items()
+    assert [(name, match[0]) for name, text in texts for match in expression.finditer(text)] == []
+    assert [(name, match[0]) for name, text in texts for match in extra.finditer(text)] == []
 
 
 def test_the_readme_links_to_each_page_of_the_documentation() -> None:

@@ -10,6 +10,7 @@ from gpumem_exporter.client.hooks.cuda_start import when_cuda_starts
 from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child, at_exit
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
+from gpumem_exporter.client.log import log
 from gpumem_exporter.client.process_state import once
 from gpumem_exporter.client.reporter.error_log import ErrorLog
 from gpumem_exporter.client.reporter.settings import ReporterSettings
@@ -67,6 +68,8 @@ class Reporter:
             if not self._process_hooks:
                 self._process_hooks = [at_exit(self._end), after_fork_in_child(self._forget_parent)]
             wait, self._waiting_for_cuda = not self._waiting_for_cuda, True
+        for each in settings.ignored:
+            log.warning("start: %s", each)
         if wait:
             self._stop_waiting = when_cuda_starts(self._cuda_started)
 

@@ -1,4 +1,4 @@
-"""The reporter's settings: arguments of `start()`, otherwise the environment."""
+"""The reporter's settings: the labels of `run`, otherwise the arguments of `start()`, otherwise the environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def exporter_urls(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ReporterSettings:
-    """The settings of one reporter: argument, otherwise environment, otherwise default."""
+    """The settings of one reporter: argument, otherwise environment, otherwise default.
+
+    Below `gpumem-exporter run`, the environment's workload and rank come before the arguments: the operator who starts
+    a job names it, not the script.
+    """
 
     urls: tuple[str, ...]
     workload: str
@@ -42,6 +46,8 @@ class ReporterSettings:
     """The number of ranks, if `rank` comes from a launcher."""
     idle_cache_seconds: float = IDLE_CACHE_SECONDS
     """The window of the idle cache."""
+    ignored: tuple[str, ...] = ()
+    """Of each argument of `start()` that has no effect below `run`, a text for the log."""
 
     @classmethod
     def resolve(
@@ -53,12 +59,19 @@ class ReporterSettings:
         plan: AnyPlan | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> ReporterSettings:
-        """Take missing values from the environment. Labels are cut to `MAX_LABEL_LENGTH` characters.
+        """Combine arguments and environment. Labels are cut to `MAX_LABEL_LENGTH` characters.
 
         Raises:
             ConfigurationError: GPUMEM_EXPORTER_USER is not a user of this machine.
         """
         world_size = None
+        ignored = []
+        if environ.get("GPUMEM_INJECT") == "1":  # below `run`
+            for name, argument in (("workload", workload), ("rank", rank)):
+                label = environ.get(f"GPUMEM_{name.upper()}")
+                if label and argument is not None and str(argument) != label:
+                    ignored.append(f"{name}={argument!r} has no effect: `gpumem-exporter run` has set it to {label!r}")
+            workload, rank = environ.get("GPUMEM_WORKLOAD") or workload, environ.get("GPUMEM_RANK") or rank
         if rank is None:
             name, size = next((names for names in _RANKS if environ.get(names[0])), ("", ""))
             rank, world_size = environ.get(name, ""), _count(environ.get(size, ""))
@@ -72,6 +85,7 @@ class ReporterSettings:
             trust=Trust.from_environment(environ),
             plan=chosen_plan(plan, environ),
             world_size=world_size,
+            ignored=tuple(ignored),
         )
 
     def authorization(self) -> dict[str, str]:

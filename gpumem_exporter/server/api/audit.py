@@ -1,7 +1,7 @@
-"""Records actions on disk: each before a process gets its command, and its end before the caller gets the reply.
+"""Records actions: each before a process gets its command, and its end before the caller gets the reply.
 
-This needs `--storage.path`; otherwise actions are only in memory. After a restart, an action without a recorded end has
-failed. Processes that keep its command forget it. It is unknown whether other processes have run it.
+With `--storage.path`, the records are on disk by then; otherwise they are in memory. After a restart, an action without
+a recorded end has failed. Processes that keep its command forget it. It is unknown whether other processes have run it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.server.http.problems import problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 
 __all__ = ["MetricsRoute"]
@@ -31,10 +30,6 @@ class MetricsRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a scrape."""
-        if scope["method"] != "GET":
-            response = problem_response(405, "metrics are read with GET", headers={"Allow": "GET, HEAD"})
-            await response(scope, receive, send)
-            return
         accept, encodings = _accept_headers(scope)
         openmetrics = prefers_openmetrics(accept)
         page = self._exposition.render(self._snapshot(), openmetrics=openmetrics)

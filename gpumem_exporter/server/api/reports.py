@@ -9,7 +9,7 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gpumem_exporter.server.http.problems import ProblemError, problem_response
+from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.ingest import Ingest
 
 __all__ = ["ReportsRoute"]
@@ -23,15 +23,11 @@ class ReportsRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a report, unless the client has closed the connection."""
-        response: Response | None
-        if scope["method"] != "POST":
-            response = problem_response(405, "reports are sent with POST", headers={"Allow": "POST"})
+        try:
+            reply = await self._ingest.take(scope, (await receive())["body"], receive)
+        except ProblemError as problem:
+            response: Response | None = problem.response()
         else:
-            try:
-                reply = await self._ingest.take(scope, (await receive())["body"], receive)
-            except ProblemError as problem:
-                response = problem.response()
-            else:
-                response = Response(reply, media_type="application/json") if reply is not None else None
+            response = Response(reply, media_type="application/json") if reply is not None else None
         if response is not None:
             await response(scope, receive, send)

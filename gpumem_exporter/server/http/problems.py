@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from typing_extensions import NotRequired, TypedDict
 
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
@@ -147,13 +148,26 @@ async def _problem(_: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this type
-    detail = str(error.detail)
+    detail, headers = str(error.detail), dict(error.headers or {})
     if error.status_code == 404 and detail == "Not Found":
         detail = f"no such path: {request.url.path}; see / for the routes"
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        detail = f"{request.url.path} does not accept {request.method}" + (f", only {allowed}" if allowed else "")
-    return problem_response(error.status_code, detail, headers=error.headers)
+        headers["Allow"] = allowed = ", ".join(_accepted_methods(request))
+        detail = f"{request.url.path} does not accept {request.method}, only {allowed}"
+    return problem_response(error.status_code, detail, headers=headers)
+
+
+def _accepted_methods(request: Request) -> list[str]:
+    """Return every method of a path; Starlette's error has the methods of one of its routes."""
+    accepted = [
+        method
+        for method in ("DELETE", "GET", "PATCH", "POST", "PUT")
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL for route in request.app.router.routes
+        )
+    ]
+    # The guard answers HEAD wherever GET is accepted.
+    return sorted({*accepted, "HEAD"} if "GET" in accepted else accepted)
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:

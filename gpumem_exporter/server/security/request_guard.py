@@ -27,6 +27,7 @@ __all__ = [
     "NVML_PATH",
     "RELOAD_PATH",
     "Guard",
+    "is_restricted",
 ]
 
 ACTIONS_PATH = "/api/v1/actions"
@@ -73,7 +74,7 @@ class Guard:
         path, method = scope["path"], scope["method"]
         is_report = path == REPORTS_PATH
         try:
-            if is_report or _is_restricted(path):
+            if is_report or is_restricted(path):
                 await self._admit(scope, path)
                 if method == "POST":
                     receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
@@ -126,7 +127,8 @@ class _DisconnectedError(Exception):
     """The client disconnected before its body was complete."""
 
 
-def _is_restricted(path: str) -> bool:
+def is_restricted(path: str) -> bool:
+    """Return whether the rule for actions guards a path."""
     return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
         (ACTIONS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
     )

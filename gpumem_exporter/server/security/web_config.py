@@ -245,5 +245,5 @@ class _Reader(YamlReader):
                 )
             users[name] = found[0].encode()
         if importlib.util.find_spec("bcrypt") is None:
-            self.fail(node, f"{what}: needs the package bcrypt: pip install 'gpumem-exporter[web]'")
+            self.fail(node, f"{what}: needs the Python package bcrypt: pip install bcrypt")
         return users

@@ -115,15 +115,13 @@ class CheckpointingComparison:
         """Return a `matplotlib.figure.Figure` with time and peak of each row as bars, and write it to `path`.
 
         Raises:
-            ConfigurationError: matplotlib is missing (`pip install 'gpumem-exporter[plot]'`).
+            ConfigurationError: matplotlib is missing.
             OSError: the file cannot be written.
         """
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                "a figure needs the Python package matplotlib: pip install 'gpumem-exporter[plot]'"
-            ) from error
+            raise ConfigurationError("a figure needs the Python package matplotlib: pip install matplotlib") from error
         panels = [("time, ms", [_scaled(row.seconds, 1e3) for row in self.rows])]
         if any(row.peak_bytes is not None for row in self.rows):
             simulated = " (simulated)" if any(row.simulated for row in self.rows) else ""

@@ -186,9 +186,7 @@ def _package(name: str, path: Path) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"changing {path.name} needs the Python package {name}: pip install 'gpumem-exporter[plan]'"
-        ) from error
+        raise ConfigurationError(f"changing {path.name} needs the Python package {name}: pip install {name}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -174,8 +174,7 @@ def _dump(call: Any, setup: _Setup) -> bytes:
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"the job cannot be passed to the planner's process: {reason}. "
-            "Define it at the top level of a module or script, or install cloudpickle: "
-            "pip install 'gpumem-exporter[plan]'"
+            "Define it at the top level of a module or script, or install cloudpickle: pip install cloudpickle"
         ) from error
     try:
         return cast(bytes, cloudpickle.dumps(call))

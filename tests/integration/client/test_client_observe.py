@@ -13,7 +13,7 @@ from tests.support.exporter_process import QUICK
 from tests.support.observed_training import PARAMETERS_BYTES as PARAMETERS
 from tests.support.observed_training import TRAINING, host_process, process_of_the_module, shared_process
 from tests.support.recording_exporter import RecordingExporter
-from tests.support.torch_release import TORCH_RELEASE
+from tests.support.torch_release import torch_release
 from tests.support.waiting import wait_for, wait_until_equal
 
 __all__ = ["host_process", "process_of_the_module", "shared_process"]
@@ -283,7 +283,7 @@ result["freed"] = reserved - torch.cuda.memory_reserved(1)
     assert reply["settings"] == "max_split_size_mb:64"
     assert reply["source"] == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
     assert re.search(r"max_split_size_mb:64\b.*\bPYTORCH_CUDA_ALLOC_CONF\b.*\bPYTORCH_ALLOC_CONF\b", reply["table"])
-    if TORCH_RELEASE >= (2, 10):  # older releases do not report their settings
+    if torch_release() >= (2, 10):  # older releases do not report their settings
         assert later["then"] == "the program"
 
 

@@ -13,7 +13,7 @@ from tests.claims import errors, heaps, pools
 from tests.claims.place import EXPANDABLE, SETTINGS, Bench, Place
 from tests.claims.values import SameNumber, require
 from tests.emulation.node import MIB
-from tests.support.torch_release import TORCH_RELEASE, since_torch
+from tests.support.torch_release import since_torch, torch_release
 from tests.support.waiting import wait_for
 
 EMPTY_GRAPH = "import warnings; warnings.simplefilter('ignore')\n"
@@ -97,7 +97,7 @@ def test_expandable_segments_switched_on_and_off_during_the_run(begin: Any) -> N
         "kept += heap[::7]; del heap"
     )
     assert cleared(bench) > 0
-    if TORCH_RELEASE >= (2, 10):
+    if torch_release() >= (2, 10):
         assert bench.info()["allocator_settings"] == "expandable_segments:False"
 
 

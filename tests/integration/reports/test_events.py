@@ -296,6 +296,19 @@ def test_a_process_that_survives_a_killed_exporter_has_started_once(
     assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
 
 
+def test_a_request_and_its_end_are_events_without_a_disk(served: RunningExporter) -> None:
+    served.report(report(4711, devices=(sample(UUIDS[0]),)))
+    asked = served.act(action="empty_cache", target={"pid": 4711}, wait_seconds=0, reason="no disk")
+    requested = wait_for(lambda: served.document(f"{EVENTS}?type=action_asked,action")["events"], "the request")
+    action_id = json.loads(asked.body)["id"]
+    assert [(event["type"], event["detail"]["id"]) for event in requested] == [("action_asked", action_id)]
+    assert (requested[0]["pid"], requested[0]["detail"]["reason"]) == (4711, "no disk")
+    served.request("DELETE", f"/api/v1/actions/{action_id}")
+    wait_for(lambda: len(served.document(f"{EVENTS}?type=action_asked,action")["events"]) == 2, "its end")
+    served.act(action="empty_cache", target={"pid": 4711}, dry_run=True)
+    assert len(served.document(f"{EVENTS}?type=action_asked,action")["events"]) == 2, "a dry run has no event"
+
+
 def test_a_lost_device_is_recorded_once_and_its_return_also_after_a_restart(
     node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ def test_errors_name_the_accepted_values(process: TorchProcess) -> None:
     assert [results[name] for name, pattern in expected.items() if not re.search(pattern, results[name])] == []
 
 
-def test_a_figure_has_times_and_peaks_and_without_matplotlib_the_extra_is_named(
+def test_a_figure_has_times_and_peaks_and_without_matplotlib_the_package_is_named(
     process: TorchProcess, tmp_path: Path
 ) -> None:
     path = tmp_path / "figure.png"
@@ -130,7 +130,7 @@ def test_a_figure_has_times_and_peaks_and_without_matplotlib_the_extra_is_named(
     assert re.search(r"\bpeak\b.*\bMiB\b.*\bsimulated\b", peaks_of_bars)
     assert results["labels"] == [f"{peak / 2**20:.4g}" for peak in results["peaks"]]
     assert results["pyplot"] is False, "no window and no global state"
-    assert "gpumem-exporter[plot]" in results["missing"]
+    assert "pip install matplotlib" in results["missing"]
 
 
 @pytest.fixture(scope="module")

@@ -60,8 +60,7 @@ def test_a_clear_frees_what_its_dry_run_showed(
     make_node: MakeNode, start_torch: StartTorch, tmp_path: Path, open_page: OpenPage
 ) -> None:
     node = make_node(devices=2)
-    kept = ("--storage.path", str(tmp_path / "events"))  # only stored actions have an event when they are requested
-    with serving(tmp_path, *kept, environment=node.environment()) as (exporter, url):
+    with serving(tmp_path, environment=node.environment()) as (exporter, url):
         process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
         process.call("start_client", workload="hoarder")
         process.exec(TORCH_ONE_GIB)

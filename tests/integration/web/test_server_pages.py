@@ -4,9 +4,12 @@ import gzip
 import json
 import re
 import urllib.request
+from base64 import b64encode
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
+import bcrypt
 import jsonschema
 import pytest
 
@@ -137,6 +140,48 @@ def test_every_referenced_schema_exists(exporter: RunningExporter) -> None:
     assert "devices" in json.dumps(schemas["Report"])
 
 
+CREDENTIALS = {
+    "actionToken": "Bearer act",
+    "reportToken": "Bearer report",
+    "password": f"Basic {b64encode(b'ada:x').decode()}",
+}
+
+
+@pytest.mark.parametrize("users", [False, True], ids=["without users", "with users"])
+@pytest.mark.parametrize("tokens", [(), ("action",), ("report",), ("action", "report")], ids="-".join)
+def test_the_described_credentials_are_those_that_open_each_route(
+    tmp_path: Path, tokens: tuple[str, ...], users: bool
+) -> None:
+    flags = {}
+    for name, token in (("action", "act"), ("report", "report")):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(token)
+        if name in tokens:
+            flags[f"{name}_token_file"] = str(tmp_path / name)
+    if users:
+        config = {"basic_auth_users": {"ada": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}}
+        (tmp_path / "web.yml").write_text(json.dumps(config))
+        flags["web_config_file"] = str(tmp_path / "web.yml")
+    with running_exporter(ready=False, **flags) as exporter:
+        anything = CREDENTIALS["password"] if users else ""
+        description = json.loads(exporter.get("/openapi.json", Authorization=anything).body)
+        schemes = description["components"]["securitySchemes"]
+        assert {name: schemes[name]["scheme"] for name in schemes} == {
+            "actionToken": "bearer",
+            "reportToken": "bearer",
+            **({"password": "basic"} if users else {}),
+        }
+        for path, operations in description["paths"].items():
+            for method, operation in operations.items():
+                described = [set(alternative) for alternative in operation["security"]]
+                for credential in (None, *CREDENTIALS):
+                    headers = {} if credential is None else {"Authorization": CREDENTIALS[credential]}
+                    body = [] if method == "post" else None
+                    answer = exporter.request(method.upper(), re.sub(r"{\w+}", "x", path), body, **headers)
+                    admitted = not described or set() in described or {credential} in described
+                    assert (answer.status != 401) is admitted, (method, path, credential, described, answer.status)
+
+
 @pytest.mark.parametrize(
     "path", ["/nope", "/metrics/", "/api/v1/reports/x", "//", "/health%2f", "/docs/", "/docs/x.js", "/redoc"]
 )
@@ -147,20 +192,24 @@ def test_an_unknown_path_is_a_404_problem(exporter: RunningExporter, path: str) 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("DELETE", "/health", "GET"),
-        ("POST", "/api/v1/devices", "GET"),
+        ("DELETE", "/health", "GET, HEAD"),
+        ("POST", "/api/v1/devices", "GET, HEAD"),
         ("GET", "/api/v1/reports", "POST"),
-        ("DELETE", "/api/v1/actions", None),
-        ("PUT", "/", "GET"),
+        ("OPTIONS", "/api/v1/actions", "GET, HEAD, POST"),
+        ("PUT", "/api/v1/actions", "GET, HEAD, POST"),
+        ("DELETE", "/api/v1/actions", "GET, HEAD, POST"),
+        ("PUT", "/api/v1/actions/0", "DELETE, GET, HEAD"),
+        ("GET", "/api/v1/nvml/release", "POST"),
+        ("POST", "/openapi.json", "GET, HEAD"),
+        ("PUT", "/", "GET, HEAD"),
     ],
 )
-def test_a_wrong_method_is_a_405_problem_with_the_right_one(
-    exporter: RunningExporter, method: str, path: str, allowed: str | None
+def test_a_wrong_method_is_a_405_problem_with_every_method_of_the_path(
+    exporter: RunningExporter, method: str, path: str, allowed: str
 ) -> None:
     answer = exporter.request(method, path)
-    problem(answer, 405)
-    if allowed is not None:
-        assert answer.headers["allow"] == allowed
+    assert allowed in problem(answer, 405)["detail"]
+    assert answer.headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/health", "/api/v1/devices", "/nope"])

@@ -7,10 +7,13 @@ import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.policy.quantities import read_quantity
 from gpumem_exporter.actions.request import DEFAULT_ACTIONS
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.store import Store
@@ -21,6 +24,7 @@ from gpumem_exporter.nvml.reader import NodeReader
 from gpumem_exporter.server.background.policy_runner import PolicyRunner
 from gpumem_exporter.wire.protocol import CommandResult, Reply
 from tests.support.dispatching import build_dispatcher
+from tests.support.paths import REPOSITORY
 from tests.support.recorder_bench import RecordedLog
 
 START = 1000.0
@@ -184,6 +188,41 @@ def test_a_dry_run_changes_nothing_and_predicts_the_same_actions(runs: Runs) -> 
     assert requested(runs.dry, "hoarded")[0] == requested(runs.real, "hoarded")[0]
     assert all(action.dry_run for action in runs.dry.finished)
     assert books(runs.dry) == books(runs.without) != books(runs.real)
+
+
+DOCUMENTED = REPOSITORY / "docs" / "policies-and-alerts.md"
+
+
+def example_rules(path: Path) -> list[dict[str, Any]]:
+    """Return the rules of a policy file, or of the first block of YAML in a document."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = text.partition("```yaml\n")[2].partition("```")[0]
+    return list(yaml.safe_load(text)["rules"])
+
+
+@pytest.mark.parametrize("path", [REPOSITORY / "deploy" / "policy.example.yml", DOCUMENTED], ids=lambda path: path.name)
+def test_what_the_clears_of_an_example_must_free_is_still_free_after_its_settling_time(
+    tmp_path: Path, path: Path
+) -> None:
+    rules = example_rules(path)
+    for rule in rules:
+        rule |= {"workloads": ["*"], "dry_run": False}
+        # Whether a device is full decides when a rule acts, not what its clear releases.
+        rule["when"] = {field: bounds for field, bounds in rule["when"].items() if not field.startswith("device_")}
+    policy = tmp_path / "policy.yml"
+    policy.write_text(yaml.safe_dump({"rules": rules}))
+    bench = DemoBench(policy, seed=1)
+    asyncio.run(bench.pass_time(SECONDS))
+    least_bytes = {
+        f"policy:{rule['name']}": read_quantity(rule["when"]["idle_cache_bytes"]["over"], "bytes")
+        for rule in rules
+        if rule["do"]["action"] == "empty_cache"
+    }
+    settled = [action for action in bench.dispatcher.recent() if action.state == "done" and not action.settling]
+    assert HOARDER in {action.results[0].workload for action in settled}
+    kept = [(action.requested_by, action.results[0].workload, action.still_free_bytes) for action in settled]
+    assert [one for one in kept if one[2] is None or one[2] < least_bytes[one[0]]] == []
 
 
 def requested(bench: DemoBench, rule: str) -> list[float]:

@@ -16,14 +16,13 @@ def error_of(capsys: pytest.CaptureFixture[str], path: Path, assignment: str) ->
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "config.toml"])
-def test_without_its_extra_apply_fails_before_it_plans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+@pytest.mark.parametrize(("name", "package"), [("config.yaml", "ruamel.yaml"), ("config.toml", "tomlkit")])
+def test_without_its_package_apply_fails_before_it_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, package: str
 ) -> None:
     (tmp_path / name).write_text("")
-    for package in ("ruamel.yaml", "tomlkit"):
-        monkeypatch.setitem(sys.modules, package, None)
-    assert "gpumem-exporter[plan]" in error_of(capsys, tmp_path / name, "batch=batch")
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"pip install {package}" in error_of(capsys, tmp_path / name, "batch=batch")
 
 
 def test_files_keys_and_values_are_checked_before_it_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,22 @@ def test_arguments_take_precedence_over_the_environment_and_defaults() -> None:
     assert (given.workload, given.rank, given.urls) == ("arg", "0", ("unix:///x",))
 
 
+def test_below_run_its_labels_take_precedence_over_arguments() -> None:
+    run = {"GPUMEM_INJECT": "1", "GPUMEM_EXPORTER_URL": "http://env:1", "RANK": "8", "WORLD_SIZE": "9"}
+    named = ReporterSettings.resolve(
+        workload="script", rank=0, url="unix:///x", environ={**run, "GPUMEM_WORKLOAD": "operator", "GPUMEM_RANK": "7"}
+    )
+    assert (named.workload, named.rank, named.world_size, named.urls) == ("operator", "7", None, ("unix:///x",))
+    assert [[word for word in ("script", "operator", "0", "7") if f"{word!r}" in text] for text in named.ignored] == [
+        ["script", "operator"],
+        ["7"],
+    ]
+    unnamed = ReporterSettings.resolve(workload="script", rank=0, environ=run)
+    assert (unnamed.workload, unnamed.rank, unnamed.ignored) == ("script", "0", ())
+    same = ReporterSettings.resolve(workload="a", rank=7, environ={**run, "GPUMEM_WORKLOAD": "a", "GPUMEM_RANK": "7"})
+    assert same.ignored == ()
+
+
 def test_the_default_rank_is_the_launcher_s() -> None:
     assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5"}).rank == "5"
     assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5", "RANK": "6"}).rank == "6"

@@ -70,6 +70,7 @@ def test_a_report_goes_through_all_steps_with_at_most_one_snapshot(
         action = runtime.dispatcher.submit(
             ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t")
         )
+        await asyncio.sleep(0)  # the request is recorded before a process gets its command
         monkeypatch.setattr(runtime.store, "snapshot", counted)
         again = report(7, devices=(sample(allocated=5, reclaimable=7),), sequence=2, actions=("empty_cache",))
         (command,) = (await take(runtime, again, OWN))["commands"]
