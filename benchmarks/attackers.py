@@ -94,7 +94,7 @@ def large_results(target: Target) -> None:
     """In eight processes, answer the process's own actions with the largest results, and read the list of actions."""
     for _ in range(7):
         if not os.fork():
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _end_with_the_parent()
             break
     of = replace(_own_identity(), session=os.urandom(8).hex())
     results: tuple[CommandResult, ...] = ()
@@ -170,6 +170,7 @@ def root_of_a_container(target: Target) -> None:
     if ctypes.CDLL(None).unshare(_NEW_PID_NAMESPACE) == 0 and (child := os.fork()):
         os.waitpid(child, 0)
         return
+    _end_with_the_parent()
     body = json.dumps(to_wire(report(replace(_own_identity(), pid=1), target.uuids, 1))).encode()
     while True:
         _posts_at_once(target, REPORTS_PATH, body, 40, tcp=True)
@@ -203,10 +204,14 @@ def _idle_child() -> int:
     """Start a process that ends with this one; return its pid."""
     child = os.fork()
     if not child:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _end_with_the_parent()
         while True:
             signal.pause()
     return child
+
+
+def _end_with_the_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _own_identity() -> ProcessIdentity:
