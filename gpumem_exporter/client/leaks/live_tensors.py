@@ -23,6 +23,7 @@ from gpumem_exporter.client.allocator.torch_access import initialized_torch
 from gpumem_exporter.client.leaks.frozen_objects import FrozenObjects
 from gpumem_exporter.client.leaks.referrers import TARGETS_MAX, Referrers
 from gpumem_exporter.client.leaks.tracked_objects import count_objects, find_of_types, find_types
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "lingering_tensors", "walk"]
@@ -39,7 +40,7 @@ Kind = tuple[tuple[int, ...], str, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorGroup:
+class TensorGroup(ShownAsText):
     """Live tensors of one shape and dtype on one device."""
 
     shape: tuple[int, ...]
@@ -69,7 +70,7 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class LingeringTensors:
+class LingeringTensors(ShownAsText):
     """The result of a walk. Prints as a table."""
 
     groups: tuple[TensorGroup, ...] = ()
