@@ -213,7 +213,6 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
         The number of objects, and whether no limit ended the walk.
     """
     count, left, complete = 0, max_objects, True
-    seen: set[int] = set()
     kept: list[list[Any]] = []  # keeps the ids of the tensors valid
     with reader.base_class_alone():
         for generation in _GENERATIONS:
@@ -228,9 +227,7 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
             for at, tensor in enumerate(tensors):
                 if at % _CHUNK == 0 and time.thread_time() >= end:
                     return count, False
-                if id(tensor) not in seen:  # otherwise the collector has moved it to an older generation
-                    seen.add(id(tensor))
-                    reader.add(tensor)
+                reader.add(tensor)
     return count, complete
 
 
@@ -249,6 +246,7 @@ class _Reader:
         self._torch = torch
         self._base = base
         self.found: dict[Kind, _Found] = {}
+        self._seen: set[int] = set()
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
 
@@ -268,7 +266,10 @@ class _Reader:
         return False
 
     def add(self, tensor: Any) -> None:
-        """Count a tensor on a device, and keep it as a sample of its group."""
+        """Count a tensor on a device once, and keep it as a sample of its group."""
+        if id(tensor) in self._seen:  # the collector has moved it to an older generation
+            return
+        self._seen.add(id(tensor))
         base = self._base
         device = base.device.__get__(tensor)
         if device.type != "cuda":
