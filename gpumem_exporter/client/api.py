@@ -82,8 +82,8 @@ def step() -> None:
     """Mark the end of a training step that no optimizer of `torch.optim` makes.
 
     After the first call, only these calls count as steps. A first call after a step of an optimizer marks the end of
-    that step, which has been counted. A call takes a few microseconds, and about 15 µs per device
-    once per report. Without a listener it does nothing.
+    that step, which has been counted. A call takes a few microseconds, and about 15 µs per device once per report.
+    Without a listener it does nothing.
     """
     steps: Steps | None = once_made("steps")
     if steps is not None:

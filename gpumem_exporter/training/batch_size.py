@@ -12,6 +12,7 @@ import torch
 
 from gpumem_exporter.client import clear_cache
 from gpumem_exporter.client.allocator.attached import no_cuda
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.errors import ConfigurationError, NoBatchSizeError
 from gpumem_exporter.training.batch_trial import BatchSizeTry, Trial, join_numbers
 from gpumem_exporter.training.bisection import Bisection
@@ -23,7 +24,7 @@ _log = logging.getLogger("gpumem_exporter.training")
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSizeSearch:
+class BatchSizeSearch(ShownAsText):
     """The batch size that was found. Converts to an integer with `int(found)`, and to a table with `str(found)`.
 
     Attributes:

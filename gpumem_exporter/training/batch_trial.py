@@ -13,6 +13,7 @@ import torch
 from gpumem_exporter.client import clear_cache, oom_guard
 from gpumem_exporter.client.hooks.steps import no_training
 from gpumem_exporter.client.measure.measured import Measured, MemoryUse
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.client.oom.message import is_out_of_memory
 from gpumem_exporter.errors import RankFailedError
 from gpumem_exporter.training.measuring import HighestMemory
@@ -28,7 +29,7 @@ _MAX_CAUSES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSizeTry:
+class BatchSizeTry(ShownAsText):
     """One batch size that was tried.
 
     Attributes:

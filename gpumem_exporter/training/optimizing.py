@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumem_exporter.client.measure.measured import Measured
 from gpumem_exporter.client.measure.tensor_bytes import Storages
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import call_model, evaluating
 from gpumem_exporter.training.measuring import distance_ratio, run_seconds
@@ -27,7 +28,7 @@ _RUNS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardUse:
+class ForwardUse(ShownAsText):
     """The time and peak memory of a forward pass without gradients.
 
     Attributes:
@@ -56,7 +57,7 @@ class ForwardUse:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelOptimization:
+class ModelOptimization(ShownAsText):
     """The effect of `optimize_model`. `str()` returns it as text.
 
     Attributes:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from gpumem_exporter.client.hooks.storage_tags import saved_from_host
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.errors import ConfigurationError, StorageError
 from gpumem_exporter.units import human_bytes
 
@@ -37,7 +38,7 @@ _GATHER = (
 
 
 @dataclass(frozen=True, slots=True)
-class SavedCheckpoint:
+class SavedCheckpoint(ShownAsText):
     """The cost of a checkpoint.
 
     Attributes:

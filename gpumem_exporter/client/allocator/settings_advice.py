@@ -10,6 +10,7 @@ from gpumem_exporter.client.allocator.attached import attached, no_cuda
 from gpumem_exporter.client.allocator.neighbors import expandable_segments_conflict
 from gpumem_exporter.client.allocator.reclaimable import fragmented_bytes
 from gpumem_exporter.client.allocator.settings import VARIABLES, in_force, merged, parse_settings
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.units import counted, human_bytes
 from gpumem_exporter.wire.protocol import DeviceSample
@@ -26,7 +27,7 @@ _NO_OPTION = "expandable segments are no option, because {}: use fewer tensor si
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation:
+class Recommendation(ShownAsText):
     """Settings for the next run, and the reasons. Prints as text."""
 
     settings: tuple[tuple[str, str], ...] = ()

@@ -15,6 +15,7 @@ from gpumem_exporter.client.allocator.attached import attached, no_cuda
 from gpumem_exporter.client.allocator.reclaimable import known
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["DeepClean", "Rung", "clean_start", "clear_cache", "deep_clean", "reset_peak", "set_memory_fraction"]
@@ -35,7 +36,7 @@ class Rung:
 
 
 @dataclass(frozen=True, slots=True)
-class DeepClean:
+class DeepClean(ShownAsText):
     """The bytes that each step of a deep clean has freed. Prints as a table."""
 
     rungs: tuple[Rung, ...] = ()

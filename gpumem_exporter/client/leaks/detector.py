@@ -15,6 +15,7 @@ from gpumem_exporter.client.leaks.live_tensors import Kind, LingeringTensors, al
 from gpumem_exporter.client.leaks.suspects import descriptions, grown, kinds_to_search
 from gpumem_exporter.client.leaks.trend import Growing, Trend
 from gpumem_exporter.client.log import log
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["Leak", "LeakDetector", "known_leak", "leak_detector"]
@@ -25,7 +26,7 @@ _LAST_SEARCH = max(_SEARCHES)
 
 
 @dataclass(frozen=True, slots=True)
-class Leak:
+class Leak(ShownAsText):
     """Memory of one device that grows with the steps."""
 
     device: int

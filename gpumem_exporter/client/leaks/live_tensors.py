@@ -23,6 +23,7 @@ from gpumem_exporter.client.allocator.torch_access import initialized_torch
 from gpumem_exporter.client.leaks.frozen_objects import FrozenObjects
 from gpumem_exporter.client.leaks.referrers import TARGETS_MAX, Referrers
 from gpumem_exporter.client.leaks.tracked_objects import count_objects, find_of_types, find_types
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "lingering_tensors", "walk"]
@@ -39,7 +40,7 @@ Kind = tuple[tuple[int, ...], str, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorGroup:
+class TensorGroup(ShownAsText):
     """Live tensors of one shape and dtype on one device."""
 
     shape: tuple[int, ...]
@@ -69,7 +70,7 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class LingeringTensors:
+class LingeringTensors(ShownAsText):
     """The result of a walk. Prints as a table."""
 
     groups: tuple[TensorGroup, ...] = ()
@@ -212,7 +213,6 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
         The number of objects, and whether no limit ended the walk.
     """
     count, left, complete = 0, max_objects, True
-    seen: set[int] = set()
     kept: list[list[Any]] = []  # keeps the ids of the tensors valid
     with reader.base_class_alone():
         for generation in _GENERATIONS:
@@ -227,9 +227,7 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
             for at, tensor in enumerate(tensors):
                 if at % _CHUNK == 0 and time.thread_time() >= end:
                     return count, False
-                if id(tensor) not in seen:  # otherwise the collector has moved it to an older generation
-                    seen.add(id(tensor))
-                    reader.add(tensor)
+                reader.add(tensor)
     return count, complete
 
 
@@ -248,6 +246,7 @@ class _Reader:
         self._torch = torch
         self._base = base
         self.found: dict[Kind, _Found] = {}
+        self._seen: set[int] = set()
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
 
@@ -267,7 +266,10 @@ class _Reader:
         return False
 
     def add(self, tensor: Any) -> None:
-        """Count a tensor on a device, and keep it as a sample of its group."""
+        """Count a tensor on a device once, and keep it as a sample of its group."""
+        if id(tensor) in self._seen:  # the collector has moved it to an older generation
+            return
+        self._seen.add(id(tensor))
         base = self._base
         device = base.device.__get__(tensor)
         if device.type != "cuda":

@@ -40,7 +40,7 @@ class Referrers:
     """
 
     def __init__(self, ignored: Iterable[Any] = (), frozen: FrozenObjects | None = None) -> None:
-        self._frozen = frozen or FrozenObjects()
+        self._frozen = FrozenObjects() if frozen is None else frozen
         self._ignored = {id(container) for container in (*ignored, self._frozen.objects)}
         self._frames: list[FrameType] = []
         self._names: dict[int, str] = {}

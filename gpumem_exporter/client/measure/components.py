@@ -16,6 +16,7 @@ from gpumem_exporter.client.hooks.steps import OneStep, Steps, process_steps
 from gpumem_exporter.client.measure.component_count import COMPONENTS, ComponentCount
 from gpumem_exporter.client.measure.observed import Observed, WatchedBytes, process_observed
 from gpumem_exporter.client.measure.tensor_bytes import HOST
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["ComponentBytes", "Watch", "watch"]
@@ -30,7 +31,7 @@ _VALID_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class ComponentBytes:
+class ComponentBytes(ShownAsText):
     """The bytes of one device, or of host memory, by component."""
 
     index: int | None
@@ -47,7 +48,7 @@ class ComponentBytes:
         return f"{place} " + ", ".join(f"{name} {human_bytes(value)}" for name, value in values if value is not None)
 
 
-class Watch:
+class Watch(ShownAsText):
     """Counts the bytes of one model and its optimizer, until one of them is deleted or `close` is called.
 
     Has weak references only. Any thread may call any method. A count runs in the thread that ends a step.

@@ -14,6 +14,7 @@ from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
 from gpumem_exporter.client.measure.observed import Observed, process_observed
 from gpumem_exporter.client.measure.peak_bounds import Span
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.client.oom.message import out_of_memory_in
 from gpumem_exporter.units import human_bytes, human_growth
 
@@ -26,7 +27,7 @@ _PHASE = "gpumem_phase"
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceUse:
+class DeviceUse(ShownAsText):
     """Allocated bytes of one device before, after and at the peak of a block."""
 
     index: int
@@ -36,6 +37,16 @@ class DeviceUse:
     """The peak, or a lower bound of it if `exact` is False."""
     peak_at_most_bytes: int | None
     """Upper bound of the peak; None if the user's code reset the allocator's peaks during the block."""
+
+    def __str__(self) -> str:
+        peak = human_bytes(self.peak_bytes)
+        if not self.exact:
+            most = self.peak_at_most_bytes
+            peak = f"at least {peak}" + (f", at most {human_bytes(most)}" if most is not None else "")
+        return (
+            f"cuda:{self.index} {human_bytes(self.before_bytes)} -> {human_bytes(self.after_bytes)}"
+            f" ({human_growth(self.growth_bytes)}), peak {peak}"
+        )
 
     @property
     def growth_bytes(self) -> int:
@@ -48,7 +59,7 @@ class DeviceUse:
         return self.peak_bytes == self.peak_at_most_bytes
 
 
-class MemoryUse:
+class MemoryUse(ShownAsText):
     """The memory use of a block, set when the block ends. Without CUDA there are no devices.
 
     `before_bytes`, `after_bytes`, `growth_bytes` and `peak_bytes` describe the device with the highest peak. They are
@@ -69,6 +80,10 @@ class MemoryUse:
 
     def __repr__(self) -> str:
         return f"MemoryUse({self.name!r}, duration_seconds={self.duration_seconds}, devices={self.devices})"
+
+    def __str__(self) -> str:
+        devices = "; ".join(map(str, self.devices)) or "no CUDA"
+        return f"{self.name}: {devices if self.duration_seconds is not None else 'running'}"
 
     @property
     def main(self) -> DeviceUse | None:
@@ -251,15 +266,4 @@ def _log(name: str, level: int, use: MemoryUse) -> None:
     if not use.devices:
         log.log(level, "%s: no CUDA", name)
     for device in use.devices:
-        log.log(level, "%s: %s", name, _text(device))
-
-
-def _text(device: DeviceUse) -> str:
-    peak = human_bytes(device.peak_bytes)
-    if not device.exact:
-        most = device.peak_at_most_bytes
-        peak = f"at least {peak}" + (f", at most {human_bytes(most)}" if most is not None else "")
-    return (
-        f"cuda:{device.index} {human_bytes(device.before_bytes)} -> {human_bytes(device.after_bytes)}"
-        f" ({human_growth(device.growth_bytes)}), peak {peak}"
-    )
+        log.log(level, "%s: %s", name, device)

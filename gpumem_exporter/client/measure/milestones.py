@@ -17,6 +17,7 @@ from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import process_observed
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.units import human_bytes, human_growth
 
 __all__ = ["DeviceMilestone", "Milestone", "Milestones", "milestones"]
@@ -42,7 +43,7 @@ class DeviceMilestone:
 
 
 @dataclass(frozen=True, slots=True)
-class Milestone:
+class Milestone(ShownAsText):
     """Memory at one point of the training script. There are no devices before CUDA is initialized."""
 
     name: str
@@ -60,7 +61,7 @@ class Milestone:
         return f"{self.name}: {devices or 'no CUDA'}"
 
 
-class Milestones:
+class Milestones(ShownAsText):
     """Records and logs the memory at the milestones of a training script. `milestones` creates it.
 
     Any thread may call any method.

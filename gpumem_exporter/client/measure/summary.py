@@ -15,6 +15,7 @@ from gpumem_exporter.client.allocator.torch_access import allocator_settings, in
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import process_observed
 from gpumem_exporter.client.measure.peak_bounds import PhasePeak
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.client.reporter.driver_memory import DriverReading, read_driver
 from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import DeviceSample
@@ -31,7 +32,7 @@ _FROM_SAMPLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSummary:
+class DeviceSummary(ShownAsText):
     """One device, as the allocator of this process, CUDA and the driver report it. None is unknown."""
 
     index: int
@@ -65,6 +66,9 @@ class DeviceSummary:
     components: Mapping[str, int] = field(default_factory=dict)
     """The last counts of `watch`."""
 
+    def __str__(self) -> str:
+        return "\n".join(_table(self))
+
     @property
     def slack_bytes(self) -> int | None:
         """Reserved bytes that are not allocated."""
@@ -87,7 +91,7 @@ class DeviceSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(ShownAsText):
     """The GPU memory of this process at one time. `print` it for a table.
 
     Attributes:

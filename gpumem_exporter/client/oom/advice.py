@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.client.oom.values import OomValues
 from gpumem_exporter.units import human_bytes
 
@@ -23,7 +24,7 @@ _WITH_FUSED = ("Adam", "AdamW", "SGD")
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(ShownAsText):
     """One thing to do."""
 
     kind: str

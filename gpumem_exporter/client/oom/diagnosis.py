@@ -21,6 +21,7 @@ from gpumem_exporter.client.leaks.suspects import descriptions, frequent
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.measured import phase_at_error
 from gpumem_exporter.client.measure.tensor_bytes import Storages, tensors_in
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.client.oom.advice import Advice, advise
 from gpumem_exporter.client.oom.growth import BlockHistory
 from gpumem_exporter.client.oom.message import OomMessage, parse_oom_message
@@ -57,7 +58,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class OomDiagnosis:
+class OomDiagnosis(ShownAsText):
     """The values of an out-of-memory error, and advice. Prints as the note below the error."""
 
     values: OomValues

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.units import human_bytes
 
@@ -66,7 +67,7 @@ class CheckpointingRow:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointingComparison:
+class CheckpointingComparison(ShownAsText):
     """A training step with more and more of its blocks recomputed in backward. `str()` returns a table.
 
     Attributes:

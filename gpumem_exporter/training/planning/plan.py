@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gpumem_exporter.client.notebook import ShownAsText
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.devices import Gpu
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["Change", "Plan", "Target", "accumulate"]
 
@@ -55,7 +57,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(ShownAsText):
     """The predicted memory of a job on a device. All sizes are bytes.
 
     Attributes:
@@ -97,6 +99,23 @@ class Plan:
     def effective_batch(self) -> int:
         """Samples in one optimizer step over all devices."""
         return self.batch * self.accumulation * self.devices
+
+    def __str__(self) -> str:
+        peak = f"{human_bytes(self.reserved_peak_bytes)} reserved, {human_bytes(self.allocated_peak_bytes)} allocated"
+        lines = [f"no batch fits {self.gpu.name}: a batch of {self.batch} needs {peak}"]
+        if self.fits:
+            accumulation = f", accumulated {self.accumulation} times" if self.accumulation > 1 else ""
+            lines = [
+                f"{self.gpu.name} fits a batch of up to {self.largest_batch}",
+                f"use a batch of {self.batch}{accumulation}: effective batch {self.effective_batch}",
+                f"peak: {peak}",
+            ]
+        lines.append(", ".join(f"{kind} {human_bytes(size)}" for kind, size in self.breakdown.items()))
+        for change in self.changes:
+            largest = f", largest batch {change.largest_batch}" if change.largest_batch is not None else ""
+            note = f" ({change.note})" if change.note else ""
+            lines.append(f"{change.name}: peak {human_bytes(change.reserved_peak_bytes)}{largest}{note}")
+        return "\n".join(lines)
 
     def error_ratio(self, reserved_peak_bytes: int) -> float:
         """Compare with a measured `torch.cuda.max_memory_reserved`: 0.05 means that the plan is 5 % too large."""

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from IPython.core.formatters import DisplayFormatter
+
+from gpumem_exporter import client, training
+from gpumem_exporter.client.leaks.live_tensors import LingeringTensors, TensorGroup
+from gpumem_exporter.client.measure.measured import MemoryUse
+from gpumem_exporter.client.measure.summary import Summary
+from gpumem_exporter.client.oom.diagnosis import OomDiagnosis
+from gpumem_exporter.client.oom.values import OomValues
+from gpumem_exporter.training.planning.devices import parse_gpu
+from gpumem_exporter.training.planning.plan import Plan
 from tests.support.injected_scripts import exporter
 from tests.support.library_programs import PYTHON, StartLibrary, start_library
 from tests.support.torch_release import since_torch
@@ -17,3 +33,43 @@ def test_ranks_that_a_kernel_forks_report_and_later_the_kernel_itself(start_libr
     (kernel,) = program.compare("notebook-alice", kernel=1)["kernel"]
     assert kernel.pid not in [made.pid for made in ranks]
     program.end()
+
+
+PLAN = Plan("model", parse_gpu("80GiB"), 0.85, 12, 8, 2, 16, 1, 5 << 30, 6 << 30, {"parameters": 1 << 30})
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        Summary(reason="no <CUDA>"),
+        LingeringTensors((TensorGroup((2, 3), "float32", 0, 1, 24, referrers=("list of 1 in <locals>",)),)),
+        MemoryUse("load"),
+        OomDiagnosis(OomValues(phase="forward", requested=1 << 30), ()),
+        PLAN,
+        dataclasses.replace(PLAN, largest_batch=0),
+    ],
+    ids=lambda result: type(result).__name__,
+)
+def test_a_notebook_shows_the_text_of_a_result(result: Any) -> None:
+    shown, _ = DisplayFormatter().format(result)
+    assert shown["text/plain"] == str(result)
+    assert shown["text/html"].startswith("<pre>")
+    assert "<CUDA>" not in shown["text/html"]
+    assert "Plan(" not in str(result)
+
+
+def results() -> Iterator[type]:
+    """The classes of what the public functions of the client and of the toolkit return."""
+    for package in (client, training):
+        for name in package.__all__:
+            public = getattr(package, name)
+            named = vars(sys.modules[public.__module__]).get(public.__annotations__.get("return"))
+            returned = public if isinstance(public, type) else named
+            if isinstance(returned, type) and returned.__module__.startswith("gpumem_exporter"):
+                yield returned
+
+
+def test_each_result_that_prints_as_text_is_shown_as_text() -> None:
+    with_text = {kind for kind in results() if "__str__" in vars(kind)}
+    assert {kind.__name__ for kind in with_text} >= {"Summary", "LingeringTensors", "DeepClean", "Milestones", "Plan"}
+    assert [kind.__name__ for kind in with_text if not hasattr(kind, "_repr_html_")] == []
