@@ -63,6 +63,7 @@ class Delivery:
             report: the report.
             while_waiting: called during the wait for the reply (see `Connection.request`).
         """
+        self._reconnect_as_new_user(report)
         try:
             reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds, while_waiting)
         except ExporterUnreachableError as error:
@@ -108,9 +109,30 @@ class Delivery:
         if self._connection is not None:
             self._connection.close()
 
+    def _reconnect_as_new_user(self, report: Report) -> None:
+        """Connect again if this process has changed its user, as with `os.setuid`.
+
+        The owner of a process is the user of its connection. So the former user's process ends here, otherwise the
+        exporter would count the memory of both until the former one expires.
+        """
+        connection = self._connection
+        if connection is None or not connection.of_another_user:
+            return
+        ended = Report(report.process, report.sequence, final=True)
+        try:
+            connection.request(
+                *("POST", REPORTS_PATH, _body(ended), self._headers()), timeout_seconds=_FAREWELL_SECONDS
+            )
+        except (ExporterError, OSError) as error:
+            self._errors.note("the report as the former user was not delivered", error, level=logging.INFO)
+        connection.close()
+        self._connection = None
+
+    def _headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json", **self._settings.authorization()}
+
     def _post(self, report: Report, timeout_seconds: float, while_waiting: Callable[[], float] | None = None) -> Reply:
-        headers = {"Content-Type": "application/json", **self._settings.authorization()}
-        body = json.dumps(to_wire(report), separators=(",", ":")).encode()
+        headers, body = self._headers(), _body(report)
         refusal: ExporterError = ExporterUnreachableError("the reporter stops")
         for connection in self._candidates():
             try:
@@ -156,6 +178,10 @@ class Delivery:
             trusted_only=True,
             max_answer_bytes=_MAX_REPLY_BYTES,
         )
+
+
+def _body(report: Report) -> bytes:
+    return json.dumps(to_wire(report), separators=(",", ":")).encode()
 
 
 def _detail(body: bytes) -> str:
