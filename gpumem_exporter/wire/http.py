@@ -92,7 +92,7 @@ class Connection:
 
     @property
     def of_another_user(self) -> bool:
-        """Whether this process has changed its user since it connected; to the server, the kernel names the former one."""
+        """Whether this process has another user than when it connected, whom the kernel names to the server."""
         return self._socket is not None and self._opened_by != os.geteuid()
 
     @property
