@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 
+from gpumem_exporter.client.log import log
 from gpumem_exporter.client.reporter.error_log import ErrorLog
 from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.client.reporter.wakeup import Wakeup
@@ -18,7 +19,7 @@ from gpumem_exporter.errors import (
     ExporterUntrustedError,
     WireError,
 )
-from gpumem_exporter.wire.http import Connection
+from gpumem_exporter.wire.http import Connection, shown_url
 from gpumem_exporter.wire.protocol import REPORTS_PATH, Reply, Report, reply_from_wire, to_wire
 
 __all__ = ["Delivery", "Outcome"]
@@ -54,6 +55,8 @@ class Delivery:
         self._wakeup = wakeup
         self._errors = errors
         self._connection: Connection | None = None
+        self._accepted_by = ""
+        """The address of the exporter that accepted the last report."""
         wakeup.interrupt = self.interrupt
 
     def deliver(self, report: Report, while_waiting: Callable[[], float] | None = None) -> tuple[Outcome, Reply | None]:
@@ -83,6 +86,9 @@ class Delivery:
         except (OSError, ConfigurationError) as error:
             self._errors.note("cannot report", error)
             return Outcome.FAILED, None
+        if self._connection is not None and self._connection.url != self._accepted_by:
+            self._accepted_by = self._connection.url
+            log.debug("reports go to %s", shown_url(self._accepted_by))
         self._errors.clear(_UNREACHABLE)
         self._errors.clear(_UNTRUSTED)
         return Outcome.ACCEPTED, reply
