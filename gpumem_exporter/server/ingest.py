@@ -163,6 +163,9 @@ class Ingest:
         if before is None or before.report.process.session != report.process.session:
             if before is not None:
                 self._presence.replaced(before, process)
+            identity = report.process
+            fields = {"pid": identity.pid, "uid": reported.owner_uid, "workload": identity.workload}
+            _log.debug("a process reports", extra={"fields": fields})
             _log_unknown_devices(report, process)
         self._exposition.refresh(process)
         return process
@@ -213,7 +216,11 @@ class Ingest:
             self._presence.connection_lost(process)
             return None
         cancelled = self._dispatcher.cancelled(process)
-        return self._encode(() if isinstance(commands, Ended) else commands, cancelled)
+        delivered = () if isinstance(commands, Ended) else commands
+        for command in delivered:
+            fields = {"id": command.id, "action": command.action, "pid": process.report.process.pid}
+            _log.debug("command delivered", extra={"fields": fields})
+        return self._encode(delivered, cancelled)
 
     async def _commands(self, process: ReportingProcess, receive: Receive) -> tuple[Command, ...] | Ended:
         hold_seconds = min(process.report.hold_seconds, self._report_interval_seconds)

@@ -10,6 +10,7 @@ costs 5 ms while another thread computes. Only TLS needs Python's timeout.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import time
@@ -80,6 +81,7 @@ class Connection:
         if self._exporter.tls:
             import gpumem_exporter.wire.tls  # noqa: F401 - now, rather than in the thread that connects
         self._socket: socket.socket | None = None
+        self._opened_by = 0
         self._objection = ""
         self._timeouts: dict[int, float] = {}
         self._deadline = 0.0
@@ -87,6 +89,11 @@ class Connection:
         self._received = b""
         self._interrupted = False
         self._while_waiting: Callable[[], float] | None = None
+
+    @property
+    def of_another_user(self) -> bool:
+        """Whether this process has another user than when it connected, whom the kernel names to the server."""
+        return self._socket is not None and self._opened_by != os.geteuid()
 
     @property
     def objection(self) -> str:
@@ -173,6 +180,7 @@ class Connection:
     def _exchange(self, method: str, request: bytes, wait_seconds: float, *, private: bool) -> Answer:
         sock = self._socket
         if sock is None and not self._interrupted:
+            self._opened_by = os.geteuid()
             sock = self._socket = _connect(self._exporter, self._timeout_seconds, self.url)
             self._timeouts = {}
             self._objection = "" if self._exporter.tls else self._trust.objection(sock, self._exporter.socket_path)

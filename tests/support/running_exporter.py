@@ -7,7 +7,8 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,7 @@ def running_exporter(
     unix: Path | None = None,
     limits: Limits | None = None,
     ready: bool = True,
+    clock: Callable[[], float] = time.monotonic,
     **flags: Any,
 ) -> Iterator[RunningExporter]:
     """Run an exporter; flags are settings by field name. `ready` waits for the first poll."""
@@ -207,7 +209,7 @@ def running_exporter(
     listeners = bind(settings.web_listen_address, settings.web_listen_socket)
     port = listeners.sockets[0].getsockname()[1]
     started = threading.Event()
-    app = create_app(settings, provider=provider, host=host)
+    app = create_app(settings, provider=provider, host=host, clock=clock)
     server = build_server(app, settings, listeners, on_started=started.set, limits=limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)}, name="exporter")
     thread.start()

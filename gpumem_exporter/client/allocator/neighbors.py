@@ -1,7 +1,8 @@
 """Finds what in this process does not work together with expandable segments, so that no advice proposes them.
 
-These allocators map and unmap the memory of a pool themselves, which expandable segments prevent: vLLM's sleep mode
-refuses to start with them, and torch_memory_saver, which SGLang uses, releases nothing.
+Some allocators map and unmap the memory of a pool themselves, which expandable segments prevent: torch_memory_saver,
+which SGLang uses, then releases nothing, and vLLM's sleep mode refused to start before 0.33. Since then vLLM turns them
+off around its pools.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def expandable_segments_conflict() -> str:
     distinguish it from the pool of CUDA graphs. The search keeps the GIL for about 0.05 s per million objects.
     """
     for module, name in _LIBRARIES.items():
-        if module in sys.modules:
+        if module in sys.modules and not (module == "vllm" and _version_of(sys.modules[module]) >= (0, 33)):
             return f"{name} is loaded"
     pool_class = getattr(sys.modules.get("torch.cuda.memory"), "MemPool", None)  # torch 2.5 and later
     if pool_class is not None and (
@@ -44,3 +45,9 @@ def _frozen_pool(pool_class: type) -> bool:
     found = bool(frozen.of_types((pool_class,)))
     frozen.clear()
     return found
+
+
+def _version_of(module: object) -> tuple[int, ...]:
+    """Return the first two numbers of a module's version; empty if it has none, as a build from its sources."""
+    numbers = str(getattr(module, "__version__", "")).split(".")[:2]
+    return tuple(int(number) for number in numbers) if all(number.isdecimal() for number in numbers) else ()

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 
+from gpumem_exporter.client.log import log
 from gpumem_exporter.client.reporter.error_log import ErrorLog
 from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.client.reporter.wakeup import Wakeup
@@ -18,7 +19,7 @@ from gpumem_exporter.errors import (
     ExporterUntrustedError,
     WireError,
 )
-from gpumem_exporter.wire.http import Connection
+from gpumem_exporter.wire.http import Connection, shown_url
 from gpumem_exporter.wire.protocol import REPORTS_PATH, Reply, Report, reply_from_wire, to_wire
 
 __all__ = ["Delivery", "Outcome"]
@@ -54,6 +55,8 @@ class Delivery:
         self._wakeup = wakeup
         self._errors = errors
         self._connection: Connection | None = None
+        self._accepted_by = ""
+        """The address of the exporter that accepted the last report."""
         wakeup.interrupt = self.interrupt
 
     def deliver(self, report: Report, while_waiting: Callable[[], float] | None = None) -> tuple[Outcome, Reply | None]:
@@ -63,6 +66,7 @@ class Delivery:
             report: the report.
             while_waiting: called during the wait for the reply (see `Connection.request`).
         """
+        self._reconnect_as_new_user(report)
         try:
             reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds, while_waiting)
         except ExporterUnreachableError as error:
@@ -82,6 +86,9 @@ class Delivery:
         except (OSError, ConfigurationError) as error:
             self._errors.note("cannot report", error)
             return Outcome.FAILED, None
+        if self._connection is not None and self._connection.url != self._accepted_by:
+            self._accepted_by = self._connection.url
+            log.debug("reports go to %s", shown_url(self._accepted_by))
         self._errors.clear(_UNREACHABLE)
         self._errors.clear(_UNTRUSTED)
         return Outcome.ACCEPTED, reply
@@ -108,9 +115,30 @@ class Delivery:
         if self._connection is not None:
             self._connection.close()
 
+    def _reconnect_as_new_user(self, report: Report) -> None:
+        """Connect again if this process has changed its user, as with `os.setuid`.
+
+        The owner of a process is the user of its connection. So the former user's process ends here, otherwise the
+        exporter would count the memory of both until the former one expires.
+        """
+        connection = self._connection
+        if connection is None or not connection.of_another_user:
+            return
+        ended = Report(report.process, report.sequence, final=True)
+        try:
+            connection.request(
+                *("POST", REPORTS_PATH, _body(ended), self._headers()), timeout_seconds=_FAREWELL_SECONDS
+            )
+        except (ExporterError, OSError) as error:
+            self._errors.note("the report as the former user was not delivered", error, level=logging.INFO)
+        connection.close()
+        self._connection = None
+
+    def _headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json", **self._settings.authorization()}
+
     def _post(self, report: Report, timeout_seconds: float, while_waiting: Callable[[], float] | None = None) -> Reply:
-        headers = {"Content-Type": "application/json", **self._settings.authorization()}
-        body = json.dumps(to_wire(report), separators=(",", ":")).encode()
+        headers, body = self._headers(), _body(report)
         refusal: ExporterError = ExporterUnreachableError("the reporter stops")
         for connection in self._candidates():
             try:
@@ -156,6 +184,10 @@ class Delivery:
             trusted_only=True,
             max_answer_bytes=_MAX_REPLY_BYTES,
         )
+
+
+def _body(report: Report) -> bytes:
+    return json.dumps(to_wire(report), separators=(",", ":")).encode()
 
 
 def _detail(body: bytes) -> str:

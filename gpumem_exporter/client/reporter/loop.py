@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gpumem_exporter.client.allocator.allocator import Allocator
@@ -12,6 +13,7 @@ from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.commands.executor import Executor
 from gpumem_exporter.client.commands.scheduler import Scheduler
 from gpumem_exporter.client.hooks.steps import Steps
+from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.measured import current_phase
 from gpumem_exporter.client.oom.observer import OutOfMemoryLog
 from gpumem_exporter.client.reporter.delivery import Delivery, Outcome
@@ -193,10 +195,15 @@ class ReportLoop:
         for command in reply.commands:
             expires_seconds = sent_seconds + command.deadline_seconds
             if command.mode == "now" and not self._allocator.capturing:
-                self._results.append(self._executor.run(command, expires_seconds=expires_seconds))
+                self._take([self._executor.run(command, expires_seconds=expires_seconds)])
             else:
                 self._waiting.take(command, expires_seconds=expires_seconds)
         self._waiting.look()
 
     def _collect_results(self) -> None:
-        self._results += self._waiting.take_results()
+        self._take(self._waiting.take_results())
+
+    def _take(self, results: Sequence[CommandResult]) -> None:
+        for result in results:
+            log.debug("command %s: %s %s", result.id, result.outcome, result.reason)
+        self._results += results

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 from gpumem_exporter import procfs
@@ -12,9 +13,10 @@ from gpumem_exporter.wire.protocol import REPORTS_PATH, DeviceSample, to_wire
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode
-from tests.support.builders import MIB, report
+from tests.support.builders import MIB, UUIDS, report
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
+from tests.support.running_exporter import running_exporter
 from tests.support.waiting import eventually, patient
 
 
@@ -25,10 +27,10 @@ def report_this_process(exporter: ExporterProcess, sequence: int, *samples: Devi
     assert exporter.request("POST", REPORTS_PATH, to_wire(sent)).status == 200
 
 
-def command(exporter: ExporterProcess, *arguments: str) -> str:
+def command(url: str, *arguments: str) -> str:
     """Return what a command of the program prints."""
     ended = subprocess.run(
-        [sys.executable, "-m", "gpumem_exporter", *arguments, "--url", exporter.url],
+        [sys.executable, "-m", "gpumem_exporter", *arguments, "--url", url],
         capture_output=True,
         text=True,
         timeout=patient(60),
@@ -58,7 +60,7 @@ def test_the_idle_cache_of_a_process_that_accepts_a_clear_is_allocatable(
     assert allocatable() == free + GIB
     assert exporter.get("/api/v1/devices")["devices"][0]["allocatable_bytes"] == free + GIB
     assert "GPU 0: 3.8 GiB free, 4.8 GiB allocatable\nGPU 1: 7.8 GiB free, 7.8 GiB allocatable" in command(
-        exporter, "info"
+        exporter.url, "info"
     )
     report_this_process(exporter, 3, idle, actions=("reset_peak",))
     assert allocatable() == free, "this process accepts no clear"
@@ -121,16 +123,21 @@ def test_a_process_reports_its_memory_limit_and_nccl_s_bytes(
     eventually(lambda: values("gpumem_torch_nccl_bytes"), lambda found: found == [])
 
 
-def test_a_process_that_was_silent_for_a_while_is_one_process_of_its_job(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
-    exporter, uuid = start_exporter(node, "--report.interval", "0.1", "--report.expiry", "0.5"), node.books()[0].uuid
-    sample = DeviceSample(uuid, allocated_bytes=GIB, reserved_bytes=GIB, reclaimable_bytes=0)
-    report_this_process(exporter, 1, sample, slurm_job_id="4711")
-    eventually(lambda: exporter.get("/api/v1/jobs/4711")["processes"][0]["end_unix_seconds"] is not None)
-    report_this_process(exporter, 2, sample, slurm_job_id="4711")
-    assert [row["end_unix_seconds"] is None for row in exporter.get("/api/v1/jobs/4711")["processes"]] == [False, True]
-    assert "Still running: 1 of 1 process." in command(exporter, "report", "--job", "4711")
+def test_a_process_that_was_silent_for_a_while_is_one_process_of_its_job() -> None:
+    ahead_seconds = 0.0
+    with running_exporter(clock=lambda: time.monotonic() + ahead_seconds, report_expiry=3600) as exporter:
+
+        def running() -> list[bool]:
+            return [row["end_unix_seconds"] is None for row in exporter.document("/api/v1/jobs/4711")["processes"]]
+
+        sample = DeviceSample(UUIDS[0], allocated_bytes=GIB, reserved_bytes=GIB, reclaimable_bytes=0)
+        assert exporter.report(report(7, devices=(sample,), slurm_job_id="4711")).status == 200
+        assert running() == [True]
+        ahead_seconds = 3601.0
+        eventually(running, lambda found: found == [False])
+        assert exporter.report(report(7, devices=(sample,), sequence=2, slurm_job_id="4711")).status == 200
+        assert running() == [False, True]
+        assert "Still running: 1 of 1 process." in command(exporter.url, "report", "--job", "4711")
 
 
 def test_a_job_s_report_has_its_peak_mean_and_idle_cache_also_after_it_ended(
@@ -156,7 +163,7 @@ def test_a_job_s_report_has_its_peak_mean_and_idle_cache_also_after_it_ended(
     report_this_process(exporter, 3, sample(2 * GIB, GIB), slurm_job_id="4711")
     (process,) = exporter.get("/api/v1/jobs/4711")["processes"]
     assert process["end_unix_seconds"] is None
-    assert "Still running: 1 of 1 process." in command(exporter, "report", "--job", "4711")
+    assert "Still running: 1 of 1 process." in command(exporter.url, "report", "--job", "4711")
 
     eventually(lambda: exporter.get("/api/v1/jobs/4711")["processes"][0]["devices"][0]["used_mean_bytes"] < 4 * GIB)
     report_this_process(exporter, 4, slurm_job_id="4711", final=True)
@@ -166,7 +173,7 @@ def test_a_job_s_report_has_its_peak_mean_and_idle_cache_also_after_it_ended(
     assert 2 * GIB < device.pop("used_mean_bytes") < 4 * GIB
     highest = {"used_peak_bytes": 4 * GIB, "reserved_highest_bytes": 3 * GIB}
     assert device == {"gpu": "0", "uuid": uuid, **highest, "idle_cache_mean_bytes": GIB}
-    text = command(exporter, "report", "--job", "4711")
+    text = command(exporter.url, "report", "--job", "4711")
     assert "Highest peak of a process on a device: 4.0 GiB." in text
     assert "running" not in text
     answer = exporter.request("GET", "/api/v1/jobs/4712")
