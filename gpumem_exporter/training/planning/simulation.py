@@ -148,7 +148,7 @@ def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark]]:
     with quiet(f"the job at batch size {batch}"), convertible():
         mode = make_fake_mode()
         model = make_model(job, mode)
-        with mode, cuda_rules(job.attention), tracer:
+        with mode, cuda_rules(job.attention, job.convolution), tracer:
             move(model, tracer)
             watch = _Kinds(tracer)
             train(job, model, batch, steps, "cpu", watch)

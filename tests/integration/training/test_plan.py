@@ -49,6 +49,10 @@ class Reading(nn.Module):
 def sparse():
     return nn.Embedding(512, 8, sparse=True)
 
+class Recurrent(nn.LSTM):
+    def __init__(self):
+        super().__init__(512, 64)
+
 def broken():
     raise RuntimeError("no weights here")
 """
@@ -97,6 +101,7 @@ run("broken", "mine:broken", *small, "--input", one)
 run("no input", "mine:make", *small)
 run("reads a value", "mine:Reading", *small, "--input", one)
 run("sparse", "mine:sparse", *small, "--input", "int64[B,4]", "--loss", "mean", "--optimizer", "sparseadam")
+run("recurrent", "mine:Recurrent", *small, "--input", "float32[B,8,512]")
 run("other argument", "mine:make", *small, "--input", "tokens=" + one)
 run("wrong input", "mine:make", *small, "--input", "float32[B,511]")
 run("margin", *job, *small, "--margin", "1.5")
@@ -207,6 +212,9 @@ def test_the_table_names_changes_and_says_if_a_job_does_not_fit(scenes: dict[str
         ("reads a value", "mine.py:30; plan from measured steps instead: --profile"),
         ("sparse", "sparse=False"),
         ("sparse", "--profile"),
+        ("recurrent", "torch.lstm runs in cuDNN"),
+        ("recurrent", "--convolution native"),
+        ("recurrent", "--profile"),
         ("other argument", "--input NAME=TENSOR"),
         ("wrong input", "RuntimeError"),
         ("margin", "1.5"),
