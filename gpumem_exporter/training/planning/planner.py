@@ -181,7 +181,7 @@ def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target, progres
     sizings.append((f"sharding over {shards}", base.sharded(shards), note))
     for name, sizing, cost in sizings:
         try:
-            largest = sizing.largest(limit_bytes, target.multiple_of)
+            largest = sizing.largest(limit_bytes, target.multiple_of, recorded=False)
             yield Change(name, sizing.peaks(batch).reserved_bytes, largest, cost)
         except ConfigurationError as error:
             yield Change(name, None, None, str(error))
