@@ -70,10 +70,11 @@ from gpumem_exporter import training
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.training.planning import planner, simulation
 from gpumem_exporter.training.planning.job import OPTIMIZERS, Job, parse_tensor
+from gpumem_exporter.training.planning.progress import Progress
 
-def in_this_process(*call, uses_cuda=False, **options):
+def in_this_process(*call, uses_cuda=False, timeout_seconds, **options):
     function, *arguments = pickle.loads(pickle.dumps(call))
-    return function(*arguments, **options)
+    return function(*arguments, progress=Progress(), **options)
 
 planner.run_in_worker = in_this_process
 result = {}
