@@ -14,7 +14,7 @@ from gpumem_exporter.cli.options import command_from_options
 from gpumem_exporter.cli.render.plan_tables import show_plan
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.errors import ConfigurationError, NvmlError
-from gpumem_exporter.training.planning.worker import named
+from gpumem_exporter.training.planning.worker import TIMEOUT_SECONDS, named
 
 if TYPE_CHECKING:
     from gpumem_exporter.training.planning.devices import Gpu
@@ -28,6 +28,7 @@ Examples:
   gpumem-exporter plan train:make_model --input 'float32[B,3,224,224]' --target 'int64[B]' \\
       --optimizer adamw --precision bf16 --gpu 80GiB --target-effective-batch 512
   gpumem-exporter plan --layers 32 --hidden 4096 --sequence 4096 --parameters 7e9 --precision pure-bf16 --gpu h200
+  gpumem-exporter plan train:make_model --input 'int64[B,1024]' --gpu h100-80gb --batch 8 --accumulation 2
   gpumem-exporter plan train:make_model --input 'int64[B,1024]' --profile --batch 4
   gpumem-exporter plan train:make_model --input 'float32[B,256]' --gpu 24GiB \\
       --apply config.yaml --map train.batch_size=batch --map train.accumulation=accumulation
@@ -39,6 +40,7 @@ Examples:
 _PLANNED = ("batch", "accumulation", "effective_batch")
 """The values of a plan that `--map` assigns to keys."""
 
+_PROFILED_BATCH = 8
 _PLANNED_AS = typer.Option("--precision", help="fp32; bf16 or fp16 (autocast); pure-bf16 or pure-fp16.")
 
 
@@ -103,13 +105,26 @@ class PlanOptions:
     target_effective_batch: Annotated[
         int | None, typer.Option("--target-effective-batch", help="Samples in one optimizer step over all devices.")
     ] = None
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch",
+            help="Plan this batch size instead of the largest. With --profile: the larger batch size measured, default "
+            f"{_PROFILED_BATCH}.",
+        ),
+    ] = None
+    accumulation: Annotated[
+        int, typer.Option("--accumulation", help="Backward passes before each step of the optimizer.")
+    ] = 1
     devices: Annotated[int, typer.Option("--devices", help="Data-parallel processes.")] = 1
     multiple_of: Annotated[int, typer.Option("--multiple-of", help="Batch sizes are multiples of this number.")] = 1
     changes: Annotated[
         bool, typer.Option("--changes/--no-changes", help="Also plan changes that save memory; takes longer.")
     ] = True
     profile: Annotated[bool, typer.Option("--profile", help="Measure two steps on this machine's first GPU.")] = False
-    batch: Annotated[int, typer.Option("--batch", help="With --profile: the larger batch size measured.")] = 8
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Time limit of the plan.")] = (
+        TIMEOUT_SECONDS
+    )
     apply: Annotated[
         list[Path] | None,
         typer.Option("--apply", metavar="FILE", help="Write the plan into a .yaml or .toml file; keeps FILE.backup."),
@@ -140,13 +155,13 @@ def plan(options: PlanOptions) -> int:
     The tensors have no values; a model of PyTorch's allocator places them. --profile measures on a GPU instead. Without
     a model, describe a transformer by its dimensions.
 
-    Exit code 1: not even a batch of one sample fits.
+    Exit code 1: not even a batch of one sample fits, or --batch does not.
     """
     if options.restore:
         return _restore_files(options.restore)
     if bool(options.apply) != bool(options.map):
         raise ConfigurationError("--apply FILE and --map KEY=VALUE must be used together")
-    # Planning takes up to a minute: first check that the files can be changed.
+    # Planning can take minutes: first check that the files can be changed.
     _planned_texts(options.apply or (), options.map or (), dict.fromkeys(_PLANNED, 1))
     made = _plan(options)
     if options.as_json:
@@ -169,11 +184,13 @@ def _plan(options: PlanOptions) -> Plan:
     described = options.model is None
     job = _described_job(options) if described else _coded_job(options)
     gpu = _gpu(options)
-    target = Target(options.target_effective_batch, options.devices, options.margin, options.multiple_of)
+    chosen = None if options.profile else options.batch
+    target = Target(options.target_effective_batch, options.devices, options.margin, options.multiple_of, chosen)
     if options.profile:
-        return profile_in_worker(job, gpu, target, batch=options.batch)
+        measured = _PROFILED_BATCH if options.batch is None else options.batch
+        return profile_in_worker(job, gpu, target, batch=measured, timeout_seconds=options.timeout)
     source = "description" if described else "model"
-    return plan_in_worker(job, gpu, target, source=source, changes=options.changes)
+    return plan_in_worker(job, gpu, target, source=source, changes=options.changes, timeout_seconds=options.timeout)
 
 
 def _change_files(paths: Sequence[Path], maps: Sequence[str], plan: Plan, *, write: bool, file: IO[str]) -> None:
@@ -248,6 +265,7 @@ def _job_options(options: PlanOptions) -> dict[str, Any]:
         "precision": options.precision,
         "attention": options.attention,
         "convolution": options.convolution,
+        "accumulation": options.accumulation,
         "checkpointing": options.checkpointing,
         "loop": options.loop,
     }

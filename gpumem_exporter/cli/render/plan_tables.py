@@ -35,7 +35,8 @@ def _answer(plan: Plan) -> list[RenderableType]:
     lines = [plain(f"from    {_SOURCES[plan.source]}"), plain(f"device  {device}")]
     if not plan.fits:
         peak = human_bytes(plan.reserved_peak_bytes)
-        return [*lines, plain(f"fits    no: a batch of {plan.batch} needs {peak}", style="bold")]
+        largest = f"; the largest that fits is {plan.largest_batch}" if plan.largest_batch else ""
+        return [*lines, plain(f"fits    no: a batch of {plan.batch} needs {peak}{largest}", style="bold")]
     lines.append(plain(f"fits    up to a batch of {plan.largest_batch}", style="bold"))
     steps = f"accumulate {plan.accumulation}, " if plan.accumulation > 1 else ""
     devices = f" on {plan.devices} devices" if plan.devices > 1 else ""
@@ -45,7 +46,7 @@ def _answer(plan: Plan) -> list[RenderableType]:
     peaks = (
         f"peak    {human_bytes(plan.reserved_peak_bytes)} reserved, {human_bytes(plan.allocated_peak_bytes)} allocated"
     )
-    return [*lines, plain(use), plain(peaks)]
+    return [*lines, plain(use), plain(peaks), *(plain(f"note    {note}") for note in plan.notes)]
 
 
 def _breakdown(plan: Plan) -> RenderableType:

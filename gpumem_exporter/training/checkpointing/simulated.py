@@ -35,7 +35,7 @@ def simulate_peak(step: Step, blocks: Sequence[str]) -> int:
         model = _fake(step.model, mode)
         batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, step.batch)
         chosen = [model.get_submodule(name) for name in blocks]
-        with mode, cuda_rules("auto"), tracer, checkpointed(chosen):
+        with mode, cuda_rules("auto", "native"), tracer, checkpointed(chosen):
             move(model, tracer)
             tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
             start = copy.deepcopy(tracer.trace)

@@ -2,8 +2,8 @@
 
 The planner's tensors are on the CPU, because fake CUDA tensors fail in backward on a machine without a GPU. Above the
 dispatch mode the two devices differ in two ways: the operators that autocast runs in float32
-(`ATen/autocast_mode.h`), and the fused operators: attention, dropout and RMS norm. The registrations apply to all CPU
-tensors of the process.
+(`ATen/autocast_mode.h`), and the fused operators: attention, dropout, RMS norm, and the recurrent networks of
+`recurrent`. The registrations apply to all CPU tensors of the process.
 
 Attention follows `ATen/native/transformers/cuda/sdp_utils.cpp` and `attention.cpp`. Flash and cuDNN attention take
 half-precision heads of up to 256 without a mask. Memory-efficient attention also takes float32 and masks. Both take
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from gpumem_exporter.training.planning import recurrent
 
 __all__ = ["cuda_rules"]
 
@@ -42,8 +44,8 @@ _LARGEST_FLASH_HEAD = 256
 
 
 @contextmanager
-def cuda_rules(attention_kernel: str) -> Iterator[None]:
-    """Make CPU tensors follow CUDA's rules within the context."""
+def cuda_rules(attention_kernel: str, convolution: str) -> Iterator[None]:
+    """Make CPU tensors follow CUDA's rules within the context. `convolution` is `cudnn`, or `native` without cuDNN."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in _rules_of("AutocastCPU") - _rules_of("AutocastCUDA"):
@@ -52,6 +54,10 @@ def cuda_rules(attention_kernel: str) -> Iterator[None]:
             _register(library, name, _in_float32)
         for name in _FLOAT32_DTYPE:
             _register(library, name, _with_float32_dtype)
+        for name in recurrent.LOWER_PRECISION:
+            _register(library, name, _in_lower_precision)
+        for name, rule in recurrent.rules(cudnn=convolution == "cudnn").items():
+            library.impl(name, rule, "AutogradCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("linear", _linear, "AutogradCPU")
         if hasattr(torch.ops.aten, "_fused_rms_norm"):
@@ -78,9 +84,20 @@ def _register(library: Any, name: str, make: Callable[[Any], Callable[..., Any]]
 
 
 def _in_float32(operator: Any) -> Callable[..., Any]:
+    return _cast(operator, lambda: torch.float32, _HALF)
+
+
+def _in_lower_precision(operator: Any) -> Callable[..., Any]:
+    return _cast(operator, lambda: torch.get_autocast_dtype("cpu"), (torch.float32,))
+
+
+def _cast(operator: Any, target: Callable[[], torch.dtype], sources: tuple[torch.dtype, ...]) -> Callable[..., Any]:
+    def cast(value: Any) -> Any:
+        return value.to(target()) if isinstance(value, Tensor) and value.dtype in sources else value
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-            return operator(*tree_map(_to_float32, args), **tree_map(_to_float32, kwargs))
+            return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
 
     return run
 
@@ -100,12 +117,6 @@ def _without_dtype(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the positional arguments before `dtype`."""
     names = [argument.name for argument in operator._schema.arguments]
     return args[: names.index("dtype")]
-
-
-def _to_float32(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype in _HALF:
-        return value.to(torch.float32)
-    return value
 
 
 def _attention(kernel: str) -> Callable[..., Tensor]:

@@ -92,6 +92,7 @@ class Job:
         targets: the arguments of the loss after the model's output.
         loss: one of LOSSES, or a callable of the output and the targets. `auto` uses an output that is one number or
             has a `loss`; otherwise `cross_entropy` for integer targets, `mse` for others, and `mean` without targets.
+            An output whose `loss` is None needs targets.
         optimizer: one of OPTIMIZERS, or a callable of the parameters.
         optimizer_options: keyword arguments of the optimizer, such as `fused=True` or `momentum=0.9`.
         precision: one of PRECISIONS.

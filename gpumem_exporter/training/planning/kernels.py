@@ -80,6 +80,10 @@ def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -
         return ((LT_WORKSPACE_BYTES if lt else BLAS_WORKSPACE_BYTES,),)
     if packet in (_aten.sum, _aten.mean):
         return _reduction(args[0], result, args[1] if len(args) > 1 else None)
+    if packet is _aten._thnn_fused_lstm_cell_backward_impl and result[2] is not None:
+        return _reduction(result[0], result[2], [0])
+    if packet is _aten._thnn_fused_gru_cell_backward and result[3] is not None:
+        return (*_reduction(result[0], result[3], [0]), *_reduction(result[1], result[4], [0]))
     if packet in _ONE_MORE:
         return ((args[0].numel() * args[0].element_size(),),)
     if packet is _aten._scaled_dot_product_efficient_attention_backward:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,9 +14,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.checkpointing.blocks import find_blocks, recomputed
+from gpumem_exporter.training.planning.failures import explain
 from gpumem_exporter.training.planning.job import Job
 
 _FEW_VALUES = 4096
@@ -22,11 +27,13 @@ __all__ = [
     "DTYPES",
     "Decoder",
     "checkpoint_blocks",
-    "convertible",
+    "eager",
     "gathered_bytes",
     "in_moving_order",
+    "is_compiled",
     "make_fake_mode",
     "make_model",
+    "without_values",
 ]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
@@ -41,13 +48,18 @@ def make_fake_mode() -> FakeTensorMode:
 
 
 @contextmanager
-def convertible() -> Iterator[None]:
-    """Let `Module.to`, `half` and `bfloat16` convert modules of fake tensors within the context.
+def without_values() -> Iterator[None]:
+    """Let PyTorch's code for modules run on tensors without values within the context.
 
-    PyTorch swaps fake parameters with `swap_tensors`, which refuses tensors with weak references. The fake mode has one
-    to each parameter. The context assigns the data instead, so that tied parameters stay tied.
+    `Module.to`, `half` and `bfloat16` swap fake parameters with `swap_tensors`, which refuses tensors with weak
+    references. The fake mode has one to each parameter. The context assigns the data instead, so that tied parameters
+    stay tied.
+
+    `nn.init.trunc_normal_` samples until all values are in its range. It reads values, and in memory that is not
+    initialized it never ends. The context skips it, as PyTorch does for meta tensors.
     """
     swap = torch.utils.swap_tensors
+    sample = nn.init._no_grad_trunc_normal_
 
     def assign(parameter: Tensor, converted: Tensor) -> None:
         if isinstance(parameter, FakeTensor):
@@ -56,23 +68,35 @@ def convertible() -> Iterator[None]:
             swap(parameter, converted)
 
     torch.utils.swap_tensors = assign
+    nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor
     try:
         yield
     finally:
         torch.utils.swap_tensors = swap
+        nn.init._no_grad_trunc_normal_ = sample
 
 
 def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
-    """Build the module in training mode. `mode` must not be active."""
+    """Build the module in training mode. `mode` must not be active.
+
+    Raises:
+        ConfigurationError: the factory fails, or returns something else.
+    """
     try:
-        with mode:
-            model = job.make_model()
-    except DataDependentOutputException:
-        # The factory reads values, for example with `.tolist()`: build the model in memory, then replace its tensors.
-        with _Uninitialized():
-            model = job.make_model()
-        if isinstance(model, nn.Module):
-            _replace(model, mode.from_tensor)
+        inspect.signature(job.make_model).bind()
+    except ValueError:
+        pass  # a callable of C without a signature
+    except TypeError as error:
+        raise ConfigurationError(
+            f"the model factory is called without arguments: {error}; write a function that takes none and returns the "
+            "model"
+        ) from error
+    try:
+        model = _built(job, mode)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"the model factory {explain(error, factory=True)}") from error
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
     with mode:
@@ -85,13 +109,64 @@ def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
     return model.train()
 
 
+def _built(job: Job, mode: FakeTensorMode) -> Any:
+    try:
+        with mode:
+            return job.make_model()
+    except DataDependentOutputException:
+        # The factory reads values, for example with `.tolist()`: build the model in memory, then replace its tensors.
+        with _Uninitialized():
+            model = job.make_model()
+        if isinstance(model, nn.Module):
+            _replace(model, mode.from_tensor)
+        return model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `torch.compile` was applied to the model, to a part of it, or to a `forward`."""
+    return any(
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or (
+            hasattr(module.forward, "_torchdynamo_orig_callable")
+            and not hasattr(module.forward, "_torchdynamo_disable")
+        )
+        for module in model.modules()
+    )
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Keep Dynamo from compiling the model, and the planner's functions that the model's operators call."""
+    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+        yield
+
+
 class _Uninitialized(TorchDispatchMode):
-    """Skips operators that fill large tensors: initial weights take most of the time, and no code reads them."""
+    """Skips operators that fill large tensors: initial weights take most of the time, and hardly any code reads them.
+
+    Reading a value that depends on a skipped operator raises DataDependentOutputException, because a loop that waits
+    for such a value may never end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unknown: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.endswith("_") and isinstance(args[0], Tensor) and args[0].numel() > _FEW_VALUES:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        skipped = func._schema.name.endswith("_") and isinstance(args[0], Tensor) and args[0].numel() > _FEW_VALUES
+        unknown = skipped or any(storage in self._unknown for storage in _storages((args, kwargs)))
+        if unknown and func is torch.ops.aten._local_scalar_dense.default:
+            raise DataDependentOutputException(func)
+        result = args[0] if skipped else func(*args, **(kwargs or {}))
+        if unknown:
+            self._unknown.update(_storages(result))
+        return result
+
+
+def _storages(values: Any) -> Iterator[Any]:
+    tensors = (value for value in tree_iter(values) if isinstance(value, Tensor) and value.layout is torch.strided)
+    return (tensor.untyped_storage() for tensor in tensors)
 
 
 def in_moving_order(module: nn.Module) -> list[nn.Module]:

@@ -23,17 +23,24 @@ class Target:
         devices: number of data-parallel processes.
         margin: the part of the device's free memory that the plan uses.
         multiple_of: batch sizes are multiples of this number.
+        batch: samples in one pass; None means the planner chooses.
     """
 
     effective_batch: int | None = None
     devices: int = 1
     margin: float = 0.85
     multiple_of: int = 1
+    batch: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.margin <= 1:
             raise ConfigurationError(f"invalid margin {self.margin}: it must be above 0 and at most 1")
-        values = {"devices": self.devices, "multiple of": self.multiple_of, "target": self.effective_batch}
+        values = {
+            "devices": self.devices,
+            "multiple of": self.multiple_of,
+            "target": self.effective_batch,
+            "batch": self.batch,
+        }
         for name, value in values.items():
             if value is not None and value < 1:
                 raise ConfigurationError(f"invalid {name} {value}: it must be at least 1")
@@ -64,7 +71,7 @@ class Plan(ShownAsText):
         source: `model`, `profile` (measured on a device) or `description`.
         margin: the part of the device's free memory that the plan uses.
         largest_batch: the largest batch size that fits; 0 if not even one sample fits.
-        batch: the batch size to train with: the largest, or a smaller one that reaches the target.
+        batch: the batch size to train with: the requested one, the largest, or a smaller one that reaches the target.
         accumulation: backward passes before each optimizer step.
         target_effective_batch: the requested effective batch over all devices; None if none was requested.
         devices: number of data-parallel processes.
@@ -74,6 +81,7 @@ class Plan(ShownAsText):
             allocator's rounding and cache.
         highest: the peak of each kind of memory, reached at different times. Empty if only the total is known.
         changes: changes of the job that save memory, and their effects.
+        notes: what the job does on a device and the plan leaves out.
     """
 
     source: str
@@ -89,11 +97,12 @@ class Plan(ShownAsText):
     breakdown: Mapping[str, int]
     highest: Mapping[str, int] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
-        """Whether any batch size fits."""
-        return self.largest_batch > 0
+        """Whether the batch size fits."""
+        return self.batch <= self.largest_batch
 
     @property
     def effective_batch(self) -> int:
@@ -136,6 +145,8 @@ def accumulate(largest_batch: int, target: Target) -> tuple[int, int]:
     The result reaches the target exactly if that takes less than twice the minimum number of passes. Otherwise it has
     the minimum number of passes and slightly exceeds the target.
     """
+    if target.batch is not None:
+        return target.batch, 1
     if target.effective_batch is None or largest_batch < 1:
         return max(1, largest_batch), 1
     share = -(-target.effective_batch // target.devices)

@@ -13,7 +13,7 @@ from gpumem_exporter.training.planning.job import Job, TensorSpec, parse_tensor
 from gpumem_exporter.training.planning.plan import Change, Plan, Target, accumulate
 from gpumem_exporter.training.planning.progress import Progress
 from gpumem_exporter.training.planning.search import Sizing
-from gpumem_exporter.training.planning.worker import run_in_worker
+from gpumem_exporter.training.planning.worker import TIMEOUT_SECONDS, run_in_worker
 
 __all__ = ["plan", "plan_description", "plan_in_worker", "plan_job", "profile_in_worker"]
 
@@ -32,9 +32,12 @@ def plan(
     convolution: str = "cudnn",
     loop: str = "script",
     target_effective_batch: int | None = None,
+    batch: int | None = None,
+    accumulation: int = 1,
     devices: int = 1,
     margin: float = 0.85,
     changes: bool = True,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Plan:
     """Plan the training of a model, without a GPU and without the memory that the training needs.
 
@@ -54,13 +57,16 @@ def plan(
         convolution: cudnn or native.
         loop: `script` keeps the model's output through the backward pass, `trainer` drops it before.
         target_effective_batch: samples in one optimizer step, over all devices.
+        batch: samples in one pass. By default the planner chooses.
+        accumulation: backward passes before each optimizer step.
         devices: number of data-parallel processes.
         margin: the part of the device's free memory to plan with.
         changes: also plan the job with changes that save memory. Takes a few times longer.
+        timeout_seconds: the time limit of the plan.
 
     Raises:
-        ConfigurationError: an argument is invalid, or the model fails on tensors without values. The cause of the
-            error has the traceback.
+        ConfigurationError: an argument is invalid, the model fails on tensors without values, or the time limit has
+            passed. The cause of the error has the traceback.
     """
     job = Job(
         make_model,
@@ -72,9 +78,11 @@ def plan(
         precision,
         attention,
         convolution,
+        accumulation,
         loop=loop,
     )
-    return plan_in_worker(job, _gpu(gpu), Target(target_effective_batch, devices, margin), changes=changes)
+    target = Target(target_effective_batch, devices, margin, batch=batch)
+    return plan_in_worker(job, _gpu(gpu), target, changes=changes, timeout_seconds=timeout_seconds)
 
 
 def plan_description(
@@ -85,7 +93,9 @@ def plan_description(
     devices: int = 1,
     margin: float = 0.85,
     multiple_of: int = 1,
+    batch: int | None = None,
     changes: bool = True,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     **options: Any,
 ) -> Plan:
     """Plan a decoder-only transformer from its description; `options` are those of Job, all others those of `plan`.
@@ -93,41 +103,65 @@ def plan_description(
     Raises:
         ConfigurationError: an argument is invalid.
     """
-    target = Target(target_effective_batch, devices, margin, multiple_of)
-    return plan_in_worker(description.job(**options), _gpu(gpu), target, source="description", changes=changes)
+    target = Target(target_effective_batch, devices, margin, multiple_of, batch)
+    job = description.job(**options)
+    return plan_in_worker(
+        job, _gpu(gpu), target, source="description", changes=changes, timeout_seconds=timeout_seconds
+    )
 
 
-def plan_in_worker(job: Job, gpu: Gpu, target: Target, *, source: str = "model", changes: bool = True) -> Plan:
+def plan_in_worker(
+    job: Job,
+    gpu: Gpu,
+    target: Target,
+    *,
+    source: str = "model",
+    changes: bool = True,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Plan:
     """Run `plan_job` in a fresh interpreter. The job must be picklable."""
-    return run_in_worker(plan_job, job, gpu, target, source=source, changes=changes)
+    _check(job, target)
+    return run_in_worker(plan_job, job, gpu, target, source=source, changes=changes, timeout_seconds=timeout_seconds)
 
 
-def profile_in_worker(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
+def profile_in_worker(
+    job: Job, gpu: Gpu, target: Target, *, batch: int, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Plan:
     """Run `profile.profile_job` in a fresh interpreter, which uses the first GPU."""
-    return run_in_worker(_profile, job, gpu, target, batch=batch, uses_cuda=True)
+    _check(job, target)
+    return run_in_worker(_profile, job, gpu, target, batch=batch, uses_cuda=True, timeout_seconds=timeout_seconds)
 
 
-def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
+def _check(job: Job, target: Target) -> None:
+    if target.effective_batch is not None and (target.batch is not None or job.accumulation > 1):
+        raise ConfigurationError("a target effective batch determines batch and accumulation: give either it or them")
+
+
+def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int, progress: Progress) -> Plan:
     from gpumem_exporter.training.planning.profile import profile_job  # imports torch, which the caller does not need
 
-    return profile_job(job, gpu, target, batch=batch)
+    return profile_job(job, gpu, target, batch=batch, notify=progress.of("measuring the job"))
 
 
-def plan_job(job: Job, gpu: Gpu, target: Target, *, source: str = "model", changes: bool = True) -> Plan:
+def plan_job(
+    job: Job,
+    gpu: Gpu,
+    target: Target,
+    *,
+    source: str = "model",
+    changes: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
     """Plan a job in this process, whose CPU tensors follow CUDA's rules during the call.
 
     Raises:
         ConfigurationError: the model fails on tensors without values.
     """
-    with Progress() as progress:
-        return _planned(job, gpu, target, source, changes, progress)
-
-
-def _planned(job: Job, gpu: Gpu, target: Target, source: str, changes: bool, progress: Progress) -> Plan:
+    progress = progress or Progress()
     limit_bytes = int(gpu.free_bytes * target.margin)
     sizing, largest = _largest(job, limit_bytes, target, progress)
     batch, accumulation = accumulate(largest, target)
-    peaks, trace = sizing.peaks(batch, gpu.free_bytes if largest else None), sizing.trace(batch)
+    peaks, trace = sizing.peaks(batch, gpu.free_bytes if batch <= largest else None), sizing.trace(batch)
     at_peak = trace.peak()
     return Plan(
         source=source,
@@ -143,16 +177,17 @@ def _planned(job: Job, gpu: Gpu, target: Target, source: str, changes: bool, pro
         breakdown={**at_peak, "overhead": max(0, peaks.reserved_bytes - sum(at_peak.values()))},
         highest=trace.highs(),
         changes=tuple(_changes(sizing, batch, limit_bytes, target, progress)) if changes else (),
+        notes=trace.notes,
     )
 
 
 def _largest(job: Job, limit_bytes: int, target: Target, progress: Progress) -> tuple[Sizing, int]:
     """Return the largest batch size within a limit, and the sizing of the job that reaches the target with it."""
-    sizing = Sizing(job, progress.of("the job"))
-    largest = sizing.largest(limit_bytes, target.multiple_of)
-    if target.effective_batch is None or job.accumulation > 1 or largest * target.devices >= target.effective_batch:
-        return sizing, largest
     # Gradients that stay between passes leave less memory. More than two passes need the same memory as two.
+    sizing = Sizing(replace(job, accumulation=min(2, job.accumulation)), progress.of("the job"))
+    largest = sizing.largest(limit_bytes, target.multiple_of)
+    if target.effective_batch is None or largest * target.devices >= target.effective_batch:
+        return sizing, largest
     sizing = Sizing(replace(job, accumulation=2), progress.of("the job with accumulation"))
     return sizing, sizing.largest(limit_bytes, target.multiple_of)
 
@@ -181,7 +216,7 @@ def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target, progres
     sizings.append((f"sharding over {shards}", base.sharded(shards), note))
     for name, sizing, cost in sizings:
         try:
-            largest = sizing.largest(limit_bytes, target.multiple_of)
+            largest = sizing.largest(limit_bytes, target.multiple_of, recorded=False)
             yield Change(name, sizing.peaks(batch).reserved_bytes, largest, cost)
         except ConfigurationError as error:
             yield Change(name, None, None, str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,10 +31,11 @@ class _Measured(NamedTuple):
     shares: dict[str, int]
 
 
-def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
+def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int, notify: Callable[[int], None]) -> Plan:
     """Plan by the line through two measurements on cuda:0: at a batch size and at half of it.
 
-    Uses CUDA and resets the peak statistics of this process.
+    Uses CUDA and resets the peak statistics of this process. `notify` is called with a batch size before it is
+    measured.
 
     Raises:
         ConfigurationError: there is no CUDA, or the measured batch does not fit.
@@ -46,7 +48,7 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
         raise ConfigurationError(f"invalid batch {batch}: it must be at least 2, because half of it is measured too")
     accumulating = replace(job, accumulation=2) if target.effective_batch is not None else job
     try:
-        small, large = _measure(accumulating, batch // 2), _measure(accumulating, batch)
+        small, large = (_measure(accumulating, size, notify) for size in (batch // 2, batch))
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(f"batch {batch} does not fit: measure a smaller one with --batch") from error
     span = batch - batch // 2
@@ -101,7 +103,8 @@ def _bytes(tensors: Any) -> int:
     return sum(storages.values())
 
 
-def _measure(job: Job, batch: int) -> _Measured:
+def _measure(job: Job, batch: int, notify: Callable[[int], None]) -> _Measured:
+    notify(batch)
     torch.cuda.init()
     gc.collect()
     torch.cuda.empty_cache()

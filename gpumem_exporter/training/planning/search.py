@@ -1,4 +1,4 @@
-"""Searches for the largest batch size that fits, with two traces and the line through them."""
+"""Searches for the largest batch size that fits, with two traces, the line through them, and a third trace."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = ["Sizing"]
 
 LARGEST = 1 << 20
 _NEAR = 4
+_LINES = 4
 _TRIES = 24
 _SPREAD = ("parameters", "gradients", "optimizer")
 
@@ -29,17 +30,17 @@ class Sizing:
         self.job = job
         self._notify = notify
         self._traces: dict[int, Trace] = {}
-        self._line: Line | None = None
 
     def trace(self, batch: int) -> Trace:
-        """Return the allocations of the job at a batch size: recorded, or from a line through two recorded traces.
+        """Record the allocations of the job at a batch size; each size is recorded once.
 
         Raises:
             ConfigurationError: the job's code fails.
         """
-        if batch not in self._traces and self._line is not None:
-            return self._line.at(batch)
-        return self._recorded(batch)
+        if batch not in self._traces:
+            self._notify(batch)
+            self._traces[batch] = self._make(batch)
+        return self._traces[batch]
 
     @cached_property
     def gathered_bytes(self) -> int:
@@ -56,32 +57,32 @@ class Sizing:
         """Return the peaks on a device with this number of free bytes; None means unlimited."""
         return replay(self.trace(batch), free_bytes)
 
-    def largest(self, limit_bytes: int, multiple_of: int = 1) -> int:
+    def largest(self, limit_bytes: int, multiple_of: int = 1, *, recorded: bool = True) -> int:
         """Return the largest batch size that runs within the limit; 0 if no size does.
 
         A size fits even if the allocator has to flush its cache. The second trace is at the size that the first one
-        suggests, so that the line through both is exact where it matters. If the two traces have different events, the
-        search records a trace for each size that it tries.
+        suggests, so that the line through both is close where it matters. The trace at the size that the line suggests
+        confirms it, unless `recorded` is false. Otherwise the next line goes through that trace. If two traces have
+        different events, the search records a trace for each size that it tries.
         """
         near = _NEAR * multiple_of
-        guess = _reach(proportional(self._recorded(near), near), limit_bytes, multiple_of, _NEAR)
+        guess = _reach(proportional(self.trace(near), near), limit_bytes, multiple_of, _NEAR)
         far = guess * multiple_of if guess != _NEAR else 2 * near
-        self._line = blend(self._recorded(near), near, self._recorded(far), far)
-        if self._line is not None:
-            return _largest(self._line, limit_bytes, multiple_of, guess) * multiple_of
+        for _ in range(_LINES):
+            line = blend(self.trace(near), near, self.trace(far), far)
+            if line is None:
+                break
+            largest = _largest(line, limit_bytes, multiple_of, far // multiple_of) * multiple_of
+            if not (largest and recorded) or _fits(self.trace(largest), limit_bytes):
+                return largest
+            far = largest
         search = Bisection(guess, max(1, LARGEST // multiple_of))
         for _ in range(_TRIES):
             units = search.next()
             if units is None:
                 break
-            search.record(units, fits=_fits(self._recorded(units * multiple_of), limit_bytes))
+            search.record(units, fits=_fits(self.trace(units * multiple_of), limit_bytes))
         return search.fits * multiple_of
-
-    def _recorded(self, batch: int) -> Trace:
-        if batch not in self._traces:
-            self._notify(batch)
-            self._traces[batch] = self._make(batch)
-        return self._traces[batch]
 
     def _make(self, batch: int) -> Trace:
         from gpumem_exporter.training.planning.simulation import trace_job

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,17 +29,20 @@ from gpumem_exporter.training.planning.in_place import InPlace
 from gpumem_exporter.training.planning.job import Job
 from gpumem_exporter.training.planning.kernels import prepare, temporaries
 from gpumem_exporter.training.planning.model import (
-    convertible,
+    eager,
     gathered_bytes,
     in_moving_order,
+    is_compiled,
     make_fake_mode,
     make_model,
+    without_values,
 )
 from gpumem_exporter.training.planning.stepping import Watch, train
 from gpumem_exporter.training.planning.trace import Mark, Trace
 
 __all__ = ["STEPS", "Tracer", "gathered", "move", "quiet", "trace_job"]
 
+COMPILED = "torch.compile: the plan is for eager execution, whose activations and temporaries differ"
 STEPS = 3
 """The first step creates the optimizer state, the second the final state of the cache. The third repeats the second."""
 
@@ -125,11 +129,11 @@ def trace_job(job: Job, batch: int) -> Trace:
     Raises:
         ConfigurationError: the job's own code failed.
     """
-    trace, starts = _run(job, batch, STEPS - 1)
+    trace, starts, notes = _run(job, batch, STEPS - 1)
     repeated = trace.repeated(starts[-2], starts[-1])
     if repeated is None:
-        repeated, _ = _run(job, batch, STEPS)
-    return repeated.ordered()
+        repeated, _, _ = _run(job, batch, STEPS)
+    return replace(repeated.ordered(), notes=notes)
 
 
 def gathered(job: Job) -> int:
@@ -138,22 +142,26 @@ def gathered(job: Job) -> int:
     Raises:
         ConfigurationError: the model cannot be built.
     """
-    with quiet("the job's model"), convertible():
+    with quiet("the job's model"), without_values():
         return gathered_bytes(make_model(job, make_fake_mode()))
 
 
-def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark]]:
-    """Run a job for a few steps, and return the trace with the start of each step and the last one's end."""
+def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark], tuple[str, ...]]:
+    """Run a job for a few steps.
+
+    Returns the trace, the start of each step with the last one's end, and what the trace leaves out.
+    """
     tracer = Tracer(job.convolution)
-    with quiet(f"the job at batch size {batch}"), convertible():
+    with quiet(f"the job at batch size {batch}"), without_values():
         mode = make_fake_mode()
         model = make_model(job, mode)
-        with mode, cuda_rules(job.attention), tracer:
+        notes = (COMPILED,) if is_compiled(model) else ()
+        with eager(), mode, cuda_rules(job.attention, job.convolution), tracer:
             move(model, tracer)
             watch = _Kinds(tracer)
             train(job, model, batch, steps, "cpu", watch)
     # Without the frees of the remaining tensors, which the tracer records from here on.
-    return tracer.trace.until(watch.starts[-1]), watch.starts
+    return tracer.trace.until(watch.starts[-1]), watch.starts, notes
 
 
 @contextmanager

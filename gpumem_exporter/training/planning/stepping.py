@@ -84,6 +84,11 @@ def _loss(job: Job, output: Any, targets: Sequence[Tensor]) -> Tensor:
     if kind == "auto":
         if isinstance(getattr(output, "loss", None), Tensor):
             return _number(output.loss)
+        if hasattr(output, "loss") and not targets:
+            raise ConfigurationError(
+                f"the model returns a {type(output).__name__} without a loss: add the input from which it computes the "
+                "loss, such as --input labels=int64[B,512], or choose --loss mean"
+            )
         kind = _default_loss(output, targets)
     if kind == "output":
         return _number(output)

@@ -33,6 +33,8 @@ class Trace:
     sizes: list[int] = field(default_factory=lambda: [0])
     """The requested bytes of each allocation; index 0 is unused."""
     kinds: list[str] = field(default_factory=lambda: ["temporaries"])
+    notes: tuple[str, ...] = ()
+    """What the job does on a device and the trace leaves out."""
 
     def allocate(self, size_bytes: int, kind: str) -> int:
         """Record an allocation and return its number."""

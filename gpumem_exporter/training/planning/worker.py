@@ -16,15 +16,24 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
 from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.training.planning.progress import Progress
 
-__all__ = ["WorkerError", "main", "named", "run_in_worker"]
+__all__ = ["TIMEOUT_SECONDS", "WorkerError", "main", "named", "place", "run_in_worker"]
+
+TIMEOUT_SECONDS = 600.0
+"""The default time limit of a plan. Plans of models with billions of parameters take about a minute."""
+_LONGEST_SECONDS = 1_000_000
+_GRACE_SECONDS = 30.0
+"""The time that the worker has to start, and to end itself after the time limit, before it is killed."""
 
 _Result = TypeVar("_Result")
 _START = (
@@ -81,36 +90,51 @@ class _Outcome:
 
 
 def run_in_worker(
-    function: Callable[..., _Result], /, *arguments: Any, uses_cuda: bool = False, **options: Any
+    function: Callable[..., _Result],
+    /,
+    *arguments: Any,
+    uses_cuda: bool = False,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    **options: Any,
 ) -> _Result:
     """Call a function of the planner in a fresh interpreter, and return its result.
 
     Args:
-        function: a module-level function.
+        function: a module-level function. It also receives the worker's `progress`.
         arguments: the arguments of the function; pickled, with cloudpickle if pickle fails.
         uses_cuda: let the worker see the GPUs.
+        timeout_seconds: the time limit of the worker, with its imports.
         options: keyword arguments of the function.
 
     Raises:
-        ConfigurationError: the function raised one, the arguments cannot be pickled, or the worker was killed.
+        ConfigurationError: the function raised one, the arguments cannot be pickled, the worker was killed, or the
+            time limit has passed.
         RuntimeError: the function raised another error. The cause of either error is a WorkerError.
     """
     if _in_worker:
         raise ConfigurationError(
             "the planner imports this script to find the model: call training.plan under `if __name__ == '__main__':`"
         )
+    if not 0 < timeout_seconds <= _LONGEST_SECONDS:
+        raise ConfigurationError(
+            f"invalid timeout {timeout_seconds:g}: it must be above 0 s and at most {_LONGEST_SECONDS} s"
+        )
     setup = _Setup.of_this_process()
     call = _dump((function, arguments, options), setup)
     environment = {**os.environ, "GPUMEM_DISABLED": "1"}
     if not uses_cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    ended = subprocess.run(  # noqa: S603 - this interpreter; KeyboardInterrupt and other exceptions kill the worker
-        [sys.executable, "-c", _START],
-        input=pickle.dumps(sys.path) + pickle.dumps(setup) + call,
-        stdout=subprocess.PIPE,
-        env=environment,
-        check=False,
-    )
+    try:
+        ended = subprocess.run(  # noqa: S603 - this interpreter; KeyboardInterrupt and other exceptions kill the worker
+            [sys.executable, "-c", _START],
+            input=b"".join(map(pickle.dumps, (sys.path, timeout_seconds, setup))) + call,
+            stdout=subprocess.PIPE,
+            env=environment,
+            check=False,
+            timeout=timeout_seconds + _GRACE_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(f"no plan after {timeout_seconds:g} s, and the planner's process hung") from error
     if not ended.stdout:
         code = ended.returncode
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -190,12 +214,39 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker without a traceback
     with os.fdopen(os.dup(1), "wb") as results:
         os.dup2(2, 1)
-        results.write(pickle.dumps(_serve(sys.stdin.buffer)))
+        timeout_seconds: float = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
+
+        def expire(step: str) -> None:
+            results.write(pickle.dumps(_expired(timeout_seconds, step)))
+            results.flush()
+            os._exit(0)
+
+        with Progress(timeout_seconds, expire) as progress:
+            outcome = _serve(sys.stdin.buffer, progress)
+        results.write(pickle.dumps(outcome))
 
 
-def _serve(requests: IO[bytes]) -> _Outcome:
+def place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the file and line of the last frame outside PyTorch and the planner."""
+    torch = sys.modules.get("torch")
+    own = [str(Path(__file__).parents[2]), *([str(Path(torch.__file__).parent)] if torch and torch.__file__ else [])]
+    outside = [frame for frame in frames if not frame.filename.startswith((*own, "<"))] or frames
+    return f"{outside[-1].filename}:{outside[-1].lineno}"
+
+
+def _expired(timeout_seconds: float, step: str) -> _Outcome:
+    """Describe where the main thread is after the time limit."""
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    error = (
+        f"no plan after {timeout_seconds:g} s, at {place(frames)} in {step}; allow more time with --timeout SECONDS, "
+        "or plan less with --no-changes"
+    )
+    return _Outcome(error=error, traceback="".join(traceback.format_list(frames)))
+
+
+def _serve(requests: IO[bytes], progress: Progress) -> _Outcome:
     try:
-        return _Outcome(_call(requests))
+        return _Outcome(_call(requests, progress))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the caller raises it
         trace = "".join(traceback.format_exception(error.__cause__ or error))
         if isinstance(error, ConfigurationError):
@@ -203,7 +254,7 @@ def _serve(requests: IO[bytes]) -> _Outcome:
         return _Outcome(error=f"{type(error).__name__}: {error}", traceback=trace, expected=False)
 
 
-def _call(requests: IO[bytes]) -> Any:
+def _call(requests: IO[bytes], progress: Progress) -> Any:
     if importlib.util.find_spec("torch") is None:
         raise ConfigurationError("the planner runs the model in PyTorch, which is not installed")
     import torch
@@ -213,6 +264,7 @@ def _call(requests: IO[bytes]) -> Any:
         torch.set_default_dtype(setup.torch["dtype"])
         torch.backends.cuda.enable_flash_sdp(setup.torch["flash"])
         torch.backends.cuda.enable_mem_efficient_sdp(setup.torch["efficient"])
+    progress.step("importing the job")
     try:
         function, arguments, options = _Unpickler(io.BytesIO(requests.read()), setup).load()
     except ConfigurationError:
@@ -220,7 +272,7 @@ def _call(requests: IO[bytes]) -> Any:
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}"
         raise ConfigurationError(f"the planner's process cannot load the job: {text}") from error
-    return function(*arguments, **options)
+    return function(*arguments, progress=progress, **options)
 
 
 class _Unpickler(pickle.Unpickler):

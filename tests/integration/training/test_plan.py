@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.support.torch_release import with_the_planners_kernels
 
 MIB = 1 << 20
 MODEL = """
-import torch
+import types, torch
 from torch import nn
 
 def make():
@@ -49,8 +50,77 @@ class Reading(nn.Module):
 def sparse():
     return nn.Embedding(512, 8, sparse=True)
 
+class Recurrent(nn.LSTM):
+    def __init__(self):
+        super().__init__(512, 64)
+
 def broken():
-    raise RuntimeError("no weights here")
+    raise RuntimeError("no weights here")  # line 40
+
+def of_width(width):
+    return nn.Linear(512, width)
+
+def out_of_range(count):
+    return torch.full((count,), 1e30)
+
+class Truncated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        rates = [x.item() for x in torch.linspace(0, 0.1, 3)]
+        self.weight = nn.Parameter(nn.init.trunc_normal_(out_of_range(8192)))
+
+    def forward(self, x):
+        return x.sum() * self.weight
+
+class Sampled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        values = out_of_range(8192)
+        while (values > 2).any():  # line 61
+            values.normal_()
+
+class OnCuda(Reading):
+    def forward(self, x):
+        return self.layer(x.to("cuda"))  # line 66
+
+class Kernel(Reading):
+    def forward(self, x):
+        import triton
+
+        @triton.jit
+        def doubled(x):
+            pass
+
+        doubled[(1,)](self.layer(x))
+
+class Flexible(Reading):
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        x = self.layer(x).view(-1, 4, 8, 16)
+        return flex_attention(x, x, x)
+
+class Quantized(Reading):
+    def forward(self, x):
+        import bitsandbytes
+
+        return bitsandbytes.quantize(x)
+
+class Unlabeled(Reading):
+    def forward(self, x):
+        return types.SimpleNamespace(loss=None, logits=self.layer(x))
+
+class Compiled(Reading):
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(*[self.layer(x).view(-1, 4, 8, 16)] * 3)
+
+def compiled():
+    return torch.compile(Compiled())
+
+def compiled_in_place():
+    model = nn.Sequential(Compiled())
+    model[0].compile()
+    return model
 """
 
 # One process runs all scenes, and plans in the same process, because importing torch takes most of the time.
@@ -66,10 +136,11 @@ from gpumem_exporter import training
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.training.planning import planner, simulation
 from gpumem_exporter.training.planning.job import OPTIMIZERS, Job, parse_tensor
+from gpumem_exporter.training.planning.progress import Progress
 
-def in_this_process(*call, uses_cuda=False, **options):
+def in_this_process(*call, uses_cuda=False, timeout_seconds, **options):
     function, *arguments = pickle.loads(pickle.dumps(call))
-    return function(*arguments, **options)
+    return function(*arguments, progress=Progress(), **options)
 
 planner.run_in_worker = in_this_process
 result = {}
@@ -94,9 +165,19 @@ run("nothing", *small)
 run("no module", "nowhere:make", *small, "--input", one)
 run("no callable", "mine:take", *small, "--input", one)
 run("broken", "mine:broken", *small, "--input", one)
+run("factory's argument", "mine:of_width", *small, "--input", one)
+run("sampled", "mine:Sampled", *small, "--input", one)
+for scene in ("OnCuda", "Kernel", "Flexible", "Quantized", "Unlabeled"):
+    run(scene, "mine:" + scene, *small, "--input", one)
+run("compiled", "mine:compiled", *small, "--input", one, "--no-changes")
 run("no input", "mine:make", *small)
+run("fixed", *job, "--gpu", "2GiB", "--no-changes", "--json", "--batch", "64", "--accumulation", "16")
+run("fixed, too large", *job, "--gpu", "2GiB", "--no-changes", "--json", "--batch", "1000000")
+run("fixed and a target", *job, *small, "--batch", "64", "--target-effective-batch", "128")
+run("batch", *job, *small, "--batch", "0")
 run("reads a value", "mine:Reading", *small, "--input", one)
 run("sparse", "mine:sparse", *small, "--input", "int64[B,4]", "--loss", "mean", "--optimizer", "sparseadam")
+run("recurrent", "mine:Recurrent", *small, "--input", "float32[B,8,512]")
 run("other argument", "mine:make", *small, "--input", "tokens=" + one)
 run("wrong input", "mine:make", *small, "--input", "float32[B,511]")
 run("margin", *job, *small, "--margin", "1.5")
@@ -111,6 +192,10 @@ plans = [
     training.plan(mine.tied, precision="pure-bf16", **sequences),
     training.plan(mine.by_values, "float32[B,8]", "1GiB", optimizer="sgd", changes=False),
 ]
+inputs = dict(inputs=one, gpu="1GiB", optimizer="sgd", changes=False)
+result["truncated"] = training.plan(mine.Truncated, **inputs).breakdown["parameters"]
+result["notes"] = [training.plan(make, **inputs).notes for make in (mine.compiled, mine.compiled_in_place, mine.make)]
+result["frames of Dynamo"] = dict(torch._dynamo.utils.counters["frames"])
 converted = training.plan(mine.converted, "bfloat16[B,8]", "1GiB", optimizer="sgd", changes=False)
 result["converted"] = converted.breakdown["parameters"]
 
@@ -151,6 +236,12 @@ with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
     code = main(words)
 result = code, out.getvalue(), err.getvalue()
 """
+# Stands in for the package, which needs a GPU.
+QUANTIZATION = """
+def quantize(x):
+    return x.data_ptr() + "no text"
+"""
+_NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 CONFIG = "loader:\n  batch: 8   # a device\naccumulation: 1\n"
 PARAMETERS = 4 * 4 * (512 * 512 + 512)  # bytes of mine.make()
 
@@ -160,6 +251,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("plan")
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "mine.py").write_text(MODEL)
+    (folder / "bitsandbytes.py").write_text(QUANTIZATION)
     with TorchProcess(None) as process:
         results: dict[str, Any] = process.exec(SCENES, folder=str(folder), timeout_seconds=110)
     return results
@@ -201,12 +293,31 @@ def test_the_table_names_changes_and_says_if_a_job_does_not_fit(scenes: dict[str
         ("nothing", "--layers"),
         ("no module", "'nowhere'"),
         ("no callable", "take"),
-        ("broken", "RuntimeError: no weights here"),
+        ("broken", "model factory fails: RuntimeError: no weights here"),
+        ("broken", "mine.py:40"),
+        ("factory's argument", "model factory"),
+        ("factory's argument", "'width'"),
+        ("sampled", "_local_scalar_dense"),
+        ("sampled", "mine.py:61"),
+        ("OnCuda", "mine.py:66"),
+        ("OnCuda", "x.to(self.weight.device)"),
+        pytest.param("Kernel", "Triton kernel doubled", marks=_NEEDS_TRITON),
+        ("Flexible", "FlexAttention"),
+        ("Quantized", "bitsandbytes"),
+        ("Quantized", "--profile"),
+        ("Unlabeled", "SimpleNamespace"),
+        ("Unlabeled", "--input labels="),
+        ("Unlabeled", "--loss mean"),
+        ("fixed and a target", "target effective batch"),
+        ("batch", "invalid batch 0"),
         ("no input", "--input"),
         ("reads a value", "_local_scalar_dense"),
         ("reads a value", "mine.py:30; plan from measured steps instead: --profile"),
         ("sparse", "sparse=False"),
         ("sparse", "--profile"),
+        ("recurrent", "torch.lstm runs in cuDNN"),
+        ("recurrent", "--convolution native"),
+        ("recurrent", "--profile"),
         ("other argument", "--input NAME=TENSOR"),
         ("wrong input", "RuntimeError"),
         ("margin", "1.5"),
@@ -225,6 +336,28 @@ def test_errors_are_one_line(scenes: dict[str, Any], scene: str, expected: str) 
 def test_models_that_copy_tie_or_read_values_can_be_planned(scenes: dict[str, Any]) -> None:
     numbers, tied, pure, valued = scenes["parameters"]
     assert (tied, pure, valued) == (4 * numbers, 2 * numbers, 4 * 72)
+
+
+def test_a_factory_that_samples_until_values_are_in_range_ends(scenes: dict[str, Any]) -> None:
+    assert scenes["truncated"] == 4 * 8192
+
+
+def test_a_requested_batch_is_planned_with_its_accumulation(scenes: dict[str, Any]) -> None:
+    fixed, best = (json.loads(scenes[scene][1]) for scene in ("fixed", "same as JSON"))
+    assert (fixed["batch"], fixed["accumulation"], fixed["effective_batch"]) == (64, 16, 1024)
+    assert fixed["fits"] is True
+    assert 64 < fixed["largest_batch"] < best["largest_batch"], "gradients live during the forward pass"
+    code, out, _ = scenes["fixed, too large"]
+    assert (code, json.loads(out)["fits"], json.loads(out)["batch"]) == (1, False, 1000000)
+
+
+def test_a_compiled_model_is_planned_as_eager_and_the_plan_says_so(scenes: dict[str, Any]) -> None:
+    whole, in_place, plain = scenes["notes"]
+    assert "torch.compile" in whole[0]
+    assert in_place == whole
+    assert plain == []
+    assert "torch.compile" in scenes["compiled"][1]
+    assert scenes["frames of Dynamo"] == {}, "Dynamo has not seen the planner's functions"
 
 
 def test_a_factory_may_convert_the_model(scenes: dict[str, Any]) -> None:

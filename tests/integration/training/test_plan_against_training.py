@@ -129,6 +129,84 @@ class Blocks(nn.Module):
 """
 
 
+RECURRENT = """
+import gc, pathlib, sys
+pathlib.Path(folder, "networks.py").write_text(model)
+sys.path.insert(0, folder)
+import networks
+from gpumem_exporter.training.planning.job import Job, parse_tensor
+from gpumem_exporter.training.planning.search import Sizing
+
+torch.backends.cudnn.enabled = False
+result = {}
+for name, precision in (("lstm", "fp32"), ("lstm", "bf16"), ("gru", "fp32"), ("rnn", "fp32"), ("cells", "fp32")):
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    model = getattr(networks, name)().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        x = torch.zeros(64, 12, 256).cuda()
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            out = model(x)
+            loss = out.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    real = torch.cuda.max_memory_reserved()
+    del model, optimizer, x, out, loss
+    job = Job(
+        getattr(networks, name), [parse_tensor("float32[B,12,256]")],
+        loss="mean", precision=precision, convolution="native",
+    )
+    result[name + " " + precision] = [Sizing(job).peaks(64).reserved_bytes, real]
+"""
+NETWORKS = """
+import torch
+from torch import nn
+
+class Network(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        return self.network(x)[0]
+
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.LSTMCell(256, 384), nn.GRUCell(384, 384)
+
+    def forward(self, x):
+        first, second, outputs = None, None, []
+        for step in x.unbind(1):
+            first = self.one(step, first)
+            second = self.two(first[0], second)
+            outputs.append(second)
+        return torch.stack(outputs, 1)
+
+def lstm():
+    return Network(nn.LSTM(256, 384, 2, batch_first=True, dropout=0.1, proj_size=128))
+
+def gru():
+    return Network(nn.GRU(256, 384, 2, batch_first=True, bidirectional=True))
+
+def rnn():
+    return Network(nn.RNN(256, 384, 2, batch_first=True))
+
+def cells():
+    return Cells()
+"""
+
+
+@with_the_planners_kernels
+def test_recurrent_networks_are_planned_as_cuda_runs_them_without_cudnn(tmp_path: Path, make_node: MakeNode) -> None:
+    with TorchProcess(make_node(devices=1)) as process:
+        peaks = process.exec(RECURRENT, folder=str(tmp_path), model=NETWORKS, timeout_seconds=110)
+    assert {name: planned for name, (planned, _) in peaks.items()} == {name: real for name, (_, real) in peaks.items()}
+
+
 @with_the_planners_kernels
 def test_a_sharded_plan_is_close_to_fully_shard(tmp_path: Path, make_node: MakeNode) -> None:
     with TorchProcess(make_node(devices=1)) as process:

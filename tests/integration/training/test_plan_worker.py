@@ -171,6 +171,30 @@ def test_closures_are_passed_on_by_cloudpickle(tmp_path: Path) -> None:
     assert out == f"{4 * (16 * 16 + 16)}\n", err
 
 
+ENDLESS_PLAN = ("-m", "gpumem_exporter", "plan", "endless:make", "--input", "float32[B]", "--gpu", "1GiB")
+
+
+def test_a_plan_has_a_time_limit_and_the_error_names_the_step_and_the_time(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    with start(tmp_path, *ENDLESS_PLAN, "--timeout", "0.1") as process:
+        out, err = process.communicate(timeout=patient(110))
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
+    for value in ("0.1 s", "importing PyTorch", "--timeout"):
+        assert value in err
+    assert not (tmp_path / "pid").exists()
+
+
+@pytest.mark.slow
+def test_the_error_of_the_time_limit_names_the_place_in_the_job(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    with start(tmp_path, *ENDLESS_PLAN, "--timeout", str(patient(10))) as process:
+        _, err = process.communicate(timeout=patient(110))
+    assert process.returncode == 2
+    for value in (f"{tmp_path}/endless.py:7 ", "run 1: the job, batch 4"):
+        assert value in err
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Child processes receive SIGINT even if the test run ignores it, as in the background of a shell."""
@@ -181,8 +205,7 @@ def interruptible() -> Iterator[None]:
 
 def test_an_interrupt_ends_the_worker_too(tmp_path: Path, interruptible: None) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS)
-    words = ("-m", "gpumem_exporter", "plan", "endless:make", "--input", "float32[B]", "--gpu", "1GiB")
-    with start(tmp_path, *words) as process:
+    with start(tmp_path, *ENDLESS_PLAN) as process:
         pid = tmp_path / "pid"
         wait_for(lambda: pid.exists() and pid.read_text(), "the factory", 60.0)
         process.send_signal(signal.SIGINT)

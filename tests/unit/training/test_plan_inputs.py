@@ -10,6 +10,7 @@ from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.description import Description
 from gpumem_exporter.training.planning.devices import Gpu, parse_bytes, parse_gpu
 from gpumem_exporter.training.planning.job import Job, TensorSpec, parse_tensor
+from gpumem_exporter.training.planning.worker import run_in_worker
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
@@ -79,6 +80,12 @@ def test_a_gpu_is_a_size_or_a_name_and_has_overhead() -> None:
 def test_a_job_with_an_unknown_option_is_rejected(field: str, value: str) -> None:
     with pytest.raises(ConfigurationError, match=value):
         Job(object, (TensorSpec("float32", ()),), **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+def test_an_invalid_time_limit_is_rejected(seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"{seconds:g}")):
+        run_in_worker(print, timeout_seconds=seconds)
 
 
 def test_an_inconsistent_description_is_rejected() -> None:
