@@ -78,6 +78,7 @@ class Dispatcher:
         call_later: calls a function after some seconds, so that actions expire in time. Without it, they expire when
             `expire` is called the next time.
         kept_actions: the number of finished actions that are kept.
+        hide_identities: name only the caller's processes in errors.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Dispatcher:
         before_release: Callable[[SubmittedAction], Awaitable[None]] | None = None,
         call_later: Callable[[float, Callable[[], None]], object] = lambda _seconds, _function: None,
         kept_actions: int = 1000,
+        hide_identities: bool = False,
     ) -> None:
         self._store = store
         self._allowed = allowed
@@ -103,6 +105,7 @@ class Dispatcher:
         self._limits = limits
         self._before_release = before_release
         self._call_later = call_later
+        self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
         self._polls = HeldPolls()
@@ -128,7 +131,7 @@ class Dispatcher:
         self._require_allowed(request.action)
         require_permission(requested_by, request)
         now = self._clock()
-        selection = select(request, requested_by, self._store.snapshot(now), now)
+        selection = select(request, requested_by, self._store.snapshot(now), now, hide_identities=self._hide_identities)
         # A dry run reaches no process, so it counts for its caller only.
         self._limits.take(requested_by.key, () if request.dry_run else selection.limit_keys())
         running = self._open(request, selection, requested_by)
