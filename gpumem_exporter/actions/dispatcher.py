@@ -30,7 +30,7 @@ from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, PartStat
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.permission import require_permission
-from gpumem_exporter.actions.registry import ActionRegistry
+from gpumem_exporter.actions.registry import MAX_UNDER_WAY, ActionRegistry
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.results import (
     TerminationTarget,
@@ -47,7 +47,7 @@ from gpumem_exporter.actions.targets import SelectedProcess, gpu_labels
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.errors import ActionNotAllowedError
+from gpumem_exporter.errors import ActionNotAllowedError, TooManyActionsError
 from gpumem_exporter.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
 
 __all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "SILENT_GRACE_SECONDS", "Dispatcher"]
@@ -133,6 +133,8 @@ class Dispatcher:
         now = self._clock()
         selection = select(request, requested_by, self._store.snapshot(now), now, hide_identities=self._hide_identities)
         # A dry run reaches no process, so it counts for its caller only.
+        if not request.dry_run:
+            self._require_room(requested_by, len(selection.reporting))
         self._limits.take(requested_by.key, () if request.dry_run else selection.limit_keys())
         running = self._open(request, selection, requested_by)
         self._actions.start(running, request, idempotency_key)
@@ -149,6 +151,11 @@ class Dispatcher:
         if action not in self._allowed:
             allowed = ", ".join(sorted(self._allowed)) or "none"
             raise ActionNotAllowedError(f"{action} is not allowed here; --action.allow has {allowed}")
+
+    def _require_room(self, caller: Caller, processes: int) -> None:
+        under_way = self._actions.under_way(caller.key)
+        if under_way and under_way + processes > MAX_UNDER_WAY:
+            raise TooManyActionsError(f"{caller.key} has running actions on {under_way} processes; cancel some", 1.0)
 
     def _open(self, request: ActionRequest, selection: Selection, requested_by: Caller) -> RunningAction:
         action = Action(

@@ -65,7 +65,8 @@ def select(
     reporting = Names.of(snapshot).reporting
     permitted = [(name, process) for name, process in reporting if may_act_on(caller, process, snapshot)]
     shown = permitted if hide_identities else reporting
-    _require_known(request, snapshot, permitted, shown)
+    if request.target.given():
+        _require_known(request, snapshot, permitted, shown)
     matching = tuple(select_reporting(request.target, snapshot))
     listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
     if not matching and not listed:
