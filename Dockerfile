@@ -1,6 +1,7 @@
 # The exporter: docker build -t gpumem-exporter . && docker run --rm -p 127.0.0.1:9844:9844 gpumem-exporter serve --demo
 # With GPUs it needs the NVIDIA container toolkit and the host's PID namespace: see docs/installation.md.
 
+# Pin it by digest with --build-arg PYTHON_IMAGE=python@sha256:…
 ARG PYTHON_IMAGE=python:3.13-slim-trixie
 
 FROM ${PYTHON_IMAGE} AS build

@@ -30,7 +30,7 @@ from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, PartStat
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.permission import require_permission
-from gpumem_exporter.actions.registry import ActionRegistry
+from gpumem_exporter.actions.registry import MAX_UNDER_WAY, ActionRegistry
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.results import (
     TerminationTarget,
@@ -47,7 +47,7 @@ from gpumem_exporter.actions.targets import SelectedProcess, gpu_labels
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.errors import ActionNotAllowedError
+from gpumem_exporter.errors import ActionNotAllowedError, TooManyActionsError
 from gpumem_exporter.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
 
 __all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "SILENT_GRACE_SECONDS", "Dispatcher"]
@@ -78,6 +78,7 @@ class Dispatcher:
         call_later: calls a function after some seconds, so that actions expire in time. Without it, they expire when
             `expire` is called the next time.
         kept_actions: the number of finished actions that are kept.
+        hide_identities: name only the caller's processes in errors.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Dispatcher:
         before_release: Callable[[SubmittedAction], Awaitable[None]] | None = None,
         call_later: Callable[[float, Callable[[], None]], object] = lambda _seconds, _function: None,
         kept_actions: int = 1000,
+        hide_identities: bool = False,
     ) -> None:
         self._store = store
         self._allowed = allowed
@@ -103,6 +105,7 @@ class Dispatcher:
         self._limits = limits
         self._before_release = before_release
         self._call_later = call_later
+        self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
         self._polls = HeldPolls()
@@ -128,8 +131,10 @@ class Dispatcher:
         self._require_allowed(request.action)
         require_permission(requested_by, request)
         now = self._clock()
-        selection = select(request, requested_by, self._store.snapshot(now), now)
+        selection = select(request, requested_by, self._store.snapshot(now), now, hide_identities=self._hide_identities)
         # A dry run reaches no process, so it counts for its caller only.
+        if not request.dry_run:
+            self._require_room(requested_by, len(selection.reporting))
         self._limits.take(requested_by.key, () if request.dry_run else selection.limit_keys())
         running = self._open(request, selection, requested_by)
         self._actions.start(running, request, idempotency_key)
@@ -146,6 +151,11 @@ class Dispatcher:
         if action not in self._allowed:
             allowed = ", ".join(sorted(self._allowed)) or "none"
             raise ActionNotAllowedError(f"{action} is not allowed here; --action.allow has {allowed}")
+
+    def _require_room(self, caller: Caller, processes: int) -> None:
+        under_way = self._actions.under_way(caller.key)
+        if under_way and under_way + processes > MAX_UNDER_WAY:
+            raise TooManyActionsError(f"{caller.key} has running actions on {under_way} processes; cancel some", 1.0)
 
     def _open(self, request: ActionRequest, selection: Selection, requested_by: Caller) -> RunningAction:
         action = Action(

@@ -192,6 +192,11 @@ class RunningAction:
         """Whether every part has a result."""
         return not self.commands and not self.terminations
 
+    @property
+    def size(self) -> int:
+        """The number of its parts and results."""
+        return len(self.commands) + len(self.terminations) + len(self.action.results)
+
     def start(self) -> None:
         """Record that a part has started. A repetition has no effect."""
         if self.action.state != ActionState.RUNNING.value:

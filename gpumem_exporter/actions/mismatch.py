@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
+from heapq import nlargest
+from itertools import islice
 
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.actions.targets import listed_pids, user_names, users_of
-from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 
 __all__ = ["known_names", "mismatch", "unknown_names"]
@@ -16,27 +17,41 @@ _MAX_SHOWN = 20
 _NOUNS = {"gpu": "GPU", "uuid": "UUID", "pid": "pid", "workload": "workload", "rank": "rank", "user": "user"}
 _SPELLED = ("uuid", "workload", "user")
 """The selectors whose values are words. A number has no nearest match that would help."""
+_MAX_COMPARED = 100
+"""The maximum number of known names that one unknown name is compared with, on the event loop."""
+_MAX_COMPARED_LENGTH = 64
+"""The number of characters of a name that are compared. The time of a comparison grows with their square."""
+_CANDIDATES = 3
+_SIMILAR = 0.6
 
-Reporting = Iterable[tuple[str, ReportingProcess]]
+Reporting = Sequence[tuple[str, ReportingProcess]]
+_Names = Mapping[str, Mapping[str, None]]
 
 
-def unknown_names(target: Target, known: Mapping[str, Iterable[str]], unreported: Iterable[str] = ()) -> str:
+def unknown_names(
+    target: Target,
+    known: Mapping[str, Iterable[str]],
+    unreported: Iterable[str] = (),
+    *,
+    shown: Mapping[str, Iterable[str]] | None = None,
+) -> str:
     """Return which names of a target no device and no process has; empty if all are known.
 
     Args:
         target: the target.
-        known: the names that exist, by selector. They are shown in this order.
+        known: the names that exist, by selector.
         unreported: the pids of processes that do not report, so that the action cannot reach them.
+        shown: the names that the text may contain, in this order; all known ones by default.
     """
-    listed = {selector: list(dict.fromkeys(names)) for selector, names in known.items()}
-    return "; ".join(_unknown(target, listed, frozenset(unreported)))
+    listed = {selector: dict.fromkeys(names) for selector, names in known.items()}
+    permitted = listed if shown is None else {selector: dict.fromkeys(names) for selector, names in shown.items()}
+    return "; ".join(_unknown(target, listed, permitted, frozenset(unreported)))
 
 
-def mismatch(target: Target, snapshot: Snapshot) -> str:
+def mismatch(target: Target, reporting: Reporting) -> str:
     """Describe why nothing matches a target, with the processes that it could select."""
-    reporting = Names.of(snapshot).reporting
     if not reporting:
-        return f"nothing matches {target.describe()}: no process reports to this exporter"
+        return f"nothing matches {target.describe()}: no process reports that could be shown"
     shown = [
         f"pid={name}"
         + (f" workload={process.report.process.workload}" if process.report.process.workload else "")
@@ -46,15 +61,17 @@ def mismatch(target: Target, snapshot: Snapshot) -> str:
     return f"nothing matches {target.describe()}; reporting processes: {_listing(shown, separator='; ')}"
 
 
-def known_names(snapshot: Snapshot, permitted: Reporting, *, with_listed: bool) -> Mapping[str, Iterable[str]]:
+def known_names(
+    snapshot: Snapshot, reporting: Reporting, permitted: Reporting, *, with_listed: bool
+) -> Mapping[str, Iterable[str]]:
     """Return the names that the target of an action may have, by selector.
 
     Args:
         snapshot: the state of the node.
+        reporting: the processes that the target selects from.
         permitted: the processes that the caller may act on; the names of other users are not known.
         with_listed: the target also selects processes that only the driver lists.
     """
-    reporting = Names.of(snapshot).reporting
     identities = [process.report.process for _, process in reporting]
     devices = () if snapshot.node is None else snapshot.node.devices
     listed = listed_pids(snapshot) if with_listed else ()
@@ -70,22 +87,38 @@ def known_names(snapshot: Snapshot, permitted: Reporting, *, with_listed: bool) 
     }
 
 
-def _unknown(target: Target, known: Mapping[str, list[str]], unreported: frozenset[str]) -> Iterator[str]:
+def _unknown(target: Target, known: _Names, shown: _Names, unreported: frozenset[str]) -> Iterator[str]:
+    suggested = False
     for selector, values in target.given().items():
         unreachable = unreported if selector == "pid" else frozenset[str]()
         if silent := [value for value in values if value in unreachable]:
-            yield f"pid {', '.join(silent)}: no report arrives, and actions reach only processes that report"
+            yield f"pid {_listing(silent)}: no report arrives, and actions reach only processes that report"
         unknown = [value for value in values if value not in known[selector] and value not in unreachable]
         if unknown:
+            names = [name for name in shown[selector] if name]
+            nearest = "" if suggested or selector not in _SPELLED else _nearest(unknown[0], names)
+            suggested |= selector in _SPELLED
             noun = _NOUNS[selector]
-            yield f"no such {noun} {', '.join(map(repr, unknown))}; {_advice(selector, unknown, known[selector])}"
+            there_is = f"known {noun}s: {_listing(names)}" if names else f"no {noun} is known"
+            advice = f"did you mean {nearest}? {there_is}" if nearest else there_is
+            yield f"no such {noun} {_listing([repr(value) for value in unknown])}; {advice}"
 
 
-def _advice(selector: str, unknown: list[str], known: list[str]) -> str:
-    nearest = [name for value in unknown if selector in _SPELLED for name in get_close_matches(value[:256], known, n=1)]
-    named = [name for name in known if name]
-    there_is = f"known {_NOUNS[selector]}s: {_listing(named)}" if named else f"no {_NOUNS[selector]} is known"
-    return f"did you mean {', '.join(dict.fromkeys(nearest))}? {there_is}" if nearest else there_is
+def _nearest(value: str, known: Iterable[str]) -> str:
+    """Return the known name that is most similar to a value; empty if no name is similar.
+
+    A message has one suggestion, and only the names that share the most characters with the value are compared exactly:
+    the longest request would otherwise stop the event loop for 40 s.
+    """
+    matcher = SequenceMatcher(b=value[:_MAX_COMPARED_LENGTH])
+
+    def ratio(name: str, *, exact: bool) -> float:
+        matcher.set_seq1(name[:_MAX_COMPARED_LENGTH])
+        return matcher.ratio() if exact else matcher.quick_ratio()
+
+    candidates = nlargest(_CANDIDATES, islice(known, _MAX_COMPARED), key=lambda name: ratio(name, exact=False))
+    similarity, nearest = max(((ratio(name, exact=True), name) for name in candidates), default=(0.0, ""))
+    return nearest if similarity >= _SIMILAR else ""
 
 
 def _listing(names: list[str], separator: str = ", ") -> str:

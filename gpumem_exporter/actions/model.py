@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from gpumem_exporter.actions.request import ActionRequest, Target
@@ -9,6 +10,12 @@ from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.wire.protocol import SnapshotFile
 
 __all__ = ["Action", "ActionResult", "SubmittedAction"]
+
+_RESULT_BYTES = 1024
+"""A result with its numbers and names, or an action without results."""
+_BLOCK_BYTES = 512
+_TEXT_BYTES = 64
+"""A string without its characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +90,26 @@ class Action:
         return sum_of_known([result.still_free_bytes for result in self.results])
 
     @property
+    def outcomes(self) -> dict[str, int]:
+        """The number of results with each outcome."""
+        return dict(Counter(result.outcome for result in self.results))
+
+    @property
+    def kept_bytes(self) -> int:
+        """About the memory that the action takes while it is kept."""
+        names = sum(len(name) + _TEXT_BYTES for values in self.target.given().values() for name in values)
+        return _RESULT_BYTES + names + len(self.reason) + sum(map(_kept_bytes, self.results))
+
+    @property
     def finished(self) -> bool:
         """Whether the action has ended."""
         return self.state not in ("queued", "running")
+
+
+def _kept_bytes(result: ActionResult) -> int:
+    snapshot = result.snapshot
+    blocks = 0 if snapshot is None else len(snapshot.path) + _BLOCK_BYTES * len((*snapshot.largest, *snapshot.emptiest))
+    return _RESULT_BYTES + len(result.reason) + blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ __all__ = ["ActionRegistry"]
 
 _DRY_RUNS_SHARE = 4
 """One dry run is kept for this number of actions."""
+MAX_BYTES = 16 << 20
+MAX_UNDER_WAY = 4096
+"""The maximum number of processes in the running actions of one caller."""
 
 
 class ActionRegistry:
@@ -21,12 +24,13 @@ class ActionRegistry:
 
     Args:
         max_finished: the number of finished actions that are kept, besides dry runs.
+        max_bytes: about the memory that they may take, besides dry runs.
     """
 
-    def __init__(self, max_finished: int) -> None:
+    def __init__(self, max_finished: int, max_bytes: int = MAX_BYTES) -> None:
         self._running: dict[str, RunningAction] = {}
-        self._finished = _Kept(max_finished)
-        self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE))
+        self._finished = _Kept(max_finished, max_bytes)
+        self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE), max_bytes // _DRY_RUNS_SHARE)
         self._keys: dict[tuple[str, str], tuple[ActionRequest, str]] = {}
         self._key_of: dict[str, tuple[str, str]] = {}
         """The key of an action, by its id."""
@@ -60,6 +64,10 @@ class ActionRegistry:
         if known is not None and first != request:
             raise IdempotencyConflictError(f"Idempotency-Key {key!r} was used for another request (action {action_id})")
         return known
+
+    def under_way(self, caller: str) -> int:
+        """Return the number of processes in the running actions of a caller, with and without a result."""
+        return sum(running.size for running in self._running.values() if running.action.caller == caller)
 
     def start(self, running: RunningAction, request: ActionRequest, key: str | None) -> None:
         """Add a new action."""
@@ -97,12 +105,19 @@ class ActionRegistry:
 
 
 class _Kept:
-    """A number of actions. If there are too many, the caller with the most actions loses its oldest one."""
+    """A number of actions of a limited size. The caller with the largest actions loses its oldest one.
 
-    def __init__(self, maximum: int) -> None:
+    If their number is the problem, it is the caller with the most actions.
+    """
+
+    def __init__(self, maximum: int, max_bytes: int) -> None:
         self._maximum = maximum
+        self._max_bytes = max_bytes
         self._actions: OrderedDict[str, Action] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+        """By id."""
         self._of_caller: Counter[str] = Counter()
+        self._bytes_of_caller: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Action]:
         return iter(self._actions.values())
@@ -116,21 +131,36 @@ class _Kept:
 
     def add(self, action: Action) -> list[Action]:
         """Add the newest action, and return those that are forgotten."""
-        self._of_caller[action.caller] += 1
         self._actions[action.id] = action
-        return [self._forget_one() for _ in range(len(self._actions) - self._maximum)]
+        self._count(action, 1, action.kept_bytes)
+        forgotten = []
+        while len(self._actions) > self._maximum:
+            forgotten.append(self._forget_oldest_of(self._of_caller))
+        while self._bytes_of_caller.total() > self._max_bytes and len(self._actions) > 1:
+            forgotten.append(self._forget_oldest_of(self._bytes_of_caller))
+        return forgotten
 
     def add_oldest(self, action: Action) -> bool:
         """Add an action before all others; return False if there is no room."""
         if len(self._actions) >= self._maximum:
             return False
+        if self._bytes_of_caller.total() + action.kept_bytes > self._max_bytes:
+            return False
         self.add(action)
         self._actions.move_to_end(action.id, last=False)
         return True
 
-    def _forget_one(self) -> Action:
-        caller, count = self._of_caller.most_common(1)[0]
+    def _forget_oldest_of(self, callers: Counter[str]) -> Action:
+        caller = max(callers, key=callers.__getitem__)
         oldest = next(action for action in self._actions.values() if action.caller == caller)
-        self._of_caller[caller] = count - 1
-        self._of_caller += Counter()  # drops a caller without actions
-        return self._actions.pop(oldest.id)
+        del self._actions[oldest.id]
+        self._count(oldest, -1, -self._sizes.pop(oldest.id))
+        return oldest
+
+    def _count(self, action: Action, number: int, size: int) -> None:
+        if number > 0:
+            self._sizes[action.id] = size
+        self._of_caller[action.caller] += number
+        self._bytes_of_caller[action.caller] += size
+        if not self._of_caller[action.caller]:
+            del self._of_caller[action.caller], self._bytes_of_caller[action.caller]

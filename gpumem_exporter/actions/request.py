@@ -6,6 +6,7 @@ module imports the standard library only, besides the protocol.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ SELECTORS = ("gpu", "uuid", "pid", "workload", "rank", "user")
 """The fields of a target that select processes."""
 
 _MAX_VALUES = 1000
+_MAX_TARGET_BYTES = 16 << 10
+"""The events of an action have its target, and an event has at most 64 KiB."""
 _MAX_PID = 2**31 - 1
 _PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10})?)?")
 _ACTION_OF_OPTION = {
@@ -165,6 +168,9 @@ def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
 
 def _invalid_target(target: Target) -> Iterator[InvalidField]:
     given = target.given()
+    size = len(json.dumps(target.document()))
+    if size > _MAX_TARGET_BYTES:
+        yield InvalidField("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")
     if not target.all and not given:
         yield InvalidField("target", {}, f"{', '.join(SELECTORS[:-1])} or {SELECTORS[-1]}, or all: true")
     for name, values in given.items():

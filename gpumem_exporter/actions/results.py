@@ -39,10 +39,17 @@ def unsupported(process: ReportingProcess, request: ActionRequest) -> CommandRes
 
 
 def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:
-    """Yield the result for each measured device, otherwise for each target device, otherwise one for the process."""
-    measured = result.devices or tuple(DeviceResult(sample.uuid) for sample in selected.samples)
-    identity = selected.process.report.process
-    for device in measured or (DeviceResult(""),):
+    """Yield the result for each measured device, otherwise for each target device, otherwise one for the process.
+
+    Only the first one has the summary of a snapshot, which is the same for all devices of the process. A device that
+    the process has not reported is left out.
+    """
+    report = selected.process.report
+    identity = report.process
+    used = {sample.uuid for sample in (*selected.samples, *report.devices)}
+    by_uuid = {device.uuid: device for device in result.devices if device.uuid in used}
+    measured = tuple(by_uuid.values()) or tuple(DeviceResult(sample.uuid) for sample in selected.samples)
+    for number, device in enumerate(measured or (DeviceResult(""),)):
         yield ActionResult(
             pid=selected.pid,
             workload=identity.workload,
@@ -62,7 +69,7 @@ def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuL
             duration_seconds=result.duration_seconds,
             step=result.step,
             thread_id=result.thread_id,
-            snapshot=result.snapshot,
+            snapshot=result.snapshot if number == 0 else None,
         )
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.group import group_of, group_step
 from gpumem_exporter.actions.mismatch import known_names, mismatch, unknown_names
-from gpumem_exporter.actions.permission import may_act_on, permitted_processes
+from gpumem_exporter.actions.permission import may_act_on
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, listed_pids, select_listed, select_reporting
 from gpumem_exporter.core.naming import Names
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 from gpumem_exporter.units import counted
 
 __all__ = ["Selection", "select"]
+
+_Reporting = Sequence[tuple[str, ReportingProcess]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,39 +45,52 @@ class Selection:
         yield from ((listed.pid, "", "") for listed in self.listed)
 
 
-def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, now_seconds: float) -> Selection:
+def select(
+    request: ActionRequest, caller: Caller, snapshot: Snapshot, now_seconds: float, *, hide_identities: bool = False
+) -> Selection:
     """Select the processes of a request that its caller may act on; a group has all ranks of their workload.
+
+    Args:
+        request: the request.
+        caller: who requests it.
+        snapshot: the state of the node.
+        now_seconds: on the clock of the snapshot.
+        hide_identities: name only the caller's processes in errors.
 
     Raises:
         TargetNotFoundError: no process or device has one of the target's names, or nothing matches the target.
         ActionForbiddenError: only processes match that the caller may not act on.
         GroupIncompleteError: a rank of the group cannot take part.
     """
-    _require_known(request, caller, snapshot)
+    reporting = Names.of(snapshot).reporting
+    permitted = [(name, process) for name, process in reporting if may_act_on(caller, process, snapshot)]
+    shown = permitted if hide_identities else reporting
+    if request.target.given():
+        _require_known(request, snapshot, permitted, shown)
     matching = tuple(select_reporting(request.target, snapshot))
     listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
     if not matching and not listed:
-        raise TargetNotFoundError(mismatch(request.target, snapshot))
-    reporting = _permitted(matching, caller, snapshot)
-    if not reporting and not listed:
+        raise TargetNotFoundError(mismatch(request.target, shown))
+    selected = _permitted(matching, caller, snapshot)
+    if not selected and not listed:
         raise ActionForbiddenError(
             f"{request.target.describe()} matches only processes of others; "
             f"{caller} may act on its own processes, "
-            f"of which {counted(permitted_processes(caller, snapshot), 'reports', 'report')}"
+            f"of which {counted(len(permitted), 'reports', 'report')}"
         )
     if not request.group:
-        return Selection(snapshot, reporting, listed, None)
-    ranks = _permitted(group_of(reporting, snapshot), caller, snapshot)
+        return Selection(snapshot, selected, listed, None)
+    ranks = _permitted(group_of(selected, snapshot), caller, snapshot)
     return Selection(snapshot, ranks, (), group_step(request, ranks, now_seconds))
 
 
-def _require_known(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> None:
+def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:
     """Check that each name of the target exists. An action on only some of the names would hide a typing error."""
-    reporting = Names.of(snapshot).reporting
-    permitted = [(name, process) for name, process in reporting if may_act_on(caller, process, snapshot)]
-    known = known_names(snapshot, permitted, with_listed=request.action == "terminate")
-    unreported = {*map(str, listed_pids(snapshot)), *(name for name, _ in Names.of(snapshot).silent)} - {*known["pid"]}
-    if unknown := unknown_names(request.target, known, unreported):
+    names, terminates = Names.of(snapshot), request.action == "terminate"
+    known = known_names(snapshot, names.reporting, permitted, with_listed=terminates)
+    unreported = {*map(str, listed_pids(snapshot)), *(name for name, _ in names.silent)} - {*known["pid"]}
+    named = known_names(snapshot, shown, permitted, with_listed=terminates)
+    if unknown := unknown_names(request.target, known, unreported, shown=named):
         raise TargetNotFoundError(unknown)
 
 

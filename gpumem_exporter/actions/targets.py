@@ -52,6 +52,7 @@ class ListedProcess:
 def select_reporting(target: Target, snapshot: Snapshot) -> Iterator[SelectedProcess]:
     """Yield the reporting processes of a target. A target with a device excludes processes that do not use it."""
     gpus = gpu_labels(snapshot)
+    by_device = bool(target.uuid or target.gpu)
     for name, process in Names.of(snapshot).reporting:
         identity = process.report.process
         if not (
@@ -61,12 +62,14 @@ def select_reporting(target: Target, snapshot: Snapshot) -> Iterator[SelectedPro
             and target.admits("user", *users_of(process, snapshot))
         ):
             continue
-        samples = tuple(
-            sample
-            for sample in process.report.devices
-            if target.admits("uuid", sample.uuid) and target.admits("gpu", gpus.get(sample.uuid, ""))
-        )
-        if samples or not (target.uuid or target.gpu):
+        samples = process.report.devices
+        if by_device:
+            samples = tuple(
+                sample
+                for sample in samples
+                if target.admits("uuid", sample.uuid) and target.admits("gpu", gpus.get(sample.uuid, ""))
+            )
+        if samples or not by_device:
             yield SelectedProcess(json_pid(name), process, samples)
 
 

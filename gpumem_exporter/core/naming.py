@@ -38,7 +38,14 @@ class Names:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Names:
-        """Name the reporters of a snapshot."""
+        """Name the reporters of a snapshot; all calls for the same snapshot return the same object."""
+        known: Names | None = snapshot.derived.get(cls)
+        if known is None:
+            known = snapshot.derived[cls] = cls._of(snapshot)
+        return known
+
+    @classmethod
+    def _of(cls, snapshot: Snapshot) -> Names:
         processes, silents = _represented(snapshot)
         ambiguous = _ambiguous((*processes, *silents), snapshot.node)
         # Of several reporters with one name, the one that reported last gets it; an attested one before others.

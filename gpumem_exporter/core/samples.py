@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpumem_exporter.wire.protocol import Report
 
@@ -244,3 +244,5 @@ class Snapshot:
     silent: tuple[SilentReporter, ...] = ()
     ooms: tuple[LastOom, ...] = ()
     """The errors of the last hour, one for each process and device, in no order."""
+    derived: dict[type, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What other modules compute from this snapshot once, such as `core.naming.Names`, by type."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query
 from gpumem_exporter.events.storage import Storage
 from gpumem_exporter.nvml.failure_log import FailureLog
 
-__all__ = ["EventLog", "EventLogStatus"]
+__all__ = ["MAX_WAITING", "OWNER_SHARE", "EventLog", "EventLogStatus"]
 
 T = TypeVar("T")
 
@@ -29,6 +29,10 @@ MAX_WAITING = 2048
 """The maximum number of events of the audit trail in the queue, and of other events. The largest event, an action on
 many processes, has tens of KiB."""
 MAX_READERS = 16
+OWNER_SHARE = 4
+"""One owner may have this part of the queue, so that a user who fills it while the disk hangs loses its own events."""
+_ROWS = 16
+"""An event with long lists, such as an action on many processes, counts once for each of this number of items."""
 _BATCH = 256
 """The maximum number of events in one commit."""
 _MAINTENANCE_SECONDS = 60.0
@@ -74,6 +78,17 @@ class _Waiting:
         """Whether these events are of the audit trail."""
         return any(event.type in AUDIT_TYPES for event in self.events)
 
+    @property
+    def owner(self) -> tuple[bool, str]:
+        """Whose part of the queue these events take."""
+        return self.audit, self.events[0].owner if self.events else ""
+
+    @property
+    def size(self) -> int:
+        """The number of events, with more for large ones."""
+        lists = (value for event in self.events for value in event.detail.values() if isinstance(value, list))
+        return len(self.events) + sum(len(value) for value in lists) // _ROWS
+
 
 class EventLog:
     """Stores and reads events in its own thread. Thread-safe.
@@ -108,6 +123,8 @@ class EventLog:
         self._waiting: deque[_Waiting] = deque()
         self._waiting_events = {True: 0, False: 0}
         """The number of events of the audit trail, and of other events."""
+        self._waiting_sizes: Counter[tuple[bool, str]] = Counter()
+        """The part of the queue that each owner takes."""
         self._alone = 0
         """The number of puts at the start of the queue that are stored one at a time, because one of them cannot be."""
         self._readers: deque[tuple[Query, Future[Page]]] = deque()
@@ -143,9 +160,10 @@ class EventLog:
         committed: Future[bool] = Future()
         new = _Waiting(tuple(events), committed)
         with self._changed:
-            accepted = not self._stopping and self._waiting_events[new.audit] + len(events) <= self._max_waiting
+            accepted = not self._stopping and self._has_room(new)
             if accepted:
                 self._waiting.append(new)
+                self._waiting_sizes[new.owner] += new.size
                 self._waiting_events[new.audit] += len(events)
                 self._changed.notify_all()
         if not accepted:
@@ -153,6 +171,12 @@ class EventLog:
         elif self._error:
             _settle(committed, False)
         return committed
+
+    def _has_room(self, new: _Waiting) -> bool:
+        waiting = sum(size for (audit, _), size in self._waiting_sizes.items() if audit == new.audit)
+        own = self._waiting_sizes[new.owner] + new.size
+        is_node = not new.owner[1]
+        return waiting + new.size <= self._max_waiting and (is_node or own <= max(1, self._max_waiting // OWNER_SHARE))
 
     def read(self, query: Query) -> Future[Page]:
         """Query events. Never blocks.
@@ -255,6 +279,9 @@ class EventLog:
             for each in batch:
                 self._waiting.popleft()
                 self._waiting_events[each.audit] -= len(each.events)
+                self._waiting_sizes[each.owner] -= each.size
+                if not self._waiting_sizes[each.owner]:
+                    del self._waiting_sizes[each.owner]
 
     def _fail(self, text: str) -> None:
         with self._changed:
@@ -301,6 +328,7 @@ class EventLog:
         with self._changed:
             lost, self._waiting = list(self._waiting), deque()
             self._waiting_events = {True: 0, False: 0}
+            self._waiting_sizes.clear()
             readers, self._readers = self._readers, deque()
         for _, page in readers:
             _settle(page, StorageError("the exporter is stopping"))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["AUDIT_TYPES", "EVENT_TYPES", "Event", "Page", "Query"]
+from gpumem_exporter.core.samples import ReportingProcess
+
+__all__ = ["AUDIT_TYPES", "EVENT_TYPES", "MAX_DETAIL_BYTES", "Event", "Page", "Query", "detail_json", "owner_of"]
 
 AUDIT_TYPES = ("action_asked", "action", "policy_stopped")
 """The types of the audit trail: who requested what. It has half of the storage, and all other events the other half."""
+MAX_DETAIL_BYTES = 60 << 10
+"""The maximum size of `Event.detail` as JSON. With its other columns, an event has at most 64 KiB."""
 EVENT_TYPES = ("oom", "device_lost", "device_returned", "process_started", "process_ended", *AUDIT_TYPES)
 
 
@@ -40,6 +45,9 @@ class Event:
     also from before a restart. An event with an empty subject is never a duplicate."""
     only_after: str = ""
     """If not empty, the event is stored only if the subject's last event has this type."""
+    owner: str = ""
+    """The user or the caller that caused the event, whose share of the storage it takes; empty for events of the node.
+    It is not part of a query's result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,8 @@ class Query:
     limit: int = 100
     newest_of_each: bool = False
     """Only the newest event of each process on each device."""
+    job_id: str | None = None
+    """Only ends of processes with this Slurm or Ray job id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +78,29 @@ class Page:
     """`Query.after` for the next page or for future events."""
     more: bool
     """Whether there is a next page now."""
+
+
+def owner_of(process: ReportingProcess) -> str:
+    """Return the owner of the events about a process."""
+    return "unattested" if process.owner_uid is None else f"uid:{process.owner_uid}"
+
+
+def detail_json(detail: Mapping[str, Any]) -> str:
+    """Return the detail of an event as JSON of at most `MAX_DETAIL_BYTES`.
+
+    A detail that is longer loses the ends of its lists; `…_left_out` has the number of items that are missing.
+
+    Raises:
+        ValueError: it is too long without its lists, or it is not valid JSON.
+    """
+    text = json.dumps(detail, allow_nan=False)
+    while len(text) > MAX_DETAIL_BYTES:
+        lists = {name: value for name, value in detail.items() if isinstance(value, list) and value}
+        if not lists:
+            raise ValueError(f"the detail of an event has {len(text)} bytes; at most {MAX_DETAIL_BYTES} are stored")
+        name = max(lists, key=lambda each: len(lists[each]))
+        kept = lists[name][: len(lists[name]) // 2]
+        left_out = detail.get(f"{name}_left_out", 0) + len(lists[name]) - len(kept)
+        detail = {**detail, name: kept, f"{name}_left_out": left_out}
+        text = json.dumps(detail, allow_nan=False)
+    return text

@@ -10,13 +10,15 @@ from typing import Any
 
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import LastOom, ProcessKey, ReportingProcess
-from gpumem_exporter.events.model import Event
+from gpumem_exporter.events.model import Event, owner_of
 from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
 __all__ = ["OomDeduplicator", "last_ooms"]
 
 MAX_PER_MINUTE = 60
 """The maximum number of a process's errors that are stored and logged in a minute."""
+MAX_OF_OWNER_PER_MINUTE = 600
+"""The same for all processes of a user."""
 _SESSIONS = 4096
 _SAMPLE_FIELDS = tuple(
     f.name
@@ -40,7 +42,8 @@ class OomDeduplicator:
     def __init__(self) -> None:
         self._highest: OrderedDict[str, int] = OrderedDict()
         self._minute = 0
-        self._in_minute: Counter[ProcessKey] = Counter()
+        self._in_minute: Counter[ProcessKey | str] = Counter()
+        """The errors of each process, and of each owner."""
 
     def new_events(
         self, process: ReportingProcess, pid: int | str, gpus: Mapping[str, str], received_unix_seconds: float
@@ -73,9 +76,12 @@ class OomDeduplicator:
         minute = int(received_unix_seconds // 60)
         if minute != self._minute:
             self._minute, self._in_minute = minute, Counter()
+        owner = events[0].owner
         before = self._in_minute[process]
+        left = min(MAX_PER_MINUTE - before, MAX_OF_OWNER_PER_MINUTE - self._in_minute[owner])
+        stored = events[: max(0, left)]
         self._in_minute[process] += len(events)
-        stored = events[: max(0, MAX_PER_MINUTE - before)]
+        self._in_minute[owner] += len(stored)
         for event in stored:
             _log_oom(event)
         if before <= MAX_PER_MINUTE < self._in_minute[process]:
@@ -137,6 +143,7 @@ def _event(
         rank=identity.rank,
         detail=detail,
         subject=f"oom:{identity.session}:{oom.number}",
+        owner=owner_of(process),
     )
 
 

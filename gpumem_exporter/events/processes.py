@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
@@ -10,7 +11,7 @@ from typing import Any, TypeAlias
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.naming import command_of
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess
-from gpumem_exporter.events.model import Event
+from gpumem_exporter.events.model import Event, owner_of
 from gpumem_exporter.events.usage import DeviceUsage
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -19,6 +20,8 @@ __all__ = ["NameOf", "ProcessHistory"]
 NameOf: TypeAlias = Callable[[ReportingProcess], int | str]
 """Returns the current name of a process."""
 
+MAX_STARTS_PER_MINUTE = 1024
+"""The maximum number of processes of a user whose start in a minute, and whose end, is an event."""
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
 _JOBS = ("slurm_job_id", "ray_job_id")
 _STARTED = ("pid_namespace", "command", "torch_version", "allocator_settings", "client_version")
@@ -43,6 +46,8 @@ class _TrackedProcess:
     first_report_unix_seconds: float = 0.0
     usage: dict[str, DeviceUsage] = field(default_factory=dict)
     """By uuid."""
+    left_out: bool = False
+    """It has no events, because its user started too many processes."""
 
     def job_ids(self) -> dict[str, str | None]:
         """Return the ids of the process' jobs, as it reports them, otherwise as the host does."""
@@ -60,11 +65,16 @@ class ProcessHistory:
 
     Args:
         reading_expiry_seconds: the driver's values that are older than the last report by more than this are left out.
+        on_left_out: receives the number of events that are left out, because a user starts too many processes.
     """
 
-    def __init__(self, *, reading_expiry_seconds: float) -> None:
+    def __init__(self, *, reading_expiry_seconds: float, on_left_out: Callable[[int], None] = lambda _: None) -> None:
         self._reading_expiry_seconds = reading_expiry_seconds
+        self._on_left_out = on_left_out
         self._lock = threading.Lock()
+        self._minute = 0
+        self._starts: Counter[str] = Counter()
+        """The number of starts of each owner in the minute."""
         self._tracked: dict[ProcessKey, _TrackedProcess] = {}
         self._gpus: dict[str, str] = {}
         self._reading: NodeReading | None = None
@@ -87,14 +97,14 @@ class ProcessHistory:
         with self._lock:
             tracked = self._tracked.get(process.key)
             if tracked is None:
-                return [self._start_tracking(process, name_of)]
+                return self._start_tracking(process, name_of)
             last = tracked.process.report
             if last.process.session != identity.session:
                 reason = "another process has its pid"
                 if last.process.start_time_ticks == identity.start_time_ticks:
                     reason = "another reporter represents the process"
-                ended = self._ended(tracked, reason, name_of, process.received_unix_seconds)
-                return [ended, self._start_tracking(process, name_of)]
+                ended = self._end(tracked, reason, name_of, process.received_unix_seconds)
+                return [*ended, *self._start_tracking(process, name_of)]
             if process.report.sequence >= last.sequence:
                 if not process.report.devices:  # as in the final report
                     process = replace(process, report=replace(process.report, devices=last.devices))
@@ -121,9 +131,10 @@ class ProcessHistory:
         """Stop tracking processes, each for a reason, and return their events; unknown keys are ignored."""
         with self._lock:
             return [
-                self._ended(tracked, reason, name_of, now_unix_seconds)
+                event
                 for key, reason in ended
                 if (tracked := self._tracked.pop(key, None)) is not None
+                for event in self._end(tracked, reason, name_of, now_unix_seconds)
             ]
 
     def running(self, job_id: str, name_of: NameOf, now_unix_seconds: float) -> list[Event]:
@@ -135,12 +146,24 @@ class ProcessHistory:
                 if job_id in tracked.job_ids().values()
             ]
 
-    def _start_tracking(self, process: ReportingProcess, name_of: NameOf) -> Event:
+    def _start_tracking(self, process: ReportingProcess, name_of: NameOf) -> list[Event]:
         tracked = _TrackedProcess(process, first_report_unix_seconds=process.received_unix_seconds)
         self._tracked[process.key] = tracked
         tracked.take_samples()
         self._apply_reading(tracked)  # the process may exit before the next poll
-        return self._started(process, name_of)
+        minute = int(process.received_seconds // 60)
+        if minute != self._minute:
+            self._minute, self._starts = minute, Counter()
+        owner = owner_of(process)
+        self._starts[owner] += 1
+        tracked.left_out = self._starts[owner] > MAX_STARTS_PER_MINUTE
+        if tracked.left_out:
+            self._on_left_out(2)
+            return []
+        return [self._started(process, name_of)]
+
+    def _end(self, tracked: _TrackedProcess, reason: str, name_of: NameOf, now_unix_seconds: float) -> list[Event]:
+        return [] if tracked.left_out else [self._ended(tracked, reason, name_of, now_unix_seconds)]
 
     def _apply_reading(self, tracked: _TrackedProcess) -> None:
         """Copy the process' values from the last reading."""
@@ -205,6 +228,7 @@ class ProcessHistory:
             "pid": name_of(process),
             "workload": identity.workload,
             "rank": identity.rank,
+            "owner": owner_of(process),
         }
 
 

@@ -46,7 +46,7 @@ class Recorder:
         reading_expiry_seconds: the age at which a reading of the driver expires.
         wall_clock: seconds of the Unix epoch.
         on_ooms: receives each new out-of-memory error, even if it cannot be stored.
-        on_left_out: receives the number of out-of-memory errors beyond the limit of their process.
+        on_left_out: receives the number of events beyond the limits of their process or user.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Recorder:
         self._snapshot = snapshot
         self._on_ooms = on_ooms
         self._on_left_out = on_left_out
-        self._processes = ProcessHistory(reading_expiry_seconds=reading_expiry_seconds)
+        self._processes = ProcessHistory(reading_expiry_seconds=reading_expiry_seconds, on_left_out=on_left_out)
         self._ooms = OomDeduplicator()
         self._reading: NodeReading | None = None
         self._last_types: dict[str, str] = {}

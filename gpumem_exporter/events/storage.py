@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import StorageError
-from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query
+from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query, detail_json
 
 __all__ = ["FILE_NAME", "MEMORY_BYTES", "Storage"]
 
@@ -46,14 +48,31 @@ CREATE TABLE events (
 CREATE INDEX events_time ON events (time);
 CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
 """
+_COLUMNS_OF_LATER_VERSIONS = {"owner": "TEXT", "stored": "REAL"}
+_LATER_SCHEMA = """
+CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS events_owner ON events (owner);
+CREATE INDEX IF NOT EXISTS events_stored ON events (stored);
+CREATE INDEX IF NOT EXISTS events_slurm_job ON events (json_extract(detail, '$.slurm_job_id'))
+    WHERE type = 'process_ended';
+CREATE INDEX IF NOT EXISTS events_ray_job ON events (json_extract(detail, '$.ray_job_id'))
+    WHERE type = 'process_ended';
+"""
+"""Added to a file of an earlier exporter, which can still use the file: the format stays 1."""
+_RUNNING_TIME_STEP_SECONDS = 60.0
+"""The running time is written this often; so much may be lost if the machine loses power."""
 _COLUMNS = "id, type, time, gpu, uuid, pid, workload, rank, detail, subject"
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
-_KINDS = f"SELECT sum(length(detail) + 256), count(*), {_IS_AUDIT} FROM events GROUP BY 3"  # noqa: S608
-"""Selects bytes and number of the events, of the audit trail and of the others. 256 bytes are the other columns."""
-_DELETE_OLDEST = f"""DELETE FROM events WHERE id IN (
-    SELECT id FROM events WHERE ({_IS_AUDIT}) = ? ORDER BY id LIMIT ?)"""  # noqa: S608 - constant names
+_SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROUP BY 1, 2"  # noqa: S608 - constant names
+"""Selects the bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns."""
+_OLDEST_OF_OWNER = f"""SELECT id, length(detail) + 256 FROM events
+    WHERE owner = ? AND ({_IS_AUDIT}) = ? ORDER BY id"""  # noqa: S608 - constant names
+_EXPIRED = f"SELECT id, {_IS_AUDIT}, owner, length(detail) + 256 FROM events WHERE stored < ?"  # noqa: S608
 _OF_PID = """(pid = :pid OR (type = 'action' AND EXISTS (
     SELECT 1 FROM json_each(detail, '$.results') WHERE CAST(json_extract(value, '$.pid') AS TEXT) = :pid)))"""
+_OF_JOB = """id IN (
+    SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.slurm_job_id') = :job
+    UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job)"""
 
 
 class Storage:
@@ -63,19 +82,34 @@ class Storage:
 
     Args:
         folder: the folder of the file, created if missing; None for memory.
-        retention_seconds: the age at which events are deleted.
-        max_bytes: the limit of the file and its write-ahead log; the oldest events are deleted to stay below it. The
-            audit trail and the other events have half of it each, and may use what the other half does not need.
+        retention_seconds: the time that the exporter keeps events. Time in which the machine is off does not count: the
+            wall clock may be wrong after a start, and is not used.
+        max_bytes: the limit of the file and its write-ahead log; old events are deleted to stay below it. The audit
+            trail and the other events have half of it each, and may use what the other half does not need. In each
+            half, the owner with the most bytes loses its oldest events.
         wall_clock: seconds of the Unix epoch.
+        clock: seconds since the machine's start.
     """
 
     def __init__(
-        self, folder: Path | None, *, retention_seconds: float, max_bytes: int, wall_clock: Callable[[], float]
+        self,
+        folder: Path | None,
+        *,
+        retention_seconds: float,
+        max_bytes: int,
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = None if folder is None else folder / FILE_NAME
         self._retention_seconds = retention_seconds
         self._bytes = min(max_bytes, MEMORY_BYTES) if folder is None else max(max_bytes - _WAL_BYTES, max_bytes // 2)
         self._wall_clock = wall_clock
+        self._clock = clock
+        self._running_since_seconds = 0.0
+        """On the clock, the start of the running time: the time in which exporters have had this file open."""
+        self._written_running_seconds = 0.0
+        self._sizes: Counter[tuple[bool, str]] | None = None
+        """The bytes of the audit trail and of the other events of each owner; None if they have to be read."""
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
         self.damaged_file = ""
@@ -169,6 +203,37 @@ class Storage:
             raise sqlite3.DatabaseError(found)
         if version == 0:
             connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+        known = {row[1] for row in connection.execute("PRAGMA table_info(events)")}
+        added = [
+            f"ALTER TABLE events ADD COLUMN {name} {type_};"
+            for name, type_ in _COLUMNS_OF_LATER_VERSIONS.items()
+            if name not in known
+        ]
+        connection.executescript(f"BEGIN IMMEDIATE; {''.join(added)} {_LATER_SCHEMA} COMMIT;")
+        self._start_running_time(connection)
+        self._sizes = None
+
+    def _start_running_time(self, connection: sqlite3.Connection) -> None:
+        """Continue the running time of the file.
+
+        While the machine stays on, its clock shows how long the file was closed. If the clock shows less than when the
+        file was last used, the machine has been restarted, and the file was closed for at least what the clock shows.
+        """
+        now = self._clock()
+        row = connection.execute("SELECT seconds, monotonic_seconds FROM running_time").fetchone()
+        if row is None:
+            row = (0.0, now)
+            connection.execute("INSERT INTO running_time VALUES (?, ?)", row)
+        seconds, last_seconds = row
+        running_seconds = seconds + (now - last_seconds if now >= last_seconds else now)
+        self._running_since_seconds = now - running_seconds
+        self._written_running_seconds = seconds
+        # Events of an earlier exporter count from now on.
+        connection.execute(
+            "UPDATE events SET owner = coalesce(owner, json_extract(detail, '$.caller'), ''), stored = ? "
+            "WHERE stored IS NULL",
+            (running_seconds,),
+        )
 
     def _was_replaced(self) -> bool:
         """Return whether the file was removed or replaced, so that further writes to it would be lost."""
@@ -191,45 +256,85 @@ class Storage:
         stored: list[Event] = []
         connection.execute("BEGIN IMMEDIATE")
         try:
-            self._prune(connection, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
+            running_seconds = self._clock() - self._running_since_seconds
+            sizes = self._read_sizes(connection)
+            self._delete_expired(connection, sizes, running_seconds)
+            self._make_room(connection, sizes, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
+            self._write_running_time(connection, running_seconds)
             (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
             for event, row in rows:
                 if _is_new(connection, event):
                     # Ids are based on the clock, so that they increase after a restart also without a folder.
                     last = row["id"] = max(last + 1, int(self._wall_clock() * 1000))
+                    row["stored"] = running_seconds
+                    sizes[event.type in AUDIT_TYPES, row["owner"]] += len(row["detail"]) + 256
                     names = ", ".join(row)
                     values = ", ".join(f":{name}" for name in row)
                     connection.execute(f"INSERT INTO events ({names}) VALUES ({values})", row)  # noqa: S608 - constant names
                     stored.append(event)
             connection.execute("COMMIT")
         except BaseException:
+            self._sizes = None
             with contextlib.suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             raise
         return stored
 
-    def _prune(self, connection: sqlite3.Connection, needed_bytes: int) -> None:
-        """Delete expired events, then the oldest of the kind that uses more space, until there is room.
+    def _read_sizes(self, connection: sqlite3.Connection) -> Counter[tuple[bool, str]]:
+        if self._sizes is None:
+            self._sizes = Counter()
+            for audit, owner, size in connection.execute(_SIZES):
+                self._sizes[bool(audit), owner] = size
+        return self._sizes
 
-        SQLite reuses the space; the file never shrinks.
+    def _write_running_time(self, connection: sqlite3.Connection, running_seconds: float) -> None:
+        if running_seconds - self._written_running_seconds >= _RUNNING_TIME_STEP_SECONDS:
+            self._written_running_seconds = running_seconds
+            connection.execute(
+                "UPDATE running_time SET seconds = ?, monotonic_seconds = ?", (running_seconds, self._clock())
+            )
+
+    def _delete_expired(
+        self, connection: sqlite3.Connection, sizes: Counter[tuple[bool, str]], running_seconds: float
+    ) -> None:
+        """Delete the events that were stored longer ago than the retention time."""
+        expired = connection.execute(_EXPIRED, (running_seconds - self._retention_seconds,)).fetchall()
+        for _, audit, owner, size in expired:
+            _subtract(sizes, (bool(audit), owner), size)
+        connection.executemany("DELETE FROM events WHERE id = ?", [row[:1] for row in expired])
+
+    def _make_room(self, connection: sqlite3.Connection, sizes: Counter[tuple[bool, str]], needed_bytes: int) -> None:
+        """Delete old events of the kind that uses more space, each of the owner that uses most of it.
+
+        So no user can push out the events of others. SQLite reuses the space; the file never shrinks.
         """
-        connection.execute("DELETE FROM events WHERE time < ?", (self._wall_clock() - self._retention_seconds,))
         while True:
             (pages,) = connection.execute("PRAGMA page_count").fetchone()
             (unused,) = connection.execute("PRAGMA freelist_count").fetchone()
-            if (pages - unused) * _PAGE_BYTES + needed_bytes <= self._bytes:
+            if (pages - unused) * _PAGE_BYTES + needed_bytes <= self._bytes or not sizes:
                 return
-            kinds = connection.execute(_KINDS).fetchall()
-            if not kinds:
-                return
-            _, count, audit = max(kinds)
-            connection.execute(_DELETE_OLDEST, (audit, max(1, count // 32)))
+            audit = sum(size for (is_audit, _), size in sizes.items() if is_audit) * 2 > sizes.total()
+            largest = max((each for each in sizes if each[0] == audit), key=sizes.__getitem__)
+            freed, ids = 0, []
+            for id_, size in connection.execute(_OLDEST_OF_OWNER, (largest[1], audit)):
+                ids.append((id_,))
+                freed += size
+                if freed * 32 >= sizes[largest]:
+                    break
+            connection.executemany("DELETE FROM events WHERE id = ?", ids)
+            _subtract(sizes, largest, freed)
 
     def _error_text(self, error: Exception) -> str:
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
             return f"{self}: another exporter uses it"
         reason = error.strerror if isinstance(error, OSError) else ""
         return f"{self}: {reason or error}"
+
+
+def _subtract(sizes: Counter[tuple[bool, str]], of: tuple[bool, str], size: int) -> None:
+    sizes[of] -= size
+    if sizes[of] <= 0:
+        del sizes[of]
 
 
 def _is_new(connection: sqlite3.Connection, event: Event) -> bool:
@@ -253,8 +358,9 @@ def _row(event: Event) -> dict[str, Any]:
         "pid": None if event.pid is None else str(event.pid),
         "workload": _text(event.workload),
         "rank": _text(event.rank),
-        "detail": json.dumps(event.detail, allow_nan=False),
+        "detail": detail_json(event.detail),
         "subject": _text(event.subject or None),
+        "owner": _text(event.owner),
     }
 
 
@@ -274,6 +380,8 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
         conditions.append(f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})")
     if query.pid is not None:
         conditions.append(_OF_PID)
+    if query.job_id is not None:
+        conditions.append(_OF_JOB)
     if query.newest_of_each:
         earlier = " AND ".join(conditions) or "TRUE"
         conditions.append(f"id IN (SELECT max(id) FROM events WHERE {earlier} GROUP BY uuid, pid)")  # noqa: S608
@@ -285,6 +393,7 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
             "after": after,
             "since": query.since_unix_seconds,
             "pid": query.pid,
+            "job": query.job_id,
             "limit": query.limit + 1,
             **{f"type{i}": type_ for i, type_ in enumerate(query.types)},
         },

@@ -178,6 +178,7 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
         state_router(
             snapshot=runtime.snapshot,
             source=runtime.source,
+            renderer=runtime.renderer,
             hide_identities_from=runtime.callers if hide_identities else None,
         ),
         caller_router(
@@ -186,7 +187,7 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
             allowed=runtime.settings.action_allow,
             snapshot=runtime.snapshot,
         ),
-        actions_router(dispatcher=dispatcher, audit=audit, holds=holds),
+        actions_router(dispatcher=dispatcher, audit=audit, holds=holds, renderer=runtime.renderer),
         alerts_router(
             dispatcher=dispatcher,
             audit=audit,
@@ -195,8 +196,8 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
             wall_clock=runtime.wall_clock,
         ),
         policy_router(runtime.policies),
-        events_router(runtime.events.log, hide_identities=hide_identities),
-        jobs_router(runtime.events),
+        events_router(runtime.events.log, runtime.renderer, hide_identities=hide_identities),
+        jobs_router(runtime.events, runtime.renderer),
         nvml_router(poller=runtime.poller, dispatcher=dispatcher, audit=audit, holds=holds, clock=runtime.clock),
         health_router(health=health, snapshot=runtime.snapshot),
     ]
@@ -206,16 +207,23 @@ def _page_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
     settings = runtime.settings
     page = Page(runtime.version, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
     state = LiveState(runtime.snapshot, health, runtime.history, page, settings.action_allow)
-    everything = public = Streams(state.document, clock=runtime.clock, wall_clock=runtime.wall_clock)
+    everything = public = _streams(runtime, state)
     if settings.web_hide_identities:
-        hidden = replace(state, viewer=Caller(CallerKind.UNKNOWN))
-        public = Streams(hidden.document, clock=runtime.clock, wall_clock=runtime.wall_clock)
+        public = _streams(runtime, replace(state, viewer=Caller(CallerKind.UNKNOWN)))
     audience = Audience(everything, public, runtime.callers)
     return [
         live_router(audience=audience, history=runtime.history, holds=runtime.holds, own_names=runtime.own_names),
         page_router(page),
         api_page_router(),
     ]
+
+
+def _streams(runtime: Runtime, state: LiveState) -> Streams:
+    return Streams(
+        lambda: runtime.renderer.render(("live", state.viewer), state.render),
+        clock=runtime.clock,
+        wall_clock=runtime.wall_clock,
+    )
 
 
 def _add_guards(app: FastAPI, runtime: Runtime) -> None:
@@ -269,6 +277,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             if pods is not None:
                 pods.stop()
             files.stop()
+            runtime.renderer.close()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
             await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 

@@ -45,7 +45,7 @@ __all__ = ["Ingest"]
 
 _LIMITS = (
     f"the limits are {MAX_LABEL_LENGTH} characters for a label, {MAX_PHASES} phases and {MAX_COMPONENTS} components "
-    "of a device; the rest is left out"
+    "of a device, and for a result 500 characters and 10 blocks; the rest is left out"
 )
 
 _log = logging.getLogger(__name__)

@@ -30,6 +30,7 @@ from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.audit import Audit
+from gpumem_exporter.server.api.rendering import Renderer
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.held_requests import Holds
@@ -72,6 +73,7 @@ class Runtime:
     holds: Holds
     history: History
     ingest: Ingest
+    renderer: Renderer
     own_names: OwnNames
     reports_rule: Rule
     callers: Callers
@@ -160,6 +162,7 @@ def build_runtime(
         holds=holds,
         history=History(reading_expiry_seconds=state.store.reading_expiry_seconds),
         ingest=ingest,
+        renderer=Renderer(),
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
         callers=Callers(_rule("actions", "--action.token-file", settings.action_token_file)),
@@ -274,6 +277,7 @@ def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audi
         limits=limits,
         before_release=audit.record,
         call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
+        hide_identities=settings.web_hide_identities,
     )
 
 

@@ -67,9 +67,16 @@ def test_every_container_of_compose_is_restricted_and_has_a_health_check() -> No
         if "build" in service:
             assert re.search(r"^HEALTHCHECK ", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE)
         else:
-            assert re.fullmatch(r"[\w-]+/[\w-]+:v?\d+\.\d+\.\d+", service["image"]), name
+            default = r"[\w-]+/[\w-]+:v?\d+\.\d+\.\d+"
+            assert re.fullmatch(rf"\${{{name.upper()}_IMAGE:-{default}}}", service["image"]), name
             port = service["ports"][0].rpartition(":")[2]
             assert f"http://127.0.0.1:{port}/" in service["healthcheck"]["test"][-1], name
+
+
+def test_the_base_image_of_the_build_can_be_pinned_and_has_the_same_default_everywhere() -> None:
+    (default,) = re.findall(r"^ARG PYTHON_IMAGE=(.+)$", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    built = [service["build"] for service in services().values() if "build" in service]
+    assert {build["args"]["PYTHON_IMAGE"] for build in built} == {f"${{PYTHON_IMAGE:-{default}}}"}
 
 
 def test_prometheus_uses_the_service_names_of_compose() -> None:

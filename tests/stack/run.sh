@@ -76,7 +76,7 @@ rm "$work/python.tar"
 
 # The images have the names of docker-compose.yml.
 for name in prometheus alertmanager compose; do
-    image=$(sed -n "s|^ *image: \(prom/$name:.*\)|\1|p" docker-compose.yml)
+    image=$(sed -n "s|^ *image: .*:-\(prom/$name:.*\)}|\1|p" docker-compose.yml)
     say "making the stand-in for ${image:-$name}"
     quietly "$work/podman" build --pull=never --network host --format docker --build-arg "BASE=$base" --target "$name" \
         --tag "docker.io/${image:-gpumem-stack/$name}" --file tests/stack/Containerfile tests/stack

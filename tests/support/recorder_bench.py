@@ -45,7 +45,7 @@ class RecorderBench:
         self.snapshots = 0
         self.left_out: list[int] = []
         self.log = RecordedLog()
-        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=1000)
+        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=2000)
         self.recorder = Recorder(
             self.log,  # type: ignore[arg-type]
             self.snapshot,
@@ -65,10 +65,17 @@ class RecorderBench:
         return self.store.snapshot(self.now)
 
     def report(
-        self, pid: int = 7, *ooms: OutOfMemory, host_pid: int | None = None, **changes: Any
+        self,
+        pid: int = 7,
+        *ooms: OutOfMemory,
+        host_pid: int | None = None,
+        owner_uid: int | None = None,
+        **changes: Any,
     ) -> Future[bool] | None:
         sent = report(pid, ooms=ooms, **changes)
-        process = self.store.put_report(sent, host_pid=host_pid, now_seconds=self.now, now_unix_seconds=self.unix)
+        process = self.store.put_report(
+            sent, host_pid=host_pid, owner_uid=owner_uid, now_seconds=self.now, now_unix_seconds=self.unix
+        )
         return self.recorder.take_report(dataclasses.replace(process, report=sent))
 
     def reading(self, *devices: DeviceReading, **changes: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -131,6 +132,7 @@ class RunningExporter:
     server: LimitedServer
     provider: ScriptedProvider
     host: ScriptedHost
+    loop: asyncio.AbstractEventLoop
 
     def request(
         self,
@@ -209,13 +211,19 @@ def running_exporter(
     listeners = bind(settings.web_listen_address, settings.web_listen_socket)
     port = listeners.sockets[0].getsockname()[1]
     started = threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def on_started() -> None:
+        loops.append(asyncio.get_running_loop())
+        started.set()
+
     app = create_app(settings, provider=provider, host=host, clock=clock)
-    server = build_server(app, settings, listeners, on_started=started.set, limits=limits)
+    server = build_server(app, settings, listeners, on_started=on_started, limits=limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)}, name="exporter")
     thread.start()
     try:
         assert started.wait(patient(30))
-        running = RunningExporter(f"http://127.0.0.1:{port}", port, app.state.runtime, server, provider, host)
+        running = RunningExporter(f"http://127.0.0.1:{port}", port, app.state.runtime, server, provider, host, loops[0])
         if ready:
             eventually(lambda: running.get("/-/ready").status, lambda status: status == 200)
         yield running

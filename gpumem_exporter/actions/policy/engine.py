@@ -170,7 +170,7 @@ class _Round:
             self.count(rule, "pending")
             return False
         subject = state.subject(seen)
-        objection = state.objection(subject, now) or self._busy(rule, seen)
+        objection = state.objection(subject, seen.process.owner_uid, now) or self._busy(rule, seen)
         if objection:
             self.count(rule, objection)
             return False
@@ -178,7 +178,7 @@ class _Round:
         if name is None:
             self.count(rule, "unmet")  # the process has exited
             return False
-        state.acted(subject, now)
+        state.acted(subject, seen.process.owner_uid, now)
         # The process of a group names the ranks of its user. Another user's process may have the same workload.
         target = Target(pid=name, workload=seen.workload if rule.request.group else None)
         request = replace(rule.request, target=target, dry_run=rule.dry_run, reason=_reason(rule, seen))

@@ -58,27 +58,32 @@ class RuleState:
         self.rule = rule
         self.met_since: dict[str, float] = {}
         self.presumed: set[str] = set()
-        self._acted: deque[float] = deque(maxlen=rule.max_per_hour)
+        self._acted: dict[int | None, deque[float]] = {}
+        """When it acted on processes of each user."""
         self._subjects: dict[str, _SubjectState] = {}
 
     def subject(self, observation: Observation) -> str:
         """Return the subject of the rule: the process on all its devices, or the ranks of its workload."""
         return observation.group if self.rule.request.group else observation.reporter_id
 
-    def objection(self, subject: str, now: float) -> str:
-        """Return why the rule does not act now, as one of `RESULTS`; empty if it may act."""
+    def objection(self, subject: str, owner_uid: int | None, now: float) -> str:
+        """Return why the rule does not act now, as one of `RESULTS`; empty if it may act.
+
+        `max_per_hour` counts for each user, so that no user can use up the actions of the others.
+        """
         known = self._subjects.get(subject)
         if known is not None and known.stopped:
             return "stopped"
         if known is not None and now - known.acted_seconds < self.rule.cooldown_seconds:
             return "cooling"
-        if len(self._acted) == self._acted.maxlen and now - self._acted[0] < HOUR_SECONDS:
+        acted = self._acted.get(owner_uid)
+        if acted is not None and len(acted) == acted.maxlen and now - acted[0] < HOUR_SECONDS:
             return "limited"
         return "cooling" if subject in self.presumed else ""
 
-    def acted(self, subject: str, now: float) -> None:
-        """Record that the rule acts on this subject now."""
-        self._acted.append(now)
+    def acted(self, subject: str, owner_uid: int | None, now: float) -> None:
+        """Record that the rule acts on this subject of a user now."""
+        self._acted.setdefault(owner_uid, deque(maxlen=self.rule.max_per_hour)).append(now)
         self._subjects.setdefault(subject, _SubjectState(now)).acted_seconds = now
 
     def helped(self, subject: str) -> None:
@@ -107,10 +112,11 @@ class RuleState:
         for subject, known in list(self._subjects.items()):
             if subject not in present and now - known.acted_seconds > keep_seconds:
                 del self._subjects[subject]
+        self._acted = {owner: acted for owner, acted in self._acted.items() if now - acted[-1] < HOUR_SECONDS}
 
     def take_over(self, earlier: RuleState) -> None:
         """Take over the state from before a reload. If the rule has changed, only the times of its actions are kept."""
-        self._acted.extend(earlier._acted)
+        self._acted = {owner: deque(acted, maxlen=self.rule.max_per_hour) for owner, acted in earlier._acted.items()}
         if self.rule == earlier.rule:
             self.met_since, self.presumed = earlier.met_since, earlier.presumed
             self._subjects = earlier._subjects

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.lifecycle import ActionState
@@ -21,11 +21,11 @@ from gpumem_exporter.actions.request import (
     invalid_fields,
     mode_for,
 )
-from gpumem_exporter.server.http.problems import FieldError, ProblemError
+from gpumem_exporter.server.http.problems import FieldError, ProblemError, few_fields
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.wire.protocol import MAX_INTEGER, MODES
 
-__all__ = ["ActionBody", "ActionDocument", "ActionsDocument", "TargetBody", "action_document"]
+__all__ = ["ActionBody", "ActionDocument", "ActionsDocument", "TargetBody", "action_document", "listed_action_document"]
 
 MAX_WAIT_SECONDS = 60.0
 
@@ -59,6 +59,11 @@ class _Strict(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: object) -> object:
+        return few_fields(value)
 
 
 class TargetBody(_Strict):
@@ -128,9 +133,7 @@ class ActionBody(_Strict):
         return request
 
 
-class ActionDocument(TypedDict):
-    """An action. Values that were not measured are null."""
-
+class _ActionValues(TypedDict):
     id: str
     action: str
     state: Annotated[str, Field(json_schema_extra={"enum": [state.value for state in ActionState]})]
@@ -145,25 +148,54 @@ class ActionDocument(TypedDict):
     dry_run: bool
     reason: str
     duration_seconds: float | None
-    results: list[ActionResult]
     freed_bytes: int | None
     settle_seconds: float
     settling: Annotated[bool, Field(description="still_free_bytes may still become known")]
     still_free_bytes: Annotated[int | None, Field(description="of freed_bytes, after settle_seconds")]
 
 
-class ActionsDocument(TypedDict):
-    """The last actions, newest first."""
+_COPIED = tuple(name for name in _ActionValues.__annotations__ if name not in ("created", "target"))
+_RESULT = tuple(field.name for field in fields(ActionResult))
 
-    actions: list[ActionDocument]
+
+class ActionDocument(_ActionValues):
+    """An action. Values that were not measured are null."""
+
+    results: list[ActionResult]
+
+
+class ListedActionDocument(_ActionValues):
+    """An action without its results."""
+
+    outcomes: Annotated[dict[str, int], Field(description="the number of results with each outcome")]
+
+
+class ActionsDocument(TypedDict):
+    """The last actions, newest first. Each `GET /api/v1/actions/{id}` has the results."""
+
+    actions: list[ListedActionDocument]
 
 
 def action_document(action: Action) -> dict[str, Any]:
     """Return an action as an `ActionDocument`."""
-    document = asdict(action)
-    del document["caller"]  # `requested_by` is for readers
-    document["created"] = iso_time(document.pop("created_unix_seconds"))
-    document["target"] = action.target.document()
-    document["freed_bytes"] = action.freed_bytes
-    document["still_free_bytes"] = action.still_free_bytes
-    return document
+    return {**_values(action), "results": [_result(result) for result in action.results]}
+
+
+def listed_action_document(action: Action) -> dict[str, Any]:
+    """Return an action as a `ListedActionDocument`."""
+    return {**_values(action), "outcomes": action.outcomes}
+
+
+def _values(action: Action) -> dict[str, Any]:
+    return {
+        **{name: getattr(action, name) for name in _COPIED},
+        "created": iso_time(action.created_unix_seconds),
+        "target": action.target.document(),
+    }
+
+
+def _result(result: ActionResult) -> dict[str, Any]:
+    row = {name: getattr(result, name) for name in _RESULT}
+    if result.snapshot is not None:
+        row["snapshot"] = asdict(result.snapshot)
+    return row

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -20,17 +21,25 @@ from gpumem_exporter.errors import (
     TargetNotFoundError,
     TooManyActionsError,
 )
-from gpumem_exporter.server.api.action_schema import ActionBody, ActionDocument, ActionsDocument, action_document
+from gpumem_exporter.server.api.action_schema import (
+    ActionBody,
+    ActionDocument,
+    ActionsDocument,
+    action_document,
+    listed_action_document,
+)
 from gpumem_exporter.server.api.audit import Audit
+from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
 from gpumem_exporter.server.http.held_requests import Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_reply, json_response
+from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
 
 __all__ = ["ActionRoutes", "actions_router"]
 
 MAX_IDEMPOTENCY_KEY_LENGTH = 255
 MAX_LISTED = 1000
+MAX_LISTED_TEXT = 1 << 20
 
 _UNKNOWN_ACTION = "the action is unknown, or too old to be kept"
 
@@ -61,9 +70,9 @@ _SUBMIT = _route("the action is running; `Location` is its path", 401, 403, 404,
 _CANCEL = _route("the processes forget their commands", 401, 403, 404)
 
 
-def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> APIRouter:
+def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds, renderer: Renderer) -> APIRouter:
     """Return the routes of actions."""
-    routes = ActionRoutes(dispatcher, audit, holds)
+    routes = ActionRoutes(dispatcher, audit, holds, renderer)
     path = ACTIONS_PATH + "/{action_id}"
     router = APIRouter(tags=["actions"])
     router.post(ACTIONS_PATH, **_SUBMIT)(routes.submit)
@@ -76,10 +85,11 @@ def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> API
 class ActionRoutes:
     """The handlers of the routes."""
 
-    def __init__(self, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> None:
+    def __init__(self, dispatcher: Dispatcher, audit: Audit, holds: Holds, renderer: Renderer) -> None:
         self._dispatcher = dispatcher
         self._audit = audit
         self._holds = holds
+        self._renderer = renderer
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
@@ -99,9 +109,12 @@ class ActionRoutes:
         return reply
 
     async def recent(self, request: Request, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> Response:
-        """The audit log: the last actions, newest first. A caller without the rights to all sees its own actions."""
+        """The audit log: the last actions without their results, newest first.
+
+        A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
+        """
         visible = [action for action in self._dispatcher.recent() if may_see(request.state.caller, action)]
-        return json_response({"actions": [action_document(action) for action in visible[:limit]]})
+        return json_bytes_response(await self._renderer.render(object(), lambda: _listing(visible[:limit])))
 
     async def one(self, request: Request, action_id: str) -> Response:
         """One action."""
@@ -123,7 +136,19 @@ class ActionRoutes:
             raise ProblemError(404, _UNKNOWN_ACTION)
         if action.finished:
             await self._audit.wait_until_stored(action)
-        return json_response(action_document(action), 200 if action.finished else running_status)
+        body = await self._renderer.render(("action", id(action)), lambda: encoded(action_document(action)))
+        return json_bytes_response(body, 200 if action.finished else running_status)
+
+
+def _listing(actions: Sequence[Action]) -> bytes:
+    texts: list[str] = []
+    size = 0
+    for action in actions:
+        texts.append(json.dumps(listed_action_document(action), ensure_ascii=False, allow_nan=False))
+        size += len(texts[-1])
+        if size > MAX_LISTED_TEXT:
+            break
+    return f'{{"actions": [{", ".join(texts)}]}}'.encode("utf-8", "replace")
 
 
 @contextlib.contextmanager

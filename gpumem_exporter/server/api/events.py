@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi import Query as QueryParameters
-from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.caller import Caller, Rights
@@ -16,8 +16,9 @@ from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import EVENT_TYPES, Event, EventLog, Page, Query
 from gpumem_exporter.server.api.event_writes import read_events
-from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_reply, json_response
+from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
+from gpumem_exporter.server.http.problems import ProblemError, few_fields, problems
+from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH
 
@@ -46,6 +47,11 @@ class EventParameters(BaseModel):
     """The parameters of a query for events."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: object) -> object:
+        return few_fields(value)
 
     after: int | None = Field(None, ge=0, le=2**63 - 1, description="only events with a greater id")
     since: Annotated[AwareDatetime, BeforeValidator(_restore_plus)] | None = Field(
@@ -92,11 +98,12 @@ class EventsDocument(TypedDict):
     more: bool
 
 
-def events_router(log: EventLog, *, hide_identities: bool) -> APIRouter:
+def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -> APIRouter:
     """Return the route of events.
 
     Args:
         log: has the events.
+        renderer: encodes replies.
         hide_identities: hide users, commands and pods from callers that may not act on every process.
     """
     router = APIRouter(tags=["events"])
@@ -120,7 +127,7 @@ def events_router(log: EventLog, *, hide_identities: bool) -> APIRouter:
         caller: Caller = request.state.caller
         if caller.rights is not Rights.ALL:
             page = replace(page, events=_for_user(page.events, caller, hide_identities=hide_identities))
-        return json_response(events_document(page))
+        return json_bytes_response(await renderer.render(object(), lambda: encoded(events_document(page))))
 
     return router
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Response
 from typing_extensions import TypedDict
 
 from gpumem_exporter.errors import StorageError
-from gpumem_exporter.events import Event, Query, Recorder
-from gpumem_exporter.server.api.event_writes import read_all_events
+from gpumem_exporter.events import Event, EventLog, Query, Recorder
+from gpumem_exporter.server.api.event_writes import read_events
+from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_reply, json_response
+from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.request_guard import JOBS_PATH
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
 __all__ = ["jobs_router"]
 
 _PAGE = 1000
-_IDS = ("slurm_job_id", "ray_job_id")
+_MAX_PAGES = 8
+"""A page has at most 1000 processes and 1 MiB of events."""
 
 
 class JobDeviceDocument(TypedDict):
@@ -44,15 +48,21 @@ class JobProcessDocument(TypedDict):
 
 
 class JobDocument(TypedDict):
-    """The processes of a job that reported to this exporter, in the order of their ends."""
+    """The processes of a job that reported to this exporter, in the order of their ends.
+
+    `more`: it has more than fit into a reply, and the latest ones are missing.
+    """
 
     job_id: str
     processes: list[JobProcessDocument]
+    more: bool
 
 
-def jobs_router(recorder: Recorder) -> APIRouter:
+def jobs_router(recorder: Recorder, renderer: Renderer) -> APIRouter:
     """Return the route of jobs."""
     router = APIRouter(tags=["events"])
+    reading = asyncio.Lock()
+    """One reply is built at a time: each may have thousands of processes."""
 
     @router.get(JOBS_PATH + "/{job_id}", responses={200: json_reply(JobDocument), **problems(401, 403, 404, 422, 503)})
     async def job(job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)]) -> Response:
@@ -61,19 +71,31 @@ def jobs_router(recorder: Recorder) -> APIRouter:
         The values of ended processes are those of their `process_ended` events, those of others are from the exporter's
         start on. The callers that may read events may read jobs.
         """
-        try:
-            ended = await read_all_events(
-                recorder.log, Query(since_unix_seconds=0.0, types=("process_ended",), limit=_PAGE)
-            )
-        except StorageError as error:
-            raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
-        processes = [_process(event) for event in ended if job_id in (event.detail.get(name) for name in _IDS)]
-        processes += [{**_process(event), "end_unix_seconds": None} for event in recorder.running(job_id)]
-        if not processes:
-            raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
-        return json_response({"job_id": job_id, "processes": processes})
+        async with reading:
+            try:
+                processes, more = await _ended(recorder.log, job_id)
+            except StorageError as error:
+                raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
+            processes += [{**_process(event), "end_unix_seconds": None} for event in recorder.running(job_id)]
+            if not processes:
+                raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
+            document = {"job_id": job_id, "processes": processes, "more": more}
+            return json_bytes_response(await renderer.render(object(), lambda: encoded(document)))
 
     return router
+
+
+async def _ended(log: EventLog, job_id: str) -> tuple[list[dict[str, Any]], bool]:
+    """Return the ended processes of a job, oldest first, and whether there are more."""
+    processes: list[dict[str, Any]] = []
+    query = Query(after=0, types=("process_ended",), job_id=job_id, limit=_PAGE)
+    for _ in range(_MAX_PAGES):
+        page = await read_events(log, query)
+        processes += map(_process, page.events)
+        if not page.more:
+            return processes, False
+        query = replace(query, after=page.next_after)
+    return processes, True
 
 
 def _process(event: Event) -> dict[str, Any]:

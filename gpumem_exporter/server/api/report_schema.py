@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from gpumem_exporter.wire.protocol import (
     MAX_PHASES,
     MAX_TEXT_LENGTH,
     OUTCOMES,
+    CommandResult,
     DeviceSample,
     Report,
 )
@@ -37,6 +38,9 @@ MAX_DEVICES = 64
 MAX_ENTRIES = 64
 """The maximum number of phases or components of a device, actions of a reporter, and results in a report."""
 MAX_REASON_LENGTH = 2000
+MAX_KEPT_REASON_LENGTH = 500
+MAX_SHOWN_BLOCKS = 10
+"""The maximum number of blocks, and of segments, in the summary of a snapshot."""
 MAX_UUID_LENGTH = 96
 """NVML_DEVICE_UUID_V2_BUFFER_SIZE."""
 
@@ -140,7 +144,7 @@ def _type_schema(hint: Any) -> CoreSchema:
 
 
 def shortened(report: Report) -> Report:
-    """Return the report, cut to the limits of labels, phases and components. The same object if nothing is cut.
+    """Return the report, cut to the limits of labels, phases, components and results; the same object if it has them.
 
     A reporter of an older version has higher limits, so such a report is not an error.
     """
@@ -148,8 +152,26 @@ def shortened(report: Report) -> Report:
     if len(identity.workload) > MAX_LABEL_LENGTH or len(identity.rank) > MAX_LABEL_LENGTH:
         workload, rank = identity.workload[:MAX_LABEL_LENGTH], identity.rank[:MAX_LABEL_LENGTH]
         report = replace(report, process=replace(identity, workload=workload, rank=rank))
-    changed = any(short is not sample for short, sample in zip(devices, report.devices, strict=True))
-    return replace(report, devices=devices) if changed else report
+    results = tuple(map(_shortened_result, report.results))
+    if _differs(devices, report.devices) or _differs(results, report.results):
+        report = replace(report, devices=devices, results=results)
+    return report
+
+
+def _differs(short: Sequence[object], long: Sequence[object]) -> bool:
+    return any(one is not other for one, other in zip(short, long, strict=True))
+
+
+def _shortened_result(result: CommandResult) -> CommandResult:
+    """Cut a result to what this version's client sends, because the exporter keeps results for long."""
+    snapshot = result.snapshot
+    if snapshot is not None and max(len(snapshot.largest), len(snapshot.emptiest)) > MAX_SHOWN_BLOCKS:
+        snapshot = replace(
+            snapshot, largest=snapshot.largest[:MAX_SHOWN_BLOCKS], emptiest=snapshot.emptiest[:MAX_SHOWN_BLOCKS]
+        )
+    if snapshot is result.snapshot and len(result.reason) <= MAX_KEPT_REASON_LENGTH:
+        return result
+    return replace(result, reason=result.reason[:MAX_KEPT_REASON_LENGTH], snapshot=snapshot)
 
 
 def _shortened_sample(sample: DeviceSample) -> DeviceSample:

@@ -10,7 +10,8 @@ from typing_extensions import TypedDict
 
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
 from gpumem_exporter.server.api.documents import devices_document, processes_document
-from gpumem_exporter.server.http.replies import json_reply, json_response
+from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
+from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.access_rules import Callers
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -112,7 +113,9 @@ class ProcessesDocument(TypedDict):
     processes: list[ProcessDocument]
 
 
-def state_router(*, snapshot: Callable[[], Snapshot], source: str, hide_identities_from: Callers | None) -> APIRouter:
+def state_router(
+    *, snapshot: Callable[[], Snapshot], source: str, renderer: Renderer, hide_identities_from: Callers | None
+) -> APIRouter:
     """Return the routes that show devices and processes; `source` is `nvml` or `demo`.
 
     `hide_identities_from` identifies the viewers from whom the identities of others' processes are hidden.
@@ -122,7 +125,8 @@ def state_router(*, snapshot: Callable[[], Snapshot], source: str, hide_identiti
     @router.get("/api/v1/devices", responses={200: json_reply(DevicesDocument)})
     async def devices() -> Response:
         """Every device, with its memory as the driver reports it and its ledger. Unknown values are null."""
-        return json_response(devices_document(snapshot(), source))
+        body = await renderer.render("devices", lambda: encoded(devices_document(snapshot(), source)))
+        return json_bytes_response(body)
 
     @router.get("/api/v1/processes", responses={200: json_reply(ProcessesDocument)})
     async def processes(request: Request) -> Response:
@@ -132,6 +136,9 @@ def state_router(*, snapshot: Callable[[], Snapshot], source: str, hide_identiti
         may not act on them.
         """
         viewer = await hide_identities_from.of(request.scope) if hide_identities_from is not None else None
-        return json_response(processes_document(snapshot(), source, viewer))
+        body = await renderer.render(
+            ("processes", viewer), lambda: encoded(processes_document(snapshot(), source, viewer))
+        )
+        return json_bytes_response(body)
 
     return router

@@ -20,6 +20,7 @@ __all__ = [
     "FieldError",
     "Problem",
     "ProblemError",
+    "few_fields",
     "field_errors",
     "install_problem_handlers",
     "problem_response",
@@ -28,6 +29,8 @@ __all__ = [
 
 MEDIA_TYPE = "application/problem+json"
 MAX_FIELD_ERRORS = 20
+MAX_FIELDS = 64
+"""The maximum number of fields of an object in a request."""
 
 _DESCRIPTIONS = {
     401: "no token or password, or a wrong one",
@@ -131,6 +134,17 @@ def field_errors(errors: Iterable[Any], *, skip: int = 0) -> list[FieldError]:
             continue
         found.append(FieldError(".".join(str(part)[:MAX_LABEL_LENGTH] for part in error["loc"][skip:]), message))
     return found
+
+
+def few_fields(value: object) -> object:
+    """Reject an object whose problem document would take long to build, because each of its fields may be wrong.
+
+    Raises:
+        ValueError: it has more than `MAX_FIELDS`.
+    """
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
+    return value
 
 
 def install_problem_handlers(app: FastAPI) -> None:

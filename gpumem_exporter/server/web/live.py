@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.health import Health
+from gpumem_exporter.server.api.rendering import encoded
 from gpumem_exporter.server.http.held_requests import RELEASED, Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
@@ -61,10 +62,10 @@ class LiveState:
     viewer: Caller | None = None
     """The viewer, who does not see the identities of others' processes; None shows all identities."""
 
-    def document(self) -> dict[str, Any]:
-        """Return the current state of the node."""
+    def render(self) -> bytes:
+        """Return the current state of the node as JSON. Called in the thread of replies."""
         snapshot = self.snapshot()
-        return live_document(
+        document = live_document(
             snapshot,
             health=self.health.document(snapshot),
             page=self.page.digest,
@@ -72,6 +73,7 @@ class LiveState:
             newest=self.history.newest(),
             viewer=self.viewer,
         )
+        return encoded(document, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def live_router(*, audience: Audience, history: History, holds: Holds, own_names
         streams = await audience.streams(request.scope)
         if EVENT_STREAM in request.headers.get("accept", ""):
             return _Stream(streams, history, holds)
-        latest = streams.latest()
+        latest = await streams.latest()
         body = b'{"moment":%b,"state":%b,"history":%b}' % (latest.moment, latest.state, _rendered(history))
         return Response(body, headers=_HEADERS, media_type="application/json")
 

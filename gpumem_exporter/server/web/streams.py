@@ -8,7 +8,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 __all__ = ["MAX_STREAMS", "MAX_STREAMS_OF_VIEWER", "Following", "Rendering", "Streams", "TooManyStreamsError"]
 
@@ -45,7 +45,7 @@ class Streams:
     Nothing is queued: a follower gets the newest state, and a slow one misses some states.
 
     Args:
-        render: returns the current state, for `json.dumps`.
+        render: returns the current state as JSON.
         clock: monotonic seconds.
         wall_clock: seconds of the Unix epoch.
         interval_seconds: between two renderings.
@@ -53,7 +53,7 @@ class Streams:
 
     def __init__(
         self,
-        render: Callable[[], dict[str, Any]],
+        render: Callable[[], Awaitable[bytes]],
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -72,14 +72,14 @@ class Streams:
     def __len__(self) -> int:
         return self._followers.total()
 
-    def latest(self) -> Rendering:
+    async def latest(self) -> Rendering:
         """Return the current state, or the last rendering if it is recent."""
         known = self._rendering
         if known is not None and (
             self._ticker is not None or self._clock() - known.seconds < self._interval_seconds / 2
         ):
             return known
-        return self._refresh()
+        return await self._refresh()
 
     @contextlib.contextmanager
     def follow(self, viewer: Hashable) -> Iterator[Following]:
@@ -121,19 +121,18 @@ class Streams:
     async def _tick(self) -> None:
         while True:
             try:
-                self._refresh()
+                await self._refresh()
             except Exception:  # noqa: BLE001 - the next one may succeed
                 _log.exception("the state cannot be rendered")
             ticked, self._ticked = self._ticked, asyncio.Event()
             ticked.set()
             await asyncio.sleep(self._interval_seconds)
 
-    def _refresh(self) -> Rendering:
+    async def _refresh(self) -> Rendering:
         now = self._clock()
-        state = json.dumps(self._render(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        body = await self._render()
         moment = {"clock_seconds": round(now, 3), "unix_seconds": round(self._wall_clock(), 3)}
         known = self._rendering
-        body = state.encode("utf-8", "replace")
         if known is not None and known.state == body:
             body = known.state  # followers compare the identity of the object
         self._rendering = Rendering(now, json.dumps(moment).encode(), body)

@@ -226,7 +226,8 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
     assert node.books().used_by(process.pid) == before - 128 * MIB
     answer = exporter.request("GET", "/api/v1/actions", headers={"Authorization": "Bearer s3cret"})
     (action,) = json.loads(answer.body)["actions"]
-    (row,) = action["results"]
+    answer = exporter.request("GET", f"/api/v1/actions/{action['id']}", headers={"Authorization": "Bearer s3cret"})
+    (row,) = json.loads(answer.body)["results"]
     assert (row["pid"], row["outcome"], row["freed_bytes"]) == (process.pid, "done", 256 * MIB)
     assert action["requested_by"] == f"alert:CacheHoarded by token:token@loopback:uid={os.getuid()}"
     assert re.search(r"\bCacheHoarded \([0-9a-f]{16}\): 256 MiB could be released$", action["reason"])

@@ -76,11 +76,11 @@ def test_a_rule_clears_an_idle_process_and_a_dry_run_does_not(
 
     def acted() -> list[Any]:
         actions = exporter.get("/api/v1/actions")["actions"]
-        return [action for action in actions if action["requested_by"] == "policy:acts" and action["results"]]
+        return [action for action in actions if action["requested_by"] == "policy:acts" and action["outcomes"]]
 
     wait_for(acted, "its result")
     (action,) = acted()
-    (row,) = action["results"]
+    (row,) = exporter.get(f"/api/v1/actions/{action['id']}")["results"]
     assert (row["pid"], row["workload"], row["outcome"], row["freed_bytes"]) == (
         hoarder.pid,
         "hoarder",

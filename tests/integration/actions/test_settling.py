@@ -157,7 +157,7 @@ def test_a_rule_stops_where_the_job_reserves_the_memory_again(
     with training(process, tmp_path):
         (event,) = eventually(lambda: exporter.get("/api/v1/events?type=policy_stopped")["events"])
     assert "0 bytes of it were still free after 1 s" in event["detail"]["reason"]
-    actions = [action for action in exporter.get("/api/v1/actions")["actions"] if action["results"]]
+    actions = [action for action in exporter.get("/api/v1/actions")["actions"] if action["outcomes"]]
     assert [(action["freed_bytes"], action["still_free_bytes"]) for action in actions] == [(400 * MIB, 0)] * 2
 
 

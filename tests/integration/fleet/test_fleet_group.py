@@ -180,7 +180,7 @@ def test_a_refusal_of_one_exporter_cancels_the_other_ranks(ranks: Ranks) -> None
     step = document["at_step"]
     wait_for(lambda: ranks.step(0) > step, "the step to pass")
     (action,) = [one for one in ranks.exporters[0].get("/api/v1/actions")["actions"] if one["at_step"] == step]
-    assert [row["outcome"] for row in action["results"]] == ["refused"]
+    assert action["outcomes"] == {"refused": 1}
 
 
 def test_a_stopped_rank_is_named_and_cancels_the_other_ranks(ranks: Ranks) -> None:

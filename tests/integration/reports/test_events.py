@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.errors import ExporterUnreachableError
-from gpumem_exporter.events.log import MAX_WAITING
+from gpumem_exporter.events.log import MAX_WAITING, OWNER_SHARE
 from gpumem_exporter.events.storage import FILE_NAME
 from gpumem_exporter.wire.http import Connection
 from gpumem_exporter.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
@@ -76,7 +76,7 @@ def test_a_killed_exporter_has_stored_every_event_that_it_acknowledged(
     start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     exporter = start_exporter(None, "--storage.path", str(tmp_path / "events"))
-    threads, reporters, each = 4, 20, 50  # a process may have 60 errors a minute
+    threads, reporters, each = 4, 11, 50  # a process may have 60 errors a minute, and a user 600
     answered: set[tuple[str, int]] = set()
     shown: set[tuple[str, int]] = set()
     killed = threading.Event()
@@ -177,7 +177,7 @@ def test_events_beyond_the_queue_are_counted_as_dropped(start_exporter: StartExp
     wait_for(lambda: not stores(exporter), "the error")
     connection = Connection(exporter.url, timeout_seconds=patient(30.0))
     ooms = tuple(OutOfMemory(UUIDS[0], 1 + number) for number in range(50))
-    reports = 1 + MAX_WAITING // len(ooms)
+    reports = 1 + MAX_WAITING // OWNER_SHARE // len(ooms)
     for pid in range(1, 1 + reports):
         who = identity(pid, pid_namespace=7, session=f"session-{pid}")
         post(connection, json.dumps(to_wire(Report(who, sequence=1, ooms=ooms))).encode())

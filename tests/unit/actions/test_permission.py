@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.permission import may_see, permitted_actions, permitted_processes
-from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, Target
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.errors import (
     ActionForbiddenError,
+    ActionRefusedError,
     GroupIncompleteError,
     IdempotencyConflictError,
     TargetNotFoundError,
@@ -165,3 +167,20 @@ def test_terminate_needs_the_kernel_and_the_driver_to_name_the_process(
     for dry_run in (True, False):
         (result,) = bench.ask("terminate", target=Target(pid=20), caller=ROOT, dry_run=dry_run).results
         assert (result.outcome, result.reason_code) == ("refused", code)
+
+
+@pytest.mark.parametrize("target", [Target(workload="evaluatian"), Target(workload="evaluation", pid="3")])
+def test_errors_name_only_the_callers_processes_if_identities_are_hidden(target: Target) -> None:
+    bench = Shared()
+    bench.put(8, owner_uid=1002, workload="secret-evaluation")
+    bench.put(9, owner_uid=1001, workload="evaluation")
+    open_text, hidden_text = (str(_refused(bench.build(hide_identities=hide), ADA, target)) for hide in (False, True))
+    assert "secret-evaluation" in open_text
+    assert "secret-evaluation" not in hidden_text
+    assert "evaluation" in hidden_text
+
+
+def _refused(dispatcher: Dispatcher, caller: Caller, target: Target) -> Exception:
+    with pytest.raises(ActionRefusedError) as refused:
+        dispatcher.submit(ActionRequest("empty_cache", target), requested_by=caller)
+    return refused.value

@@ -221,6 +221,15 @@ def test_a_rule_has_a_maximum_number_of_actions_per_hour() -> None:
     assert bench.hoarding(3600.0 - 10.0).decisions
 
 
+def test_no_user_uses_up_the_actions_of_another() -> None:
+    bench = Bench(rule(max_per_hour=2))
+    found = bench.evaluate(*(process(pid, at=bench.now, owner_uid=1001) for pid in range(1, 6)))
+    assert len(found.decisions) == 2
+    assert found.counts == {("r", "limited"): 3}
+    found = bench.evaluate(*(process(pid, at=bench.now, owner_uid=1002) for pid in range(11, 16)))
+    assert len(found.decisions) == 2
+
+
 def test_a_rule_does_not_act_on_a_process_with_a_running_action() -> None:
     bench = Bench(rule())
     bench.under_way = {ProcessKey(1, 1)}

@@ -56,8 +56,11 @@ class _Api:
     def __init__(self, answer: dict[str, Any] | Exception, url: str = "http://node:9844") -> None:
         self._answer = answer
         self.url = url
+        self.objection = ""
+        self.asked: list[str] = []
 
     def get(self, path: str, *, also: tuple[int, ...] = ()) -> dict[str, Any]:
+        self.asked.append(path)
         if isinstance(self._answer, Exception):
             raise self._answer
         return self._answer
@@ -202,3 +205,12 @@ def test_the_text_of_each_finding() -> None:
     lines = [f"{found.verdict} {found.check}: {found.detail}{found.fix and f' → {found.fix}'}" for found in findings]
     assert not any("secret" in line for line in lines)
     assert_golden("doctor.txt", "\n".join(lines).replace(__version__, "VERSION") + "\n")
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+def test_a_server_that_is_not_trusted_does_not_pass_the_check_of_permissions(has_token: bool) -> None:
+    api = _Api({"actions": []})
+    api.objection = "it runs as uid 1001"
+    (finding,) = check_auth(api, has_token=has_token)  # type: ignore[arg-type]
+    assert (finding.check, finding.verdict) == ("auth", WARN)
+    assert api.asked == []

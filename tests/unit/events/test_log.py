@@ -186,6 +186,19 @@ def test_a_flood_of_one_kind_leaves_the_queue_to_the_other() -> None:
     assert bench.log.stop(WAIT)
 
 
+def test_one_owner_leaves_most_of_the_queue_to_the_others() -> None:
+    bench = Bench(max_waiting=40)
+    flood = [bench.log.put([Event("oom", 0.0, owner="uid:1")]) for _ in range(40)]
+    large = [Event("action", 0.0, owner="uid:1", detail={"results": [{}] * 160}) for _ in range(2)]
+    assert [bench.log.put([event]).done() for event in large] == [True, True]
+    others = [bench.log.put([Event("oom", 0.0, owner=f"uid:{number}")]) for number in range(2, 12)]
+    assert [future.done() for future in flood] == [False] * 10 + [True] * 30
+    assert not any(future.done() for future in others)
+    bench.log.start()
+    assert all(future.result(WAIT) for future in others)
+    assert bench.log.stop(WAIT)
+
+
 def test_an_event_that_cannot_be_stored_does_not_block_the_others(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,8 @@ from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.events.actions import MAX_RESULTS, action_event
 from gpumem_exporter.events.devices import device_changes
-from gpumem_exporter.events.ooms import MAX_PER_MINUTE
+from gpumem_exporter.events.ooms import MAX_OF_OWNER_PER_MINUTE, MAX_PER_MINUTE
+from gpumem_exporter.events.processes import MAX_STARTS_PER_MINUTE
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.recorder_bench import RecorderBench as Bench
 from tests.support.recorder_bench import oom
@@ -95,6 +96,22 @@ def test_a_process_has_a_limited_number_of_errors_in_a_minute(caplog: pytest.Log
     bench.unix += 60
     bench.report(9, oom(2001))
     assert bench.log.events[-1].detail["number"] == 2001
+
+
+def test_a_user_has_a_limited_number_of_errors_and_starts_in_a_minute() -> None:
+    bench = Bench()
+    for pid in range(MAX_STARTS_PER_MINUTE + 20):
+        ooms = [oom(number) for number in range(50)] if pid < 30 else ()
+        bench.report(10 + pid, *ooms, owner_uid=1001, session=f"of-{pid}")
+    bench.report(7, oom(1), owner_uid=1002, session="of-another")
+    assert len(bench.log.of("process_started")) == MAX_STARTS_PER_MINUTE + 1
+    assert len(bench.log.of("oom")) == MAX_OF_OWNER_PER_MINUTE + 1
+    assert {event.owner for event in bench.log.events} == {"uid:1001", "uid:1002"}
+    assert bench.log.events[-1].pid == 7
+    bench.wait(60)
+    bench.sweep()
+    assert len(bench.log.of("process_ended")) == MAX_STARTS_PER_MINUTE + 1
+    assert sum(bench.left_out) == 30 * 50 - MAX_OF_OWNER_PER_MINUTE + 2 * 20
 
 
 def test_each_session_numbers_its_errors_separately() -> None:

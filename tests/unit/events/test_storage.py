@@ -22,13 +22,17 @@ class Bench:
 
     def __init__(self, folder: Path | None, **options: Any) -> None:
         self.now = 1.7e9
+        self.jumped = 0.0
+        """How far the wall clock has jumped ahead."""
         self.folder = folder
         self.options = {"retention_seconds": 7 * DAY, "max_bytes": 64 << 20, **options}
         self.again()
 
     def again(self) -> None:
         """Replace the storage by another one on the same folder."""
-        self.storage = Storage(self.folder, wall_clock=lambda: self.now, **self.options)
+        self.storage = Storage(
+            self.folder, wall_clock=lambda: self.now + self.jumped, clock=lambda: self.now - 1.6e9, **self.options
+        )
 
     def put(self, *numbers: int, **changes: Any) -> None:
         self.storage.append([oom(number, **{"time_unix_seconds": self.now, **changes}) for number in numbers])
@@ -116,11 +120,11 @@ def test_an_action_is_about_each_of_its_target_processes(bench: Bench) -> None:
 
 def test_a_page_has_a_maximum_size_and_the_next_one_continues(bench: Bench) -> None:
     bench.storage.append(
-        [oom(n, time_unix_seconds=bench.now, detail={"number": n, "x": "y" * 300_000}) for n in range(9)]
+        [oom(n, time_unix_seconds=bench.now, detail={"number": n, "x": "y" * 50_000}) for n in range(29)]
     )
     page = bench.page(after=0)
     assert page.more
-    assert 1 <= len(page.events) < 9
+    assert 1 <= len(page.events) < 29
     assert bench.numbers(after=page.next_after, limit=1) == [len(page.events)]
 
 
@@ -165,6 +169,119 @@ def test_expired_events_are_deleted(bench: Bench) -> None:
     bench.now += 2 * DAY
     bench.storage.maintain()
     assert bench.numbers() == [2]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_clock_that_jumps_ahead_deletes_no_event(tmp_path: Path, restarted: bool) -> None:
+    bench = Bench(tmp_path)
+    bench.put(1)
+    bench.now += DAY
+    bench.put(2)
+    bench.jumped = 40 * DAY
+    bench.put(3, time_unix_seconds=bench.now + bench.jumped)
+    if restarted:
+        bench.storage.close()
+        bench.again()
+    bench.now += 3600
+    bench.storage.maintain()
+    assert bench.numbers() == [1, 2, 3]
+    bench.jumped = 0.0
+    bench.put(4)
+    bench.now += 6 * DAY
+    bench.storage.maintain()
+    assert bench.numbers() == [2, 3, 4]
+    bench.now += 2 * DAY
+    bench.storage.maintain()
+    assert bench.numbers() == []
+    bench.storage.close()
+
+
+@pytest.mark.parametrize(("off_days", "up_days", "kept"), [(30, 1, [1]), (0, 7.5, [])])
+def test_the_retention_time_continues_after_a_restart_of_the_machine(
+    tmp_path: Path, off_days: float, up_days: float, kept: list[int]
+) -> None:
+    clock, wall = 1e6, 1.7e9
+
+    def storage() -> Storage:
+        options = {"retention_seconds": 7 * DAY, "max_bytes": 64 << 20}
+        return Storage(tmp_path, wall_clock=lambda: wall, clock=lambda: clock, **options)
+
+    first = storage()
+    first.append([oom(1, time_unix_seconds=wall)])
+    first.close()
+    clock, wall = up_days * DAY, wall + (off_days + up_days) * DAY
+    second = storage()
+    second.maintain()
+    assert [event.detail["number"] for event in second.read(Query()).events] == kept
+    second.close()
+
+
+def test_a_file_of_an_earlier_exporter_keeps_its_events_and_their_callers(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    connection.executescript(
+        """CREATE TABLE events (id INTEGER PRIMARY KEY, type TEXT NOT NULL, time REAL NOT NULL, gpu TEXT, uuid TEXT,
+        pid TEXT, workload TEXT, rank TEXT, detail TEXT NOT NULL, subject TEXT);
+        INSERT INTO events (id, type, time, detail) VALUES (5, 'action', 9.0, '{"number": 1, "caller": "uid:7"}');
+        PRAGMA user_version = 1;"""
+    )
+    connection.close()
+    bench = Bench(tmp_path)
+    bench.put(2)
+    assert bench.numbers() == [1, 2]
+    bench.storage.close()
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    assert connection.execute("SELECT owner FROM events ORDER BY id").fetchall() == [("uid:7",), ("",)]
+    # The earlier exporter can still write to it.
+    connection.execute("INSERT INTO events (id, type, time, detail) VALUES (6, 'oom', 9.0, '{\"number\": 3}')")
+    connection.commit()
+    connection.close()
+    bench.again()
+    bench.storage.maintain()
+    assert sorted(bench.numbers()) == [1, 2, 3]
+    bench.storage.close()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_owner_with_the_most_events_loses_its_oldest_first(tmp_path: Path, restarted: bool) -> None:
+    bench = Bench(tmp_path, max_bytes=8 << 20)
+    for number in range(20):
+        bench.put(number, type="action_asked", owner="uid:0", detail={"number": number, "x": "y" * 1000})
+    bench.put(100, owner="uid:1001")
+    if restarted:
+        bench.storage.close()
+        bench.again()
+    for batch in range(150):
+        flood = {"owner": "uid:1002", "detail": {"number": 1000 + batch, "x": "y" * 20_000}}
+        bench.put(*range(5), **flood)
+        bench.put(*range(5), type="action", **flood)
+    assert bench.numbers(types=("action_asked",), after=0) == list(range(20))
+    kept = bench.numbers(types=("oom",), after=0, limit=1000)
+    assert kept[0] == 100
+    assert 1000 not in kept
+    assert bench.numbers(types=("oom",))[-1] == 1149
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 8 << 20
+    bench.storage.close()
+
+
+def test_an_event_has_at_most_64_kib_and_names_the_number_of_items_that_are_left_out(bench: Bench) -> None:
+    rows = [{"pid": number, "reason": "x" * 400} for number in range(512)]
+    bench.storage.append([Event("action", bench.now, detail={"results": rows, "results_left_out": 7, "few": [1]})])
+    (event,) = bench.page().events
+    kept = event.detail["results"]
+    assert kept == rows[: len(kept)]
+    assert 32 << 10 < len(str(kept)) < 64 << 10
+    assert event.detail["results_left_out"] == 7 + len(rows) - len(kept)
+    assert event.detail["few"] == [1]
+    with pytest.raises(ValueError, match="bytes"):
+        bench.storage.append([Event("action", bench.now, detail={"x": "y" * (64 << 10)})])
+
+
+def test_the_ends_of_a_job_are_found_by_either_id(bench: Bench) -> None:
+    for number, ids in enumerate(({"slurm_job_id": "7"}, {"ray_job_id": "7"}, {"slurm_job_id": "8"}, {})):
+        bench.put(number, type="process_ended", detail={"number": number, **ids})
+    bench.put(9, type="oom", detail={"number": 9, "slurm_job_id": "7"})
+    assert bench.numbers(job_id="7", after=0) == [0, 1]
+    assert bench.numbers(job_id="9", after=0) == []
 
 
 def test_an_invalid_name_and_a_negative_time_are_stored_as_far_as_possible(bench: Bench) -> None:

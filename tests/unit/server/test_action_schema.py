@@ -96,3 +96,10 @@ def test_the_document_of_an_action_has_the_documented_keys() -> None:
     of_a_result = {"pid", "workload", "rank", "gpu", "uuid", "outcome", "reason", "reserved_before_bytes"}
     of_a_result |= {"reserved_after_bytes", "freed_bytes", "device_free_before_bytes", "device_free_after_bytes"}
     assert of_a_result | {"duration_seconds"} <= set(document["results"][0])
+
+
+def test_a_body_with_thousands_of_unknown_fields_has_one_error() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ActionBody.model_validate_json(body(**{f"x{number}": 1 for number in range(5000)}))
+    (error,) = caught.value.errors()
+    assert "5002" in error["msg"]

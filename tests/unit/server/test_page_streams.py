@@ -20,11 +20,11 @@ class State:
         self.now = 100.0
         self.broken = False
 
-    def render(self) -> dict[str, Any]:
+    async def render(self) -> bytes:
         self.renderings += 1
         if self.broken:
             raise RuntimeError("broken")
-        return self.document
+        return json.dumps(self.document).encode()
 
     def streams(self, **options: Any) -> Streams:
         return Streams(
@@ -109,14 +109,14 @@ def test_a_single_request_shares_a_recent_rendering() -> None:
     async def scenario() -> None:
         state = State()
         streams = state.streams(interval_seconds=1.0)
-        assert streams.latest() is streams.latest()
+        assert await streams.latest() is await streams.latest()
         state.now += 0.5
-        assert streams.latest() is streams.latest()
+        assert await streams.latest() is await streams.latest()
         assert state.renderings == 2
         with streams.follow("me") as follower:
             rendering, _ = await follower()
             state.now += 0.9
-            assert streams.latest() is rendering
+            assert await streams.latest() is rendering
         assert state.renderings == 3
 
     asyncio.run(scenario())

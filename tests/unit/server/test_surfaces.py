@@ -65,7 +65,10 @@ def test_a_value_is_the_same_everywhere(known: Snapshot) -> None:
     for family in text_string_to_metric_families(exposition().render(known, openmetrics=False).decode()):
         for sample in family.samples:
             page.setdefault(sample.name, []).append((sample.labels, sample.value))
-    processes, devices = processes_document(known, "nvml")["processes"], devices_document(known, "nvml")["devices"]
+    processes, devices = (
+        list(processes_document(known, "nvml")["processes"]),
+        devices_document(known, "nvml")["devices"],
+    )
     live = live_document(known, health=HEALTH, page="", allowed_actions=(), newest=None)["processes"]
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in live]
 

@@ -1,0 +1,46 @@
+"""The work and the size of the text for a target whose names are unknown."""
+
+from __future__ import annotations
+
+import time
+from difflib import SequenceMatcher
+
+import pytest
+
+from gpumem_exporter.actions.mismatch import unknown_names
+from gpumem_exporter.actions.request import Target
+
+
+def test_a_thousand_unknown_names_lead_to_one_suggestion_and_a_bounded_number_of_comparisons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared: list[int] = []
+    for name in ("ratio", "quick_ratio"):
+        method = getattr(SequenceMatcher, name)
+
+        def counting(self: SequenceMatcher[str], method: object = method) -> float:
+            compared.append(max(len(self.a), len(self.b)))
+            return method(self)  # type: ignore[operator,no-any-return]
+
+        monkeypatch.setattr(SequenceMatcher, name, counting)
+    known = {"workload": [f"{'train' * 20}-{number}" for number in range(500)], "user": ["ada"], "uuid": ["GPU-1"]}
+    target = Target(workload=[f"{'tra1n' * 20}-{number}" for number in range(1000)], user=["adda"], uuid=["GPU-2"])
+    text = unknown_names(target, known)
+    assert text.count("did you mean") == 1
+    assert len(compared) <= 110
+    assert max(compared) <= 64
+    assert len(text) < 8192
+
+
+def test_the_slowest_comparison_takes_about_as_long_as_a_small_one_of_every_name() -> None:
+    """Long names of equal letters are the slowest ones for `SequenceMatcher`."""
+    known = {"workload": ["a" * 127 + str(number) for number in range(500)]}
+
+    def cpu_seconds(target: Target) -> float:
+        started = time.thread_time()
+        unknown_names(target, known)
+        return time.thread_time() - started
+
+    one = min(cpu_seconds(Target(workload="a" * 128)) for _ in range(5))
+    thousand = min(cpu_seconds(Target(workload=["a" * 120 + str(number) for number in range(1000)])) for _ in range(3))
+    assert thousand < 20 * one

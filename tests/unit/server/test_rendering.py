@@ -1,0 +1,62 @@
+"""The thread that builds large replies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from gpumem_exporter.server.api.rendering import Renderer, encoded
+from tests.support.dispatching import run
+
+
+def test_waiting_calls_share_a_result_and_later_ones_get_a_new_one() -> None:
+    async def scenario() -> None:
+        renderer, release, built = Renderer(), threading.Event(), []
+
+        def build() -> bytes:
+            built.append(len(built))
+            if built == [0]:
+                release.wait()
+            return str(built[-1]).encode()
+
+        first = asyncio.ensure_future(renderer.render("a", build))
+        while not built:
+            await asyncio.sleep(0.001)
+        second, third = (asyncio.ensure_future(renderer.render("a", build)) for _ in range(2))
+        other = asyncio.ensure_future(renderer.render("b", build))
+        await asyncio.sleep(0)
+        second.cancel()
+        release.set()
+        assert [await first, await third, await other] == [b"0", b"1", b"2"]
+        assert await renderer.render("a", build) == b"3"
+        renderer.close()
+
+    run(scenario())
+
+
+def test_an_error_reaches_each_waiting_call() -> None:
+    async def scenario() -> None:
+        renderer = Renderer()
+
+        def fail() -> bytes:
+            raise RuntimeError("broken")
+
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                await renderer.render("a", fail)
+        renderer.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")])
+def test_a_document_is_encoded_as_in_one_piece(separators: tuple[str, str]) -> None:
+    document = {"a": [1, {"b": None}], "c": "é\n", "d": (), "e": {"x": [1.5, True]}, "f": []}
+    whole = json.dumps(document, ensure_ascii=False, separators=separators).encode()
+    assert encoded(document, separators=separators) == whole
+    assert encoded({"a": iter([1, 2])}) == b'{"a": [1, 2]}'
+    with pytest.raises(ValueError, match="JSON compliant"):
+        encoded({"a": [float("nan")]})
