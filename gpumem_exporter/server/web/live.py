@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
@@ -16,7 +16,7 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.http.held_requests import RELEASED, Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_reply
+from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames
 from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.web.history import History
@@ -34,7 +34,7 @@ _HEADERS = {"Cache-Control": "no-store", "Vary": "Accept"}
 
 
 class LiveDocument(TypedDict):
-    """The content of the live page: the time, the state of the node, and the last ten minutes of each device."""
+    """The time, the state of the node from one snapshot, and the last ten minutes of each device."""
 
     moment: dict[str, float]
     state: dict[str, Any]
@@ -47,6 +47,10 @@ _OK = json_reply(
     "change and a `beat` for each second without a change",
 )
 _OK["content"][EVENT_STREAM] = {"schema": {"type": "string"}}
+_Processes = Annotated[
+    Literal["rows", "documents"],
+    Query(description="rows: for the page, in the order of `columns`; documents: as in /api/v1/processes"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +61,24 @@ class LiveState:
     health: Health
     history: History
     page: Page
+    host: str
+    """The name of the exporter's host."""
     allowed_actions: tuple[str, ...]
     viewer: Caller | None = None
     """The viewer, who does not see the identities of others' processes; None shows all identities."""
 
-    def document(self) -> dict[str, Any]:
+    def document(self, *, whole_processes: bool = False) -> dict[str, Any]:
         """Return the current state of the node."""
         snapshot = self.snapshot()
         return live_document(
             snapshot,
+            host=self.host,
             health=self.health.document(snapshot),
             page=self.page.digest,
             allowed_actions=self.allowed_actions,
             newest=self.history.newest(),
             viewer=self.viewer,
+            whole_processes=whole_processes,
         )
 
 
@@ -95,19 +103,41 @@ class Audience:
         return self.public
 
 
-def live_router(*, audience: Audience, history: History, holds: Holds, own_names: OwnNames) -> APIRouter:
-    """Return the route of the live page's content."""
+def live_router(
+    *,
+    audience: Audience,
+    state: LiveState,
+    hide_identities_from: Callers | None,
+    history: History,
+    holds: Holds,
+    own_names: OwnNames,
+) -> APIRouter:
+    """Return the route that shows the whole node.
+
+    Args:
+        audience: the streams of the page.
+        state: renders the node for commands.
+        hide_identities_from: identifies the viewers from whom the identities of others' processes are hidden.
+        history: the last ten minutes.
+        holds: ends streams when the exporter stops.
+        own_names: refuses other sites' pages.
+    """
     router = APIRouter(tags=["state"])
 
-    @router.get(LIVE_PATH, responses={200: _OK, **problems(403, 503)})
-    async def live(request: Request) -> Response:
-        """The node for the live page: devices with their ledgers, processes, the last ten minutes.
+    @router.get(LIVE_PATH, responses={200: _OK, **problems(403, 422, 503)})
+    async def live(request: Request, processes: _Processes = "rows") -> Response:
+        """The whole node at one time: devices with their ledgers, processes, the last ten minutes.
 
-        It has the same content as the documents of devices, processes and health. Its format changes with the page;
-        programs should read those documents.
+        It has the same content as the documents of devices, processes and health, which are of different times. Its
+        format changes with the page and the commands; other programs should read those documents.
         """
         own_names.require_own_page(dict(request.scope["headers"]))
         streams = await audience.streams(request.scope)
+        if processes == "documents":
+            viewer = await hide_identities_from.of(request.scope) if hide_identities_from is not None else None
+            node = replace(state, viewer=viewer).document(whole_processes=True)
+            whole = {"moment": streams.moment(), "state": node, "history": history.document()}
+            return json_response(whole)
         if EVENT_STREAM in request.headers.get("accept", ""):
             return _Stream(streams, history, holds)
         latest = streams.latest()

@@ -81,6 +81,10 @@ class Streams:
             return known
         return self._refresh()
 
+    def moment(self) -> dict[str, float]:
+        """Return the current time."""
+        return {"clock_seconds": round(self._clock(), 3), "unix_seconds": round(self._wall_clock(), 3)}
+
     @contextlib.contextmanager
     def follow(self, viewer: Hashable) -> Iterator[Following]:
         """Follow the state until the block ends.
@@ -129,9 +133,8 @@ class Streams:
             await asyncio.sleep(self._interval_seconds)
 
     def _refresh(self) -> Rendering:
-        now = self._clock()
+        now, moment = self._clock(), self.moment()
         state = json.dumps(self._render(), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        moment = {"clock_seconds": round(now, 3), "unix_seconds": round(self._wall_clock(), 3)}
         known = self._rendering
         body = state.encode("utf-8", "replace")
         if known is not None and known.state == body:

@@ -66,7 +66,9 @@ def test_a_value_is_the_same_everywhere(known: Snapshot) -> None:
         for sample in family.samples:
             page.setdefault(sample.name, []).append((sample.labels, sample.value))
     processes, devices = processes_document(known, "nvml")["processes"], devices_document(known, "nvml")["devices"]
-    live = live_document(known, health=HEALTH, page="", allowed_actions=(), newest=None)["processes"]
+    parts = {"host": "", "health": HEALTH, "page": "", "allowed_actions": (), "newest": None}
+    live = live_document(known, **parts)["processes"]
+    assert live_document(known, whole_processes=True, **parts)["processes"] == processes
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in live]
 
     for name, key in VALUES.items():
