@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.model import Action, ActionResult
@@ -25,7 +25,7 @@ from gpumem_exporter.server.http.problems import FieldError, ProblemError
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.wire.protocol import MAX_INTEGER, MODES
 
-__all__ = ["ActionBody", "ActionDocument", "ActionsDocument", "TargetBody", "action_document"]
+__all__ = ["ActionBody", "ActionDocument", "ActionsDocument", "TargetBody", "action_document", "suggested_document"]
 
 MAX_WAIT_SECONDS = 60.0
 
@@ -113,6 +113,16 @@ class ActionBody(_Strict):
     dry_run: bool = Field(False, description="return the expected results, change nothing")
     reason: str = Field("", description="for the audit log", json_schema_extra={"maxLength": MAX_REASON_LENGTH})
 
+    @property
+    def leaves_mode_open(self) -> bool:
+        """Whether this is a dry run of a clear for which the exporter suggests modes."""
+        return self.dry_run and self.action == "empty_cache" and self.mode is None and not self.group
+
+    @property
+    def leaves_deadline_open(self) -> bool:
+        """Whether the exporter may suggest a deadline."""
+        return "deadline_seconds" not in self.model_fields_set
+
     def request(self) -> ActionRequest:
         """Return the request.
 
@@ -126,6 +136,15 @@ class ActionBody(_Strict):
         if invalid:
             raise ProblemError.invalid([FieldError(each.field, each.message) for each in invalid])
         return request
+
+
+class SuggestedDocument(TypedDict):
+    """The keys of a request that clears some processes of a dry run when it harms them least."""
+
+    target: dict[str, str | int | bool | list[str | int]]
+    mode: str
+    group: bool
+    deadline_seconds: float
 
 
 class ActionDocument(TypedDict):
@@ -149,7 +168,13 @@ class ActionDocument(TypedDict):
     freed_bytes: int | None
     settle_seconds: float
     settling: Annotated[bool, Field(description="still_free_bytes may still become known")]
-    still_free_bytes: Annotated[int | None, Field(description="of freed_bytes, after settle_seconds")]
+    still_free_bytes: Annotated[
+        int | None, Field(description="of freed_bytes, after settle_seconds; in a dry run the idle cache")
+    ]
+    suggested: Annotated[
+        NotRequired[list[SuggestedDocument]],
+        Field(description="for a dry run of empty_cache without mode: the requests that clear these processes"),
+    ]
 
 
 class ActionsDocument(TypedDict):
@@ -167,3 +192,13 @@ def action_document(action: Action) -> dict[str, Any]:
     document["freed_bytes"] = action.freed_bytes
     document["still_free_bytes"] = action.still_free_bytes
     return document
+
+
+def suggested_document(request: ActionRequest) -> dict[str, Any]:
+    """Return a suggested request as a `SuggestedDocument`."""
+    return {
+        "target": request.target.document(),
+        "mode": request.mode,
+        "group": request.group,
+        "deadline_seconds": request.deadline_seconds,
+    }
