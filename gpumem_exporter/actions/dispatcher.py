@@ -43,6 +43,7 @@ from gpumem_exporter.actions.results import (
 )
 from gpumem_exporter.actions.selection import Selection, select
 from gpumem_exporter.actions.settling import Settlements
+from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.targets import SelectedProcess, gpu_labels
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
@@ -146,6 +147,18 @@ class Dispatcher:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
             self._spawn(self._release_after(running, self._before_release(submitted)))
         return running.action
+
+    def suggest_clears(self, request: ActionRequest, *, requested_by: Caller, free_deadline: bool) -> Suggestion:
+        """Choose when each process of a clear acts.
+
+        Raises:
+            ActionNotAllowedError: `--action.allow` does not include the action.
+            ActionForbiddenError: the caller may not act on these processes.
+            TargetNotFoundError: no process matches the target.
+        """
+        self._require_allowed(request.action)
+        now = self._clock()
+        return suggest_clears(request, requested_by, self._store.snapshot(now), now, free_deadline=free_deadline)
 
     def _require_allowed(self, action: str) -> None:
         if action not in self._allowed:

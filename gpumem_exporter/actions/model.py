@@ -40,7 +40,9 @@ class ActionResult:
     allocated_after_bytes: int | None = None
     freed_bytes: int | None = None
     still_free_bytes: int | None = None
-    """Of `freed_bytes`, what the process had not reserved again after the action's `settle_seconds`."""
+    """Of `freed_bytes`, what the process had not reserved again after the action's `settle_seconds`.
+
+    In a dry run, what the process is expected not to reserve again: its idle cache."""
     device_free_before_bytes: int | None = None
     device_free_after_bytes: int | None = None
     duration_seconds: float | None = None

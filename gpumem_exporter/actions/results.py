@@ -111,7 +111,14 @@ def dry_run_results(selected: SelectedProcess, request: ActionRequest, gpus: Gpu
                 freed_bytes=freed,
             )
         )
-    return command_results(selected, CommandResult("", "done", devices=tuple(devices)), gpus)
+    idle = {sample.uuid: sample.idle_cache_bytes for sample in selected.samples}
+    for result in command_results(selected, CommandResult("", "done", devices=tuple(devices)), gpus):
+        still_free = None
+        if request.action == "empty_cache" and result.freed_bytes is not None:
+            # What the process did not need for a minute. The rest is reserved again, as in every minute before.
+            idle_bytes = idle.get(result.uuid)
+            still_free = None if idle_bytes is None else min(idle_bytes, result.freed_bytes)
+        yield replace(result, still_free_bytes=still_free)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,28 @@
-"""The question before `clear --all` on a terminal: what it would free, and which jobs train meanwhile.
+"""The question before a clear: what stays free, and which jobs clear at the end of a step. Also asks it on a terminal.
 
-A job that trains clears at the end of a step, unless `--mode` says otherwise: a clear in the middle stalls the step.
+The live page says the same, in `clear.js`.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.clear_requests import ExpectedClear, expect
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.cli.render.node_tables import clear_summary
+from gpumem_exporter.cli.render.action_tables import reasons
+from gpumem_exporter.cli.render.node_tables import WORTH_SAYING
+from gpumem_exporter.units import counted, human_bytes
 
-__all__ = ["can_ask", "confirmed_requests"]
+__all__ = ["can_ask", "confirmed", "notes", "processes_named", "stays_free", "waits_for", "when"]
 
 Document = Mapping[str, Any]
 
 _NAMED_JOBS_MAX = 8
-_IDLE_STEPS = 3
-"""A job that has ended no step in the time of this number of steps does not train now."""
 
 
 def can_ask() -> bool:
@@ -27,64 +30,115 @@ def can_ask() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def confirmed_requests(api: ExporterApi, body: Document, *, at_steps: bool) -> list[dict[str, Any]]:
-    """Ask whether to clear every process. Returns the requests to send: none if the answer is no.
+def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> ExpectedClear | None:
+    """Ask whether to clear every process. Returns what to clear; None if the answer is no.
 
     Args:
         api: the exporter.
         body: the request for every process.
-        at_steps: split the request, so that jobs that train clear at the end of a step and the others at once.
+        free_mode: the exporter chooses the mode of each process. Otherwise, the mode of `body` is in force.
     """
-    expected = api.act({**body, "dry_run": True, "settle_seconds": 0}, wait_seconds=0)
-    pids = list(dict.fromkeys(result["pid"] for result in expected["results"] if result["outcome"] == "done"))
-    before = _processes(api, pids)
-    stalls = body["mode"] == "now" and not at_steps
-    print(_question(list(before.values()), stalls=stalls))
+    expected = expect(api, body)
+    given = ExpectedClear(body, {**expected.action, "suggested": []})
+    lines = [stays_free(expected), *notes(expected)]
+    if free_mode and (then := when(expected)):
+        lines.append(then)
+    elif body["mode"] == "now" and expected.waiting:
+        lines.append(f"In the middle of a step, which may stall: {_jobs(expected, expected.waiting)}.")
+    for line in lines:
+        print(textwrap.fill(line, shutil.get_terminal_size().columns))
+    others = "/now" if free_mode and expected.waiting else ""
     try:
-        answer = input("Clear them? [y/N] ")
+        answer = input(f"Clear {processes_named(expected.results)}? [y/N{others}] ").strip().lower()
     except EOFError:
         answer = ""
-    if answer.strip().lower() not in ("y", "yes"):
+    if others and answer == "now":
+        return given
+    if answer not in ("y", "yes"):
         print("Nothing was cleared.")
-        return []
-    now = _processes(api, pids)
-    training = [pid for pid in now if at_steps and _trains(before.get(pid, now[pid]), now[pid])]
-    if not training:
-        return [dict(body)]
-    others = [pid for pid in now if pid not in training]
-    at_once = [{**body, "target": {"pid": others}}] if others else []
-    return [*at_once, {**body, "target": {"pid": training}, "mode": "step"}]
+        return None
+    # The jobs may have changed since the question was printed.
+    return expect(api, body) if free_mode else given
 
 
-def _processes(api: ExporterApi, pids: Sequence[int | str]) -> dict[int | str, Document]:
-    """Return the processes with these pids that still report."""
-    processes = api.get("/api/v1/processes")["processes"]
-    return {process["pid"]: process for process in processes if process["reporting"] and process["pid"] in pids}
+def stays_free(expected: ExpectedClear) -> str:
+    """Return how much of the freed memory stays free, as a sentence."""
+    known = [result for result in expected.results if result.get("freed_bytes") is not None]
+    hidden = any(result["outcome"] == "done" and result.get("freed_bytes") is None for result in expected.results)
+    if not known:
+        return "It is not known how much memory a clear would free."
+    freed = sum(result["freed_bytes"] for result in known)
+    settled = [result for result in known if result.get("still_free_bytes") is not None]
+    if freed == 0 and not hidden:
+        return "A clear would free nothing."
+    if not settled:
+        least = "at least " if hidden else ""
+        return f"Would free {least}{human_bytes(freed)} now; how much of it stays free is not known yet."
+    still_free = sum(result["still_free_bytes"] for result in settled)
+    rests = {result["pid"]: result["freed_bytes"] - result["still_free_bytes"] for result in settled}
+    least = "at least " if hidden or len(settled) < len(known) else ""
+    text = f"Stays free {least}{human_bytes(still_free)}"
+    rest = sum(result["freed_bytes"] - result["still_free_bytes"] for result in settled)
+    if rest >= WORTH_SAYING * freed:
+        waiting = {result["pid"] for request in expected.waiting for result in expected.results_of(request)}
+        at_step = all(pid in waiting for pid, size in rests.items() if size > 0)
+        text += f"; {human_bytes(rest)} more would be reserved again{' in the next step' if at_step else ''}"
+    return f"{text}."
 
 
-def _counts_steps(process: Document) -> bool:
-    return process["step"] is not None and bool(process["step_seconds"])
+def when(expected: ExpectedClear) -> str:
+    """Return which jobs clear at the end of a step, and how many processes at once; empty if all clear at once."""
+    waiting = expected.waiting
+    if not waiting:
+        return ""
+    at_once = [
+        result for request in expected.requests if request["mode"] == "now" for result in expected.results_of(request)
+    ]
+    text = f"At the end of a step, within {_deadline_seconds(waiting):.0f} s: {_jobs(expected, waiting)}."
+    return f"{text} At once: {processes_named(at_once)}." if at_once else text
 
 
-def _trains(before: Document, now: Document) -> bool:
-    """Whether a process counts steps and was not seen without one for some time."""
-    if not _counts_steps(now):
-        return False
-    seconds = now["last_report_unix_seconds"] - before["last_report_unix_seconds"]
-    return bool(now["step"] != before["step"] or seconds <= _IDLE_STEPS * now["step_seconds"])
+def waits_for(expected: ExpectedClear) -> str:
+    """Return what a clear waits for, as long as processes have not ended their steps."""
+    waiting = expected.waiting
+    return f"Waiting for the end of a step of {_jobs(expected, waiting)}, at most {_deadline_seconds(waiting):.0f} s"
 
 
-def _question(processes: Sequence[Document], *, stalls: bool) -> str:
-    text = clear_summary(processes)
-    names = list(dict.fromkeys(map(_name, filter(_counts_steps, processes))))
-    if names:
-        more = len(names) - _NAMED_JOBS_MAX
-        named = ", ".join([*names[:_NAMED_JOBS_MAX], *([f"and {more} more"] if more > 0 else [])])
-        when = "may stall in the middle of a step" if stalls else "would clear at the end of a step"
-        text += f"\nJobs that train {when}: {named}."
-    return text
+def notes(expected: ExpectedClear) -> Iterator[str]:
+    """Yield the reasons in the expected results: of processes that would not clear, and of a clear that would wait."""
+    yield from map(one_line, reasons(expected.results))
+    done = [result for result in expected.results if result["outcome"] == "done" and result.get("reason")]
+    for reason in dict.fromkeys(result["reason"] for result in done):
+        pids = dict.fromkeys(str(result["pid"]) for result in done if result["reason"] == reason)
+        yield one_line(f"pid {', '.join(pids)}: {reason}")
 
 
-def _name(process: Document) -> str:
-    workload, rank = one_line(process["workload"] or ""), one_line(process["rank"] or "")
-    return (workload or f"pid {process['pid']}") + (f" rank {rank}" if workload and rank else "")
+def processes_named(results: Sequence[Document]) -> str:
+    """Return the job of some results, or the number of their processes: "llm (4 ranks)", "12 processes"."""
+    by_pid = {result["pid"]: result for result in results}
+    workloads = {result["workload"] for result in results}
+    first = next(iter(by_pid.values()), None)
+    if first is None or (len(by_pid) > 1 and (len(workloads) > 1 or not first["workload"])):
+        return counted(len(by_pid), "process", "processes")
+    name = one_line(first["workload"] or f"pid {first['pid']}")
+    if len(by_pid) == 1:
+        rank = one_line(first["rank"] or "")
+        return f"{name} rank {rank}" if rank and first["workload"] else name
+    unit = "ranks" if all(result["rank"] for result in by_pid.values()) else "processes"
+    return f"{name} ({len(by_pid)} {unit})"
+
+
+def _jobs(expected: ExpectedClear, requests: Sequence[Document]) -> str:
+    """The jobs of some requests, by name."""
+    jobs: dict[object, list[Document]] = {}
+    for number, request in enumerate(requests):
+        for result in expected.results_of(request):
+            # A group is a job. Of other processes, another user may have the same workload.
+            jobs.setdefault(number if request["group"] else result["workload"] or result["pid"], []).append(result)
+    names = [processes_named(results) for results in jobs.values()]
+    more = len(names) - _NAMED_JOBS_MAX
+    return ", ".join([*names[:_NAMED_JOBS_MAX], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _deadline_seconds(requests: Sequence[Document]) -> float:
+    return float(max(request["deadline_seconds"] for request in requests))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -206,13 +207,22 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
 def _page_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
     settings = runtime.settings
     page = Page(runtime.version, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
-    state = LiveState(runtime.snapshot, health, runtime.history, page, settings.action_allow)
+    host = socket.gethostname()
+    state = LiveState(runtime.snapshot, health, runtime.history, page, host, settings.action_allow)
     everything = public = _streams(runtime, state)
     if settings.web_hide_identities:
         public = _streams(runtime, replace(state, viewer=Caller(CallerKind.UNKNOWN)))
     audience = Audience(everything, public, runtime.callers)
     return [
-        live_router(audience=audience, history=runtime.history, holds=runtime.holds, own_names=runtime.own_names),
+        live_router(
+            audience=audience,
+            state=state,
+            renderer=runtime.renderer,
+            hide_identities_from=runtime.callers if settings.web_hide_identities else None,
+            history=runtime.history,
+            holds=runtime.holds,
+            own_names=runtime.own_names,
+        ),
         page_router(page),
         api_page_router(),
     ]

@@ -94,7 +94,7 @@ def reading(devices: list[dict[str, Any]], processes: list[dict[str, Any]], **ch
 
 
 def live(in_use_mib: dict[str, list[int | None]], seconds: list[float], *, clock_seconds: float) -> dict[str, Any]:
-    """Return the part of `/api/v1/live` that `top` reads: the history and its time."""
+    """Return the past in `/api/v1/live`: the history and its time."""
     devices = {uuid: {"in_use": values, "allocated": values} for uuid, values in in_use_mib.items()}
     return {
         "moment": {"clock_seconds": clock_seconds, "unix_seconds": 1e9},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,12 @@ from gpumem_exporter.cli.action_options import (
     with_settling,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.clear_question import can_ask, confirmed_requests
+from gpumem_exporter.cli.clear_question import can_ask, confirmed, waits_for
+from gpumem_exporter.cli.clear_requests import ExpectedClear, joined, send_all
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.cli.rights import read_rights, rights_line
-from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["ACTION_COMMANDS", "ActionCommand", "build", "exit_code"]
@@ -151,19 +151,20 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
     on_terminal = sys.stdout.isatty() and not connection.as_json
     options = with_settling(request, on_terminal=on_terminal)
     body = checked({**options.request(action), "target": target.target()})
-    wait_seconds = target.wait_seconds
-    if wait_seconds is None:
-        wait_seconds = request.deadline_seconds + ANSWER_GRACE_SECONDS
     with ExporterApi(connection.urls(), token=connection.token()) as api:
-        requests = [body]
         if target.asks_first and not request.dry_run and not connection.as_json and can_ask():
-            requests = confirmed_requests(api, body, at_steps=_mode_is_free(request))
-        if not requests:
-            return FAILED
-        documents = [api.act(each, wait_seconds=wait_seconds) for each in requests]
+            expected = confirmed(api, body, free_mode=_mode_is_free(request))
+            if expected is None:
+                return FAILED
+            wait_seconds = _wait_seconds(target, *expected.requests)
+            with _waiting_shown(expected):
+                documents = send_all(api, expected, wait_seconds=wait_seconds)
+        else:
+            wait_seconds = _wait_seconds(target, body)
+            documents = [api.act(body, wait_seconds=wait_seconds)]
         if wait_seconds > 0:
             documents = [_settled(api, each, progress=on_terminal) if _settles(each) else each for each in documents]
-        document = _joined(documents)
+        document = joined(documents)
         rights = {} if connection.as_json else read_rights(api)
     if connection.as_json:
         print_json(document)
@@ -175,6 +176,24 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
         if rights.get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds > 0)
+
+
+def _wait_seconds(target: TargetOptions, *requests: Mapping[str, Any]) -> float:
+    if target.wait_seconds is not None:
+        return target.wait_seconds
+    return max(float(request["deadline_seconds"]) for request in requests) + ANSWER_GRACE_SECONDS
+
+
+@contextlib.contextmanager
+def _waiting_shown(expected: ExpectedClear) -> Iterator[None]:
+    """Show what a clear waits for, meanwhile."""
+    if not expected.waiting:
+        yield
+        return
+    from gpumem_exporter.cli.render.terminal import open_console, plain
+
+    with open_console().status(plain(f"{waits_for(expected)}. Ctrl-C cancels.")):
+        yield
 
 
 def _settles(document: Mapping[str, Any]) -> bool:
@@ -204,19 +223,6 @@ def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> d
 def _mode_is_free(request: RequestOptions) -> bool:
     """Whether the command may choose a mode for each process, because neither `--mode` nor `--group` is given."""
     return isinstance(request, TimedOptions) and request.mode is None and not request.group
-
-
-def _joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one document for the parts of an action: the state is that of the first part that is not done."""
-    if len(documents) == 1:
-        return documents[0]
-    first = next((document for document in documents if document.get("state") != "done"), documents[0])
-    results = [result for document in documents for result in document.get("results") or ()]
-    sums = {
-        name: sum_of_known([document.get(name) for document in documents])
-        for name in ("freed_bytes", "still_free_bytes")
-    }
-    return {**first, **sums, "results": results}
 
 
 def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:

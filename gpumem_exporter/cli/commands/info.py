@@ -6,6 +6,7 @@ import typer
 
 from gpumem_exporter.cli.action_options import SelectorOptions
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.node_document import devices_and_processes, read_node
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
 from gpumem_exporter.cli.rights import read_rights, rights_line
@@ -36,8 +37,7 @@ def _info(options: ConnectionOptions, selectors: SelectorOptions) -> int:
     """
     target = selectors.selection()
     with ExporterApi(options.urls(), token=options.token()) as api:
-        devices = api.get("/api/v1/devices")
-        processes = api.get("/api/v1/processes")
+        devices, processes = devices_and_processes(read_node(api))
         rights = {} if options.as_json else read_rights(api)
     require_known(target, devices, processes)
     shown_devices, shown_processes = selected(target, devices, processes)

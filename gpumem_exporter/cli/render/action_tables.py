@@ -91,7 +91,7 @@ def summary(action: Document, *, dry_run: bool) -> str:
     known = [result["freed_bytes"] for result in results if result.get("freed_bytes") is not None]
     if not known:
         return f"{'Would be done' if dry_run else 'Done'} {where}; the freed bytes are not known."
-    if sum(known) > 0 and action.get("still_free_bytes") is not None:
+    if not dry_run and sum(known) > 0 and action.get("still_free_bytes") is not None:
         return _settled(action, sum(known), where if done < processes else "", "job" if processes == 1 else "jobs")
     return f"{'Would free' if dry_run else 'Freed'} {human_bytes(sum(known))} {where}."
 

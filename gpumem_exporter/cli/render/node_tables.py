@@ -15,13 +15,22 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = ["DEMO_NOTICE", "cache_sentence", "clear_summary", "device_name", "driver_error", "errors_of", "node_tables"]
+__all__ = [
+    "DEMO_NOTICE",
+    "WORTH_SAYING",
+    "cache_sentence",
+    "clear_summary",
+    "device_name",
+    "driver_error",
+    "errors_of",
+    "node_tables",
+]
 
 Document = Mapping[str, Any]
 
 DEMO_NOTICE = "DEMO: simulated devices and processes"
 
-_WORTH_SAYING = 0.05
+WORTH_SAYING = 0.05
 """The share of what a clear would free from which the summary says that it would be reserved again."""
 _BAR_WIDTH = 24
 _ONE_TABLE_WIDTH = 150
@@ -74,7 +83,7 @@ def cache_sentence(idle: int | None, reclaimable: int, unknown: int) -> str:
         return f"A {freed}"
     rest = reclaimable - unknown - idle
     part = "most" if rest > reclaimable / 2 else human_bytes(rest)
-    fate = f", {part} of it would be reserved again" if rest >= _WORTH_SAYING * reclaimable > 0 else ""
+    fate = f", {part} of it would be reserved again" if rest >= WORTH_SAYING * reclaimable > 0 else ""
     return f"Idle cache: {'at least ' if unknown else ''}{human_bytes(idle)}; a {freed}{fate}"
 
 

@@ -1,4 +1,4 @@
-"""`c` in `top`: a dry run of a clear of one process, a question, and the clear after a yes."""
+"""`c` in `top`: a dry run of a clear of one job, a question, and the clear after a yes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
+from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.clear_question import notes, processes_named, stays_free, waits_for, when
+from gpumem_exporter.cli.clear_requests import ExpectedClear, expect, joined, send_all
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons, summary
 from gpumem_exporter.cli.top.rows import Row
@@ -19,7 +23,6 @@ __all__ = ["Clearing", "Note", "OpenApi"]
 OpenApi = Callable[[str], ExporterApi]
 """Returns the API of the exporter at an address."""
 
-_DEADLINE_SECONDS, _WAIT_SECONDS = 10.0, 15.0
 _QUESTION_SECONDS = 30.0
 """After this time the sizes in the question are too old for an answer."""
 _SHOWN_SECONDS = 15.0
@@ -33,7 +36,7 @@ class Note:
     ends_seconds: float
     """When the note disappears, by the monotonic clock."""
     target: Mapping[str, Any] | None = None
-    """The process that the answer yes clears; None for a note without a question."""
+    """The job that the answer yes clears; None for a note without a question."""
 
     @property
     def asks(self) -> bool:
@@ -58,6 +61,9 @@ class Clearing:
         self._note: Note | None = None
         self._url = ""
         self._busy = False
+        self._waits = False
+        """Whether the clear that runs waits for the end of a step."""
+        self._stopped = threading.Event()
 
     def note(self) -> Note | None:
         """Return the current note; None if there is none."""
@@ -65,60 +71,77 @@ class Clearing:
         return note if note is not None and self._clock() < note.ends_seconds else None
 
     def ask(self, row: Row | None, url: str) -> None:
-        """Request a dry run for a row's process. Its result becomes a question."""
+        """Request a dry run for the job of a row. Its result becomes a question. Cancel a clear that waits."""
+        if self._waits:
+            self._stopped.set()
+            return
         refusal = _refusal(row, url)
         if self._busy or row is None or refusal:
             self._show(refusal or "an action is still running")
             return
-        target = {"pid": row.pid, **{name: getattr(row, name) for name in ("workload", "rank") if getattr(row, name)}}
+        # A job is the processes of one workload and user: one rank that clears alone makes the others wait.
+        job = {name: getattr(row, name) for name in ("workload", "user") if getattr(row, name)}
         self._url = url
-        self._start(target, dry_run=True, text=f"dry run of a clear of pid {row.pid} …")
+        self._start(job if row.workload else {"pid": row.pid}, dry_run=True)
 
     def answer(self, *, yes: bool) -> None:
-        """Clear the process of the question, or drop the question."""
+        """Clear the job of the question, or drop the question."""
         note = self.note()
         self._note = None
         if note is not None and note.target is not None and yes:
-            self._start(note.target, dry_run=False, text=f"clearing pid {note.target['pid']} …")
+            self._start(note.target, dry_run=False)
 
     def dismiss(self) -> None:
         """Remove the note, unless an action is running."""
         if not self._busy:
             self._note = None
 
-    def _start(self, target: Mapping[str, Any], *, dry_run: bool, text: str) -> None:
+    def _start(self, target: Mapping[str, Any], *, dry_run: bool) -> None:
         self._busy = True
-        self._note = Note(text, self._clock() + 2 * _WAIT_SECONDS)
+        self._stopped.clear()
+        name = one_line(str(target.get("workload") or f"pid {target.get('pid')}"))
+        self._note = Note(f"dry run of a clear of {name} …" if dry_run else f"clearing {name} …", float("inf"))
         arguments = (target, dry_run, self._url)
         threading.Thread(target=self._run, args=arguments, name="gpumem-top-clear", daemon=True).start()
 
     def _run(self, target: Mapping[str, Any], dry_run: bool, url: str) -> None:
-        request = {
+        body = {
             "action": "empty_cache",
             "target": target,
             "mode": "now",
-            "deadline_seconds": _DEADLINE_SECONDS,
-            "dry_run": dry_run,
+            "deadline_seconds": DEFAULT_DEADLINE_SECONDS,
             "reason": "requested in top",
         }
         try:
             with self._open_api(url) as api:
-                action = api.act(request, wait_seconds=_WAIT_SECONDS)
-            self._note = self._outcome(action, target, dry_run)
+                # Also before the clear: the job may have changed since the question.
+                expected = expect(api, body)
+                self._note = self._question(expected, target) if dry_run else self._cleared(api, expected)
         except GpumemError as error:
             self._note = Note(one_line(str(error)), self._clock() + _SHOWN_SECONDS)
         finally:
-            self._busy = False
+            self._busy = self._waits = False
             self._notify()
 
-    def _outcome(self, action: Mapping[str, Any], target: Mapping[str, Any], dry_run: bool) -> Note:
-        results = action.get("results") or []
-        problems = list(reasons(results))
-        outcome = f"pid {target['pid']}: {summary(action, dry_run=dry_run)}"
-        text = one_line(" ".join(problems) or outcome)
-        frees = any(result.get("freed_bytes") != 0 for result in results)
-        if dry_run and frees and not problems:
-            return Note(f"{text} Clear it? y/n", self._clock() + _QUESTION_SECONDS, target)
+    def _question(self, expected: ExpectedClear, target: Mapping[str, Any]) -> Note:
+        done = [result for result in expected.results if result["outcome"] == "done"]
+        if not any(result.get("freed_bytes") != 0 for result in done):
+            text = " ".join(notes(expected)) or f"{processes_named(expected.results)}: {stays_free(expected)}"
+            return Note(text, self._clock() + _SHOWN_SECONDS)
+        sentences = [stays_free(expected), *filter(None, [when(expected)]), *notes(expected)]
+        question = f"Clear {processes_named(done)}? y/n  {' '.join(sentences)}"
+        return Note(question, self._clock() + _QUESTION_SECONDS, target)
+
+    def _cleared(self, api: ExporterApi, expected: ExpectedClear) -> Note:
+        if expected.waiting:
+            self._waits = True
+            self._note = Note(f"{waits_for(expected)}; c cancels.", float("inf"))
+            self._notify()
+        wait_seconds = max(request["deadline_seconds"] for request in expected.requests) + ANSWER_GRACE_SECONDS
+        actions = send_all(api, expected, wait_seconds=wait_seconds, stopped=self._stopped.is_set)
+        action = joined(actions)
+        outcome = f"{processes_named(expected.results)}: {summary(action, dry_run=False)}"
+        text = one_line(" ".join(reasons(action.get("results") or [])) or outcome)
         return Note(text, self._clock() + _SHOWN_SECONDS)
 
     def _show(self, text: str) -> None:

@@ -32,6 +32,7 @@ _MIN_ROWS = 5
 """The rows of processes that the devices leave space for."""
 _PRINTED_EVENTS = 10
 _WIDE_FOOTER = 100
+_NOTE_LINES = 4
 
 _HELP = (
     ("arrows, j k", "select a process; it stays selected when the order changes"),
@@ -39,7 +40,7 @@ _HELP = (
     ("s S", "sort by the next or the previous column"),
     ("r", "reverse the order"),
     ("/", "filter: words in pid, workload, command, user, pod or state"),
-    ("c", "clear the selected process, after a question with the size"),
+    ("c", "clear the job of the selected process, after a question"),
     ("e", "switch between events and processes"),
     ("escape", "clear the selection, then the filter"),
     ("q, Ctrl-C", "quit; Ctrl-Z: suspend"),
@@ -99,7 +100,8 @@ def draw(display: Display, view: View, width: int, height: int) -> Frame:
         else:
             body, page, view, position = _processes(display.reading, view, width, page)
         lines = [*_filled([*lines, *body], height - 2), cell(_clear_summary(display.reading), width, style="bold")]
-    return Frame([*_filled(lines, height - 1), _footer(display, view, position, width)], page, view)
+    footer = _footer(display, view, position, width)
+    return Frame([*_filled(lines, height)[: height - len(footer)], *footer], page, view)
 
 
 def print_lines(reading: Reading, view: View, width: int) -> list[Text]:
@@ -190,9 +192,16 @@ def _clear_summary(reading: Reading) -> str:
     return clear_summary(reading.processes.get("processes") or [])
 
 
-def _footer(display: Display, view: View, position: str, width: int) -> Text:
+def _footer(display: Display, view: View, position: str, width: int) -> list[Text]:
+    """The last line, or a note in several lines, which cover the lines above it."""
     if display.note is not None:
-        return cell(display.note.text, width, style="bold reverse" if display.note.asks else "bold")
+        style = "bold reverse" if display.note.asks else "bold"
+        wrapped = textwrap.wrap(display.note.text, width, max_lines=_NOTE_LINES, placeholder=" …")
+        return [cell(text, width, style=style) for text in wrapped] or [plain("")]
+    return [_key_line(view, position, width)]
+
+
+def _key_line(view: View, position: str, width: int) -> Text:
     if view.typing is not None:
         hint = plain("enter applies, escape cancels", "dim")
         return beside(plain(f"/{view.text[2 - width :]}", "bold").append("_", style="blink"), hint, width)

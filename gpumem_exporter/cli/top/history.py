@@ -20,9 +20,9 @@ SPAN_SECONDS = 600.0
 _STEP_SECONDS = 2.0
 """At most one point is kept in each step, as in the exporter."""
 _GAP_SECONDS = 6.0
-"""After a gap of this length, the exporter is queried for the missing points."""
+"""After a gap of this length, the missing points are taken from the exporter."""
 _REFUSED_SECONDS = 60.0
-"""Seconds until an exporter without a history or events is queried again."""
+"""Seconds until an exporter without events is queried again, or its history is read again."""
 _EVENTS_SECONDS = 3.0
 """Seconds between queries of events."""
 _KEPT_EVENTS = 100
@@ -40,12 +40,8 @@ class History:
         self._poll_seconds: object = None
 
     def due(self, now: float) -> bool:
-        """Whether to query the exporter for missed points."""
+        """Whether to take missed points from the exporter."""
         return now >= self._due_seconds and now - self._last_seconds > _GAP_SECONDS
-
-    def refused(self, now: float) -> None:
-        """Record that the exporter has no history, such as an older version."""
-        self._due_seconds = now + _REFUSED_SECONDS
 
     def take(self, live: Document, now: float) -> None:
         """Replace the points by those of `/api/v1/live`, read at `now`. A document in another format is ignored.
@@ -60,7 +56,7 @@ class History:
                 for uuid, line in live["history"]["devices"].items()
             }
         except (AttributeError, KeyError, TypeError, ValueError):
-            self.refused(now)
+            self._due_seconds = now + _REFUSED_SECONDS
             return
         self._due_seconds = now + _GAP_SECONDS
         first = min(times, default=now)

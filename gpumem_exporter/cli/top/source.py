@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.node_document import devices_and_processes, read_node
 from gpumem_exporter.cli.selection import concerns, require_known, selected
 from gpumem_exporter.cli.top.history import Events, History, Past
 from gpumem_exporter.cli.top.rows import Row, rows_of
 from gpumem_exporter.errors import ExporterError, ExporterUnreachableError, NvmlError
-from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader
@@ -105,7 +105,7 @@ class Source:
     def read(self, *, with_past: bool = True) -> Reading:
         """Read the exporter. If it does not answer, read the driver, unless the user chose an exporter.
 
-        `with_past` also queries the last ten minutes and the last events if they are due.
+        `with_past` also takes the last ten minutes, and queries the last events, if they are due.
 
         Raises:
             ExporterError: the exporter does not answer, and the driver cannot replace it.
@@ -142,28 +142,20 @@ class Source:
         self._release_driver()
 
     def _read_exporter(self, *, with_past: bool) -> Reading:
-        devices = self._api.get("/api/v1/devices")
-        processes = self._api.get("/api/v1/processes")
-        try:
-            rows = rows_of(processes)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ExporterUnreachableError(
-                f"the server at {shown_url(self._api.url)} is not a gpumem-exporter"
-            ) from error
+        live = read_node(self._api)
+        devices, processes = devices_and_processes(live)
+        rows = rows_of(processes)
         now = self._clock()
         if with_past:
-            self._query_past(now)
+            self._take_past(live, now)
         self._history.add(devices, now)
         events, refusal = self._events.known, self._events.refusal
         past = self._history.past()
         return Reading(devices, processes, rows, self._api.url, "", now, past, events=events, no_events=refusal)
 
-    def _query_past(self, now: float) -> None:
+    def _take_past(self, live: Document, now: float) -> None:
         if self._history.due(now):
-            try:
-                self._history.take(self._api.get("/api/v1/live"), now)
-            except ExporterError:
-                self._history.refused(now)
+            self._history.take(live, now)
         if self._events.due(now):
             try:
                 self._events.take(self._api.get(self._events.path), now)

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.model import Action, ActionResult
@@ -25,7 +25,15 @@ from gpumem_exporter.server.http.problems import FieldError, ProblemError, few_f
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.wire.protocol import MAX_INTEGER, MODES
 
-__all__ = ["ActionBody", "ActionDocument", "ActionsDocument", "TargetBody", "action_document", "listed_action_document"]
+__all__ = [
+    "ActionBody",
+    "ActionDocument",
+    "ActionsDocument",
+    "TargetBody",
+    "action_document",
+    "listed_action_document",
+    "suggested_document",
+]
 
 MAX_WAIT_SECONDS = 60.0
 
@@ -118,6 +126,16 @@ class ActionBody(_Strict):
     dry_run: bool = Field(False, description="return the expected results, change nothing")
     reason: str = Field("", description="for the audit log", json_schema_extra={"maxLength": MAX_REASON_LENGTH})
 
+    @property
+    def leaves_mode_open(self) -> bool:
+        """Whether this is a dry run of a clear for which the exporter suggests modes."""
+        return self.dry_run and self.action == "empty_cache" and self.mode is None and not self.group
+
+    @property
+    def leaves_deadline_open(self) -> bool:
+        """Whether the exporter may suggest a deadline."""
+        return "deadline_seconds" not in self.model_fields_set
+
     def request(self) -> ActionRequest:
         """Return the request.
 
@@ -131,6 +149,15 @@ class ActionBody(_Strict):
         if invalid:
             raise ProblemError.invalid([FieldError(each.field, each.message) for each in invalid])
         return request
+
+
+class SuggestedDocument(TypedDict):
+    """The keys of a request that clears some processes of a dry run when it harms them least."""
+
+    target: dict[str, str | int | bool | list[str | int]]
+    mode: str
+    group: bool
+    deadline_seconds: float
 
 
 class _ActionValues(TypedDict):
@@ -151,7 +178,9 @@ class _ActionValues(TypedDict):
     freed_bytes: int | None
     settle_seconds: float
     settling: Annotated[bool, Field(description="still_free_bytes may still become known")]
-    still_free_bytes: Annotated[int | None, Field(description="of freed_bytes, after settle_seconds")]
+    still_free_bytes: Annotated[
+        int | None, Field(description="of freed_bytes, after settle_seconds; in a dry run the idle cache")
+    ]
 
 
 _COPIED = tuple(name for name in _ActionValues.__annotations__ if name not in ("created", "target"))
@@ -162,6 +191,10 @@ class ActionDocument(_ActionValues):
     """An action. Values that were not measured are null."""
 
     results: list[ActionResult]
+    suggested: Annotated[
+        NotRequired[list[SuggestedDocument]],
+        Field(description="for a dry run of empty_cache without mode: the requests that clear these processes"),
+    ]
 
 
 class ListedActionDocument(_ActionValues):
@@ -179,6 +212,16 @@ class ActionsDocument(TypedDict):
 def action_document(action: Action) -> dict[str, Any]:
     """Return an action as an `ActionDocument`."""
     return {**_values(action), "results": [_result(result) for result in action.results]}
+
+
+def suggested_document(request: ActionRequest) -> dict[str, Any]:
+    """Return a suggested request as a `SuggestedDocument`."""
+    return {
+        "target": request.target.document(),
+        "mode": request.mode,
+        "group": request.group,
+        "deadline_seconds": request.deadline_seconds,
+    }
 
 
 def listed_action_document(action: Action) -> dict[str, Any]:

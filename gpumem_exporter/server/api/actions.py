@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -13,6 +14,7 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import retry_after
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.permission import may_see
+from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.errors import (
     ActionForbiddenError,
     ActionNotAllowedError,
@@ -27,6 +29,7 @@ from gpumem_exporter.server.api.action_schema import (
     ActionsDocument,
     action_document,
     listed_action_document,
+    suggested_document,
 )
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
@@ -94,16 +97,23 @@ class ActionRoutes:
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
         action_request = body.request()
+        suggested: tuple[ActionRequest, ...] = ()
         if idempotency_key is not None:
             await self._audit.wait_until_recalled()
         with _refusals_as_problems():
+            if body.leaves_mode_open:
+                suggestion = self._dispatcher.suggest_clears(
+                    action_request, requested_by=request.state.caller, free_deadline=body.leaves_deadline_open
+                )
+                action_request = replace(action_request, target=suggestion.target)
+                suggested = suggestion.requests
             action = self._dispatcher.submit(
                 action_request, requested_by=request.state.caller, idempotency_key=idempotency_key
             )
         if not action.finished and body.wait_seconds > 0:
             await self._holds.until(self._dispatcher.wait(action.id, body.wait_seconds), request.receive)
             action = self._dispatcher.get(action.id) or action
-        reply = await self._recorded(action)
+        reply = await self._recorded(action, suggested=suggested)
         if not action.finished:
             reply.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
         return reply
@@ -130,13 +140,18 @@ class ActionRoutes:
         action = self._dispatcher.get(action_id)
         return action if action is not None and may_see(request.state.caller, action) else None
 
-    async def _recorded(self, action: Action | None, running_status: int = 202) -> Response:
+    async def _recorded(
+        self, action: Action | None, running_status: int = 202, suggested: Sequence[ActionRequest] = ()
+    ) -> Response:
         """Return the action. If it has ended, wait until its end is stored."""
         if action is None:
             raise ProblemError(404, _UNKNOWN_ACTION)
         if action.finished:
             await self._audit.wait_until_stored(action)
-        body = await self._renderer.render(("action", id(action)), lambda: encoded(action_document(action)))
+        document = action_document(action)
+        if suggested:
+            document["suggested"] = [suggested_document(each) for each in suggested]
+        body = await self._renderer.render(("action", id(document)), lambda: encoded(document))
         return json_bytes_response(body, 200 if action.finished else running_status)
 
 

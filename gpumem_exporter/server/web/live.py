@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.health import Health
-from gpumem_exporter.server.api.rendering import encoded
+from gpumem_exporter.server.api.rendering import Renderer, encoded
 from gpumem_exporter.server.http.held_requests import RELEASED, Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
@@ -35,7 +36,7 @@ _HEADERS = {"Cache-Control": "no-store", "Vary": "Accept"}
 
 
 class LiveDocument(TypedDict):
-    """The content of the live page: the time, the state of the node, and the last ten minutes of each device."""
+    """The time, the state of the node from one snapshot, and the last ten minutes of each device."""
 
     moment: dict[str, float]
     state: dict[str, Any]
@@ -48,6 +49,10 @@ _OK = json_reply(
     "change and a `beat` for each second without a change",
 )
 _OK["content"][EVENT_STREAM] = {"schema": {"type": "string"}}
+_Processes = Annotated[
+    Literal["rows", "documents"],
+    Query(description="rows: for the page, in the order of `columns`; documents: as in /api/v1/processes"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +63,24 @@ class LiveState:
     health: Health
     history: History
     page: Page
+    host: str
+    """The name of the exporter's host."""
     allowed_actions: tuple[str, ...]
     viewer: Caller | None = None
     """The viewer, who does not see the identities of others' processes; None shows all identities."""
 
-    def render(self) -> bytes:
+    def render(self, *, whole_processes: bool = False) -> bytes:
         """Return the current state of the node as JSON. Called in the thread of replies."""
         snapshot = self.snapshot()
         document = live_document(
             snapshot,
+            host=self.host,
             health=self.health.document(snapshot),
             page=self.page.digest,
             allowed_actions=self.allowed_actions,
             newest=self.history.newest(),
             viewer=self.viewer,
+            whole_processes=whole_processes,
         )
         return encoded(document, separators=(",", ":"))
 
@@ -97,23 +106,47 @@ class Audience:
         return self.public
 
 
-def live_router(*, audience: Audience, history: History, holds: Holds, own_names: OwnNames) -> APIRouter:
-    """Return the route of the live page's content."""
+def live_router(
+    *,
+    audience: Audience,
+    state: LiveState,
+    renderer: Renderer,
+    hide_identities_from: Callers | None,
+    history: History,
+    holds: Holds,
+    own_names: OwnNames,
+) -> APIRouter:
+    """Return the route that shows the whole node.
+
+    Args:
+        audience: the streams of the page.
+        state: the state of the node, for commands.
+        renderer: runs `state.render`.
+        hide_identities_from: identifies the viewers from whom the identities of others' processes are hidden.
+        history: the last ten minutes.
+        holds: ends streams when the exporter stops.
+        own_names: refuses other sites' pages.
+    """
     router = APIRouter(tags=["state"])
 
-    @router.get(LIVE_PATH, responses={200: _OK, **problems(403, 503)})
-    async def live(request: Request) -> Response:
-        """The node for the live page: devices with their ledgers, processes, the last ten minutes.
+    @router.get(LIVE_PATH, responses={200: _OK, **problems(403, 422, 503)})
+    async def live(request: Request, processes: _Processes = "rows") -> Response:
+        """The whole node at one time: devices with their ledgers, processes, the last ten minutes.
 
-        It has the same content as the documents of devices, processes and health. Its format changes with the page;
-        programs should read those documents.
+        It has the same content as the documents of devices, processes and health, which are of different times. Its
+        format changes with the page and the commands; other programs should read those documents.
         """
         own_names.require_own_page(dict(request.scope["headers"]))
         streams = await audience.streams(request.scope)
-        if EVENT_STREAM in request.headers.get("accept", ""):
+        if processes == "documents":
+            viewer = await hide_identities_from.of(request.scope) if hide_identities_from is not None else None
+            build = partial(replace(state, viewer=viewer).render, whole_processes=True)
+            moment, node = streams.moment(), await renderer.render(("live", viewer), build)
+        elif EVENT_STREAM in request.headers.get("accept", ""):
             return _Stream(streams, history, holds)
-        latest = await streams.latest()
-        body = b'{"moment":%b,"state":%b,"history":%b}' % (latest.moment, latest.state, _rendered(history))
+        else:
+            _, moment, node = await streams.latest()
+        body = b'{"moment":%b,"state":%b,"history":%b}' % (moment, node, _rendered(history))
         return Response(body, headers=_HEADERS, media_type="application/json")
 
     return router

@@ -1,7 +1,7 @@
 """The state of the node for the live page. Pure: built from one snapshot; unknown values are null.
 
-It has the content of `/api/v1/devices`, `/api/v1/processes` and `/health`, but is short enough to be sent each second:
-a process is a row of values in the order of `COLUMNS`.
+It has the content of `/api/v1/devices`, `/api/v1/processes` and `/health`. The page gets it each second, so there a
+process is a row of values in the order of `COLUMNS`. Commands get the documents of `/api/v1/processes` instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.server.api.documents import SeenProcess, devices_document, seen_processes
+from gpumem_exporter.server.api.documents import SeenProcess, devices_document, processes_document, seen_processes
 from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -33,25 +33,29 @@ COLUMNS = (
 def live_document(
     snapshot: Snapshot,
     *,
+    host: str,
     health: HealthDocument,
     page: str,
     allowed_actions: tuple[str, ...],
     newest: dict[str, Any] | None,
     viewer: Caller | None = None,
+    whole_processes: bool = False,
 ) -> dict[str, Any]:
     """Return the state of the node.
 
     Args:
         snapshot: the current state.
+        host: the name of the exporter's host.
         health: the document of `/health`.
         page: the digest of the page that can read this document.
         allowed_actions: the actions of `--action.allow`.
         newest: the last point of the history.
         viewer: the viewer, who does not see the identities of others' processes; None shows all identities.
+        whole_processes: return processes as `/api/v1/processes` does, instead of rows and their columns.
     """
     devices = devices_document(snapshot, health["source"])
-    gpus = gpu_labels(snapshot)
     return {
+        "host": host,
         **devices,
         "nvml": {**devices["nvml"], "error": health["nvml"]["error"]},
         "version": health["version"],
@@ -63,9 +67,14 @@ def live_document(
         "allowed_actions": allowed_actions,
         "hides_identities": viewer is not None,
         "newest": newest,
-        "columns": COLUMNS,
-        "processes": [row for process in seen_processes(snapshot, viewer) for row in _rows(process, gpus)],
+        **(processes_document(snapshot, health["source"], viewer) if whole_processes else _table(snapshot, viewer)),
     }
+
+
+def _table(snapshot: Snapshot, viewer: Caller | None) -> dict[str, Any]:
+    gpus = gpu_labels(snapshot)
+    rows = [row for process in seen_processes(snapshot, viewer) for row in _rows(process, gpus)]
+    return {"columns": COLUMNS, "processes": rows}
 
 
 def _rows(process: SeenProcess, gpus: dict[str, str]) -> Iterator[list[Any]]:

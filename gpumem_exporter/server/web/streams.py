@@ -81,6 +81,11 @@ class Streams:
             return known
         return await self._refresh()
 
+    def moment(self) -> bytes:
+        """Return the current time as JSON."""
+        times = {"clock_seconds": round(self._clock(), 3), "unix_seconds": round(self._wall_clock(), 3)}
+        return json.dumps(times).encode()
+
     @contextlib.contextmanager
     def follow(self, viewer: Hashable) -> Iterator[Following]:
         """Follow the state until the block ends.
@@ -129,11 +134,10 @@ class Streams:
             await asyncio.sleep(self._interval_seconds)
 
     async def _refresh(self) -> Rendering:
-        now = self._clock()
+        now, moment = self._clock(), self.moment()
         body = await self._render()
-        moment = {"clock_seconds": round(now, 3), "unix_seconds": round(self._wall_clock(), 3)}
         known = self._rendering
         if known is not None and known.state == body:
             body = known.state  # followers compare the identity of the object
-        self._rendering = Rendering(now, json.dumps(moment).encode(), body)
+        self._rendering = Rendering(now, moment, body)
         return self._rendering

@@ -126,9 +126,12 @@ def test_a_repeated_option_and_a_list_select_all_of_their_values(node: _Node) ->
     assert selected("--user", user, "--workload", workload) == selected("--workload", workload)
 
 
-@pytest.mark.parametrize(("answer", "modes"), [("n", set()), ("y", {"now", "step"})])
+@pytest.mark.parametrize(
+    ("answer", "kinds"),
+    [("n", set()), ("y", {("now", False), ("step", False), ("step", True)}), ("now", {("now", False)})],
+)
 def test_a_clear_of_all_on_a_terminal_asks_and_lets_training_jobs_end_their_step(
-    cleared_node: _Node, answer: str, modes: set[str]
+    cleared_node: _Node, answer: str, kinds: set[tuple[str, bool]]
 ) -> None:
     known = clean_environment(
         GPUMEM_EXPORTER_URL=cleared_node.url,
@@ -136,9 +139,9 @@ def test_a_clear_of_all_on_a_terminal_asks_and_lets_training_jobs_end_their_step
         TERM="xterm-256color",
     )
     command = [sys.executable, "-m", "gpumem_exporter", "clear", "--all", "--reason", f"asked {answer}"]
-    terminal = TerminalProgram(command, known, columns=120, lines=200)
+    terminal = TerminalProgram(command, known, columns=300, lines=200)
     try:
-        terminal.until_shows("clear would free", "at the end of a step", "Clear them? [y/N]")
+        terminal.until_shows("end of a step", "demo-llm-pretrain (4 ranks)", "? [y/N/now]")
         terminal.type(answer + "\n")
         code = terminal.wait()
     finally:
@@ -150,8 +153,8 @@ def test_a_clear_of_all_on_a_terminal_asks_and_lets_training_jobs_end_their_step
             if it["reason"] == f"asked {answer}" and not it["dry_run"]
         ]
         results = [row for action in actions for row in api.get(f"/api/v1/actions/{action['id']}")["results"]]
-    assert {action["mode"] for action in actions} == modes
-    assert (code == 0) == bool(modes)
+    assert {(action["mode"], action["group"]) for action in actions} == kinds
+    assert kinds or code == 1
     acted = [result["pid"] for result in results if result["gpu"] == "0"]
     assert len(acted) == len(set(acted))
 

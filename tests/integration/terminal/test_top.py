@@ -370,28 +370,46 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     terminal.until(lambda: _process_rows(terminal) == {(str(process.pid), "0"): sizes}, f"its row: {sizes}")
 
     def asks() -> bool:
-        return terminal.lines[-1].endswith("y/n")
+        return "? y/n" in terminal.text
+
+    def note() -> str:
+        return " ".join(terminal.lines[-3:])
 
     terminal.type("c")
     terminal.until(lambda: "q quit" not in terminal.lines[-1], "a note that no process is chosen")
     assert not asks()
     terminal.type("jc")
     terminal.until(asks, "the question")
-    assert re.findall(r"\d+", terminal.lines[-1]) == [str(process.pid), "300", "1", "1"]
+    assert "rank 3? y/n" in note()
+    assert "300 MiB" in note()
     terminal.type("n")
     terminal.until_shows("q quit")
     assert reported()["reclaimable_bytes"] == 300 * MIB
     terminal.type("c")
     terminal.until(asks, "the question")
     terminal.type("y")
-    message = terminal.until(
-        lambda: not asks() and "300 MiB" in terminal.lines[-1] and terminal.lines[-1], "the result"
-    )
-    assert re.findall(r"\d+", message) == [str(process.pid), "300", "1", "1"]
+    terminal.until(lambda: not asks() and "Freed 300 MiB in 1 of 1 process" in terminal.lines[-1], "the result")
     after = {**sizes, "used": "612M", "reclaimable": "0B"}
     terminal.until(
         lambda: list(_process_rows(terminal).values()) == [after], f"the row without what was freed: {after}"
     )
+
+
+def test_the_ranks_of_a_job_that_trains_clear_as_a_group(demo: ExporterProcess, open_top: OpenTop) -> None:
+    def sent() -> list[Any]:
+        actions = demo.get("/api/v1/actions?limit=20")["actions"]
+        return [it for it in actions if it["reason"] == "requested in top" and not it["dry_run"]]
+
+    ranks = [pid for pid, it in demo.processes().items() if it["workload"] == "demo-llm-pretrain"]
+    terminal = open_top("--url", demo.url, "--filter", "demo-llm-pretrain", columns=80)
+    _until_rows(terminal)
+    terminal.type("jc")
+    terminal.until(lambda: "Clear demo-llm-pretrain (4 ranks)? y/n" in terminal.text, "the question")
+    assert "At the end of a step" in " ".join(terminal.lines[-4:])
+    assert sent() == []
+    terminal.type("y")
+    (action,) = terminal.until(sent, "the request")
+    assert (action["mode"], action["group"], sorted(action["target"]["pid"])) == ("step", True, sorted(ranks))
 
 
 def test_a_dumb_terminal_is_wrong_usage(demo: ExporterProcess, open_top: OpenTop) -> None:

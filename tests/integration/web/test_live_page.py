@@ -174,7 +174,7 @@ def test_names_of_processes_are_inserted_as_text(driverless: Demo, open_page: Op
     assert (
         live.page.evaluate("document.querySelectorAll('body img, body b, body i, body script:not([type])').length") == 0
     )
-    assert live.page.title() == "GPU memory"
+    assert live.page.title().endswith(" · GPU memory")
 
 
 def test_a_name_cannot_reverse_the_text_around_it(driverless: Demo, open_page: OpenPage) -> None:

@@ -11,11 +11,23 @@ from gpumem_exporter.cli.top.clearing import Clearing
 from gpumem_exporter.cli.top.rows import Row, rows_of
 from gpumem_exporter.errors import ExporterAnswerError
 from tests.support.top_documents import process, unreported
-from tests.support.waiting import patient
+from tests.support.waiting import patient, wait_for
 
+GIB = 1 << 30
 _VALUES = re.compile(r"\d+(?:\.\d+)?(?: (?:B|GiB))?")
 _URL = "unix:///e.sock"
-_RESULT = {"pid": 7, "workload": "llm", "rank": "0", "gpu": "0", "outcome": "done", "freed_bytes": 3 << 30}
+_RESULT = {
+    "pid": 7,
+    "workload": "llm",
+    "rank": "0",
+    "gpu": "0",
+    "outcome": "done",
+    "freed_bytes": 3 * GIB,
+    "still_free_bytes": 3 * GIB,
+}
+_RANKS = [{**_RESULT, "pid": pid, "rank": str(pid - 7), "still_free_bytes": GIB} for pid in (7, 8)]
+_AT_ONCE = {"target": {"pid": 7}, "mode": "now", "group": False, "deadline_seconds": 30.0}
+_GROUP = {"target": {"pid": [7, 8]}, "mode": "step", "group": True, "deadline_seconds": 45.0}
 
 
 class _Api:
@@ -29,10 +41,25 @@ class _Api:
         return None
 
     def act(self, request: Mapping[str, Any], *, wait_seconds: float) -> Any:
+        assert request["dry_run"]
+        action = {**self.submit(request), "state": "done", "results": self._world.results}
+        return {**action, "suggested": [self._world.suggested]}
+
+    def submit(self, request: Mapping[str, Any]) -> Any:
         self._world.requests.append(request)
         if self._world.error is not None:
             raise self._world.error
-        return {"action": "empty_cache", "state": "done", "results": [self._world.result]}
+        return self.action("")
+
+    def action(self, _: str) -> Any:
+        world = self._world
+        state = "running" if world.waits else "done"
+        return {"id": "a", "action": "empty_cache", "state": state, "results": [] if world.waits else world.results}
+
+    def cancel(self, _: str) -> Any:
+        self._world.waits = False
+        self._world.results = [{**each, "outcome": "refused", "reason": "cancelled"} for each in self._world.results]
+        return self.action("")
 
 
 class _World:
@@ -40,8 +67,10 @@ class _World:
 
     def __init__(self) -> None:
         self.requests: list[Mapping[str, Any]] = []
-        self.result: dict[str, Any] = dict(_RESULT)
+        self.results: list[dict[str, Any]] = [dict(_RESULT)]
+        self.suggested: dict[str, Any] = _AT_ONCE
         self.error: Exception | None = None
+        self.waits = False
         self.now = 50.0
         self._answered = threading.Semaphore(0)
         self.clearing = Clearing(lambda url: _Api(self), self._answered.release, lambda: self.now)  # type: ignore[arg-type,return-value]
@@ -60,20 +89,69 @@ def _row(**changes: Any) -> Row:
     return rows_of({"processes": [process(7, "0", **changes)]})[0]
 
 
-def test_a_clear_starts_with_a_dry_run_and_a_question() -> None:
+def _sent(world: _World) -> list[Mapping[str, Any]]:
+    return [request for request in world.requests if not request.get("dry_run")]
+
+
+def test_a_clear_starts_with_a_dry_run_of_the_job_and_a_question() -> None:
     world = _World()
     world.clearing.ask(_row(), _URL)
     text = world.wait()
-    assert _VALUES.findall(text) == ["7", "3.0 GiB", "1", "1"]
-    assert text.endswith("y/n")
+    assert text.startswith("Clear llm rank 0? y/n")
+    assert "Stays free 3.0 GiB." in text
     (dry_run,) = world.requests
-    assert (dry_run["dry_run"], dry_run["target"]) == (True, {"pid": 7, "workload": "llm", "rank": "0"})
+    assert "mode" not in dry_run, "the exporter chooses"
+    assert dry_run["target"] == {"workload": "llm", "user": "alice"}
     world.clearing.answer(yes=True)
-    assert _VALUES.findall(world.wait()) == ["7", "3.0 GiB", "1", "1"]
-    assert (world.requests[1]["dry_run"], world.requests[1]["target"]) == (False, dry_run["target"])
+    assert _VALUES.findall(world.wait()) == ["0", "3.0 GiB", "1", "1"]
+    (sent,) = _sent(world)
+    assert (sent["mode"], sent["target"]) == ("now", {"pid": 7})
     note = world.clearing.note()
     assert note is not None
     assert not note.asks
+
+
+def test_a_process_without_a_workload_is_named_by_its_pid() -> None:
+    world = _World()
+    world.clearing.ask(_row(workload=""), _URL)
+    world.wait()
+    assert world.requests[0]["target"] == {"pid": 7}
+
+
+def test_the_ranks_of_a_job_clear_as_a_group_after_the_same_step() -> None:
+    world = _World()
+    world.results, world.suggested = _RANKS, _GROUP
+    world.clearing.ask(_row(), _URL)
+    text = world.wait()
+    assert text.startswith("Clear llm (2 ranks)? y/n")
+    assert "Stays free 2.0 GiB; 4.0 GiB more would be reserved again in the next step." in text
+    assert "within 45 s" in text
+    world.clearing.answer(yes=True)
+    world.wait()
+    world.wait()
+    (sent,) = _sent(world)
+    assert (sent["mode"], sent["group"], sent["target"]) == ("step", True, {"pid": [7, 8]})
+
+
+def test_a_clear_that_waits_for_a_step_can_be_cancelled() -> None:
+    world = _World()
+    world.results, world.suggested = _RANKS, _GROUP
+    world.clearing.ask(_row(), _URL)
+    world.wait()
+    world.waits = True
+    world.clearing.answer(yes=True)
+    assert re.search(r"llm \(2 ranks\), at most 45 s; c cancels", world.wait())
+    world.clearing.ask(_row(), _URL)
+    wait_for(lambda: world.note_text() == "pid 7, 8: refused: cancelled", "the end of the clear")
+
+
+def test_a_reason_in_a_dry_run_is_shown_in_the_question() -> None:
+    world = _World()
+    world.results[0]["reason"] = "an-engine-starts"
+    world.clearing.ask(_row(), _URL)
+    text = world.wait()
+    assert text.startswith("Clear llm rank 0? y/n")
+    assert "an-engine-starts" in text
 
 
 def test_the_answer_no_changes_nothing() -> None:
@@ -81,7 +159,7 @@ def test_the_answer_no_changes_nothing() -> None:
     world.clearing.ask(_row(), _URL)
     world.wait()
     world.clearing.answer(yes=False)
-    assert (world.note_text(), len(world.requests)) == ("", 1)
+    assert (world.note_text(), _sent(world)) == ("", [])
 
 
 def test_a_question_expires() -> None:
@@ -91,16 +169,16 @@ def test_a_question_expires() -> None:
     world.now += 31
     assert world.note_text() == ""
     world.clearing.answer(yes=True)
-    assert len(world.requests) == 1
+    assert _sent(world) == []
 
 
 def test_a_clear_that_frees_nothing_is_not_offered() -> None:
     world = _World()
-    world.result["freed_bytes"] = 0
+    world.results[0] |= {"freed_bytes": 0, "still_free_bytes": 0}
     world.clearing.ask(_row(), _URL)
-    assert _VALUES.findall(world.wait()) == ["7", "0 B", "1", "1"]
+    assert "y/n" not in world.wait()
     world.clearing.answer(yes=True)
-    assert len(world.requests) == 1
+    assert _sent(world) == []
 
 
 def test_a_refusal_of_the_exporter_is_shown() -> None:
@@ -110,7 +188,7 @@ def test_a_refusal_of_the_exporter_is_shown() -> None:
     text = world.wait()
     assert "403" in text
     assert "token: --action.token-file" in text
-    world.error, world.result = None, {**_RESULT, "outcome": "gone", "reason": "process-ended"}
+    world.error, world.results = None, [{**_RESULT, "outcome": "gone", "reason": "process-ended"}]
     world.clearing.ask(_row(), _URL)
     assert world.wait() == "pid 7: gone: process-ended"
 

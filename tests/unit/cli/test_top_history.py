@@ -37,7 +37,7 @@ def test_a_device_that_cannot_be_read_has_no_point() -> None:
     assert {uuid: len(points) for uuid, points in history.past().items()} == {"GPU-0": 1}
 
 
-def test_the_exporter_is_queried_at_first_and_after_a_gap() -> None:
+def test_the_history_is_taken_at_first_and_after_a_gap() -> None:
     history = History()
     assert history.due(_NOW)
     history.take(live({"GPU-0": [1024]}, [95.0], clock_seconds=95.0), _NOW)
@@ -47,16 +47,13 @@ def test_the_exporter_is_queried_at_first_and_after_a_gap() -> None:
     assert history.due(_NOW + 40)
 
 
-def test_an_exporter_without_a_history_is_queried_once_a_minute() -> None:
+def test_a_history_in_another_format_is_read_once_a_minute() -> None:
     for document in ({}, {"moment": 1}, {"moment": {"clock_seconds": 1}, "history": {"seconds": [1], "devices": 7}}):
         history = History()
         history.take(document, _NOW)
         assert history.past() == {}
         assert not history.due(_NOW + 59)
         assert history.due(_NOW + 60)
-    refused = History()
-    refused.refused(_NOW)
-    assert not refused.due(_NOW + 59)
 
 
 def test_points_from_before_a_restart_of_the_exporter_are_kept() -> None:

@@ -19,6 +19,7 @@ from tests.support.top_documents import device, event, live, process, reading
 
 _DEVICES = {"source": "nvml", "taken_unix_seconds": 1e9, "nvml": {"up": True}, "devices": [device("0")]}
 _PROCESSES = {"source": "nvml", "processes": [process(7, "0")]}
+_NODE = "/api/v1/live?processes=documents"
 
 
 class _Api:
@@ -31,7 +32,8 @@ class _Api:
         self.closed = 0
         self.devices: Any = _DEVICES
         self.processes: Any = _PROCESSES
-        self.past: Any = ExporterAnswerError(404, "no such route")
+        self.past: Any = {}
+        self.events: Any = ExporterAnswerError(404, "no such route")
         self.paths: list[str] = []
 
     def get(self, path: str) -> Any:
@@ -39,11 +41,12 @@ class _Api:
         self.paths.append(path)
         if self.error is not None:
             raise self.error
-        if path.startswith(("/api/v1/live", "/api/v1/events")):
-            if isinstance(self.past, Exception):
-                raise self.past
-            return self.past
-        return self.devices if path.endswith("devices") else self.processes
+        if path == _NODE:
+            return {**self.past, "state": {**self.devices, **self.processes, "version": "1"}}
+        assert path.startswith("/api/v1/events")
+        if isinstance(self.events, Exception):
+            raise self.events
+        return self.events
 
     def close(self) -> None:
         self.closed += 1
@@ -148,17 +151,13 @@ def test_a_reading_is_lost_after_a_failure_or_without_an_answer() -> None:
     assert Known(reading([], []), 100.0, failure="refused").lost(100.1, 1.0) == "refused"
 
 
-_OF_ROUTES = {
-    **live({"GPU-0": [1, 2]}, [90.0, 95.0], clock_seconds=96.0),
-    "events": [event(3, "oom", 1e9)],
-    "next_after": 3,
-    "more": False,
-}
+_PAST = live({"GPU-0": [1, 2]}, [90.0, 95.0], clock_seconds=96.0)
+_EVENTS = {"events": [event(3, "oom", 1e9)], "next_after": 3, "more": False}
 
 
-def test_the_past_is_read_once_and_then_events_every_three_seconds() -> None:
+def test_a_reading_is_one_request_and_the_events_are_read_every_three_seconds() -> None:
     world = _World()
-    world.api.past = _OF_ROUTES
+    world.api.past, world.api.events = _PAST, _EVENTS
     read = world.source.read()
     assert [seconds for seconds, _ in read.past["GPU-0"]] == [94.0, 99.0, 100.0]
     assert (len(read.events or ()), read.no_events) == (1, "")
@@ -168,27 +167,28 @@ def test_the_past_is_read_once_and_then_events_every_three_seconds() -> None:
         before = len(world.api.paths)
         world.api.devices = {**_DEVICES, "taken_unix_seconds": world.now}
         world.source.read()
-        assert len(world.api.paths) - before <= 3
-    more = [path for path in world.api.paths if path not in ("/api/v1/devices", "/api/v1/processes")]
+        assert world.api.paths[before] == _NODE
+    assert world.api.paths.count(_NODE) == 30
+    more = [path for path in world.api.paths if path != _NODE]
     assert more == ["/api/v1/events?limit=100&after=3"] * 10
 
 
 @pytest.mark.parametrize(
     "error", [ExporterAnswerError(404, "no such route"), ExporterAnswerError(403, "no"), ExporterUnreachableError("x")]
 )
-def test_an_exporter_without_a_past_is_a_source(error: ExporterError) -> None:
+def test_an_exporter_without_events_is_a_source(error: ExporterError) -> None:
     world = _World()
-    world.api.past = error
+    world.api.events = error
     for _ in range(5):
         read = world.source.read()
         assert ([row.pid for row in read.rows], read.events) == ([7], None)
         world.now += 1.0
-    assert len(world.api.paths) == 5 * 2 + 2, "no new attempt follows immediately"
+    assert len(world.api.paths) == 5 + 1, "no new attempt follows immediately"
 
 
 def test_the_driver_continues_the_past_and_has_no_events() -> None:
     world = _World()
-    world.api.past = _OF_ROUTES
+    world.api.past, world.api.events = _PAST, _EVENTS
     world.source.read()
     world.api.error = ExporterUnreachableError("no-answer")
     world.now += 10.0
@@ -208,3 +208,10 @@ def test_a_name_must_exist_in_the_first_reading_only() -> None:
     api.processes = {"source": "nvml", "processes": []}
     later = source.read()
     assert (later.rows, list(later.devices["devices"])) == ((), [])
+
+
+def test_an_exporter_that_is_too_old_is_named_with_its_version() -> None:
+    world = _World(named=True)
+    world.api.processes = {**_PROCESSES, "columns": ["pid"], "processes": [[7]]}
+    with pytest.raises(ExporterUnreachableError, match=r"version 1\b"):
+        world.source.read()

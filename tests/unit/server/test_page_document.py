@@ -27,6 +27,7 @@ HEALTH: HealthDocument = {
 def document(snapshot: Snapshot) -> dict[str, Any]:
     made = live_document(
         snapshot,
+        host="node-7",
         health=HEALTH,
         page="digest",
         allowed_actions=("empty_cache",),
@@ -57,7 +58,8 @@ def test_a_process_clears_if_its_reporter_supports_it() -> None:
 def test_only_failed_checks_are_listed() -> None:
     made = document(Snapshot(0.0, node(device(A))))
     assert made["failed_checks"] == [{"part": "events", "status": "degraded", "detail": "the disk is full"}]
-    assert (made["status"], made["source"], made["page"], made["allowed_actions"]) == (
+    assert (made["host"], made["status"], made["source"], made["page"], made["allowed_actions"]) == (
+        "node-7",
         "degraded",
         "demo",
         "digest",

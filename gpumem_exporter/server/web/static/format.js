@@ -161,6 +161,14 @@ function processName(workload, rank, pid) {
   return name ? `${name} (pid ${pid})` : `pid ${pid}`;
 }
 
+/** Return the name of a job with its number of ranks; empty if the rows are of one process, or not of one job. */
+function jobInWords(rows) {
+  const pids = new Set(rows.map((row) => row.pid));
+  const workloads = new Set(rows.map((row) => row.workload));
+  if (pids.size < 2 || workloads.size > 1 || !rows[0].workload) return "";
+  return `${safe(rows[0].workload)} (${pids.size} ${rows.every((row) => row.rank) ? "ranks" : "processes"})`;
+}
+
 function gpuName(gpu, uuid) {
   return gpu ? `GPU ${gpu}` : uuid || "an unknown device";
 }

@@ -79,7 +79,10 @@ const app = {
     this.view = view;
     setText($("moment"), timeOfDay(moment.unix_seconds));
     const driver = state.nvml.driver_version;
-    setText($("node-name"), driver ? `${location.host} · driver ${driver}` : location.host);
+    const host = state.host || location.host;
+    setText($("node-name"), driver ? `${host} · driver ${driver}` : host);
+    const title = `${host} · ${TITLE}`;
+    if (document.title !== title) document.title = title;
     const why = state.nvml.up ? "" : `NVML is down, so devices are not shown: ${state.nvml.error || "unknown reason"}`;
     setText($("degraded"), why);
     setHidden($("degraded"), why === "");
@@ -140,6 +143,7 @@ function isFirstTry(page) {
   }
 }
 
+const TITLE = document.title;
 const PAGE = document.querySelector("meta[name=page]").content;
 
 app.start();

@@ -26,6 +26,17 @@ function podOf(row) {
   return row.k8s_pod ? (row.k8s_namespace ? `${row.k8s_namespace}/${row.k8s_pod}` : row.k8s_pod) : "";
 }
 
+/** Return the target of a row's job: the processes of its workload and user, because a rank that clears alone makes the others wait. */
+function jobTarget({ workload, user, pid }) {
+  return workload ? { workload, ...(user && { user }) } : { pid };
+}
+
+/** Return the name of a row's job, with its number of ranks. */
+function jobName(data, rows) {
+  const ofJob = rows.filter((row) => data.workload && row.clears && row.workload === data.workload && row.user === data.user);
+  return jobInWords(ofJob) || processName(data.workload, data.rank, data.pid);
+}
+
 class ProcessRow {
   constructor(key) {
     this.key = key;
@@ -44,7 +55,7 @@ class ProcessRow {
     const last = h("td", { role: "cell", class: "row-act" });
     this.button = h("button", { type: "button", class: "act small", "aria-describedby": "access" }, "Clear…");
     this.button.addEventListener("click", () => {
-      clearing.open({ pid: this.data.pid }, processName(this.data.workload, this.data.rank, this.data.pid));
+      clearing.open(jobTarget(this.data), jobName(this.data, app.view.rows));
     });
     last.append(this.button);
     this.element.append(last);
@@ -86,7 +97,7 @@ class ProcessRow {
     const text = { ...data, workload: data.workload || data.command || "(unnamed)", gpu: data.gpu ?? "–" };
     for (const [name] of NAMES) this.cells.get(name).set(safe(String(text[name] ?? "")));
     this.cells.get("workload").element.title = data.command ?? "";
-    this.button.setAttribute("aria-label", `Clear ${processName(data.workload, data.rank, data.pid)}…`);
+    this.button.setAttribute("aria-label", `Clear ${processName(data.workload, null, data.workload ? null : data.pid)}…`);
     const words = [data.workload, data.command, data.user, data.pod, data.pid, `gpu ${data.gpu}`, data.rank && `rank ${data.rank}`];
     this.words = words.filter((word) => word !== null && word !== "").join(" ").toLowerCase();
   }
