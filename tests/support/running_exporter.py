@@ -196,16 +196,27 @@ def problem(answer: Answer, status: int) -> Any:
 @contextlib.contextmanager
 def running_exporter(
     *,
-    provider: ScriptedProvider | None = None,
+    provider: Any = None,
+    host: Any = None,
     unix: Path | None = None,
     limits: Limits | None = None,
     ready: bool = True,
     clock: Callable[[], float] = time.monotonic,
     **flags: Any,
 ) -> Iterator[RunningExporter]:
-    """Run an exporter; flags are settings by field name. `ready` waits for the first poll."""
+    """Run an exporter; flags are settings by field name. `ready` waits for the first poll.
+
+    Args:
+        provider: the driver, by default a ScriptedProvider.
+        host: the processes of the operating system, by default a ScriptedHost.
+        unix: the path of its unix socket.
+        limits: the limits of a client.
+        ready: whether to wait for the first poll.
+        clock: monotonic seconds.
+        **flags: the settings.
+    """
     provider = provider or ScriptedProvider()
-    host = ScriptedHost()
+    host = host or ScriptedHost()
     flags = {"web_listen_address": "127.0.0.1:0", "collect_interval": 0.05, **flags}
     settings = load_settings({**flags, "web_listen_socket": str(unix) if unix else None}, {})
     listeners = bind(settings.web_listen_address, settings.web_listen_socket)
@@ -229,7 +240,8 @@ def running_exporter(
         yield running
     finally:
         server.should_exit = True
-        provider.released.set()
+        if isinstance(provider, ScriptedProvider):
+            provider.released.set()
         thread.join(patient(30))
         listeners.close()
         assert not thread.is_alive()

@@ -1,7 +1,7 @@
 """The tutorials of the documentation, executed as written, on an emulated node and in a network namespace.
 
 A block `python title="…"` is written to that file, a block `sh` is run, and each line of a block `text` must be in the
-output of the command before it; `…` stands for anything.
+output of the command before it; `…` stands for anything. `test_documented_outputs.py` compares the marked blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
 TUTORIALS = sorted((REPOSITORY / "docs" / "tutorials").glob("*.md"))
-BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r'(?<! -->\n)^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 OWN_NETWORK = ("unshare", "--net", "--")
 
 
