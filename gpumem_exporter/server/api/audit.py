@@ -32,6 +32,8 @@ _RECALLED_SECONDS = 2 * MAX_DEADLINE_SECONDS
 _RETRY_SECONDS = 1.0
 _WAIT_SECONDS = 5.0
 _PAGE = 500
+_MAX_ROWS = 16384
+"""The dispatcher keeps about this number of actions and results. The audit trail may have many times more."""
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class Audit:
         try:
             while True:
                 try:
-                    events = await read_all_events(self._events.log, query)
+                    events = await read_all_events(self._events.log, query, max_rows=_MAX_ROWS)
                 except StorageError:
                     await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
                 else:

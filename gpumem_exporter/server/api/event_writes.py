@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -35,16 +36,31 @@ async def read_events(log: EventLog, query: Query) -> Page:
         raise StorageError(f"{log.status().where} has not answered within {READ_SECONDS:g} s") from None
 
 
-async def read_all_events(log: EventLog, query: Query) -> list[Event]:
+async def read_all_events(log: EventLog, query: Query, *, max_rows: int | None = None) -> list[Event]:
     """Return the events of all pages, oldest first.
+
+    Args:
+        log: has the events.
+        query: selects them.
+        max_rows: the latest events are returned that have together at most this number of items in their lists, each
+            counting one more. None is no limit.
 
     Raises:
         StorageError: as `read_events`.
     """
-    events: list[Event] = []
+    events: deque[Event] = deque()
+    rows = 0
     while True:
         page = await read_events(log, query)
-        events += page.events
+        for event in page.events:
+            events.append(event)
+            rows += _rows(event)
+        while max_rows is not None and rows > max_rows:
+            rows -= _rows(events.popleft())
         if not page.more:
-            return events
+            return list(events)
         query = replace(query, after=page.next_after)
+
+
+def _rows(event: Event) -> int:
+    return 1 + sum(len(value) for value in event.detail.values() if isinstance(value, list))

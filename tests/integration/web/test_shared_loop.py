@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +82,7 @@ def test_the_memory_of_a_job_is_read_without_the_events_of_other_jobs(exporter: 
     def ended(number: int, job_id: str) -> Event:
         devices = [{"gpu": "0", "uuid": f"GPU-{number}-{index}", "used_peak_bytes": index} for index in range(20)]
         detail = {"slurm_job_id": job_id, "ray_job_id": None, "first_report_unix_seconds": 1.0, "devices": devices}
-        return Event("process_ended", 2.0, pid=number, workload="w", rank="", detail=detail)
+        return Event("process_ended", time.time(), pid=number, workload="w", rank="", detail=detail)
 
     for batch in range(20):
         events = [ended(100 * batch + number, "other") for number in range(100)]
