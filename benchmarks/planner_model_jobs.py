@@ -164,6 +164,10 @@ def convnext() -> nn.Module:
     return timm_model("convnext_atto")
 
 
+def hiera() -> nn.Module:
+    return timm_model("hiera_tiny_224")
+
+
 def timm_vit() -> nn.Module:
     return timm_model("vit_tiny_patch16_224")
 
@@ -254,6 +258,7 @@ JOBS = {
     "timm-convnext": ModelJob(convnext, batch=16, precision="bf16", **IMAGES),
     "timm-vit": ModelJob(timm_vit, batch=16, precision="bf16", **IMAGES),
     "timm-efficientnet": ModelJob(efficientnet, **IMAGES),
+    "timm-hiera": ModelJob(hiera, **IMAGES),
     "timm-swin": ModelJob(swin, **IMAGES),
     "diffusers-unet": ModelJob(unet, ("float32[B,3,64,64]", "int64[B]"), 8, ("float32[B,3,64,64]",), sample_loss),
     "diffusers-conditional-unet": ModelJob(conditional_unet, CONDITIONED, precision="fp16", **LATENTS),

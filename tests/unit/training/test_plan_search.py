@@ -16,13 +16,13 @@ MIB = 1 << 20
 JOB = Job(object, (TensorSpec("float32", ((1, True),)),))
 
 
-def steps(batch: int, count: int = 2) -> Trace:
-    """100 MiB of parameters; in each step 3 MiB of activations per sample and 40 MiB of temporaries."""
+def steps(batch: int, count: int = 2, workspace: int = 0) -> Trace:
+    """100 MiB of parameters; in each step 3 MiB of activations per sample, 40 MiB of temporaries and a workspace."""
     trace = Trace()
     trace.allocate(100 * MIB, "parameters")
     for _ in range(count):
         activations = [trace.allocate(batch * MIB, "activations") for _ in range(3)]
-        trace.free(trace.allocate(40 * MIB, "temporaries"))
+        trace.free(trace.allocate(40 * MIB + workspace, "temporaries"))
         for number in activations:
             trace.free(number)
     return trace
@@ -44,8 +44,7 @@ class Made(Sizing):
 
     def _make(self, batch: int) -> Trace:
         self.made += 1
-        trace = steps(batch)
-        trace.free(trace.allocate(self._workspace(batch), "temporaries"))
+        trace = steps(batch, workspace=self._workspace(batch))
         if self._jumps and batch % 2:
             trace.free(trace.allocate(512, "temporaries"))
         return trace
