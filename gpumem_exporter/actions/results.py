@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gpumem_exporter.actions.model import ActionResult
@@ -15,6 +15,7 @@ __all__ = [
     "TerminationTarget",
     "command_results",
     "dry_run_results",
+    "host_pids",
     "listed_target",
     "reporting_target",
     "termination_results",
@@ -126,6 +127,11 @@ def reporting_target(selected: SelectedProcess, snapshot: Snapshot) -> Terminati
 def listed_target(listed: ListedProcess) -> TerminationTarget:
     """Return the termination target for a process that only the driver lists."""
     return TerminationTarget(listed.pid, "", "", listed.pid, listed.start_time_ticks, listed.used_bytes)
+
+
+def host_pids(targets: Iterable[TerminationTarget]) -> list[int]:
+    """Return the known pids of targets on this host."""
+    return [target.host_pid for target in targets if target.host_pid is not None]
 
 
 def termination_results(target: TerminationTarget, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:

@@ -274,6 +274,7 @@ def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audi
         limits=limits,
         before_release=audit.record if audit.durable else None,
         call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
+        hide_identities=settings.web_hide_identities,
     )
 
 

@@ -51,6 +51,7 @@ class RuleState:
     Attributes:
         rule: the rule.
         met_since: when all conditions became true, by process and device, in the time of the samples.
+        held_back: the engines whose start the rule waits for, by subject; of the last evaluation.
         presumed: for a dry run, the subjects on which it would have acted, until their conditions are false.
     """
 
@@ -58,6 +59,7 @@ class RuleState:
         self.rule = rule
         self.met_since: dict[str, float] = {}
         self.presumed: set[str] = set()
+        self.held_back: dict[str, str] = {}
         self._acted: deque[float] = deque(maxlen=rule.max_per_hour)
         self._subjects: dict[str, _SubjectState] = {}
 

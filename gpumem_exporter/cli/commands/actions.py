@@ -17,6 +17,7 @@ from gpumem_exporter.cli.action_options import (
     FractionOptions,
     RequestOptions,
     TargetOptions,
+    TerminateOptions,
     TimedOptions,
     checked,
     with_settling,
@@ -125,7 +126,7 @@ ACTION_COMMANDS = (
   gpumem-exporter terminate --pid 4711 --dry-run
   gpumem-exporter terminate --pid 4711 --reason "left behind by job 17"
 """,
-        RequestOptions,
+        TerminateOptions,
     ),
 )
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.lifecycle import ActionState
-from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.actions.request import (
     ACTIONS,
     DEFAULT_DEADLINE_SECONDS,
@@ -98,7 +98,11 @@ class ActionBody(_Strict):
         description="for set_memory_fraction: the share of each device that the allocator may reserve",
         json_schema_extra={"exclusiveMinimum": 0, "maximum": 1},
     )
-    force: bool = Field(False, description="for set_memory_fraction: even if more is reserved already")
+    force: bool = Field(
+        False,
+        description="for set_memory_fraction: even if more is reserved already; for empty_cache and terminate: even"
+        " while an inference engine starts on a device of the process",
+    )
     deadline_seconds: float = Field(
         DEFAULT_DEADLINE_SECONDS,
         description="a process that has not started by then does not act",
@@ -149,6 +153,7 @@ class ActionDocument(TypedDict):
     freed_bytes: int | None
     settle_seconds: float
     settling: Annotated[bool, Field(description="still_free_bytes may still become known")]
+    waits_for: Annotated[list[EngineWait], Field(description="the inference engines whose start it waits for now")]
     still_free_bytes: Annotated[int | None, Field(description="of freed_bytes, after settle_seconds")]
 
 
