@@ -86,10 +86,6 @@ class ProcessFacts:
     command: str = ""
     """Program and script, without arguments, which may contain secrets."""
     user: str = ""
-    uid: int | None = None
-    """The effective uid; None if it cannot be read."""
-    started_seconds: float | None = field(default=None, compare=False)
-    """The start of the process; None if it cannot be read. Derived from `start_time_ticks`, so not compared."""
     container_id: str = ""
     k8s_namespace: str = ""
     k8s_pod: str = ""
@@ -97,6 +93,10 @@ class ProcessFacts:
     k8s_pod_uid: str = ""
     slurm_job_id: str = ""
     ray_job_id: str = ""
+    uid: int | None = None
+    """The effective uid; None if it cannot be read."""
+    started_seconds: float | None = field(default=None, compare=False)
+    """The start of the process; None if it cannot be read. Derived from `start_time_ticks`, so not compared."""
 
 
 IDENTITY_FIELDS = (
