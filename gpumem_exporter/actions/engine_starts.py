@@ -121,8 +121,9 @@ def waits(
         viewer: a caller from whom the identities of others' processes are hidden; None shows them.
     """
     names = {process.key: name for name, process in Names.of(snapshot).reporting}
-    found = {}
-    for engine in engines:
+    found: dict[tuple[int | str, str], EngineWait] = {}
+    # Of an engine that is known by its title and by its report, the one that counts for longer is shown.
+    for engine in sorted(engines, key=lambda each: each.until_seconds):
         reporter, facts = engine.reporter, None
         if engine.host_pid is not None and snapshot.node is not None:
             facts = snapshot.node.facts.get(engine.host_pid)

@@ -101,16 +101,14 @@ class StartingEngines:
             processes: the processes that report, with the time since when each reports that its engine starts.
         """
         reported: list[StartingEngine] = []
-        precise: set[tuple[int, int]] = set()
+        started: set[tuple[int, int]] = set()
         for process, since_seconds in processes:
-            if process.report.engine_starting is None:
-                continue
             if since_seconds is not None and now - since_seconds < REPORTED_START_SECONDS:
                 reported += self._reported(process, since_seconds)
-            if process.host_pid is not None and process.attested:
-                # Only the owner of a process can say that its engine has started.
-                precise.add((process.host_pid, process.start_time_ticks))
-        return (*reported, *self._titled_at(now, precise))
+            # Only the owner of a process can say that its engine has started.
+            if process.report.engine_starting is False and process.host_pid is not None and process.attested:
+                started.add((process.host_pid, process.start_time_ticks))
+        return (*reported, *self._titled_at(now, started))
 
     def _reported(self, process: ReportingProcess, since_seconds: float) -> Iterator[StartingEngine]:
         """Yield the devices of an engine that reports. A process that the driver does not list uses no memory there."""
@@ -127,11 +125,11 @@ class StartingEngines:
                     reporter=process,
                 )
 
-    def _titled_at(self, now: float, precise: set[tuple[int, int]]) -> Iterator[StartingEngine]:
+    def _titled_at(self, now: float, started: set[tuple[int, int]]) -> Iterator[StartingEngine]:
         for (uuid, host_pid), known in self._titled.items():
             facts = known.facts
             if (
-                (host_pid, facts.start_time_ticks) not in precise
+                (host_pid, facts.start_time_ticks) not in started
                 and _is_young_engine(facts, now)
                 and now - known.grew_seconds < GROWTH_PAUSE_SECONDS
             ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,7 +162,8 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
             requests = confirmed_requests(api, body, at_steps=_mode_is_free(request))
         if not requests:
             return FAILED
-        documents = [api.act(each, wait_seconds=wait_seconds) for each in requests]
+        waits = _EngineWaits(silent=connection.as_json)
+        documents = [api.act(each, wait_seconds=wait_seconds, observe=waits.show) for each in requests]
         if wait_seconds > 0:
             documents = [_settled(api, each, progress=on_terminal) if _settles(each) else each for each in documents]
         document = _joined(documents)
@@ -176,6 +178,28 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
         if rights.get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds > 0)
+
+
+class _EngineWaits:
+    """Prints to stderr for which inference engines an action waits, each once."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._silent = silent
+        self._shown: set[tuple[Any, Any]] = set()
+
+    def show(self, document: Mapping[str, Any]) -> None:
+        """Print the engines that were not printed before."""
+        for wait in () if self._silent else document.get("waits_for") or ():
+            if (wait["pid"], wait["uuid"]) not in self._shown:
+                self._shown.add((wait["pid"], wait["uuid"]))
+                title = f" ({wait['title']})" if wait["title"] else ""
+                gpu = wait["gpu"] or wait["uuid"]
+                until = time.strftime("%H:%M:%S", time.localtime(wait["until_unix_seconds"]))
+                print(
+                    f"Waiting until the engine in pid {wait['pid']}{title} has started on GPU {gpu}, at the latest "
+                    f"until {until}. --force does not wait.",
+                    file=sys.stderr,
+                )
 
 
 def _settles(document: Mapping[str, Any]) -> bool:

@@ -124,8 +124,9 @@ def test_a_refused_clear_names_the_engine_and_a_forced_one_ends_its_start(
     before = node.books().used_by(process.pid)
     begun(engine, exporter)
     clear = ("clear", "--pid", str(process.pid), "--url", exporter.url)
-    refused = run_command(*clear, "--deadline", "1")
+    refused = run_command(*clear, "--deadline", "4")  # the first reply may take three
     assert refused.returncode == 1
+    assert f"pid {engine.pid} ({TITLE})" in refused.stderr
     for name in (str(engine.pid), TITLE, "GPU 0", "--force"):
         assert name in refused.stdout
     assert node.books().used_by(process.pid) == before
@@ -202,3 +203,24 @@ result = True
     assert engine.receive(number) is True
     wait_for(lambda: action(exporter, document)["state"] == "done", "the clear beside the engine that serves")
     assert node.books().used_by(process.pid) == before - CACHE
+
+
+def test_a_termination_beside_an_engine_waits_and_that_of_the_engine_does_not(
+    node: EmulatedNode, start_exporter: StartExporter, engine: Program
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--action.allow", "default,terminate")
+    begun(engine, exporter)
+    with Program(node, "malloc(1 << 30)\nsay(0)\nwait()") as bystander:
+        bystander.heard()
+        target = {"target": {"pid": bystander.pid}, "wait_seconds": 0, "deadline_seconds": patient(120)}
+        listed = "/api/v1/processes"
+        wait_for(lambda: bystander.pid in [each["pid"] for each in exporter.get(listed)["processes"]], "the bystander")
+        (dry,) = exporter.act("terminate", **target, dry_run=True)["results"]
+        assert (dry["outcome"], dry["reason_code"]) == ("refused", "engine_starting")
+        document = exporter.act("terminate", expect=202, **target)
+        assert [wait["pid"] for wait in document["waits_for"]] == [engine.pid]
+        assert bystander.returncode is None
+        (ended,) = exporter.act("terminate", target={"pid": engine.pid}, wait_seconds=30)["results"]
+        assert (ended["outcome"], ended["reason_code"]) == ("done", "ended_by_sigterm")
+        wait_for(lambda: action(exporter, document)["state"] == "done", "the other termination")
+        assert bystander.finish() != 0

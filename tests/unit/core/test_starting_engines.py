@@ -39,14 +39,8 @@ class Bench:
 
     def reports(self, starting: bool | None, *, owner_uid: int | None = 1000, **changes: Any) -> None:
         self.sequence += 1
-        sent = report(
-            ENGINE,
-            sequence=self.sequence,
-            start_time_ticks=TICKS,
-            engine_starting=starting,
-            devices=(sample(),),
-            **changes,
-        )
+        changes = {"devices": (sample(),), **changes}
+        sent = report(ENGINE, sequence=self.sequence, start_time_ticks=TICKS, engine_starting=starting, **changes)
         self.store.put_report(
             sent, host_pid=ENGINE, owner_uid=owner_uid, now_seconds=self.now, now_unix_seconds=self.now
         )
@@ -55,11 +49,11 @@ class Bench:
         self.now += after
         return self.store.snapshot(self.now)
 
-    def starting(self, after: float = 0.0) -> list[tuple[int | None, str]]:
-        return [(engine.host_pid, engine.uuid) for engine in self.snapshot(after).starting]
+    def starting(self, after: float = 0.0) -> set[tuple[int | None, str]]:
+        return {(engine.host_pid, engine.uuid) for engine in self.snapshot(after).starting}
 
 
-STARTS = [(ENGINE, UUIDS[0])]
+STARTS = {(ENGINE, UUIDS[0])}
 
 
 @pytest.mark.parametrize("title", ["VLLM::EngineCore", "VLLM::Worker_TP0", "sglang::scheduler_TP0"])
@@ -95,7 +89,7 @@ def test_an_engine_that_does_not_grow_any_more_has_started() -> None:
     bench.reads(512 * MIB + GROWTH_BYTES, after=GROWTH_PAUSE_SECONDS - 1)
     assert bench.starting() == STARTS
     bench.reads(512 * MIB + 2 * GROWTH_BYTES - MIB)  # the first requests load kernels
-    assert bench.starting(after=2) == []
+    assert not bench.starting(after=2)
 
 
 def test_growth_after_a_release_counts() -> None:
@@ -120,7 +114,7 @@ def test_an_engine_without_a_size_starts_for_the_pause_only() -> None:
     bench.reads(None)
     bench.reads(None, after=GROWTH_PAUSE_SECONDS - 1)
     assert bench.starting() == STARTS
-    assert bench.starting(after=1) == []
+    assert not bench.starting(after=1)
 
 
 def test_a_start_outlives_a_driver_that_does_not_answer_and_ends_with_the_process() -> None:
@@ -153,6 +147,13 @@ def test_what_the_reporter_knows_outranks_the_title() -> None:
     assert bench.starting() == STARTS  # by its title again
 
 
+def test_a_reporter_that_has_no_sample_yet_does_not_hide_the_title() -> None:
+    bench = Bench()
+    bench.reads(512 * MIB)
+    bench.reports(True, devices=())
+    assert bench.starting() == STARTS
+
+
 def test_a_report_that_is_not_attested_ends_no_start() -> None:
     bench = Bench()
     bench.reads(512 * MIB)
@@ -168,7 +169,7 @@ def test_a_process_without_a_title_starts_if_it_reports_so() -> None:
     assert engine.reporter is not None
     assert engine.until_seconds == 1001.0 + REPORTED_START_SECONDS
     bench.reports(True)
-    assert bench.starting(after=REPORTED_START_SECONDS) == [], "the first report of this start counts"
+    assert not bench.starting(after=REPORTED_START_SECONDS), "the first report of this start counts"
 
 
 def test_a_report_of_a_device_where_the_driver_does_not_list_the_process_holds_nothing_back() -> None:
