@@ -69,9 +69,8 @@ class BlockedParts:
         """Return the result of a part that does not run because these engines start."""
         return refusal(running.action.id, self.described(running.guard, starting, snapshot))
 
-    def note(self, running: RunningAction, snapshot: Snapshot) -> None:
-        """Show in an action which engines its blocked parts wait for."""
-        starting = [each for part in running.blocked for each in _starts_of(running, part, snapshot)]
+    def note(self, running: RunningAction, starting: Sequence[StartingEngine], snapshot: Snapshot) -> None:
+        """Show in an action for which engines it waits."""
         deadline_unix_seconds = running.action.created_unix_seconds + running.request.deadline_seconds
         waiting = tuple(
             replace(each, until_unix_seconds=min(each.until_unix_seconds, deadline_unix_seconds))
@@ -102,7 +101,8 @@ class BlockedParts:
             elif not part.blocked or now >= part.deadline_seconds:
                 self._refuse(running, part, self.refusal(running, found, snapshot))
         if not running.finished.is_set():
-            self.note(running, snapshot)
+            blocked = [each for part in running.blocked for each in starting[id(part)]]
+            self.note(running, blocked, snapshot)
 
     def _refuse(self, running: RunningAction, part: Part, result: CommandResult) -> None:
         if running.action.group:

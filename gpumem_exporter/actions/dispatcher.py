@@ -152,7 +152,10 @@ class Dispatcher:
         running = self._open(request, selection, guard)
         self._actions.start(running, request, idempotency_key)
         self._create_parts(running, request, selection)
-        self._blocked.note(running, selection.snapshot)
+        if running.blocked or any(
+            result.reason_code == ReasonCode.ENGINE_STARTING for result in running.action.results
+        ):
+            self._blocked.note(running, starting, selection.snapshot)
         self.finish_if_complete(running)
         if running.commands or running.blocked:
             self._call_later(request.deadline_seconds + SILENT_GRACE_SECONDS, self.expire)

@@ -263,7 +263,9 @@ class RunningAction:
     def finish(self, now_seconds: float) -> Action:
         """End the action, in the state that its results have in common."""
         self._advance(self._final_state())
-        self.action = replace(self.action, duration_seconds=now_seconds - self.started_seconds, waits_for=())
+        waits_for = self.action.waits_for if self.action.dry_run else ()
+        duration_seconds = now_seconds - self.started_seconds
+        self.action = replace(self.action, duration_seconds=duration_seconds, waits_for=waits_for)
         self.finished.set()
         return self.action
 

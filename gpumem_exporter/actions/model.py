@@ -84,7 +84,7 @@ class Action:
     settling: bool = False
     """Whether a process may still report `still_free_bytes`. The state does not wait for it."""
     waits_for: tuple[EngineWait, ...] = ()
-    """The engines whose start it waits for now."""
+    """The engines whose start it waits for now, or for a dry run would wait for."""
 
     @property
     def freed_bytes(self) -> int | None:

@@ -98,7 +98,7 @@ class StartingEngines:
 
         Args:
             now: the time.
-            processes: the processes that report, with the time since when each reports that its engine starts.
+            processes: the processes that report whether an engine starts, with the time since when each reports so.
         """
         reported: list[StartingEngine] = []
         started: set[tuple[int, int]] = set()

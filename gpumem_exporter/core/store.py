@@ -149,7 +149,12 @@ class Store:
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
                 starting=self._starting.at(
-                    now_seconds, [(each.process, each.starting_since_seconds) for each in self._entries.values()]
+                    now_seconds,
+                    [
+                        (each.process, each.starting_since_seconds)
+                        for each in self._entries.values()
+                        if each.process.report.engine_starting is not None
+                    ],
                 ),
             )
 

@@ -194,7 +194,7 @@ class _EngineWaits:
                 self._shown.add((wait["pid"], wait["uuid"]))
                 title = f" ({wait['title']})" if wait["title"] else ""
                 gpu = wait["gpu"] or wait["uuid"]
-                until = time.strftime("%H:%M:%S", time.localtime(wait["until_unix_seconds"]))
+                until = time.strftime("%H:%M:%S UTC", time.gmtime(wait["until_unix_seconds"]))
                 print(
                     f"Waiting until the engine in pid {wait['pid']}{title} has started on GPU {gpu}, at the latest "
                     f"until {until}. --force does not wait.",

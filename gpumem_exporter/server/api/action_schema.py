@@ -153,7 +153,9 @@ class ActionDocument(TypedDict):
     freed_bytes: int | None
     settle_seconds: float
     settling: Annotated[bool, Field(description="still_free_bytes may still become known")]
-    waits_for: Annotated[list[EngineWait], Field(description="the inference engines whose start it waits for now")]
+    waits_for: Annotated[
+        list[EngineWait], Field(description="the starting inference engines that it waits for; in a dry run, would")
+    ]
     still_free_bytes: Annotated[int | None, Field(description="of freed_bytes, after settle_seconds")]
 
 

@@ -123,6 +123,7 @@ def test_a_dry_run_shows_the_wait_at_once(mode: str) -> None:
     asked = bench.ask(target=Target(pid=1), dry_run=True, mode=mode)
     assert asked.finished
     assert {(result.outcome, result.reason_code) for result in asked.results} == {("refused", STARTING)}
+    assert [wait.pid for wait in asked.waits_for] == [ENGINE]
 
 
 def test_a_process_on_other_devices_does_not_wait() -> None:
