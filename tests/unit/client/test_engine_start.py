@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -27,6 +28,12 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*arguments, **named)
 
     return wrapper
+
+
+def clock() -> Callable[[], float]:
+    """Return a clock on which every pause between two searches is over."""
+    hours = itertools.count()
+    return lambda: next(hours) * 3600.0
 
 
 class Worker:
@@ -85,12 +92,12 @@ class Running:
 
 
 def test_a_program_without_vllm_has_no_engine() -> None:
-    assert EngineStart().look() is None
+    assert EngineStart(clock()).look() is None
 
 
 @pytest.mark.parametrize("function", ["init_device", "load_model", "determine_available_memory"])
 def test_a_worker_starts_until_it_knows_the_size_of_its_cache(vllm: type[Worker], function: str) -> None:
-    worker, start = vllm(), EngineStart()
+    worker, start = vllm(), EngineStart(clock())
     assert start.look() is None
     with Running(worker, function):
         assert start.look() is True
@@ -102,7 +109,7 @@ def test_a_worker_starts_until_it_knows_the_size_of_its_cache(vllm: type[Worker]
 
 
 def test_a_worker_with_a_given_cache_size_has_started_with_its_cache(vllm: type[Worker]) -> None:
-    worker, start = vllm(), EngineStart()
+    worker, start = vllm(), EngineStart(clock())
     with Running(worker, "load_model"):
         assert start.look() is True
     worker.model_runner.kv_caches.append(object())
@@ -110,7 +117,7 @@ def test_a_worker_with_a_given_cache_size_has_started_with_its_cache(vllm: type[
 
 
 def test_the_reporter_keeps_no_worker_alive_and_sees_the_next_one(vllm: type[Worker]) -> None:
-    worker, start = vllm(), EngineStart()
+    worker, start = vllm(), EngineStart(clock())
     with Running(worker, "determine_available_memory"):
         assert start.look() is True
     assert start.look() is False
@@ -125,7 +132,7 @@ def test_the_reporter_keeps_no_worker_alive_and_sees_the_next_one(vllm: type[Wor
 def test_a_worker_that_serves_is_no_start(vllm: type[Worker]) -> None:
     worker = vllm()
     with Running(worker, "execute_model"):
-        assert EngineStart().look() is None
+        assert EngineStart(clock()).look() is None
 
 
 @pytest.mark.parametrize("worker_class", [None, "text", object, type("Worker", (), {"load_model": 1})])
@@ -133,7 +140,7 @@ def test_another_version_of_vllm_is_unknown(monkeypatch: pytest.MonkeyPatch, wor
     module = types.ModuleType(MODULE)
     module.Worker = worker_class  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, MODULE, module)
-    assert EngineStart().look() is None
+    assert EngineStart(clock()).look() is None
 
 
 def test_it_imports_nothing_of_vllm() -> None:
@@ -142,3 +149,10 @@ def test_it_imports_nothing_of_vllm() -> None:
         "assert not any(name.startswith('vllm') for name in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=patient(30)).returncode == 0
+
+
+def test_a_search_is_followed_by_a_pause(vllm: type[Worker]) -> None:
+    worker, start = vllm(), EngineStart(clock=lambda: 1.0)
+    assert start.look() is None
+    with Running(worker, "load_model"):
+        assert start.look() is None
