@@ -115,7 +115,7 @@ class RuleState:
         self._acted.extend(earlier._acted)
         if self.rule == earlier.rule:
             self.met_since, self.presumed = earlier.met_since, earlier.presumed
-            self._subjects = earlier._subjects
+            self._subjects, self.held_back = earlier._subjects, earlier.held_back
         else:
             self._subjects = {
                 subject: _SubjectState(known.acted_seconds) for subject, known in earlier._subjects.items()

@@ -451,6 +451,10 @@ def test_a_rule_holds_back_while_an_engine_starts_and_keeps_its_budget() -> None
     (reason,) = bench.engine.held_back("r")
     assert "50" in reason
     assert "VLLM::EngineCore" in reason
+    reloaded = Engine(bench.engine.rules, stale_seconds=5.0)
+    reloaded.take_over(bench.engine)
+    bench.engine = reloaded
+    assert bench.engine.held_back("r") == (reason,), "an unchanged rule keeps its state"
     assert beside_an_engine(bench, at=5004.0).decisions, "neither the budget nor the cooldown was used"
     assert not bench.engine.held_back("r")
 
