@@ -11,6 +11,10 @@ gets it, and no other program in the same process.
 A group acts on all ranks or on none, as far as that is possible without a barrier. Its step is some seconds ahead. If a
 rank does not have its command in time, the dispatcher recalls the commands of all ranks.
 
+While an inference engine starts on a device of a process, an action that releases memory is blocked there, and a group
+is blocked as a whole. It continues when the engine has started, and is refused at its deadline. A command that already
+waits in its process for a step or an idle time is withdrawn.
+
 The states of actions and of their parts are in `lifecycle`. Used on the event loop only.
 """
 
@@ -19,12 +23,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gpumem_exporter.actions.blocked_parts import BlockedParts
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dry_run import expected_refusal
+from gpumem_exporter.actions.engine_starts import StartGuard, describe, devices_of, starts_of_selection
 from gpumem_exporter.actions.held_polls import HeldPolls
 from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, PartState, RunningAction, TerminationPart
 from gpumem_exporter.actions.limits import RateLimits
@@ -36,8 +42,7 @@ from gpumem_exporter.actions.results import (
     TerminationTarget,
     command_results,
     dry_run_results,
-    listed_target,
-    reporting_target,
+    host_pids,
     termination_results,
     unsupported,
 )
@@ -46,7 +51,7 @@ from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.targets import SelectedProcess, gpu_labels
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionNotAllowedError, TooManyActionsError
 from gpumem_exporter.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
@@ -79,7 +84,7 @@ class Dispatcher:
         call_later: calls a function after some seconds, so that actions expire in time. Without it, they expire when
             `expire` is called the next time.
         kept_actions: the number of finished actions that are kept.
-        hide_identities: name only the caller's processes in errors.
+        hide_identities: whether callers without all rights learn nothing of others' processes from errors and results.
     """
 
     def __init__(
@@ -111,6 +116,13 @@ class Dispatcher:
         self._settlements = Settlements(self._actions.replace)
         self._polls = HeldPolls()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._blocked = BlockedParts(
+            store,
+            self._actions,
+            self,
+            unix_offset_seconds=lambda: wall_clock() - clock(),
+            hide_identities=hide_identities,
+        )
 
     # 1. A request becomes an action with a part for each process.
 
@@ -119,7 +131,8 @@ class Dispatcher:
 
         Raises:
             ActionNotAllowedError: `--action.allow` does not include the action.
-            ActionForbiddenError: the caller may not request the action, or not on these processes.
+            ActionForbiddenError: the caller may not request the action, or not on these processes, or not with `force`
+                while the engine of another user starts there.
             TargetNotFoundError: no process matches the target.
             GroupIncompleteError: a rank of the group cannot take part.
             TooManyActionsError: the caller, or a process, has reached its limit.
@@ -132,16 +145,24 @@ class Dispatcher:
         self._require_allowed(request.action)
         require_permission(requested_by, request)
         now = self._clock()
-        selection = select(request, requested_by, self._store.snapshot(now), now, hide_identities=self._hide_identities)
+        snapshot = self._store.snapshot(now)
+        selection = select(request, requested_by, snapshot, now, hide_identities=self._hide_identities)
+        guard = StartGuard(request.action, requested_by, request.force)
+        starting = starts_of_selection(guard, selection)
+        guard.require_permission(starting, describe(self._blocked.described(guard, starting, selection.snapshot)))
         # A dry run reaches no process, so it counts for its caller only.
         if not request.dry_run:
             self._require_room(requested_by, len(selection.reporting))
         self._limits.take(requested_by.key, () if request.dry_run else selection.limit_keys())
-        running = self._open(request, selection, requested_by)
+        running = self._open(request, selection, guard)
         self._actions.start(running, request, idempotency_key)
         self._create_parts(running, request, selection)
-        self._finish_if_complete(running)
-        if running.commands:
+        if running.blocked or any(
+            result.reason_code == ReasonCode.ENGINE_STARTING for result in running.action.results
+        ):
+            self._blocked.note(running, starting, selection.snapshot)
+        self.finish_if_complete(running)
+        if running.commands or running.blocked:
             self._call_later(request.deadline_seconds + SILENT_GRACE_SECONDS, self.expire)
         if not running.released.is_set() and self._before_release is not None:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
@@ -170,7 +191,8 @@ class Dispatcher:
         if under_way and under_way + processes > MAX_UNDER_WAY:
             raise TooManyActionsError(f"{caller.key} has running actions on {under_way} processes; cancel some", 1.0)
 
-    def _open(self, request: ActionRequest, selection: Selection, requested_by: Caller) -> RunningAction:
+    def _open(self, request: ActionRequest, selection: Selection, guard: StartGuard) -> RunningAction:
+        requested_by, now = guard.caller, self._clock()
         action = Action(
             id=uuid.uuid4().hex,
             action=request.action,
@@ -186,34 +208,46 @@ class Dispatcher:
             caller=requested_by.key,
             settle_seconds=request.settle_seconds,
         )
-        running = RunningAction(action, self._clock(), gpu_labels(selection.snapshot))
+        running = RunningAction(action, now, request, guard, gpu_labels(selection.snapshot), asked_seconds=now)
         if self._before_release is None or request.dry_run:
             running.released.set()
         return running
 
     def _create_parts(self, running: RunningAction, request: ActionRequest, selection: Selection) -> None:
         if request.action == "terminate":
-            for selected in selection.reporting:
-                self._add_termination(running, reporting_target(selected, selection.snapshot))
-            for listed in selection.listed:
-                self._add_termination(running, listed_target(listed))
+            targets = selection.termination_targets()
+            ended = host_pids(targets)
+            for target in targets:
+                self._add_termination(running, target, selection.snapshot, ended)
         else:
+            # A group waits as a whole.
+            of_group = starts_of_selection(running.guard, selection) if request.group else ()
             for selected in selection.reporting:
-                self._add_command(running, request, selected, selection.snapshot)
+                starting = of_group or running.guard.waits_for(
+                    devices_of(selected.process, selection.snapshot), selection.snapshot
+                )
+                self._add_command(running, request, selected, selection.snapshot, starting)
 
     def _add_command(
-        self, running: RunningAction, request: ActionRequest, selected: SelectedProcess, snapshot: Snapshot
+        self,
+        running: RunningAction,
+        request: ActionRequest,
+        selected: SelectedProcess,
+        snapshot: Snapshot,
+        starting: Sequence[StartingEngine],
     ) -> None:
         """Give a process its command, or the result if the request has no effect there."""
         every_device = request.action not in _DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
         if every_device:
             selected = selected._replace(samples=selected.process.report.devices)
         if request.dry_run:
-            refusal = expected_refusal(selected, request, snapshot)
+            result = expected_refusal(selected, request, snapshot)
         else:
-            refusal = unsupported(selected.process, request)
-        if refusal is not None:
-            running.add(command_results(selected, refusal, running.gpus))
+            result = unsupported(selected.process, request)
+        if result is None and request.dry_run and starting:
+            result = self._blocked.refusal(running, starting, snapshot)
+        if result is not None:
+            running.add(command_results(selected, result, running.gpus))
             return
         if request.dry_run:
             running.add(dry_run_results(selected, request, running.gpus))
@@ -228,12 +262,13 @@ class Dispatcher:
             mode=request.mode,
             at_step=running.action.at_step,
             fraction=request.fraction,
-            force=request.force,
+            force=request.force and request.action == "set_memory_fraction",
             settle_seconds=request.settle_seconds,
         )
-        part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds)
+        state = PartState.BLOCKED if starting else PartState.WAITING
+        part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds, state)
         running.commands[part.key] = part
-        if running.released.is_set():
+        if running.released.is_set() and not starting:
             self._polls.wake(part.key)
 
     async def _release_after(self, running: RunningAction, recorded: Awaitable[None]) -> None:
@@ -296,14 +331,14 @@ class Dispatcher:
         """Take the results in a report, and the commands that the process keeps. Unknown ids are ignored."""
         for command_id in process.report.waiting:
             found = self._part(command_id, process)
-            if found is not None:
+            if found is not None and not found[1].blocked:
                 found[1].hold()
         for result in process.report.results:
             found = self._part(result.id, process)
             if found is not None:
                 running, part = found
-                if part.recalled and result.reason_code == ReasonCode.CANCELLED and running.withdrawal is not None:
-                    result = running.withdrawal
+                if result.reason_code == ReasonCode.CANCELLED and part.withdrawal is not None:
+                    result = part.withdrawal
                 self._end(running, part, result, process)
         self._settlements.take(process)
 
@@ -325,10 +360,11 @@ class Dispatcher:
         running.end_command(part, result, process)
         self._settlements.start(running, part, result, self._clock())
         if running.action.group and result.outcome != "done":
-            self._withdraw(running, "not every rank of the group could take part", ReasonCode.GROUP_INCOMPLETE)
-        self._finish_if_complete(running)
+            self.withdraw(running, "not every rank of the group could take part", ReasonCode.GROUP_INCOMPLETE)
+        self.finish_if_complete(running)
 
-    def _finish_if_complete(self, running: RunningAction) -> None:
+    def finish_if_complete(self, running: RunningAction) -> None:
+        """End an action whose parts all have a result."""
         if running.complete and not running.finished.is_set():
             action = running.finish(self._clock())
             self._actions.finish(action)
@@ -340,11 +376,12 @@ class Dispatcher:
         """End the parts that are too late. Called about once a second, and after each deadline."""
         now = self._clock()
         self._settlements.expire(now)
+        self._blocked.review(now)
         for running in self._actions:
-            group_is_late = running.action.group and now >= running.started_seconds + GROUP_ANSWER_SECONDS
+            group_is_late = running.action.group and now >= running.asked_seconds + GROUP_ANSWER_SECONDS
             for part in tuple(running.commands.values()):
-                if part.state is PartState.ENDED:
-                    continue  # withdrawn together with an earlier part of its group
+                if part.blocked or part.state is PartState.ENDED:
+                    continue  # an engine starts, or withdrawn together with an earlier part of its group
                 if group_is_late and not part.held:
                     late, code = "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
                 elif part.state is PartState.WAITING and now >= part.deadline_seconds:
@@ -369,35 +406,56 @@ class Dispatcher:
         """
         running = self._actions.running(action_id)
         if running is not None:
-            self._withdraw(running, f"cancelled by {requested_by}", ReasonCode.CANCELLED)
+            self.withdraw(running, f"cancelled by {requested_by}", ReasonCode.CANCELLED)
         return self.get(action_id)
 
-    def _withdraw(self, running: RunningAction, reason: str, code: ReasonCode) -> None:
+    def withdraw(self, running: RunningAction, reason: str, code: ReasonCode) -> None:
         """Refuse the parts whose command was not delivered, and recall the others."""
         if running.withdrawal is not None:
             return
         running.withdrawal = CommandResult(running.action.id, "refused", reason, code)
-        for part in tuple(running.commands.values()):
-            if part.state is PartState.WAITING:
-                self._end(running, part, running.withdrawal, part.selected.process)
-            else:
-                part.recall()
-                self._polls.wake(part.key)
+        for part in running.parts:
+            self.withdraw_part(running, part, running.withdrawal)
+        self.finish_if_complete(running)
+
+    def withdraw_part(self, running: RunningAction, part: CommandPart | TerminationPart, result: CommandResult) -> None:
+        """End a part that has not started with this result, or recall its command. A termination that runs goes on."""
+        if isinstance(part, TerminationPart):
+            if part.blocked:
+                running.end_termination(part, result)
+        elif part.blocked or part.state is PartState.WAITING:
+            self._end(running, part, result, part.selected.process)
+        elif not part.recalled and part.state is not PartState.ENDED:
+            part.recall(result)
+            self._polls.wake(part.key)
 
     # Termination: the exporter acts, not the process.
 
-    def _add_termination(self, running: RunningAction, target: TerminationTarget) -> None:
+    def _add_termination(
+        self, running: RunningAction, target: TerminationTarget, snapshot: Snapshot, ended: Sequence[int]
+    ) -> None:
         result = _refusal_of_unproven(running.action.id, target) or self._terminator.refusal(
             running.action.id, target.host_pid, target.start_time_ticks
         )
-        if result is None and target.host_pid is not None and not running.action.dry_run:
-            part = TerminationPart(target)
-            running.terminations.append(part)
-            running.start()
-            self._spawn(self._terminate(running, part, target.host_pid))
-        else:
+        starting = running.guard.waits_for([uuid for uuid, _ in target.used_bytes], snapshot, ended)
+        if result is None and running.action.dry_run:
             would = CommandResult(running.action.id, "done", "would be terminated", ReasonCode.WOULD_TERMINATE)
-            running.add(termination_results(target, result or would, running.gpus))
+            result = self._blocked.refusal(running, starting, snapshot) if starting else would
+        if result is not None:
+            running.add(termination_results(target, result, running.gpus))
+            return
+        deadline_seconds = running.started_seconds + running.request.deadline_seconds
+        state = PartState.BLOCKED if starting else PartState.TERMINATING
+        part = TerminationPart(target, deadline_seconds, state)
+        running.terminations.append(part)
+        if not starting:
+            self.start_termination(running, part)
+
+    def start_termination(self, running: RunningAction, part: TerminationPart) -> None:
+        """Terminate a process, once the action is recorded."""
+        running.start()
+        if part.target.host_pid is not None:
+            self._spawn(self._terminate(running, part, part.target.host_pid))
 
     async def _terminate(self, running: RunningAction, part: TerminationPart, host_pid: int) -> None:
         await running.released.wait()
@@ -409,7 +467,7 @@ class Dispatcher:
             reason = f"{type(error).__name__}: {error}"[:500]
             result = CommandResult(running.action.id, "failed", reason, ReasonCode.EXCEPTION)
         running.end_termination(part, result)
-        self._finish_if_complete(running)
+        self.finish_if_complete(running)
 
     # Queries
 
@@ -439,6 +497,10 @@ class Dispatcher:
     def under_way(self) -> set[ProcessKey]:
         """Return the processes that have a pending command."""
         return {key for running in self._actions for key in running.commands}
+
+    def wake(self, key: ProcessKey) -> None:
+        """Send a process its commands now, if a request of it is held."""
+        self._polls.wake(key)
 
     def held(self) -> int:
         """Return the number of requests that are held open."""

@@ -3,12 +3,15 @@
 An action is `QUEUED` until a process has fetched a command of it, then `RUNNING`, and ends as `DONE`, `FAILED`,
 `EXPIRED` or `CANCELLED`. Each process has a part of its own::
 
+    BLOCKED                                  an engine starts on a device of the process
+       │
+       ▼
     WAITING ──▶ DELIVERED ──▶ HELD           the command travels to the process
                     │           │
                     ▼           ▼
                 RECALLED ──▶ RECALLED_HELD   the process must forget it
 
-    TERMINATING                              the exporter itself ends the process
+    BLOCKED ──▶ TERMINATING                  the exporter itself ends the process
 
 Each of these states may be followed by `ENDED`. A transition that is not in the table is a defect and raises
 `IllegalTransitionError`. Used on the event loop only.
@@ -22,7 +25,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
 
+from gpumem_exporter.actions.engine_starts import StartGuard
 from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.results import GpuLabels, TerminationTarget, as_shown, command_results, termination_results
 from gpumem_exporter.actions.targets import SelectedProcess
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
@@ -53,6 +58,8 @@ class ActionState(Enum):
 class PartState(Enum):
     """The state of one process's part in an action."""
 
+    BLOCKED = "blocked"
+    """An inference engine starts on a device of the process, so the exporter keeps the command for now."""
     WAITING = "waiting"
     """The process has not fetched the command."""
     DELIVERED = "delivered"
@@ -77,6 +84,7 @@ _TRANSITIONS: Mapping[Enum, frozenset[Enum]] = {
     ActionState.FAILED: frozenset(),
     ActionState.EXPIRED: frozenset(),
     ActionState.CANCELLED: frozenset(),
+    PartState.BLOCKED: frozenset({PartState.WAITING, PartState.TERMINATING, PartState.ENDED}),
     PartState.WAITING: frozenset({PartState.DELIVERED, PartState.HELD, PartState.ENDED}),
     PartState.DELIVERED: frozenset({PartState.HELD, PartState.RECALLED, PartState.ENDED}),
     PartState.HELD: frozenset({PartState.RECALLED_HELD, PartState.ENDED}),
@@ -113,6 +121,8 @@ class CommandPart:
     deadline_seconds: float
     """On the dispatcher's clock."""
     state: PartState = PartState.WAITING
+    withdrawal: CommandResult | None = None
+    """The result if the process forgets the command; None if that result is for the process to say."""
 
     @property
     def key(self) -> ProcessKey:
@@ -139,6 +149,16 @@ class CommandPart:
         """Whether the process has reported that it keeps the command."""
         return self.state in (PartState.HELD, PartState.RECALLED_HELD)
 
+    @property
+    def blocked(self) -> bool:
+        """Whether the exporter keeps the command until an engine has started."""
+        return self.state is PartState.BLOCKED
+
+    def unblock(self, command: Command) -> None:
+        """Record that the process may get this command: the engine has started."""
+        self.state = advanced(self.state, PartState.WAITING)
+        self.command = command
+
     def deliver(self) -> None:
         """Record that the command is sent. A repetition has no effect."""
         if self.state is not PartState.DELIVERED:
@@ -149,8 +169,9 @@ class CommandPart:
         if not self.held:
             self.state = advanced(self.state, PartState.RECALLED_HELD if self.recalled else PartState.HELD)
 
-    def recall(self) -> None:
-        """Record that the process must forget the command that it has received."""
+    def recall(self, withdrawal: CommandResult) -> None:
+        """Record that the process must forget the command that it has received. The result is then this one."""
+        self.withdrawal = withdrawal
         self.state = advanced(self.state, PartState.RECALLED_HELD if self.held else PartState.RECALLED)
 
     def end(self) -> None:
@@ -163,7 +184,18 @@ class TerminationPart:
     """One process's part in an action that ends the process."""
 
     target: TerminationTarget
+    deadline_seconds: float
+    """On the dispatcher's clock. A blocked part that has not started by then ends."""
     state: PartState = PartState.TERMINATING
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the exporter waits until an engine has started."""
+        return self.state is PartState.BLOCKED
+
+    def unblock(self) -> None:
+        """Record that the exporter terminates the process: the engine has started."""
+        self.state = advanced(self.state, PartState.TERMINATING)
 
     def end(self) -> None:
         """Record that the result is known."""
@@ -177,6 +209,9 @@ class RunningAction:
     action: Action
     started_seconds: float
     """On the dispatcher's clock."""
+    request: ActionRequest
+    guard: StartGuard
+    """Which starting engines the action waits for."""
     gpus: GpuLabels = field(default_factory=dict)
     commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
     terminations: list[TerminationPart] = field(default_factory=list)
@@ -186,6 +221,18 @@ class RunningAction:
     """Set when the action has ended."""
     withdrawal: CommandResult | None = None
     """The result of each part that has not started, once the action is withdrawn; None while parts may start."""
+    asked_seconds: float = 0.0
+    """When the processes could get their commands, on the dispatcher's clock: a group must hear them soon after."""
+
+    @property
+    def parts(self) -> tuple[CommandPart | TerminationPart, ...]:
+        """The parts that have no result."""
+        return (*self.commands.values(), *self.terminations)
+
+    @property
+    def blocked(self) -> tuple[CommandPart | TerminationPart, ...]:
+        """The parts that wait until an engine has started."""
+        return tuple(part for part in self.parts if part.blocked)
 
     @property
     def complete(self) -> bool:
@@ -222,7 +269,9 @@ class RunningAction:
     def finish(self, now_seconds: float) -> Action:
         """End the action, in the state that its results have in common."""
         self._advance(self._final_state())
-        self.action = replace(self.action, duration_seconds=now_seconds - self.started_seconds)
+        waits_for = self.action.waits_for if self.action.dry_run else ()
+        duration_seconds = now_seconds - self.started_seconds
+        self.action = replace(self.action, duration_seconds=duration_seconds, waits_for=waits_for)
         self.finished.set()
         return self.action
 

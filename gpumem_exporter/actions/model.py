@@ -9,7 +9,7 @@ from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.wire.protocol import SnapshotFile
 
-__all__ = ["Action", "ActionResult", "SubmittedAction"]
+__all__ = ["Action", "ActionResult", "EngineWait", "SubmittedAction"]
 
 _RESULT_BYTES = 1024
 """A result with its numbers and names, or an action without results."""
@@ -54,6 +54,20 @@ class ActionResult:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineWait:
+    """An inference engine whose start an action waits for."""
+
+    pid: int | str
+    """The process's name, as in `Target`."""
+    title: str
+    """The title of the process; empty if it is hidden from the caller."""
+    gpu: str
+    uuid: str
+    until_unix_seconds: float
+    """When the action stops waiting at the latest: at its deadline, or when the engine counts as started."""
+
+
+@dataclass(frozen=True, slots=True)
 class Action:
     """The state of an action at one time."""
 
@@ -78,6 +92,8 @@ class Action:
     settle_seconds: float = 0.0
     settling: bool = False
     """Whether a process may still report `still_free_bytes`. The state does not wait for it."""
+    waits_for: tuple[EngineWait, ...] = ()
+    """The engines whose start it waits for now, or for a dry run would wait for."""
 
     @property
     def freed_bytes(self) -> int | None:

@@ -21,6 +21,8 @@ __all__ = ["may_act_on", "may_see", "permitted_actions", "permitted_processes", 
 
 _ONLY_ALL = frozenset({"terminate"})
 """The actions that need `Rights.ALL`."""
+_FORCED_FOR_OWN = frozenset({"empty_cache"})
+"""The actions that need no more rights with `force`. `engine_starts` decides whose engines a clear may disturb."""
 
 
 def permitted_actions(caller: Caller, allowed: Iterable[str]) -> tuple[str, ...]:
@@ -43,7 +45,8 @@ def require_permission(caller: Caller, request: ActionRequest) -> None:
     """
     if caller.rights is Rights.ALL:
         return
-    if request.action in _ONLY_ALL or request.force or caller.rights is Rights.NONE:
+    forces_all = request.force and request.action not in _FORCED_FOR_OWN
+    if request.action in _ONLY_ALL or forces_all or caller.rights is Rights.NONE:
         what = f"{request.action} with force" if request.force else request.action
         raise ActionForbiddenError(
             f"{what} needs root or the exporter's user, outside of containers, or the token of --action.token-file; "

@@ -46,13 +46,13 @@ _MAX_TARGET_BYTES = 16 << 10
 """The events of an action have its target, and an event has at most 64 KiB."""
 _MAX_PID = 2**31 - 1
 _PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10})?)?")
-_ACTION_OF_OPTION = {
-    "fraction": "set_memory_fraction",
-    "force": "set_memory_fraction",
-    "collect_garbage": "empty_cache",
-    "settle_seconds": "empty_cache",
+_ACTIONS_OF_OPTION = {
+    "fraction": ("set_memory_fraction",),
+    "force": ("empty_cache", "set_memory_fraction", "terminate"),
+    "collect_garbage": ("empty_cache",),
+    "settle_seconds": ("empty_cache",),
 }
-"""The only action that accepts each of these fields."""
+"""The only actions that accept each of these fields."""
 
 
 _Given = str | int | Sequence[str | int] | None
@@ -131,7 +131,8 @@ class ActionRequest:
     fraction: float | None = None
     """For `set_memory_fraction`: the share of each device that the allocator may reserve."""
     force: bool = False
-    """For `set_memory_fraction`: set the fraction even if more is reserved already."""
+    """For `set_memory_fraction`: set the fraction even if more is reserved already. For `empty_cache` and `terminate`:
+    do not wait until the inference engines on the devices have started."""
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
     settle_seconds: float = 0.0
     """For `empty_cache`: when to measure how much of the freed memory is still free. 0: never."""
@@ -226,10 +227,11 @@ def _invalid_combinations(request: ActionRequest) -> Iterator[InvalidField]:
         yield InvalidField("at_step", request.at_step, "no value without group: true")
     if request.action == "set_memory_fraction" and request.fraction is None:
         yield InvalidField("fraction", None, "a number over 0 and at most 1")
-    for name, action in _ACTION_OF_OPTION.items():
+    for name, actions in _ACTIONS_OF_OPTION.items():
         value = getattr(request, name)
-        if value not in (None, False) and request.action in ACTIONS and request.action != action:
-            yield InvalidField(name, value, f"no value, because only {action} accepts it")
+        if value not in (None, False) and request.action in ACTIONS and request.action not in actions:
+            verb = "accept" if len(actions) > 1 else "accepts"
+            yield InvalidField(name, value, f"no value, because only {' and '.join(actions)} {verb} it")
 
 
 def _values(given: _Given) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ __all__ = [
     "as_shown",
     "command_results",
     "dry_run_results",
+    "host_pids",
     "listed_target",
     "reporting_target",
     "termination_results",
@@ -164,6 +165,11 @@ def reporting_target(selected: SelectedProcess, snapshot: Snapshot) -> Terminati
 def listed_target(listed: ListedProcess) -> TerminationTarget:
     """Return the termination target for a process that only the driver lists."""
     return TerminationTarget(listed.pid, "", "", listed.pid, listed.start_time_ticks, listed.used_bytes)
+
+
+def host_pids(targets: Iterable[TerminationTarget]) -> list[int]:
+    """Return the known pids of targets on this host."""
+    return [target.host_pid for target in targets if target.host_pid is not None]
 
 
 def termination_results(target: TerminationTarget, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:

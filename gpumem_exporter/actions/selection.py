@@ -10,6 +10,7 @@ from gpumem_exporter.actions.group import group_of, group_step
 from gpumem_exporter.actions.mismatch import known_names, mismatch, unknown_names
 from gpumem_exporter.actions.permission import may_act_on
 from gpumem_exporter.actions.request import ActionRequest
+from gpumem_exporter.actions.results import TerminationTarget, listed_target, reporting_target
 from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, listed_pids, select_listed, select_reporting
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
@@ -36,6 +37,11 @@ class Selection:
         """Yield the key and the name of each process for the rate limits."""
         yield from ((one.process.key, str(one)) for one in self.reporting)
         yield from ((listed.pid, f"pid {listed.pid}") for listed in self.listed)
+
+    def termination_targets(self) -> list[TerminationTarget]:
+        """Return the processes as `terminate` needs them."""
+        reporting = [reporting_target(selected, self.snapshot) for selected in self.reporting]
+        return [*reporting, *map(listed_target, self.listed)]
 
     def identities(self) -> Iterator[tuple[int | str, str, str]]:
         """Yield name, workload and rank of each process."""

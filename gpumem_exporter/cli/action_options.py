@@ -27,6 +27,7 @@ __all__ = [
     "RequestOptions",
     "SelectorOptions",
     "TargetOptions",
+    "TerminateOptions",
     "TimedOptions",
     "checked",
     "with_settling",
@@ -96,10 +97,24 @@ class TimedOptions(RequestOptions):
         return {**super().request(action), "mode": mode_for(self.mode, group=self.group)}
 
 
+_Forced = Annotated[
+    bool,
+    typer.Option("--force", help="Do not wait for an inference engine that starts on the GPU; its start may fail."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TerminateOptions(RequestOptions):
+    """The options of `terminate`."""
+
+    force: _Forced = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClearOptions(TimedOptions):
     """The options of `clear`."""
 
+    force: _Forced = False
     collect_garbage: Annotated[
         bool,
         typer.Option("--gc", help="Run Python's garbage collector first, which also runs finalizers of user code."),

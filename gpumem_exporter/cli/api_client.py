@@ -26,8 +26,9 @@ _PUBLIC = ("/health", "/api/v1/devices", "/api/v1/live", "/api/v1/processes")
 """Routes that every client may read, unless the exporter has passwords."""
 _FINAL_STATES = ("done", "failed", "expired", "cancelled")
 _POLL_SECONDS = 0.25
-_LONGEST_HOLD_SECONDS = 10.0
-"""How long the exporter may delay the answer to one request. A longer wait polls for the rest."""
+_LONGEST_HOLD_SECONDS = 3.0
+"""How long the exporter may delay the answer to one request. A longer wait polls for the rest, and can show what the
+action waits for."""
 
 
 def has_ended(action: Mapping[str, Any]) -> bool:
@@ -117,8 +118,16 @@ class ExporterApi:
         with _invalid_value_is_wrong_usage():
             return self._post(path, document, {}, hold_seconds)
 
-    def act(self, request: Mapping[str, Any], *, wait_seconds: float) -> dict[str, Any]:
+    def act(
+        self,
+        request: Mapping[str, Any],
+        *,
+        wait_seconds: float,
+        observe: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    ) -> dict[str, Any]:
         """Request an action and wait for it. Returns the action in its final state, or as it is after the wait.
+
+        `observe` is called with the action about four times a second while it runs.
 
         Raises:
             ConfigurationError: a value in the request is invalid (422).
@@ -129,6 +138,7 @@ class ExporterApi:
         with _invalid_value_is_wrong_usage():
             action = self.submit(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
         while not has_ended(action) and (left := end - self._clock()) > 0:
+            observe(action)
             self._sleep(min(left, _POLL_SECONDS))
             action = self.action(action["id"])
         return action

@@ -72,7 +72,7 @@ def send_all(
     expected: ExpectedClear,
     *,
     wait_seconds: float,
-    observe: Callable[[], None] = lambda: None,
+    observe: Callable[[Document], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
     """Send the suggested requests and wait for their ends. Returns the actions as they are then.
@@ -83,7 +83,7 @@ def send_all(
         api: the exporter.
         expected: what to clear.
         wait_seconds: the longest wait.
-        observe: called about four times a second while a process waits for the end of a step.
+        observe: called about four times a second with each action that has not ended.
         stopped: asked as often.
 
     Raises:
@@ -95,7 +95,9 @@ def send_all(
     cancelled = False
     while time.monotonic() < end and not all(map(has_ended, actions)):
         try:
-            observe()
+            for action in actions:
+                if not has_ended(action):
+                    observe(action)
             time.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
             stops = stopped()
         except KeyboardInterrupt:

@@ -24,6 +24,7 @@ __all__ = [
     "ReportingProcess",
     "SilentReporter",
     "Snapshot",
+    "StartingEngine",
 ]
 
 
@@ -92,6 +93,10 @@ class ProcessFacts:
     k8s_pod_uid: str = ""
     slurm_job_id: str = ""
     ray_job_id: str = ""
+    uid: int | None = None
+    """The effective uid; None if it cannot be read."""
+    started_seconds: float | None = field(default=None, compare=False)
+    """The start of the process; None if it cannot be read. Derived from `start_time_ticks`, so not compared."""
 
 
 IDENTITY_FIELDS = (
@@ -231,6 +236,26 @@ class LastOom:
 
 
 @dataclass(frozen=True, slots=True)
+class StartingEngine:
+    """An inference engine that starts on one device. Memory released there meanwhile spoils its start."""
+
+    uuid: str
+    """Of the device."""
+    gpu: str
+    """NVML index; empty if it is unknown."""
+    host_pid: int | None
+    title: str
+    """The title of its process."""
+    until_seconds: float
+    """The engine counts as started at this time, if not before."""
+    owner_uid: int | None = None
+    """The user of the process; None if it is unknown."""
+    container_id: str = ""
+    reporter: ReportingProcess | None = field(default=None, compare=False)
+    """The process, if its own report says that the engine starts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of the node at one time. Everything that displays or exports reads only a snapshot."""
 
@@ -244,5 +269,7 @@ class Snapshot:
     silent: tuple[SilentReporter, ...] = ()
     ooms: tuple[LastOom, ...] = ()
     """The errors of the last hour, one for each process and device, in no order."""
+    starting: tuple[StartingEngine, ...] = ()
+    """The inference engines that start, once for each of their devices."""
     derived: dict[type, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What other modules compute from this snapshot once, such as `core.naming.Names`, by type."""

@@ -18,6 +18,7 @@ from gpumem_exporter.core.last_ooms import LastOoms
 from gpumem_exporter.core.pairing import Pairing
 from gpumem_exporter.core.report_size import page_bytes, share_bytes
 from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.core.starting_engines import StartingEngines
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
 from gpumem_exporter.wire.protocol import Report
 
@@ -30,6 +31,8 @@ class _Entry:
     seniority: tuple[int, float]
     """Orders the sessions of one pid: the later process comes last, then the later reporter."""
     page_bytes: int
+    starting_since_seconds: float | None = None
+    """Since when the session reports that its engine starts; None if it does not."""
 
 
 class Store:
@@ -53,12 +56,14 @@ class Store:
         self._displaced: list[ProcessKey] = []
         self._ooms = LastOoms()
         self._pairing = Pairing(reading_expiry_seconds)
+        self._starting = StartingEngines()
 
     def put_reading(self, reading: NodeReading) -> None:
         """Store a reading of the driver; called by the poller's thread."""
         with self._lock:
             self._node = reading
             self._pairing.put_reading(reading)
+            self._starting.put_reading(reading)
 
     def put_report(
         self,
@@ -102,7 +107,7 @@ class Store:
                 self._displaced.append(displaced)
             process = ReportingProcess(key, host_pid, report, now_seconds, now_unix_seconds)
             kept = process.without_messages()
-            self._entries[key] = _Entry(kept, seniority, size)
+            self._entries[key] = _Entry(kept, seniority, size, _starting_since(entry, process))
             self._silent.pop(key, None)
             self._pairing.put_report(kept)
             return process
@@ -143,6 +148,14 @@ class Store:
                 processes=tuple([self._pairing.process(process) for process in processes]) if is_paired else processes,
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
+                starting=self._starting.at(
+                    now_seconds,
+                    [
+                        (each.process, each.starting_since_seconds)
+                        for each in self._entries.values()
+                        if each.process.report.engine_starting is not None
+                    ],
+                ),
             )
 
     def find(self, key: ProcessKey) -> ReportingProcess | None:
@@ -224,3 +237,13 @@ class Store:
         if not devices:
             raise UnknownDeviceError(f"the driver has no device {report.devices[0].uuid!r}")
         return replace(report, devices=devices)
+
+
+def _starting_since(before: _Entry | None, process: ReportingProcess) -> float | None:
+    """Return since when a process reports that its engine starts."""
+    if not process.report.engine_starting:
+        return None
+    if before is not None and before.process.report.process.session == process.report.process.session:
+        since_seconds = before.starting_since_seconds
+        return process.received_seconds if since_seconds is None else since_seconds
+    return process.received_seconds

@@ -30,6 +30,7 @@ __all__ = ["LinuxHost"]
 
 _READ_AGAIN_SECONDS = 60.0
 _ANCESTORS_MAX = 4
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _JOB_VARIABLES = ("SLURM_JOB_ID", "RAY_JOB_ID")
 
 
@@ -143,11 +144,15 @@ class LinuxHost:
             return None
         cgroup = self._text(pid, "cgroup")
         slurm_job_id, ray_job_id = self._jobs(pid)
+        # Root owns the directory of a process that is not dumpable, so `status` comes first.
+        known_uid = self._uid(pid)
         return ProcessFacts(
             pid=pid,
             start_time_ticks=start_time_ticks,
             command=self._command(pid),
-            user=self._user(pid, owner_uid),
+            user=self._user(owner_uid if known_uid is None else known_uid),
+            uid=known_uid,
+            started_seconds=self._started_seconds(start_time_ticks),
             container_id=container_id(cgroup),
             k8s_pod_uid=pod_uid(cgroup),
             slurm_job_id=slurm_job_id,
@@ -200,10 +205,13 @@ class LinuxHost:
                 return int(line.split()[2])
         return None
 
-    def _user(self, pid: int, owner_uid: int) -> str:
-        # Root owns the directory of a process that is not dumpable, so `status` is read first.
-        known = self._uid(pid)
-        uid = owner_uid if known is None else known
+    def _started_seconds(self, start_time_ticks: int) -> float | None:
+        """Return the start of a process on this object's clock; None if it is unknown."""
+        if start_time_ticks <= 0:
+            return None
+        return self._clock() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_time_ticks / _TICKS_PER_SECOND)
+
+    def _user(self, uid: int) -> str:
         now = self._clock()
         with self._lock:
             name = self._users.get(uid)

@@ -117,6 +117,7 @@ class ReasonCode(str, Enum):
     NOT_PERMITTED = "not_permitted"
     SIGNAL_FAILED = "signal_failed"
     PIDFD_UNAVAILABLE = "pidfd_unavailable"
+    ENGINE_STARTING = "engine_starting"
 
     def __str__(self) -> str:
         return str(self.value)
@@ -348,6 +349,9 @@ class Report:
     """The maximum time that the exporter may hold the reply; 0 requests an immediate reply."""
     final: bool = False
     """The reporter stops: the exporter forgets this process immediately."""
+    engine_starting: bool | None = None
+    """Whether the inference engine in the process starts, so that memory released on its devices spoils its start.
+    False once it has started; None without an engine that the reporter knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,8 +245,8 @@ def _actions() -> list[Any]:
     rules = graph(
         "Policy rules, by result",
         "Evaluations per second of a rule for a process on a device, without those whose conditions were not"
-        " met. Dry runs appear only here. A rule with only the results stopped, limited or cooling is met and is"
-        " held back.",
+        " met. Dry runs appear only here. A rule with only the results stopped, limited, held_back or cooling is met"
+        " and is held back.",
         units.CountsPerSecond,
         [(f"sum by (rule, result) (rate({evaluations}[$__rate_interval])) > 0", "{{rule}} {{result}}")],
     ).no_value("No rule, or no rule whose conditions were met.")

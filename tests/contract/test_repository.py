@@ -22,6 +22,7 @@ ENTRY_SCRIPTS = (
     "tests/run.sh",
     "tests/stack/run.sh",
     "tests/grafana/run.sh",
+    "tests/engines/run.sh",
     "deploy/image/lock.sh",
     ".ci/run",
     ".ci/build-docs",

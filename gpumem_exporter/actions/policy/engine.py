@@ -12,6 +12,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import isinf
 
+from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.engine_starts import StartGuard, describe, devices_of, waits
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.model import Rule
 from gpumem_exporter.actions.policy.outcomes import Outcomes, Stop
@@ -20,13 +22,23 @@ from gpumem_exporter.actions.policy.rule_state import Decision, RuleState
 from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.naming import Names
-from gpumem_exporter.core.samples import ProcessKey, Snapshot
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 
-__all__ = ["Engine", "Evaluation"]
+__all__ = ["Engine", "Evaluation", "HeldBack"]
 
 MAX_DECISIONS = 16
 """The maximum number of decisions of one evaluation, for all rules. Further ones wait for the next."""
 _FORGET_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBack:
+    """A rule waits with its action on a subject until inference engines have started."""
+
+    rule: Rule
+    subject: str
+    reason: str
+    """The engines, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,8 @@ class Evaluation:
     decisions: tuple[Decision, ...]
     counts: dict[tuple[str, str], int]
     """The number of evaluations by rule and result. Those that led to a decision are not included."""
+    held_back: tuple[HeldBack, ...] = ()
+    """The actions that wait now for the start of an engine, and did not in the evaluation before."""
 
 
 class Engine:
@@ -63,6 +77,10 @@ class Engine:
         """Return the number of processes, or workloads, for which a rule has stopped."""
         return self._states[rule].stopped()
 
+    def held_back(self, rule: str) -> tuple[str, ...]:
+        """Return for which engines a rule waits now, for people."""
+        return tuple(dict.fromkeys(self._states[rule].held_back.values()))
+
     def take_over(self, earlier: Engine) -> None:
         """Continue the state of the engine before a reload, for the rules with the same names."""
         self._clock = earlier._clock
@@ -83,13 +101,19 @@ class Engine:
         seen = _Observed(tuple(observations(snapshot, self._stale_seconds, clock)))
         round_ = _Round(snapshot, under_way)
         for state in self._states.values():
+            before, state.held_back = state.held_back, {}
             self._evaluate_rule(state, seen, round_)
+            round_.held_back += [
+                HeldBack(state.rule, subject, reason)
+                for subject, reason in state.held_back.items()
+                if subject not in before
+            ]
         if now - self._forgot_seconds >= _FORGET_SECONDS:
             self._forgot_seconds = now
             present = seen.subjects()
             for state in self._states.values():
                 state.forget(present, now)
-        return Evaluation(tuple(round_.decisions), round_.counts)
+        return Evaluation(tuple(round_.decisions), round_.counts, tuple(round_.held_back))
 
     def finished(self, decision: Decision, action: Action) -> Stop | None:
         """Take the settled action of a decision; return the stop of its rule, if the rule stops now."""
@@ -154,6 +178,7 @@ class _Round:
     def __init__(self, snapshot: Snapshot, under_way: Callable[[], AbstractSet[ProcessKey]]) -> None:
         self.decisions: list[Decision] = []
         self.counts: dict[tuple[str, str], int] = {}
+        self.held_back: list[HeldBack] = []
         self._snapshot = snapshot
         self._find_under_way = under_way
         self._under_way: set[ProcessKey] | None = None
@@ -170,7 +195,11 @@ class _Round:
             self.count(rule, "pending")
             return False
         subject = state.subject(seen)
-        objection = state.objection(subject, seen.process.owner_uid, now) or self._busy(rule, seen)
+        objection = (
+            state.objection(subject, seen.process.owner_uid, now)
+            or self._busy(rule, seen)
+            or self._held_back(state, subject, seen)
+        )
         if objection:
             self.count(rule, objection)
             return False
@@ -192,12 +221,31 @@ class _Round:
             self._under_way = set(self._find_under_way())
         return "" if self._under_way.isdisjoint(self._keys(rule, seen)) else "busy"
 
+    def _held_back(self, state: RuleState, subject: str, seen: Observation) -> str:
+        if not self._snapshot.starting:
+            return ""
+        request = state.rule.request
+        guard = StartGuard(request.action, Caller.policy(state.rule.name), request.force)
+        processes = self._processes(state.rule, seen)
+        starting = guard.waits_for(
+            {uuid for process in processes for uuid in devices_of(process, self._snapshot)},
+            self._snapshot,
+            [] if seen.process.host_pid is None else [seen.process.host_pid],
+        )
+        if not starting:
+            return ""
+        state.held_back[subject] = describe(waits(starting, self._snapshot))
+        return "held_back"
+
     def _keys(self, rule: Rule, seen: Observation) -> Iterable[ProcessKey]:
+        return [process.key for process in self._processes(rule, seen)]
+
+    def _processes(self, rule: Rule, seen: Observation) -> Iterable[ReportingProcess]:
         """Return the processes that a rule acts on."""
         if not rule.request.group:
-            return (seen.process.key,)
+            return (seen.process,)
         return [
-            each.key
+            each
             for each in self._snapshot.processes
             if (each.report.process.workload, each.owner_uid) == (seen.workload, seen.process.owner_uid)
         ]

@@ -24,13 +24,14 @@ FREEING = ("empty_cache", "collect_garbage")
 DEFAULT_COOLDOWN_SECONDS = 300.0
 DEFAULT_STILL_FREE_SECONDS = 10.0
 
-RESULTS = ("unmet", "pending", "acted", "would_act", "refused", "cooling", "busy", "limited", "stopped")
+RESULTS = ("unmet", "pending", "acted", "would_act", "refused", "cooling", "busy", "held_back", "limited", "stopped")
 """The result of evaluating a rule for one process on one device, once a second.
 
 `unmet`: a condition is false or its value is unknown. `pending`: all conditions are true, but not for long enough.
 `acted`, or `would_act` in a dry run: the rule requested its action. `refused`: the exporter rejected the action.
 `cooling`: the rule waits after its last action there; in a dry run also until the conditions have been false once,
-because the action would have changed them. `busy`: another action is running or settling there. `limited`: the rule
+because the action would have changed them. `busy`: another action is running or settling there. `held_back`: an
+inference engine starts on a device there, and released memory would spoil its start. `limited`: the rule
 has reached its number of actions per hour. `stopped`: the rule has stopped there because its actions did not help.
 """
 

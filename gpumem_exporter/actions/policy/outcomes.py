@@ -9,6 +9,7 @@ from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.model import Rule
 from gpumem_exporter.actions.policy.quantities import shown_quantity
 from gpumem_exporter.actions.policy.rule_state import Decision, RuleState, UnhelpfulAction
+from gpumem_exporter.wire.protocol import ReasonCode
 
 __all__ = ["Outcomes", "Stop"]
 
@@ -53,6 +54,8 @@ class Outcomes:
         if outcomes <= {"gone"}:
             return None
         if "done" not in outcomes:
+            if any(result.reason_code == ReasonCode.ENGINE_STARTING for result in action.results):
+                return None  # an engine started after the decision, which says nothing about the rule
             reasons = dict.fromkeys(f"{result.outcome}: {result.reason}" for result in action.results)
             return self._did_not_help(state, decision, action, None, "; ".join(reasons))
         freed = action.freed_bytes

@@ -51,6 +51,7 @@ class RuleState:
     Attributes:
         rule: the rule.
         met_since: when all conditions became true, by process and device, in the time of the samples.
+        held_back: the engines whose start the rule waits for, by subject; of the last evaluation.
         presumed: for a dry run, the subjects on which it would have acted, until their conditions are false.
     """
 
@@ -58,6 +59,7 @@ class RuleState:
         self.rule = rule
         self.met_since: dict[str, float] = {}
         self.presumed: set[str] = set()
+        self.held_back: dict[str, str] = {}
         self._acted: dict[int | None, deque[float]] = {}
         """When it acted on processes of each user."""
         self._subjects: dict[str, _SubjectState] = {}
@@ -119,7 +121,7 @@ class RuleState:
         self._acted = {owner: deque(acted, maxlen=self.rule.max_per_hour) for owner, acted in earlier._acted.items()}
         if self.rule == earlier.rule:
             self.met_since, self.presumed = earlier.met_since, earlier.presumed
-            self._subjects = earlier._subjects
+            self._subjects, self.held_back = earlier._subjects, earlier.held_back
         else:
             self._subjects = {
                 subject: _SubjectState(known.acted_seconds) for subject, known in earlier._subjects.items()

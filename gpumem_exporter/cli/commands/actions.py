@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from gpumem_exporter.cli.action_options import (
     FractionOptions,
     RequestOptions,
     TargetOptions,
+    TerminateOptions,
     TimedOptions,
     checked,
     with_settling,
@@ -125,7 +127,7 @@ ACTION_COMMANDS = (
   gpumem-exporter terminate --pid 4711 --dry-run
   gpumem-exporter terminate --pid 4711 --reason "left behind by job 17"
 """,
-        RequestOptions,
+        TerminateOptions,
     ),
 )
 
@@ -151,6 +153,7 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
     on_terminal = sys.stdout.isatty() and not connection.as_json
     options = with_settling(request, on_terminal=on_terminal)
     body = checked({**options.request(action), "target": target.target()})
+    waits = _EngineWaits(silent=connection.as_json)
     with ExporterApi(connection.urls(), token=connection.token()) as api:
         if target.asks_first and not request.dry_run and not connection.as_json and can_ask():
             expected = confirmed(api, body, free_mode=_mode_is_free(request))
@@ -158,10 +161,10 @@ def _run(action: str, target: TargetOptions, request: RequestOptions, connection
                 return FAILED
             wait_seconds = _wait_seconds(target, *expected.requests)
             with _waiting_shown(expected):
-                documents = send_all(api, expected, wait_seconds=wait_seconds)
+                documents = send_all(api, expected, wait_seconds=wait_seconds, observe=waits.show)
         else:
             wait_seconds = _wait_seconds(target, body)
-            documents = [api.act(body, wait_seconds=wait_seconds)]
+            documents = [api.act(body, wait_seconds=wait_seconds, observe=waits.show)]
         if wait_seconds > 0:
             documents = [_settled(api, each, progress=on_terminal) if _settles(each) else each for each in documents]
         document = joined(documents)
@@ -194,6 +197,28 @@ def _waiting_shown(expected: ExpectedClear) -> Iterator[None]:
 
     with open_console().status(plain(f"{waits_for(expected)}. Ctrl-C cancels.")):
         yield
+
+
+class _EngineWaits:
+    """Prints to stderr for which inference engines an action waits, each once."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._silent = silent
+        self._shown: set[tuple[Any, Any]] = set()
+
+    def show(self, document: Mapping[str, Any]) -> None:
+        """Print the engines that were not printed before."""
+        for wait in () if self._silent else document.get("waits_for") or ():
+            if (wait["pid"], wait["uuid"]) not in self._shown:
+                self._shown.add((wait["pid"], wait["uuid"]))
+                title = f" ({wait['title']})" if wait["title"] else ""
+                gpu = wait["gpu"] or wait["uuid"]
+                until = time.strftime("%H:%M:%S UTC", time.gmtime(wait["until_unix_seconds"]))
+                print(
+                    f"Waiting until the engine in pid {wait['pid']}{title} has started on GPU {gpu}, at the latest "
+                    f"until {until}. --force does not wait.",
+                    file=sys.stderr,
+                )
 
 
 def _settles(document: Mapping[str, Any]) -> bool:

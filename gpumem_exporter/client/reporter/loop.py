@@ -17,6 +17,7 @@ from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.measured import current_phase
 from gpumem_exporter.client.oom.observer import OutOfMemoryLog
 from gpumem_exporter.client.reporter.delivery import Delivery, Outcome
+from gpumem_exporter.client.reporter.engine_start import EngineStart
 from gpumem_exporter.client.reporter.error_log import ErrorLog
 from gpumem_exporter.client.reporter.identity import current_process, with_rank, with_ray
 from gpumem_exporter.client.reporter.plan import planned_peak_bytes, with_plan
@@ -77,6 +78,7 @@ class ReportLoop:
             settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings
         )
         self._ray_is_known = False
+        self._engine_start = EngineStart()
         self._planned_bytes: int | None = None
         with errors.swallowed("the plan is ignored"):
             if settings.plan is not None:
@@ -182,12 +184,18 @@ class ReportLoop:
             waiting=self._waiting.ids,
             step_seconds=self.sampler.step_seconds,
             hold_seconds=hold_seconds,
+            engine_starting=self._engine_starting(),
         )
 
     def _identify_in_ray(self) -> None:
         identity = with_ray(self._identity)
         if identity is not None:
             self._identity, self._ray_is_known = identity, True
+
+    def _engine_starting(self) -> bool | None:
+        with self._errors.swallowed("cannot see whether an inference engine starts"):
+            return self._engine_start.look()
+        return None
 
     def _follow(self, reply: Reply, *, sent_seconds: float) -> None:
         """Run the commands of a reply, or keep them until they can run."""

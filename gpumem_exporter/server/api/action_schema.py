@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from typing_extensions import NotRequired, TypedDict
 
 from gpumem_exporter.actions.lifecycle import ActionState
-from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.actions.request import (
     ACTIONS,
     DEFAULT_DEADLINE_SECONDS,
@@ -111,7 +111,11 @@ class ActionBody(_Strict):
         description="for set_memory_fraction: the share of each device that the allocator may reserve",
         json_schema_extra={"exclusiveMinimum": 0, "maximum": 1},
     )
-    force: bool = Field(False, description="for set_memory_fraction: even if more is reserved already")
+    force: bool = Field(
+        False,
+        description="for set_memory_fraction: even if more is reserved already; for empty_cache and terminate: even"
+        " while an inference engine starts on a device of the process",
+    )
     deadline_seconds: float = Field(
         DEFAULT_DEADLINE_SECONDS,
         description="a process that has not started by then does not act",
@@ -181,9 +185,12 @@ class _ActionValues(TypedDict):
     still_free_bytes: Annotated[
         int | None, Field(description="of freed_bytes, after settle_seconds; in a dry run the idle cache")
     ]
+    waits_for: Annotated[
+        list[EngineWait], Field(description="the starting inference engines that it waits for; in a dry run, would")
+    ]
 
 
-_COPIED = tuple(name for name in _ActionValues.__annotations__ if name not in ("created", "target"))
+_COPIED = tuple(name for name in _ActionValues.__annotations__ if name not in ("created", "target", "waits_for"))
 _RESULT = tuple(field.name for field in fields(ActionResult))
 
 
@@ -234,6 +241,7 @@ def _values(action: Action) -> dict[str, Any]:
         **{name: getattr(action, name) for name in _COPIED},
         "created": iso_time(action.created_unix_seconds),
         "target": action.target.document(),
+        "waits_for": [asdict(engine) for engine in action.waits_for],
     }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Request, Response
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpumem_exporter.errors import ConfigurationError
@@ -24,6 +25,7 @@ class RuleDocument(TypedDict):
     name: str
     dry_run: bool
     stopped: int
+    held_back: Annotated[list[str], Field(description="the inference engines whose start the rule waits for now")]
 
 
 class RulesDocument(TypedDict):
@@ -46,7 +48,12 @@ def policy_router(policies: PolicyRunner | None) -> APIRouter:
         except ConfigurationError as error:
             raise ProblemError(422, f"nothing has changed: {error}") from None
         listed = [
-            {"name": rule.name, "dry_run": rule.dry_run, "stopped": policies.engine.stopped(rule.name)}
+            {
+                "name": rule.name,
+                "dry_run": rule.dry_run,
+                "stopped": policies.engine.stopped(rule.name),
+                "held_back": list(policies.engine.held_back(rule.name)),
+            }
             for rule in rules
         ]
         return json_response({"rules": listed})

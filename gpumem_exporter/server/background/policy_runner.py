@@ -14,7 +14,7 @@ from pathlib import Path
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.engine import Engine
+from gpumem_exporter.actions.policy.engine import Engine, HeldBack
 from gpumem_exporter.actions.policy.file import read_policy
 from gpumem_exporter.actions.policy.model import Rule
 from gpumem_exporter.actions.policy.outcomes import Stop
@@ -90,6 +90,8 @@ class PolicyRunner:
         found = self._engine.evaluate(snapshot, self._under_way)
         for (rule, result), count in found.counts.items():
             self._instruments.count_policy(rule, result, count)
+        for held_back in found.held_back:
+            self._log_held_back(held_back)
         for decision in found.decisions:
             self._instruments.count_policy(decision.rule.name, self._submit(decision), 1)
 
@@ -161,6 +163,11 @@ class PolicyRunner:
         stop = self._engine.finished(decision, action)
         if stop is not None:
             self._log_stop(stop)
+
+    @staticmethod
+    def _log_held_back(held_back: HeldBack) -> None:
+        fields = {"rule": held_back.rule.name, "reason": held_back.reason}
+        _log.info("a policy rule waits until an inference engine has started", extra={"fields": fields})
 
     def _log_stop(self, stop: Stop) -> None:
         """Log that a rule stops, and record it as an event. The stop of a dry run has no event."""

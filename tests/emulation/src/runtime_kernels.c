@@ -63,6 +63,11 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *fu
     return rt_submit(config->stream);
 }
 
+cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                        cudaStream_t stream) {
+    return cudaLaunchKernel(function, grid, block, arguments, shared, stream);
+}
+
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *function, int size, size_t shared) {
     (void)function, (void)size, (void)shared;
     ENTER("cudaOccupancyMaxActiveBlocksPerMultiprocessor");

@@ -288,6 +288,18 @@ cudaError_t cudaHostUnregister(void *pointer) {
     return host_release(pointer, 0);
 }
 
+/* Unified addressing: a device reads pinned memory at its address on the host. */
+cudaError_t cudaHostGetDevicePointer(void **device, void *pointer, unsigned int flags) {
+    (void)flags;
+    ENTER_CONTEXT("cudaHostGetDevicePointer");
+    pthread_mutex_lock(&mutex);
+    struct range *range = holding(pointer);
+    int pinned = range && range->device < 0;
+    pthread_mutex_unlock(&mutex);
+    *device = pinned ? pointer : NULL;
+    return pinned ? cudaSuccess : rt_fail(cudaErrorInvalidValue);
+}
+
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {
     ENTER_CONTEXT("cudaPointerGetAttributes");
     memset(attributes, 0, sizeof *attributes);

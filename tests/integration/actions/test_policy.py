@@ -163,8 +163,8 @@ def test_reload_applies_the_file_and_returns_its_rules(exporter: RunningExporter
     answer = exporter.request("POST", RELOAD, Content_Type="application/x-www-form-urlencoded")
     assert answer.status == 200
     assert json.loads(answer.body)["rules"] == [
-        {"name": "one", "dry_run": False, "stopped": 0},
-        {"name": "two", "dry_run": True, "stopped": 0},
+        {"name": "one", "dry_run": False, "stopped": 0, "held_back": []},
+        {"name": "two", "dry_run": True, "stopped": 0, "held_back": []},
     ]
     assert exporter.sample(EVALUATIONS, rule="two", result="acted") == 0
     assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") is None

@@ -373,3 +373,22 @@ def test_on_the_exporter_of_a_user_that_user_and_root_have_every_right() -> None
         assert contained.request(node.urls["socket"], "GET", "/api/v1/caller").document["rights"] == "own"
     finally:
         node.close()
+
+
+def test_a_user_does_not_end_the_start_of_another_users_engine(node: Node, root: LocalUser, url: str) -> None:
+    uuid = UUIDS[5]  # no other test uses this device
+    own, engine = node.user(1003), node.user(1004)  # the processes of the other users are counted
+    clear = {"target": {"pid": own.pid}, "dry_run": False, "deadline_seconds": 60}
+    on_device = {"devices": (sample(uuid, 0, MIB),)}
+    assert node.report(own, sequence=2, **on_device).status == 200
+    assert node.report(engine, sequence=2, engine_starting=True, **on_device).status == 200
+    waiting = act(own, url, **clear)
+    assert waiting.status == 202
+    assert [wait["pid"] for wait in waiting.document["waits_for"]] == [engine.pid]
+    refused = act(own, url, **clear, force=True)
+    assert refused.status == 403
+    assert str(engine.pid) in refused.detail
+    forced = act(root, url, **clear, force=True)
+    assert (forced.status, forced.document["waits_for"]) == (202, [])
+    assert node.report(engine, sequence=3, engine_starting=False, **on_device).status == 200
+    assert act(own, url, **clear).document["waits_for"] == []

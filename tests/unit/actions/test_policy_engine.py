@@ -13,8 +13,8 @@ from gpumem_exporter.actions.policy.outcomes import Stop
 from gpumem_exporter.actions.policy.rule_state import Decision
 from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
-from gpumem_exporter.wire.protocol import DeviceSample
+from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot, StartingEngine
+from gpumem_exporter.wire.protocol import DeviceSample, ReasonCode
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 SLACK = Condition("slack_bytes", over=100 * MIB)
@@ -438,3 +438,65 @@ def test_every_counted_result_is_documented() -> None:
             bench.finish(decision, freed=0)
     assert seen <= set(RESULTS)
     assert len(seen) >= 3
+
+
+def starting(uuid: str = UUIDS[0], host_pid: int = 50) -> StartingEngine:
+    return StartingEngine(uuid, "0", host_pid, "VLLM::EngineCore", until_seconds=2000.0)
+
+
+def beside_an_engine(bench: Bench, *engines: StartingEngine, at: float, **changes: Any) -> Evaluation:
+    bench.now = at
+    snapshot = Snapshot(at, bench.reading, (process(at=at, **changes),), starting=engines)
+    return bench.engine.evaluate(snapshot, lambda: bench.under_way)
+
+
+def test_a_rule_holds_back_while_an_engine_starts_and_keeps_its_budget() -> None:
+    bench = Bench(rule(max_per_hour=1, cooldown_seconds=3600.0))
+    bench.hoarding(0.0)
+    for second in range(1, 4):
+        found = beside_an_engine(bench, starting(), at=5000.0 + second)
+        assert only(found, "held_back")
+        assert [held.rule.name for held in found.held_back] == (["r"] if second == 1 else []), "is logged once"
+    (reason,) = bench.engine.held_back("r")
+    assert "50" in reason
+    assert "VLLM::EngineCore" in reason
+    reloaded = Engine(bench.engine.rules, stale_seconds=5.0)
+    reloaded.take_over(bench.engine)
+    bench.engine = reloaded
+    assert bench.engine.held_back("r") == (reason,), "an unchanged rule keeps its state"
+    assert beside_an_engine(bench, at=5004.0).decisions, "neither the budget nor the cooldown was used"
+    assert not bench.engine.held_back("r")
+
+
+def test_a_rule_holds_back_only_for_engines_on_the_devices_of_its_process() -> None:
+    bench = Bench(rule())
+    assert beside_an_engine(bench, starting(UUIDS[1]), at=2000.0).decisions
+
+
+@pytest.mark.parametrize(
+    ("changes", "acts"),
+    [({"action": "empty_cache"}, False), ({"action": "terminate"}, False), ({"action": "collect_garbage"}, True)],
+)
+def test_only_rules_that_release_memory_hold_back(changes: dict[str, Any], acts: bool) -> None:
+    bench = Bench(rule(**changes))
+    assert bool(beside_an_engine(bench, starting(), at=2000.0).decisions) == acts
+
+
+def test_a_rule_with_force_does_not_hold_back() -> None:
+    forced = rule()
+    bench = Bench(replace(forced, request=replace(forced.request, force=True)))
+    assert beside_an_engine(bench, starting(), at=2000.0).decisions
+
+
+def test_an_action_that_an_engine_start_overtakes_counts_neither_way() -> None:
+    bench = Bench(rule(stop_after=StopAfter(clears=1)))
+    (decision,) = bench.hoarding().decisions
+    row = ActionResult(1, "train", "", "0", UUIDS[0], "refused", "why", reason_code=ReasonCode.ENGINE_STARTING)
+    action = Action("a", "empty_cache", "failed", "policy:r", 0.0, Target(pid=1), results=(row,))
+    assert bench.engine.finished(decision, action) is None
+    assert bench.engine.stopped("r") == 0
+
+
+def test_a_rule_that_ends_an_engine_does_not_wait_for_its_start() -> None:
+    bench = Bench(rule(action="terminate"))
+    assert beside_an_engine(bench, starting(host_pid=1), at=2000.0).decisions

@@ -79,6 +79,7 @@ def test_the_request_has_every_option() -> None:
         "action": "empty_cache",
         "mode": "step",
         "group": True,
+        "force": False,
         "collect_garbage": True,
         "deadline_seconds": 5.0,
         "dry_run": True,

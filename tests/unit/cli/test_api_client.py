@@ -152,7 +152,7 @@ def test_a_long_wait_holds_the_first_request_and_then_polls() -> None:
     transport = _Scripted(running, _answer({"id": "7", "state": "running"}), _answer({"id": "7", "state": "failed"}))
     time = _Time()
     assert _api({"a": transport}, time).act({}, wait_seconds=40.0)["state"] == "failed"
-    assert transport.requests[0][2]["wait_seconds"] == 10.0
+    assert transport.requests[0][2]["wait_seconds"] == 3.0
     assert [request[:2] for request in transport.requests[1:]] == [("GET", "/api/v1/actions/7")] * 2
     assert len(time.slept) == 2
 

@@ -6,6 +6,7 @@ import os
 import pwd
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -269,7 +270,7 @@ def test_a_worker_of_multiprocessing_has_the_command_of_the_script_that_started_
     [
         ("cmdline", {"command": "python"}),
         ("cgroup", {"container_id": ""}),
-        ("status", {}),
+        ("status", {"uid": None}),
         ("stat", {"start_time_ticks": 0}),
         ("comm", {}),
         ("environ", {"slurm_job_id": ""}),
@@ -411,3 +412,12 @@ def test_proc_is_scanned_once_a_second_at_most_and_every_ten_for_one_process(tre
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
     clock.now += 1000
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+
+
+def test_the_start_of_a_process_is_on_the_hosts_clock(tree: Tree) -> None:
+    clock = Clock()
+    booted = time.clock_gettime(time.CLOCK_BOOTTIME)
+    tree.process(30, start=round((booted - 60) * os.sysconf("SC_CLK_TCK")))
+    facts = LinuxHost(tree.root, clock=clock).facts(30)
+    assert facts is not None
+    assert facts.started_seconds == pytest.approx(clock.now - 60, abs=5)

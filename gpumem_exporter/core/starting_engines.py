@@ -1,0 +1,152 @@
+"""Finds the inference engines that start, because memory that another process releases meanwhile spoils their start.
+
+vLLM compares the free memory of the device before it loads a model with the free memory after a trial run. It exits if
+memory was released in between (vllm-project/vllm#56830), and otherwise takes a cache of the wrong size. SGLang also
+takes the size of its cache from free memory. There are two sources:
+
+- The report of the engine's process says that the engine starts, or that it has started. A reporter in vLLM knows.
+- The title of a process in the driver's list starts with `VLLM::` or `sglang::`. Such a process starts while it is
+  younger than 15 minutes and its memory on the device still grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ReportingProcess, StartingEngine
+
+__all__ = ["REPORTED_START_SECONDS", "TITLED_START_SECONDS", "StartingEngines"]
+
+TITLED_START_SECONDS = 900.0
+"""The age at which an engine that is known by its title counts as started. Every user can choose a title, so this also
+bounds how long one process can hold back the actions of others."""
+REPORTED_START_SECONDS = 3600.0
+"""How long a report that an engine starts counts. The reporter itself says when the start ends; 1 h is enough for the
+largest models, and ends the hold of an engine that hangs."""
+GROWTH_PAUSE_SECONDS = 180.0
+"""An engine that has not grown for this time has started. The memory of a starting engine stands still while its shards
+are read (it takes the memory of all weights at once) and while torch.compile works, which took one to two minutes for
+large models; then the cache follows. An engine that serves blocks clears for this time after it took its cache."""
+GROWTH_BYTES = 64 << 20
+"""Less is not growth: an engine that serves loads kernels and takes workspaces of some MiB with its first requests."""
+
+_TITLES = ("VLLM::", "sglang::")
+
+
+@dataclass(frozen=True, slots=True)
+class _Titled:
+    """One process with the title of an engine, on one device."""
+
+    facts: ProcessFacts
+    smallest_bytes: int | None
+    """The smallest use since the last growth; None if the driver does not report it."""
+    grew_seconds: float
+    """When the use last grew, or when the process was first seen."""
+
+    def used(self, used_bytes: int | None, now: float) -> _Titled:
+        """Return the state after another reading."""
+        if used_bytes is None:
+            return self
+        if self.smallest_bytes is None or used_bytes < self.smallest_bytes:
+            return replace(self, smallest_bytes=used_bytes)
+        if used_bytes - self.smallest_bytes >= GROWTH_BYTES:
+            return replace(self, smallest_bytes=used_bytes, grew_seconds=now)
+        return self
+
+
+class StartingEngines:
+    """Follows the processes with the title of an engine. Not thread-safe: the store's lock protects it.
+
+    A reading without an answer of the driver changes nothing, because no engine has started because of it.
+    """
+
+    def __init__(self) -> None:
+        self._titled: dict[tuple[str, int], _Titled] = {}
+        """By device and host pid; only young processes of the last reading."""
+        self._gpus: dict[str, str] = {}
+        """The NVML index of each device, by uuid."""
+        self._listed: dict[str, frozenset[int]] = {}
+        """The host pids on each device whose list the driver returned."""
+
+    def put_reading(self, reading: NodeReading) -> None:
+        """Take the use of each process with the title of an engine."""
+        if not reading.up:
+            return
+        unread = {device.uuid for device in reading.devices if device.processes is None}
+        titled = {key: known for key, known in self._titled.items() if key[0] in unread}
+        for device in reading.devices:
+            for listed in device.processes or ():
+                facts = reading.facts.get(listed.pid)
+                if facts is None or not _is_young_engine(facts, reading.taken_seconds):
+                    continue
+                key = (device.uuid, listed.pid)
+                known = self._titled.get(key)
+                if known is None or known.facts.start_time_ticks != facts.start_time_ticks:
+                    known = _Titled(facts, listed.used_bytes, reading.taken_seconds)
+                titled[key] = replace(known.used(listed.used_bytes, reading.taken_seconds), facts=facts)
+        self._titled = titled
+        self._gpus = {device.uuid: device.gpu for device in reading.devices}
+        self._listed = {
+            device.uuid: frozenset(listed.pid for listed in device.processes)
+            for device in reading.devices
+            if device.processes is not None
+        }
+
+    def at(self, now: float, processes: Iterable[tuple[ReportingProcess, float | None]]) -> tuple[StartingEngine, ...]:
+        """Return the engines that start, for each of their devices.
+
+        Args:
+            now: the time.
+            processes: the processes that report whether an engine starts, with the time since when each reports so.
+        """
+        reported: list[StartingEngine] = []
+        started: set[tuple[int, int]] = set()
+        for process, since_seconds in processes:
+            if since_seconds is not None and now - since_seconds < REPORTED_START_SECONDS:
+                reported += self._reported(process, since_seconds)
+            # Only the owner of a process can say that its engine has started.
+            if process.report.engine_starting is False and process.host_pid is not None and process.attested:
+                started.add((process.host_pid, process.start_time_ticks))
+        return (*reported, *self._titled_at(now, started))
+
+    def _reported(self, process: ReportingProcess, since_seconds: float) -> Iterator[StartingEngine]:
+        """Yield the devices of an engine that reports. A process that the driver does not list uses no memory there."""
+        for sample in process.report.devices:
+            listed = self._listed.get(sample.uuid)
+            if listed is None or process.host_pid is None or process.host_pid in listed:
+                yield StartingEngine(
+                    uuid=sample.uuid,
+                    gpu=self._gpus.get(sample.uuid, ""),
+                    host_pid=process.host_pid,
+                    title=process.report.process.command,
+                    until_seconds=since_seconds + REPORTED_START_SECONDS,
+                    owner_uid=process.owner_uid,
+                    reporter=process,
+                )
+
+    def _titled_at(self, now: float, started: set[tuple[int, int]]) -> Iterator[StartingEngine]:
+        for (uuid, host_pid), known in self._titled.items():
+            facts = known.facts
+            if (
+                (host_pid, facts.start_time_ticks) not in started
+                and _is_young_engine(facts, now)
+                and now - known.grew_seconds < GROWTH_PAUSE_SECONDS
+            ):
+                yield StartingEngine(
+                    uuid=uuid,
+                    gpu=self._gpus.get(uuid, ""),
+                    host_pid=host_pid,
+                    title=facts.command,
+                    until_seconds=(facts.started_seconds or 0.0) + TITLED_START_SECONDS,
+                    owner_uid=facts.uid,
+                    container_id=facts.container_id,
+                )
+
+
+def _is_young_engine(facts: ProcessFacts, now: float) -> bool:
+    return (
+        facts.command.startswith(_TITLES)
+        and facts.started_seconds is not None
+        and now - facts.started_seconds < TITLED_START_SECONDS
+    )
