@@ -77,11 +77,13 @@ class StartingEngines:
         titled = {key: known for key, known in self._titled.items() if key[0] in unread}
         for device in reading.devices:
             for listed in device.processes or ():
-                facts = reading.facts.get(listed.pid)
-                if facts is None or not _is_young_engine(facts, reading.taken_seconds):
-                    continue
                 key = (device.uuid, listed.pid)
                 known = self._titled.get(key)
+                facts = reading.facts.get(listed.pid)
+                if facts is None and known is not None:
+                    facts = known.facts  # /proc was read while the process changed its title
+                if facts is None or not _is_young_engine(facts, reading.taken_seconds):
+                    continue
                 if known is None or known.facts.start_time_ticks != facts.start_time_ticks:
                     known = _Titled(facts, listed.used_bytes, reading.taken_seconds)
                 titled[key] = replace(known.used(listed.used_bytes, reading.taken_seconds), facts=facts)

@@ -128,6 +128,13 @@ def test_a_start_outlives_a_driver_that_does_not_answer_and_ends_with_the_proces
     assert not bench.starting()
 
 
+def test_a_start_outlives_a_reading_without_a_description_of_the_process() -> None:
+    bench = Bench()
+    bench.reads(512 * MIB)
+    bench.store.put_reading(node(device(processes={ENGINE: 512 * MIB}), taken=bench.now))
+    assert bench.starting() == STARTS
+
+
 def test_a_later_process_with_the_pid_is_another_engine() -> None:
     bench = Bench()
     bench.reads(512 * MIB)
