@@ -73,9 +73,9 @@ def test_ranks_that_cannot_act_together_end_their_own_steps() -> None:
 
 
 def test_jobs_of_two_users_with_one_name_are_two_jobs() -> None:
-    of_one = [trains(pid, "llm", owner_uid=1) for pid in (2, 3)]
-    of_other = [trains(pid, "llm", owner_uid=2) for pid in (4, 5)]
-    assert parts(suggested(*of_one, *of_other)) == [(("2", "3"), "step", True), (("4", "5"), "step", True)]
+    own = [trains(pid, "llm", owner_uid=1) for pid in (2, 3)]
+    others = [trains(pid, "llm", owner_uid=2) for pid in (4, 5)]
+    assert parts(suggested(*own, *others)) == [(("2", "3"), "step", True), (("4", "5"), "step", True)]
 
 
 def test_a_reporter_without_the_mode_clears_at_once() -> None:
