@@ -16,6 +16,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import traceback
 import types
@@ -227,10 +228,15 @@ def main() -> None:
 
 
 def place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the file and line of the last frame outside PyTorch and the planner."""
+    """Return the file and line of the last frame outside PyTorch, the standard library and the planner."""
     torch = sys.modules.get("torch")
-    own = [str(Path(__file__).parents[2]), *([str(Path(torch.__file__).parent)] if torch and torch.__file__ else [])]
-    outside = [frame for frame in frames if not frame.filename.startswith((*own, "<"))] or frames
+    others = ("<", str(Path(__file__).parents[2]), *getattr(torch, "__path__", ()))
+    library = sysconfig.get_path("stdlib")
+
+    def is_of_the_job(file: str) -> bool:
+        return not file.startswith(others) and ("site-packages" in file or not file.startswith(library))
+
+    outside = [frame for frame in frames if is_of_the_job(frame.filename)] or frames
     return f"{outside[-1].filename}:{outside[-1].lineno}"
 
 

@@ -184,17 +184,6 @@ def test_a_plan_has_a_time_limit_and_the_error_names_the_step_and_the_time(tmp_p
     assert not (tmp_path / "pid").exists()
 
 
-@pytest.mark.slow
-def test_the_error_of_the_time_limit_names_the_place_in_the_job(tmp_path: Path) -> None:
-    (tmp_path / "endless.py").write_text(ENDLESS)
-    with start(tmp_path, *ENDLESS_PLAN, "--timeout", str(patient(10))) as process:
-        _, err = process.communicate(timeout=patient(110))
-    assert process.returncode == 2
-    for value in (f"{tmp_path}/endless.py:7 ", "run 1: the job, batch 4"):
-        assert value in err
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
-
-
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Child processes receive SIGINT even if the test run ignores it, as in the background of a shell."""

@@ -3,14 +3,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
+import traceback
 
 import pytest
 
 from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.training.planning import planner
 from gpumem_exporter.training.planning.description import Description
 from gpumem_exporter.training.planning.devices import Gpu, parse_bytes, parse_gpu
 from gpumem_exporter.training.planning.job import Job, TensorSpec, parse_tensor
-from gpumem_exporter.training.planning.worker import run_in_worker
+from gpumem_exporter.training.planning.worker import place, run_in_worker
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
@@ -86,6 +89,20 @@ def test_a_job_with_an_unknown_option_is_rejected(field: str, value: str) -> Non
 def test_an_invalid_time_limit_is_rejected(seconds: float) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(f"{seconds:g}")):
         run_in_worker(print, timeout_seconds=seconds)
+
+
+def test_the_place_of_an_error_is_the_last_line_of_the_job_s_own_code() -> None:
+    library = sysconfig.get_path("stdlib")
+    files = {
+        "/home/train.py": 1,
+        f"{library}/site-packages/timm/hiera.py": 2,
+        f"{library}/json/decoder.py": 3,
+        planner.__file__: 4,
+        "<string>": 5,
+    }
+    frames = [traceback.FrameSummary(file, line, "f") for file, line in files.items()]
+    assert place(frames) == f"{library}/site-packages/timm/hiera.py:2"
+    assert place(frames[3:]) == "<string>:5"
 
 
 def test_an_inconsistent_description_is_rejected() -> None:
