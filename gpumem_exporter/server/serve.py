@@ -41,8 +41,16 @@ GRACE_SECONDS = 1.0
 
 DEMO_STOP_SECONDS = 0.5
 
-_SPARE_FILES = 64
-"""The number of file descriptors for everything except connections."""
+_SPARE_FILES = 256
+"""The number of file descriptors for everything except connections: those that are being closed, /proc, the driver."""
+
+_MAX_FILES = 8192
+"""The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use."""
+
+_SWITCH_SECONDS = 0.001
+"""The longest time that a thread, such as the one that renders a page, keeps the event loop waiting for Python's lock.
+
+Python's default is 5 ms, for each of the ten callbacks of a request."""
 
 _HEADERS = [
     ("X-Content-Type-Options", "nosniff"),
@@ -154,6 +162,7 @@ def serve(
         socket_file=listeners.socket_file,
     )
     server = build_server(app, settings, listeners, on_started=on_started)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         with _stopped_by_signals(server):
             server.run(sockets=list(listeners.sockets))
@@ -230,13 +239,14 @@ def _stopped_by_signals(server: LimitedServer) -> Iterator[None]:
 
 
 def _max_connections(wanted: int) -> int:
-    """Raise the limit of open files as far as needed and allowed; return the number of connections that it permits."""
+    """Raise the limit of open files as far as allowed; return the number of connections that it permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    most = max(_MAX_FILES, wanted + _SPARE_FILES)
+    allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            soft = allowed
     if soft == resource.RLIM_INFINITY:
         return wanted
     return max(8, min(wanted, soft - _SPARE_FILES))

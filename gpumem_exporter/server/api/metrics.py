@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,10 +17,12 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.http.problems import problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 
-__all__ = ["MetricsRoute"]
+__all__ = ["MetricsRoute", "Page", "SharedPages"]
 
+_INLINE_SECONDS = 0.002
+"""If the last page took less time, the event loop renders the next one itself: a thread would take longer to start."""
 _INLINE_GZIP_BYTES = 64 << 10
-"""The largest page that the event loop compresses itself, because a thread would take longer to start."""
+"""The largest page that the event loop compresses itself."""
 _GZIP_LEVEL = 1
 """Compresses a page to 9 % of its size; level 9 would reach 7 % in eight times the time."""
 
@@ -26,8 +31,7 @@ class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
-        self._exposition = exposition
-        self._snapshot = snapshot
+        self._pages = SharedPages(lambda openmetrics: exposition.render(snapshot(), openmetrics=openmetrics))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a scrape."""
@@ -37,19 +41,100 @@ class MetricsRoute:
             return
         accept, encodings = _accept_headers(scope)
         openmetrics = prefers_openmetrics(accept)
-        page = self._exposition.render(self._snapshot(), openmetrics=openmetrics)
         headers = {
             "Content-Type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_TEXT,
             "Vary": "Accept, Accept-Encoding",
             "Cache-Control": "no-store",
         }
+        page = await self._pages.next(openmetrics=openmetrics)
         if accepts_gzip(encodings):
             headers["Content-Encoding"] = "gzip"
-            if len(page) <= _INLINE_GZIP_BYTES:
-                page = _gzip(page)
+            body = await page.compressed()
+        else:
+            body = page.body
+        await Response(body, headers=headers)(scope, receive, send)
+
+
+class Page:
+    """A rendered page, shared by its readers.
+
+    Args:
+        body: the page.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self._compressed: asyncio.Future[bytes] | None = None
+
+    async def compressed(self) -> bytes:
+        """Return the page as gzip, which is compressed once."""
+        if self._compressed is None:
+            if len(self.body) <= _INLINE_GZIP_BYTES:
+                self._compressed = asyncio.get_running_loop().create_future()
+                self._compressed.set_result(_gzip(self.body))
             else:
-                page = await asyncio.to_thread(_gzip, page)  # zlib releases the GIL
-        await Response(page, headers=headers)(scope, receive, send)
+                self._compressed = asyncio.ensure_future(asyncio.to_thread(_gzip, self.body))  # zlib releases the GIL
+        return await asyncio.shield(self._compressed)
+
+
+class SharedPages:
+    """Renders pages, each for all readers that wait for it. Used on the event loop only.
+
+    A reader gets a page that was rendered after its request. After a page, as much time as it took is left for other
+    work; readers that come meanwhile share the next one.
+
+    Args:
+        render: renders a page; called in a thread unless pages take little time, never twice at the same time.
+        clock: seconds.
+    """
+
+    def __init__(self, render: Callable[..., bytes], *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._render = render
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._took_seconds = _INLINE_SECONDS  # unknown: the first page renders the lines of every subject
+        self._due_seconds = 0.0
+        self._waiting: dict[bool, asyncio.Future[Page]] = {}
+        """The next page of each format: OpenMetrics or not."""
+        self._rendering: asyncio.Task[None] | None = None
+
+    async def next(self, *, openmetrics: bool) -> Page:
+        """Return the next page in OpenMetrics or in Prometheus' text format."""
+        if self._rendering is None:
+            started = self._clock()
+            if self._took_seconds < _INLINE_SECONDS and started >= self._due_seconds:
+                page = Page(self._render(openmetrics=openmetrics))
+                self._note_time(started)
+                return page
+            self._rendering = asyncio.ensure_future(self._render_waiting())
+        waiting = self._waiting.get(openmetrics)
+        if waiting is None:
+            waiting = self._waiting[openmetrics] = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(waiting)
+
+    async def _render_waiting(self) -> None:
+        """Render pages until no reader waits."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                await asyncio.sleep(max(0.0, self._due_seconds - self._clock()))
+                openmetrics = next(iter(self._waiting))
+                waiting = self._waiting.pop(openmetrics)
+                started = self._clock()
+                try:
+                    body = await loop.run_in_executor(self._thread, partial(self._render, openmetrics=openmetrics))
+                except Exception as error:  # noqa: BLE001 - its readers get it
+                    waiting.set_exception(error)
+                else:
+                    waiting.set_result(Page(body))
+                self._note_time(started)
+        finally:
+            self._rendering = None
+
+    def _note_time(self, started_seconds: float) -> None:
+        ended = self._clock()
+        self._took_seconds = ended - started_seconds
+        self._due_seconds = ended + self._took_seconds
 
 
 def _accept_headers(scope: Scope) -> tuple[str, str]:
