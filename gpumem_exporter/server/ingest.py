@@ -27,6 +27,7 @@ from gpumem_exporter.events import Recorder
 from gpumem_exporter.server.api.event_writes import wait_until_kept
 from gpumem_exporter.server.api.report_schema import ReportReader, shortened
 from gpumem_exporter.server.background.liveness import Presence
+from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.held_requests import GONE, Ended, Holds
 from gpumem_exporter.server.http.problems import FieldError, ProblemError
 from gpumem_exporter.server.http.turns import Turns
@@ -136,12 +137,17 @@ class Ingest:
         try:
             if len(body) <= INLINE_BYTES:
                 return self._reader.read(body)
-            connection = scope.get("state", {}).get("connection")
-            owner = connection.owner if connection is not None else ""
-            return await self._turns.run(owner, partial(self._reader.read, body))
+            return await self._parse_in_turn(body, scope["state"])
         except ProblemError as error:
             self._instruments.count_report("busy" if error.status == 503 else "invalid")
             raise
+
+    async def _parse_in_turn(self, body: bytes, state: Mapping[str, Any]) -> Report:
+        connection: Connection | None = state.get("connection")
+        try:
+            return await self._turns.run(connection.owner if connection else "", partial(self._reader.read, body))
+        finally:
+            state.get("end_body_turn", lambda: None)()
 
     async def _identify(self, report: Report, peer: Peer) -> ReportedProcess:
         """Return the process that the peer reports, with its owner.

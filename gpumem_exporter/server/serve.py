@@ -47,6 +47,8 @@ _SPARE_FILES = 256
 _MAX_FILES = 8192
 """The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use."""
 
+_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 256 << 10
+
 _SWITCH_SECONDS = 0.001
 """The longest time that a thread, such as the one that renders a page, keeps the event loop waiting for Python's lock.
 
@@ -253,6 +255,12 @@ def _max_connections(wanted: int) -> int:
 
 
 def _release_import_heap() -> None:
-    """Return the free memory that imports left in the heap, a quarter of the process' memory. glibc only."""
+    """Return the free memory that imports left in the heap, a quarter of the process' memory. glibc only.
+
+    Also keep long bodies and pages out of the heap, so that their memory is returned when they are freed. By default,
+    glibc puts blocks of up to 32 MiB there, once one of that size has been freed.
+    """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["HalfClosingTransport"]
 
 READ_AWAY_SECONDS = 2.0
-READ_AWAY_BYTES = 16 << 20
+READ_AWAY_BYTES = 4 << 20
 
 
 class HalfClosingTransport(asyncio.Transport):
@@ -74,8 +74,8 @@ class HalfClosingTransport(asyncio.Transport):
         return self._timer is not None or self._transport.is_closing()
 
     def write(self, data: Any) -> None:
-        """Write; nothing is written after `close()`."""
-        if self._timer is None:
+        """Write; nothing is written after `close()` or `abort()`, for which uvloop would raise."""
+        if not self.is_closing():
             self._transport.write(data)
 
     def abort(self) -> None:

@@ -15,10 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gpumem_exporter.server.http.connections import Connection, Owner
 from gpumem_exporter.server.http.problems import ProblemError
 
-__all__ = ["ReadTurns", "Turns"]
+__all__ = ["BodyTurns", "ReadTurns", "Turns"]
 
 T = TypeVar("T")
 
+_SHORT_BODY_BYTES = 64 << 10
+"""A body of this length has been read before the application asks for it: uvicorn reads that much ahead."""
+_REFUSAL_SECONDS = 1.0
 _RETRY_AFTER = {"Retry-After": "1"}
 
 
@@ -79,9 +82,12 @@ class Turns:
         if not self._queues.get(owner) and self._may_start(owner):
             self._active[owner] += 1
             return
-        queue = self._queues.setdefault(owner, deque())
-        if len(queue) >= self._waiting_of_owner or sum(map(len, self._queues.values())) >= self._waiting:
+        waiting = len(self._queues.get(owner, ()))
+        if waiting >= self._waiting_of_owner or sum(map(len, self._queues.values())) >= self._waiting:
+            # A client that ignores Retry-After would otherwise keep the event loop busy with refusals.
+            await asyncio.sleep(_REFUSAL_SECONDS)
             raise ProblemError(503, "too many requests wait for their turn", _RETRY_AFTER)
+        queue = self._queues.setdefault(owner, deque())
         turn = asyncio.get_running_loop().create_future()
         queue.append(turn)
         try:
@@ -134,7 +140,12 @@ class ReadTurns:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on the request in its turn; refuse it if too many wait."""
         connection: Connection | None = scope.get("state", {}).get("connection")
-        if connection is None or scope["method"] not in ("GET", "HEAD") or not scope["path"].startswith("/api/"):
+        if (
+            connection is None
+            or scope["type"] != "http"
+            or scope["method"] not in ("GET", "HEAD")
+            or not scope["path"].startswith("/api/")
+        ):
             await self.app(scope, receive, send)
             return
         owner = connection.owner
@@ -157,3 +168,61 @@ class ReadTurns:
         finally:
             if not ended:
                 self.turns.end(owner)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyTurns:
+    """An application in which owners take turns at sending long bodies.
+
+    A turn lasts from the first part until the application has read the body and calls `end_body_turn` of the request's
+    state, at the latest until its end. Others' bodies wait in the clients' sockets. So neither memory nor one round of
+    the event loop is taken by hundreds of them.
+
+    Args:
+        app: the next application.
+        turns: the turns.
+    """
+
+    app: ASGIApp
+    turns: Turns
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on the request. If too many bodies wait, the first `receive()` raises the ProblemError of a 503."""
+        connection: Connection | None = scope.get("state", {}).get("connection")
+        if connection is None or _has_short_body(scope):
+            await self.app(scope, receive, send)
+            return
+        owner = connection.owner
+        started = ended = False
+
+        async def receive_in_turn() -> Message:
+            nonlocal started
+            if not started:
+                await self.turns.take(owner)
+                started = True
+            return await receive()
+
+        def end() -> None:
+            nonlocal ended
+            if started and not ended:
+                ended = True
+                self.turns.end(owner)
+
+        scope["state"]["end_body_turn"] = end
+        try:
+            await self.app(scope, receive_in_turn, send)
+        finally:
+            end()
+
+
+def _is_read(scope: Scope) -> bool:
+    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/")
+
+
+def _has_short_body(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return True
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return value.isdigit() and len(value) < 10 and int(value) <= _SHORT_BODY_BYTES
+    return False

@@ -28,7 +28,7 @@ from gpumem_exporter.server.http.budgets import PIECE_BYTES, PacedReplies, Reque
 from gpumem_exporter.server.http.connections import Connection, Connections
 from gpumem_exporter.server.http.half_close import HalfClosingTransport
 from gpumem_exporter.server.http.problems import problem_response
-from gpumem_exporter.server.http.turns import ReadTurns, Turns
+from gpumem_exporter.server.http.turns import BodyTurns, ReadTurns, Turns
 
 __all__ = ["SUPPORTED_UVICORN", "Clients", "LimitedProtocol", "LimitedServer", "Limits"]
 
@@ -48,9 +48,9 @@ class Limits:
     """Half of them may be of one user or machine. See `Connections`."""
     pipelined_requests: int = 8
     """The number of requests that may wait for an earlier one; with more, the connection is closed."""
-    bodies_bytes: int = 32 << 20
+    bodies_bytes: int = 24 << 20
     """The size of all bodies of unanswered requests together. See `RequestBodies`."""
-    unread_bytes: int = 32 << 20
+    unread_bytes: int = 24 << 20
     """The size of all replies that clients have not read. See `UnreadReplies`."""
     head_bytes: int = 64 << 10
     """The size of request line and headers."""
@@ -62,7 +62,9 @@ class Limits:
     """The time until a client reads its reply."""
     handshakes: int = 64
     """The number of TLS handshakes at the same time; a quarter of them may be of one user or machine."""
-    reads: int = 2
+    bodies: int = 16
+    """The number of long bodies that are received at the same time; a quarter of them may be of one user or machine."""
+    reads: int = 4
     """The number of documents of the API that are read at the same time, at most one by one user or machine."""
 
 
@@ -112,7 +114,8 @@ class LimitedServer(uvicorn.Server):
         self._tls = tls
         self._on_started = on_started
         self._on_stopping = on_stopping
-        app = PacedReplies(ReadTurns(app, Turns(limits.reads)), self._clients.unread)
+        bodies = Turns(limits.bodies, running_of_owner=max(1, limits.bodies // 4))
+        app = PacedReplies(BodyTurns(ReadTurns(app, Turns(limits.reads)), bodies), self._clients.unread)
         protocol: Any = LimitedProtocol
         super().__init__(uvicorn.Config(app, http=protocol, ws="none", lifespan="on", log_config=None, **options))
 
