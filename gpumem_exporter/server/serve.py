@@ -41,7 +41,7 @@ GRACE_SECONDS = 1.0
 
 DEMO_STOP_SECONDS = 0.5
 
-_SPARE_FILES = 256
+_SPARE_FILES = 128
 """The number of file descriptors for everything except connections: those that are being closed, /proc, the driver."""
 
 _MAX_FILES = 8192

@@ -7,20 +7,23 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.server.http.problems import problem_response
+from gpumem_exporter.server.http.connections import Connection
+from gpumem_exporter.server.http.problems import ProblemError, problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
+from gpumem_exporter.server.http.turns import Turns
 
 __all__ = ["MetricsRoute", "Page", "SharedPages"]
 
 _INLINE_SECONDS = 0.002
 """If the last page took less time, the event loop renders the next one itself: a thread would take longer to start."""
+_SCRAPES, _SCRAPES_OF_OWNER = 256, 8
+"""The number of pages that are sent at the same time, in all and to one user or machine. Others wait."""
 _INLINE_GZIP_BYTES = 64 << 10
 """The largest page that the event loop compresses itself."""
 _GZIP_LEVEL = 1
@@ -32,9 +35,18 @@ class MetricsRoute:
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
         self._pages = SharedPages(lambda openmetrics: exposition.render(snapshot(), openmetrics=openmetrics))
+        self._turns = Turns(_SCRAPES, running_of_owner=_SCRAPES_OF_OWNER)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reply to a scrape."""
+        """Reply to a scrape, in a turn of its sender that lasts until the page is sent."""
+        connection: Connection | None = scope.get("state", {}).get("connection")
+        try:
+            async with self._turns.of(connection.owner if connection else ""):
+                await self._reply(scope, receive, send)
+        except ProblemError as problem:
+            await problem.response()(scope, receive, send)
+
+    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "GET":
             response = problem_response(405, "metrics are read with GET", headers={"Allow": "GET, HEAD"})
             await response(scope, receive, send)
@@ -80,15 +92,15 @@ class Page:
 class SharedPages:
     """Renders pages, each for all readers that wait for it. Used on the event loop only.
 
-    A reader gets a page that was rendered after its request. After a page, as much time as it took is left for other
-    work; readers that come meanwhile share the next one.
+    A reader gets a page that was rendered after its request. After a page, as much time as it took on the CPU is left
+    for other work; readers that come meanwhile share the next one.
 
     Args:
         render: renders a page; called in a thread unless pages take little time, never twice at the same time.
-        clock: seconds.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, render: Callable[..., bytes], *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, render: Callable[..., bytes], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._render = render
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
@@ -101,11 +113,8 @@ class SharedPages:
     async def next(self, *, openmetrics: bool) -> Page:
         """Return the next page in OpenMetrics or in Prometheus' text format."""
         if self._rendering is None:
-            started = self._clock()
-            if self._took_seconds < _INLINE_SECONDS and started >= self._due_seconds:
-                page = Page(self._render(openmetrics=openmetrics))
-                self._note_time(started)
-                return page
+            if self._took_seconds < _INLINE_SECONDS and self._clock() >= self._due_seconds:
+                return Page(self._noted(*self._timed(openmetrics)))
             self._rendering = asyncio.ensure_future(self._render_waiting())
         waiting = self._waiting.get(openmetrics)
         if waiting is None:
@@ -120,21 +129,24 @@ class SharedPages:
                 await asyncio.sleep(max(0.0, self._due_seconds - self._clock()))
                 openmetrics = next(iter(self._waiting))
                 waiting = self._waiting.pop(openmetrics)
-                started = self._clock()
                 try:
-                    body = await loop.run_in_executor(self._thread, partial(self._render, openmetrics=openmetrics))
+                    rendered = await loop.run_in_executor(self._thread, self._timed, openmetrics)
                 except Exception as error:  # noqa: BLE001 - its readers get it
                     waiting.set_exception(error)
                 else:
-                    waiting.set_result(Page(body))
-                self._note_time(started)
+                    waiting.set_result(Page(self._noted(*rendered)))
         finally:
             self._rendering = None
 
-    def _note_time(self, started_seconds: float) -> None:
-        ended = self._clock()
-        self._took_seconds = ended - started_seconds
-        self._due_seconds = ended + self._took_seconds
+    def _timed(self, openmetrics: bool) -> tuple[bytes, float]:
+        """Return a page, and the seconds of CPU time that it took."""
+        started = time.thread_time()
+        return self._render(openmetrics=openmetrics), time.thread_time() - started
+
+    def _noted(self, body: bytes, took_seconds: float) -> bytes:
+        self._took_seconds = took_seconds
+        self._due_seconds = self._clock() + took_seconds
+        return body
 
 
 def _accept_headers(scope: Scope) -> tuple[str, str]:
