@@ -26,8 +26,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gpumem_exporter.server.http.acceptor import Acceptor, Tls
 from gpumem_exporter.server.http.budgets import PIECE_BYTES, PacedReplies, RequestBodies, UnreadReplies
 from gpumem_exporter.server.http.connections import Connection, Connections
-from gpumem_exporter.server.http.half_close import HalfClosingTransport
 from gpumem_exporter.server.http.problems import problem_response
+from gpumem_exporter.server.http.reply_transport import ReplyTransport
 from gpumem_exporter.server.http.turns import BodyTurns, ReadTurns, Turns
 
 __all__ = ["SUPPORTED_UVICORN", "Clients", "LimitedProtocol", "LimitedServer", "Limits"]
@@ -162,7 +162,7 @@ class LimitedProtocol(HttpToolsProtocol):
         **keywords: uvicorn's keyword arguments.
     """
 
-    transport: HalfClosingTransport
+    transport: ReplyTransport
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first request, and close connections that are not admitted."""
         transport.set_write_buffer_limits(high=_BUFFER_BYTES)
-        super().connection_made(HalfClosingTransport(transport, self.loop, self._unfinished))
+        super().connection_made(ReplyTransport(transport, self.loop, self._unfinished))
         self._connection.close = self.transport.abort
         self._tls_bytes = _TLS_BYTES if transport.get_extra_info("sslcontext") is not None else 0
         self._start_request_timer()

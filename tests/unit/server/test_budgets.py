@@ -37,7 +37,8 @@ def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
 
 
 def test_a_page_counts_once_for_all_its_readers() -> None:
-    unread, closed = UnreadReplies(100), []
+    closed: list[Connection] = []
+    unread = UnreadReplies(100)
     page = b"x" * 90
     readers = [connection(number, closed) for number in range(20)]
     for each in readers:
@@ -50,7 +51,8 @@ def test_a_page_counts_once_for_all_its_readers() -> None:
 
 
 def test_the_owner_with_the_most_unread_bytes_loses_first() -> None:
-    unread, closed = UnreadReplies(100), []
+    closed: list[Connection] = []
+    unread = UnreadReplies(100)
     first, second, other = (connection(owner, closed) for owner in (1, 1, 2))
     unread.buffer(first, 30)
     unread.buffer(second, 25)

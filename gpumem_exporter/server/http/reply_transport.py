@@ -1,4 +1,7 @@
-"""Closes a connection so that its client gets the last reply, although not all that it sent has been read.
+"""The transport of a connection, with what uvicorn lacks: replies in one packet, and a close that loses none.
+
+uvicorn writes the head and the body of a reply one after the other, and uvloop sends each at once: the client wakes up
+twice. Here, the head waits for the body.
 
 If a socket is closed while bytes are unread, the kernel sends a reset, and the client's kernel discards the reply. So
 the exporter first ends its own direction only, and reads what else arrives, for a bounded time and amount.
@@ -10,14 +13,16 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["HalfClosingTransport"]
+__all__ = ["ReplyTransport"]
 
 READ_AWAY_SECONDS = 2.0
 READ_AWAY_BYTES = 4 << 20
 
+_HEAD, _END_OF_HEAD = b"HTTP/1.1 ", b"\r\n\r\n"
 
-class HalfClosingTransport(asyncio.Transport):
-    """A transport whose `close()` lets the client read the reply first.
+
+class ReplyTransport(asyncio.Transport):
+    """A transport that sends a reply in one packet, and whose `close()` lets the client read the reply first.
 
     TLS has no half of a connection that could be closed; there, the client closes it after the reply.
 
@@ -37,11 +42,15 @@ class HalfClosingTransport(asyncio.Transport):
         self._left_bytes = READ_AWAY_BYTES
         self._timer: asyncio.TimerHandle | None = None
         """Runs while the transport reads away what arrives."""
+        self._head = b""
+        """The head of a reply, which waits for the body until the event loop has nothing else to do."""
+        self._send_head: asyncio.Handle | None = None
 
     def close(self) -> None:
         """Close the connection, after its client had the time to read the reply."""
-        if self._timer is not None or self._transport.is_closing():
+        if self.is_closing():
             return
+        self._flush()
         if not self._unfinished():
             self._transport.close()
             return
@@ -75,8 +84,21 @@ class HalfClosingTransport(asyncio.Transport):
 
     def write(self, data: Any) -> None:
         """Write; nothing is written after `close()` or `abort()`, for which uvloop would raise."""
-        if not self.is_closing():
-            self._transport.write(data)
+        if self.is_closing():
+            return
+        if self._send_head is not None:
+            self._send_head.cancel()
+            self._send_head, data = None, self._head + data
+        elif data.startswith(_HEAD) and data.endswith(_END_OF_HEAD):
+            self._head = data
+            self._send_head = self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def _flush(self) -> None:
+        """Send a head whose body has not come."""
+        if self._send_head is not None:
+            self.write(b"")
 
     def abort(self) -> None:
         """Close the connection at once."""
@@ -98,7 +120,7 @@ class HalfClosingTransport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         """Return the number of bytes that the client has not read."""
-        return self._transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size() + len(self._head if self._send_head else b"")
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """Set the sizes at which writing is paused and resumed."""
