@@ -28,6 +28,9 @@ _USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SHUTDOWN_SECONDS = 1.0
 """The time for a client to confirm the end of a TLS connection."""
 
+_TLS_RECEIVE_BYTES = 16 << 10
+"""The kernel's buffer of a connection with TLS. uvloop keeps a buffer as large as the longest read, up to 256 KiB."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -94,6 +97,8 @@ class Acceptor:
         self._resume: asyncio.TimerHandle | None = None
         self._logged = False
         sock.setblocking(False)
+        if tls is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _TLS_RECEIVE_BYTES)
         self._start()
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class Limits:
     """Half of them may be of one user or machine. See `Connections`."""
     pipelined_requests: int = 8
     """The number of requests that may wait for an earlier one; with more, the connection is closed."""
-    bodies_bytes: int = 24 << 20
+    bodies_bytes: int = 16 << 20
     """The size of all bodies of unanswered requests together. See `RequestBodies`."""
     unread_bytes: int = 24 << 20
     """The size of all replies that clients have not read. See `UnreadReplies`."""
@@ -194,7 +194,9 @@ class LimitedProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=_BUFFER_BYTES)
         super().connection_made(ReplyTransport(transport, self.loop, self._unfinished))
         self._connection.close = self.transport.abort
-        self._tls_bytes = _TLS_BYTES if transport.get_extra_info("sslcontext") is not None else 0
+        if transport.get_extra_info("sslcontext") is not None:
+            self._tls_bytes = _TLS_BYTES
+            transport.set_read_buffer_limits(high=_BUFFER_BYTES)  # type: ignore[attr-defined]
         self._start_request_timer()
         certificate = transport.get_extra_info("peercert")
         if certificate and self._admits is not None and not self._admits(certificate):

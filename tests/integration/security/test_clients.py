@@ -25,7 +25,7 @@ from tests.support.waiting import patient, wait_for
 MIB = 1 << 20
 PROCESSES = 64
 CONNECTIONS = 2 * PROCESSES + 256
-"""The limit of an exporter for so many processes; half of them may be of one user."""
+"""The limit of an exporter with `--report.max-processes`; half of them may be of one user."""
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 POST = b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
 
