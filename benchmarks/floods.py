@@ -3,8 +3,8 @@
     sudo python -m benchmarks.floods [--quick] [--json]
 
 For each flood, an exporter with 64 reporting processes on 8 devices is started. A process of another user attacks it
-over loopback, while root scrapes it over loopback. Scrapes are compared with those before the flood. Needs root, for the
-other user.
+over loopback, while root scrapes it over loopback. Scrapes are compared with those before the flood. Needs root, which
+can start a process of another user.
 """
 
 from __future__ import annotations
