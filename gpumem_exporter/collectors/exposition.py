@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 class Exposition:
-    """Renders the page. Only the event loop uses it.
+    """Renders the page. Thread-safe.
 
     Args:
         instruments: the exporter's own metrics.
@@ -74,6 +75,7 @@ class Exposition:
         self._own_lines = SubjectLines(catalog.OWN)
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
+        self._lock = threading.Lock()
 
     def cached_subjects(self) -> int:
         """Return the number of subjects whose lines are kept."""
@@ -83,8 +85,16 @@ class Exposition:
         """Render the lines of a process' new report, so that the next scrape only joins them.
 
         The call is optional and does not change the page. It skips a process that was not on the last page, so an
-        exporter without scrapes renders nothing.
+        exporter without scrapes renders nothing; and it does nothing while a page is rendered, to never wait.
         """
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._refresh(process)
+        finally:
+            self._lock.release()
+
+    def _refresh(self, process: ReportingProcess) -> None:
         allocators = self._lines[TORCH.name]
         last = allocators.source(process.key)
         if isinstance(last, AllocatorSource):
@@ -94,6 +104,10 @@ class Exposition:
 
     def render(self, snapshot: Snapshot, *, openmetrics: bool) -> bytes:
         """Return the page in OpenMetrics 1.0 or in Prometheus' text format 0.0.4. Never raises."""
+        with self._lock:
+            return self._page(snapshot, openmetrics=openmetrics)
+
+    def _page(self, snapshot: Snapshot, *, openmetrics: bool) -> bytes:
         outcomes: dict[str, tuple[int, float]] = {}
         families: dict[catalog.Metric, tuple[bytes, ...]] = {}
         view = self._run("view", partial(View.of, snapshot, hide_identities=self._hide_identities), outcomes)

@@ -42,8 +42,18 @@ GRACE_SECONDS = 1.0
 
 DEMO_STOP_SECONDS = 0.5
 
-_SPARE_FILES = 64
-"""The number of file descriptors for everything except connections."""
+_SPARE_FILES = 128
+"""The number of file descriptors for everything except connections: those that are being closed, /proc, the driver."""
+
+_MAX_FILES = 8192
+"""The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use."""
+
+_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 256 << 10
+
+_SWITCH_SECONDS = 0.001
+"""The longest time that a thread, such as the one that renders a page, keeps the event loop waiting for Python's lock.
+
+Python's default is 5 ms, for each of the ten callbacks of a request."""
 
 _HEADERS = [
     ("X-Content-Type-Options", "nosniff"),
@@ -159,6 +169,7 @@ def serve(
     # loop.
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         with _stopped_by_signals(server):
             server.run(sockets=list(listeners.sockets))
@@ -235,19 +246,26 @@ def _stopped_by_signals(server: LimitedServer) -> Iterator[None]:
 
 
 def _max_connections(wanted: int) -> int:
-    """Raise the limit of open files as far as needed and allowed; return the number of connections that it permits."""
+    """Raise the limit of open files as far as allowed; return the number of connections that it permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _SPARE_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    most = max(_MAX_FILES, wanted + _SPARE_FILES)
+    allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            soft = allowed
     if soft == resource.RLIM_INFINITY:
         return wanted
     return max(8, min(wanted, soft - _SPARE_FILES))
 
 
 def _release_import_heap() -> None:
-    """Return the free memory that imports left in the heap, a quarter of the process' memory. glibc only."""
+    """Return the free memory that imports left in the heap, a quarter of the process' memory. glibc only.
+
+    Also keep long bodies and pages out of the heap, so that their memory is returned when they are freed. By default,
+    glibc puts blocks of up to 32 MiB there, once one of that size has been freed.
+    """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.server.http.connections import Connection
+from gpumem_exporter.server.http.problems import ProblemError, problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
+from gpumem_exporter.server.http.turns import Turns
 
-__all__ = ["MetricsRoute"]
+__all__ = ["MetricsRoute", "Page", "SharedPages"]
 
+_INLINE_SECONDS = 0.002
+"""If the last page took less time, the event loop renders the next one itself: a thread would take longer to start."""
+_SCRAPES, _SCRAPES_OF_OWNER = 256, 8
+"""The number of pages that are sent at the same time, in all and to one user or machine. Others wait."""
 _INLINE_GZIP_BYTES = 64 << 10
-"""The largest page that the event loop compresses itself, because a thread would take longer to start."""
+"""The largest page that the event loop compresses itself."""
 _GZIP_LEVEL = 1
 """Compresses a page to 9 % of its size; level 9 would reach 7 % in eight times the time."""
 
@@ -25,26 +34,119 @@ class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
-        self._exposition = exposition
-        self._snapshot = snapshot
+        self._pages = SharedPages(lambda openmetrics: exposition.render(snapshot(), openmetrics=openmetrics))
+        self._turns = Turns(_SCRAPES, running_of_owner=_SCRAPES_OF_OWNER)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reply to a scrape."""
+        """Reply to a scrape, in a turn of its sender that lasts until the page is sent."""
+        connection: Connection | None = scope.get("state", {}).get("connection")
+        try:
+            async with self._turns.of(connection.owner if connection else ""):
+                await self._reply(scope, receive, send)
+        except ProblemError as problem:
+            await problem.response()(scope, receive, send)
+
+    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "GET":
+            response = problem_response(405, "metrics are read with GET", headers={"Allow": "GET, HEAD"})
+            await response(scope, receive, send)
+            return
         accept, encodings = _accept_headers(scope)
         openmetrics = prefers_openmetrics(accept)
-        page = self._exposition.render(self._snapshot(), openmetrics=openmetrics)
         headers = {
             "Content-Type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_TEXT,
             "Vary": "Accept, Accept-Encoding",
             "Cache-Control": "no-store",
         }
+        page = await self._pages.next(openmetrics=openmetrics)
         if accepts_gzip(encodings):
             headers["Content-Encoding"] = "gzip"
-            if len(page) <= _INLINE_GZIP_BYTES:
-                page = _gzip(page)
+            body = await page.compressed()
+        else:
+            body = page.body
+        await Response(body, headers=headers)(scope, receive, send)
+
+
+class Page:
+    """A rendered page, shared by its readers.
+
+    Args:
+        body: the page.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self._compressed: asyncio.Future[bytes] | None = None
+
+    async def compressed(self) -> bytes:
+        """Return the page as gzip, which is compressed once."""
+        if self._compressed is None:
+            if len(self.body) <= _INLINE_GZIP_BYTES:
+                self._compressed = asyncio.get_running_loop().create_future()
+                self._compressed.set_result(_gzip(self.body))
             else:
-                page = await asyncio.to_thread(_gzip, page)  # zlib releases the GIL
-        await Response(page, headers=headers)(scope, receive, send)
+                self._compressed = asyncio.ensure_future(asyncio.to_thread(_gzip, self.body))  # zlib releases the GIL
+        return await asyncio.shield(self._compressed)
+
+
+class SharedPages:
+    """Renders pages, each for all readers that wait for it. Used on the event loop only.
+
+    A reader gets a page that was rendered after its request. After a page, as much time as it took on the CPU is left
+    for other work; readers that come meanwhile share the next one.
+
+    Args:
+        render: renders a page; called in a thread unless pages take little time, never twice at the same time.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, render: Callable[..., bytes], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._render = render
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._took_seconds = _INLINE_SECONDS  # unknown: the first page renders the lines of every subject
+        self._due_seconds = 0.0
+        self._waiting: dict[bool, asyncio.Future[Page]] = {}
+        """The next page of each format: OpenMetrics or not."""
+        self._rendering: asyncio.Task[None] | None = None
+
+    async def next(self, *, openmetrics: bool) -> Page:
+        """Return the next page in OpenMetrics or in Prometheus' text format."""
+        if self._rendering is None:
+            if self._took_seconds < _INLINE_SECONDS and self._clock() >= self._due_seconds:
+                return Page(self._noted(*self._timed(openmetrics)))
+            self._rendering = asyncio.ensure_future(self._render_waiting())
+        waiting = self._waiting.get(openmetrics)
+        if waiting is None:
+            waiting = self._waiting[openmetrics] = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(waiting)
+
+    async def _render_waiting(self) -> None:
+        """Render pages until no reader waits."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._waiting:
+                await asyncio.sleep(max(0.0, self._due_seconds - self._clock()))
+                openmetrics = next(iter(self._waiting))
+                waiting = self._waiting.pop(openmetrics)
+                try:
+                    rendered = await loop.run_in_executor(self._thread, self._timed, openmetrics)
+                except Exception as error:  # noqa: BLE001 - its readers get it
+                    waiting.set_exception(error)
+                else:
+                    waiting.set_result(Page(self._noted(*rendered)))
+        finally:
+            self._rendering = None
+
+    def _timed(self, openmetrics: bool) -> tuple[bytes, float]:
+        """Return a page, and the seconds of CPU time that it took."""
+        started = time.thread_time()
+        return self._render(openmetrics=openmetrics), time.thread_time() - started
+
+    def _noted(self, body: bytes, took_seconds: float) -> bytes:
+        self._took_seconds = took_seconds
+        self._due_seconds = self._clock() + took_seconds
+        return body
 
 
 def _accept_headers(scope: Scope) -> tuple[str, str]:

@@ -37,6 +37,8 @@ MAX_DEVICES = 64
 """The maximum number of devices in a report: 16 GPUs with 4 MIG devices each."""
 MAX_ENTRIES = 64
 """The maximum number of phases or components of a device, actions of a reporter, and results in a report."""
+MAX_OBJECTS = 8192
+"""The maximum number of objects in the JSON of a report: twice those of 64 results on 64 devices."""
 MAX_REASON_LENGTH = 2000
 MAX_KEPT_REASON_LENGTH = 500
 MAX_SHOWN_BLOCKS = 10
@@ -80,6 +82,8 @@ class ReportReader:
         Raises:
             ProblemError: 422, with the invalid fields.
         """
+        if body.count(b"{") > MAX_OBJECTS:  # an object that repeats a field is read again each time
+            raise ProblemError.invalid([FieldError("", f"the report has more than {MAX_OBJECTS} objects")])
         try:
             report: Report = self._validator.validate_json(body)
         except ValidationError as error:
@@ -136,11 +140,16 @@ def _type_schema(hint: Any) -> CoreSchema:
         return core_schema.nullable_schema(_type_schema(arguments[0]))
     if origin is tuple:
         limit = MAX_DEVICES if dataclasses.is_dataclass(arguments[0]) else MAX_ENTRIES
-        return core_schema.tuple_variable_schema(_type_schema(arguments[0]), max_length=limit)
+        return _stopping(core_schema.tuple_variable_schema(_type_schema(arguments[0]), max_length=limit))
     if origin is not None and issubclass(origin, Mapping):
         key, value = (_type_schema(argument) for argument in arguments)
-        return core_schema.dict_schema(key, value, max_length=MAX_ENTRIES)
+        return _stopping(core_schema.dict_schema(key, value, max_length=MAX_ENTRIES))
     raise TypeError(f"there is no rule for {hint!r}")
+
+
+def _stopping(schema: Any) -> CoreSchema:
+    """Return the schema of a collection that reports its first invalid entry only: a body has room for 500,000."""
+    return {**schema, "fail_fast": True}
 
 
 def shortened(report: Report) -> Report:

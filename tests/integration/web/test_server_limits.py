@@ -13,7 +13,7 @@ from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
 from tests.support.waiting import eventually, patient
 
-LIMITS = Limits(max_connections=8, request_seconds=0.4, unread_seconds=0.4)
+LIMITS = Limits(max_connections=16, request_seconds=0.4, unread_seconds=0.4)
 GET = b"GET /-/healthy HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -119,11 +119,12 @@ def test_bytes_that_are_not_http_are_answered_with_400(exporter: RunningExporter
 
 
 def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy() -> None:
-    limits = Limits(max_connections=4)
+    limits = Limits(max_connections=8)  # half of them for one user
     with running_exporter(limits=limits, report_interval=20, report_expiry=60) as exporter:
         body = b'{"action":"empty_cache","target":{"all":true},"wait_seconds":60}'
         head = b"POST /api/v1/actions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         exporter.report(report(1, devices=(sample(UUIDS[0]),)))
+        eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 0)
         with contextlib.ExitStack() as stack:
             for _ in range(4):
                 sock = stack.enter_context(connect(exporter))
@@ -138,7 +139,7 @@ def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy() -> N
 
 
 def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
-    with running_exporter(limits=Limits(max_connections=4)) as exporter, contextlib.ExitStack() as stack:
+    with running_exporter(limits=Limits(max_connections=8)) as exporter, contextlib.ExitStack() as stack:
         idle = []
         for _ in range(4):
             idle.append(stack.enter_context(connect(exporter)))
@@ -160,7 +161,7 @@ def _is_closed(sock: socket.socket) -> bool:
 
 
 def test_a_client_that_does_not_read_its_reply_is_disconnected() -> None:
-    limits = Limits(max_connections=8, unread_seconds=0.4)
+    limits = Limits(max_connections=16, unread_seconds=0.4)
     with running_exporter(limits=limits, report_interval=3600, report_expiry=7200) as exporter:
         for pid in range(1, 301):
             exporter.report(report(pid, devices=tuple(sample(uuid, pid) for uuid in UUIDS[:2])))

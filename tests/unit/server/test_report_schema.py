@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.server.api.report_schema import MAX_DEVICES, ReportReader
+from gpumem_exporter.server.api.report_schema import MAX_DEVICES, MAX_OBJECTS, ReportReader
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.wire.protocol import (
     MAX_INTEGER,
@@ -173,14 +173,31 @@ def test_an_impossible_value_is_rejected_with_the_name_of_its_field(field: str, 
     assert len(problem.detail) < 1000
 
 
-def test_every_invalid_field_is_reported() -> None:
+def test_every_invalid_field_of_the_first_invalid_device_is_reported() -> None:
     def change(document: dict[str, Any]) -> None:
-        document["devices"][0]["active_bytes"] = -1
-        document["devices"][1]["active_bytes"] = -1
+        for device in document["devices"]:
+            device["active_bytes"] = device["reserved_bytes"] = -1
 
     problem = refused(change)
-    assert [error.field for error in problem.errors] == ["devices.0.active_bytes", "devices.1.active_bytes"]
+    assert {error.field for error in problem.errors} == {"devices.0.active_bytes", "devices.0.reserved_bytes"}
     assert "1 more" in problem.detail
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document.update(devices=[None] * 150_000),
+        lambda document: document.update(ooms=[None] * 150_000),
+        lambda document: document["devices"][0].update(phase_peak_bytes={f"phase {i}": "x" for i in range(40_000)}),
+    ],
+)
+def test_a_long_invalid_report_has_one_error_for_each_collection(change: Change) -> None:
+    assert len(refused(change).errors) == 1
+
+
+def test_a_report_with_too_many_objects_is_rejected_before_it_is_read() -> None:
+    with pytest.raises(ProblemError, match=str(MAX_OBJECTS)):
+        READER.read(b'{"process":' + b'{},"process":' * MAX_OBJECTS + b"{}}")
 
 
 def test_freed_bytes_may_be_negative() -> None:

@@ -10,7 +10,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gpumem_exporter.server.http.uvicorn_server import SUPPORTED_UVICORN, Bodies, LimitedProtocol, Limits
+from gpumem_exporter.server.http.connections import Connection
+from gpumem_exporter.server.http.uvicorn_server import SUPPORTED_UVICORN, Clients, LimitedProtocol, Limits
+from gpumem_exporter.server.security.peer import Peer
 from tests.support.paths import REPOSITORY
 
 
@@ -34,7 +36,7 @@ def numbers(version: str) -> tuple[int, ...]:
             (
                 *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
                 *("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body"),
-                *("on_message_complete", "on_response_complete", "send_400_response"),
+                *("on_message_complete", "on_response_complete", "send_400_response", "shutdown"),
             ),
         ),
     ],
@@ -54,11 +56,17 @@ def test_uvicorn_has_the_attributes_that_are_used() -> None:
         state = server.server_state
         assert isinstance(state, ServerState)
         assert state.connections == set()
-        limits, bodies = Limits(max_connections=1), Bodies()
-        protocol = LimitedProtocol(config=config, server_state=state, app_state={}, limits=limits, bodies=bodies)
+        limits = Limits(max_connections=1)
+        protocol = LimitedProtocol(
+            config=config,
+            server_state=state,
+            app_state={},
+            connection=Connection(Peer(), ""),
+            clients=Clients.within(limits),
+            limits=limits,
+        )
         used = ("app", "connections", "cycle", "loop", "pipeline", "scope", "transport")
         assert [name for name in used if not hasattr(protocol, name)] == []
-        assert not hasattr(HttpToolsProtocol, "idle_since")
 
     asyncio.run(scenario())
     source = inspect.getsource(RequestResponseCycle.__init__)

@@ -1,0 +1,169 @@
+"""Accepts connections. They are counted from accept on, before their TLS handshake.
+
+The server of asyncio counts a connection when its handshake has ended, and stops accepting for a second when the files
+are used up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from gpumem_exporter.server.http.connections import Connection, Connections, Owner, owner_of
+from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.http.turns import Turns
+from gpumem_exporter.server.security.peer import Peer
+
+__all__ = ["Acceptor", "Tls"]
+
+_BATCH = 32
+"""The number of connections that are accepted before other work of the event loop runs."""
+_PAUSE_SECONDS = 0.05
+"""The time without files or memory for new connections until the next attempt."""
+_USED_UP = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_SHUTDOWN_SECONDS = 1.0
+"""The time for a client to confirm the end of a TLS connection."""
+
+_TLS_RECEIVE_BYTES = 16 << 10
+"""The kernel's buffer of a connection with TLS. uvloop keeps a buffer as large as the longest read, up to 256 KiB."""
+
+_log = logging.getLogger(__name__)
+
+
+class Tls:
+    """TLS for the connections of all TCP sockets.
+
+    Args:
+        context: the certificate and the rules.
+        handshake_seconds: the time for a handshake, from accept.
+        handshakes: turns at handshakes. One that waits for its turn has a file, but none of the buffers of TLS.
+    """
+
+    def __init__(self, context: ssl.SSLContext, handshake_seconds: float, handshakes: Turns) -> None:
+        self._context = context
+        self._handshake_seconds = handshake_seconds
+        self._handshakes = handshakes
+
+    async def connect(self, protocol: Callable[[], asyncio.Protocol], sock: socket.socket, owner: Owner) -> None:
+        """Do the handshake of a connection in a turn of its owner.
+
+        Raises:
+            OSError: the handshake failed or took too long.
+            ProblemError: too many handshakes of this owner wait.
+        """
+        try:
+            await asyncio.wait_for(self._connect(protocol, sock, owner), self._handshake_seconds)
+        except asyncio.TimeoutError:
+            raise OSError(errno.ETIMEDOUT, "the TLS handshake takes too long") from None
+
+    async def _connect(self, protocol: Callable[[], asyncio.Protocol], sock: socket.socket, owner: Owner) -> None:
+        async with self._handshakes.of(owner):
+            await asyncio.get_running_loop().connect_accepted_socket(
+                protocol,
+                sock,
+                ssl=self._context,
+                ssl_handshake_timeout=self._handshake_seconds,
+                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
+            )
+
+
+class Acceptor:
+    """Accepts the connections of one listening socket. Used on the event loop only.
+
+    Args:
+        sock: the listening socket; closed by the caller.
+        connections: counts them.
+        protocol: creates the protocol of a connection.
+        tls: None for plain HTTP.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        connections: Connections,
+        protocol: Callable[[Connection], asyncio.Protocol],
+        tls: Tls | None,
+    ) -> None:
+        self._sock = sock
+        self._connections = connections
+        self._protocol = protocol
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._resume: asyncio.TimerHandle | None = None
+        self._logged = False
+        sock.setblocking(False)
+        if tls is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _TLS_RECEIVE_BYTES)
+        self._start()
+
+    def close(self) -> None:
+        """Accept no more connections, and end those whose handshake has not ended."""
+        self._loop.remove_reader(self._sock.fileno())
+        if self._resume is not None:
+            self._resume.cancel()
+        for task in self._connecting:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until no handshake runs."""
+        if self._connecting:
+            await asyncio.wait(tuple(self._connecting))
+
+    def _start(self) -> None:
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_BATCH):
+            try:
+                sock, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _USED_UP:
+                    raise
+                self._make_room(error)
+                return
+            self._open(sock)
+
+    def _make_room(self, error: OSError) -> None:
+        """Close a connection, and accept again when its file is free."""
+        self._connections.close_one()
+        if not self._logged:
+            self._logged = True
+            _log.warning("connections are closed for new ones", extra={"fields": {"error": error.strerror}})
+        self._loop.remove_reader(self._sock.fileno())
+        self._resume = self._loop.call_later(_PAUSE_SECONDS, self._start)
+
+    def _open(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        peer = Peer.of_socket(sock)
+        connection = Connection(peer, owner_of(peer))
+        if not self._connections.admit(connection):
+            sock.close()
+            return
+        task = self._loop.create_task(self._connect(sock, connection))
+        connection.close = task.cancel
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, sock: socket.socket, connection: Connection) -> None:
+        """Hand a connection to its protocol, which changes `connection.close`."""
+
+        def protocol() -> asyncio.Protocol:
+            return self._protocol(connection)
+
+        try:
+            if self._tls is None:
+                await self._loop.connect_accepted_socket(protocol, sock)
+            else:
+                await self._tls.connect(protocol, sock, connection.owner)
+        except BaseException as error:
+            self._connections.remove(connection)
+            sock.close()
+            if not isinstance(error, (OSError, ProblemError, asyncio.CancelledError)):
+                raise

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter.server.http.connections import Connection, Connections, Owner, owner_of
+from gpumem_exporter.server.security.peer import Peer
+
+
+class Clock:
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def connections(clock: Clock) -> Connections:
+    return Connections(8, clock)
+
+
+CLOSED: list[Connection] = []
+
+
+def connect(connections: Connections, owner: Owner) -> Connection:
+    connection = Connection(Peer(), owner)
+    connection.close = lambda: CLOSED.append(connection)
+    assert connections.admit(connection)
+    return connection
+
+
+@pytest.fixture(autouse=True)
+def closed() -> list[Connection]:
+    CLOSED.clear()
+    return CLOSED
+
+
+def test_an_owner_has_at_most_half(connections: Connections, closed: list[Connection]) -> None:
+    mine = [connect(connections, 1) for _ in range(5)]
+    assert [each.refused for each in mine] == [False] * 4 + [True]
+    assert not closed
+    assert len(connections) == 4
+
+
+def test_the_longest_idle_connection_of_the_same_owner_makes_room_after_a_second(
+    connections: Connections, clock: Clock, closed: list[Connection]
+) -> None:
+    first, second, third, fourth = (connect(connections, 1) for _ in range(4))
+    connections.work(first)
+    connections.wait(second)
+    clock.seconds += 1.5
+    assert not connect(connections, 1).refused
+    assert closed == [third]
+    connections.wait(first)
+    assert not connect(connections, 1).refused
+    assert closed == [third, fourth]
+
+
+def test_the_owner_with_the_most_makes_room_for_another_at_once(
+    connections: Connections, closed: list[Connection]
+) -> None:
+    several = [connect(connections, 1) for _ in range(4)]
+    few = [connect(connections, "10.0.0.1") for _ in range(3)]
+    one = connect(connections, 2)
+    for busy in (*several[:2], *few, one):
+        connections.work(busy)
+    assert not connect(connections, 3).refused
+    assert closed == [several[2]]
+
+
+def test_a_busy_connection_makes_room_for_another_owner_if_all_are_busy(
+    connections: Connections, closed: list[Connection]
+) -> None:
+    busy = [connect(connections, owner) for owner in (1, 1, 1, 1, 2, 2, 2, 2)]
+    for each in busy:
+        connections.work(each)
+    assert not connect(connections, 3).refused
+    assert closed == [busy[0]]
+    assert connect(connections, 2).refused
+
+
+def test_refused_connections_are_bounded_too(connections: Connections) -> None:
+    for _ in range(200):
+        connections.admit(Connection(Peer(), 1))
+    assert not connections.admit(Connection(Peer(), 1))
+    assert connections.admit(Connection(Peer(), 2))
+
+
+def test_an_ended_connection_leaves_room(connections: Connections) -> None:
+    mine = [connect(connections, 1) for _ in range(5)]
+    for each in mine:
+        connections.remove(each)
+        connections.remove(each)
+        connections.wait(each)
+    assert len(connections) == 0
+    assert not connections.close_one()
+
+
+@pytest.mark.parametrize(
+    ("peer", "owner"),
+    [
+        (Peer(uid=7), 7),
+        (Peer("127.0.0.1", uid=7), 7),
+        (Peer("10.1.2.3"), "10.1.2.3"),
+        (Peer(), ""),
+    ],
+)
+def test_a_user_or_a_machine_is_an_owner(peer: Peer, owner: Owner) -> None:
+    assert owner_of(peer) == owner
+
+
+def test_a_network_of_ipv6_addresses_is_one_owner() -> None:
+    assert owner_of(Peer("2001:db8::1")) == owner_of(Peer("2001:db8:0:0:ffff::2"))
+    assert owner_of(Peer("2001:db8::1")) != owner_of(Peer("2001:db8:0:1::1"))
+    assert owner_of(Peer("fe80::1%eth0")) == owner_of(Peer("fe80::2%eth0"))

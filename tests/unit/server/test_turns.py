@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.server.http import turns as module
+from gpumem_exporter.server.http.connections import Connection
+from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.http.turns import BodyTurns, ReadTurns, Turns
+from gpumem_exporter.server.security.peer import Peer
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_owners_take_turns_whatever_one_of_them_asks_for() -> None:
+    async def scenario() -> list[str]:
+        turns, order = Turns(1), []
+        await turns.take("first")
+
+        async def work(owner: str) -> None:
+            async with turns.of(owner):
+                order.append(owner)
+                await asyncio.sleep(0)
+
+        tasks = []
+        for owner in ("a", "a", "a", "b", "b", "c"):
+            tasks.append(asyncio.ensure_future(work(owner)))
+            await settle()
+        turns.end("first")
+        await asyncio.gather(*tasks)
+        return order
+
+    assert asyncio.run(scenario()) == ["a", "b", "c", "a", "b", "a"]
+
+
+def test_an_owner_has_its_share_of_the_turns() -> None:
+    async def scenario() -> None:
+        turns = Turns(3, running_of_owner=2)
+        await turns.take("a")
+        await turns.take("a")
+        third = asyncio.ensure_future(turns.take("a"))
+        await settle()
+        assert not third.done()
+        await turns.take("b")
+        turns.end("a")
+        await third
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_wait_passes_its_turn_on() -> None:
+    async def scenario() -> None:
+        turns = Turns(1)
+        await turns.take("a")
+        waiting = [asyncio.ensure_future(turns.take("b")) for _ in range(3)]
+        await settle()
+        waiting[0].cancel()
+        turns.end("a")
+        waiting[1].cancel()  # it has its turn already, and has not run yet
+        await asyncio.wait_for(waiting[2], 10)
+
+    asyncio.run(scenario())
+
+
+def test_a_bounded_number_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REFUSAL_SECONDS", 0.0)
+
+    async def scenario() -> None:
+        turns = Turns(1, waiting_of_owner=2, waiting=3)
+        await turns.take("a")
+        for owner in ("b", "b", "c"):
+            asyncio.ensure_future(turns.take(owner))  # noqa: RUF006
+        await settle()
+        for owner in ("b", "d"):
+            with pytest.raises(ProblemError) as refused:
+                await turns.take(owner)
+            assert refused.value.status == 503
+            assert refused.value.headers["Retry-After"]
+
+    asyncio.run(scenario())
+
+
+def scope(path: str, method: str = "GET", **headers: str) -> dict[str, Any]:
+    sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    state = {"connection": Connection(Peer(), "a")}
+    return {"type": "http", "method": method, "path": path, "headers": sent, "state": state}
+
+
+async def ignored(message: Any) -> None:
+    del message
+
+
+async def empty() -> dict[str, Any]:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+def test_a_read_has_a_turn_until_its_reply_starts() -> None:
+    async def scenario() -> None:
+        turns = Turns(1)
+        states = []
+
+        async def app(_: Any, __: Any, send: Any) -> None:
+            other = asyncio.ensure_future(turns.take("b"))
+            await settle()
+            states.append(other.done())
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await settle()
+            states.append(other.done())
+            turns.end("b")
+
+        await ReadTurns(app, turns)(scope("/api/v1/events"), empty, ignored)
+        await ReadTurns(app, turns)(scope("/metrics"), empty, ignored)
+        assert states == [False, True, True, True]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("length", "waits"), [("1000", False), ("100000", True), ("", True)])
+def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> None:
+    async def scenario() -> None:
+        turns, read = Turns(1), []
+        await turns.take("b")
+
+        async def app(_: Any, receive: Any, __: Any) -> None:
+            read.append(await receive())
+
+        headers = {"content_length": length} if length else {}
+        request = asyncio.ensure_future(BodyTurns(app, turns)(scope("/", "POST", **headers), empty, ignored))
+        await settle()
+        assert bool(read) is not waits
+        turns.end("b")
+        await request
+        await turns.take("b")
+
+    asyncio.run(scenario())
