@@ -130,7 +130,7 @@ class Dispatcher:
         now = self._clock()
         selection = select(request, requested_by, self._store.snapshot(now), now)
         # A dry run reaches no process, so it counts for its caller only.
-        self._limits.take(requested_by.key, () if request.dry_run else selection.limit_keys())
+        self._limits.take(requested_by.share, () if request.dry_run else selection.limit_keys())
         running = self._open(request, selection, requested_by)
         self._actions.start(running, request, idempotency_key)
         self._create_parts(running, request, selection)

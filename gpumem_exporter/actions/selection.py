@@ -56,7 +56,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, now_secon
     listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
     if not matching and not listed:
         raise TargetNotFoundError(mismatch(request.target, snapshot))
-    reporting = _permitted(matching, caller, snapshot)
+    reporting = _permitted(matching, caller)
     if not reporting and not listed:
         raise ActionForbiddenError(
             f"{request.target.describe()} matches only processes of others; "
@@ -65,23 +65,21 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, now_secon
         )
     if not request.group:
         return Selection(snapshot, reporting, listed, None)
-    ranks = _permitted(group_of(reporting, snapshot), caller, snapshot)
+    ranks = _permitted(group_of(reporting, request.target, caller, snapshot), caller)
     return Selection(snapshot, ranks, (), group_step(request, ranks, now_seconds))
 
 
 def _require_known(request: ActionRequest, caller: Caller, snapshot: Snapshot) -> None:
     """Check that each name of the target exists. An action on only some of the names would hide a typing error."""
     reporting = Names.of(snapshot).reporting
-    permitted = [(name, process) for name, process in reporting if may_act_on(caller, process, snapshot)]
+    permitted = [(name, process) for name, process in reporting if may_act_on(caller, process)]
     known = known_names(snapshot, permitted, with_listed=request.action == "terminate")
     unreported = {*map(str, listed_pids(snapshot)), *(name for name, _ in Names.of(snapshot).silent)} - {*known["pid"]}
     if unknown := unknown_names(request.target, known, unreported):
         raise TargetNotFoundError(unknown)
 
 
-def _permitted(
-    processes: tuple[SelectedProcess, ...], caller: Caller, snapshot: Snapshot
-) -> tuple[SelectedProcess, ...]:
+def _permitted(processes: tuple[SelectedProcess, ...], caller: Caller) -> tuple[SelectedProcess, ...]:
     if caller.rights is Rights.ALL:
         return processes
-    return tuple(one for one in processes if may_act_on(caller, one.process, snapshot))
+    return tuple(one for one in processes if may_act_on(caller, one.process))

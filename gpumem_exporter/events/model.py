@@ -38,6 +38,8 @@ class Event:
     subject: str = ""
     """The thing whose state the event changes. The event is a duplicate if the subject's last event has the same type,
     also from before a restart. An event with an empty subject is never a duplicate."""
+    owner: str = ""
+    """The holder of one share of what is kept: `ProcessKey.share` as text; empty if unknown."""
     only_after: str = ""
     """If not empty, the event is stored only if the subject's last event has this type."""
 

@@ -199,7 +199,7 @@ class _Round:
         return [
             each.key
             for each in self._snapshot.processes
-            if (each.report.process.workload, each.owner_uid) == (seen.workload, seen.process.owner_uid)
+            if (each.report.process.workload, each.key.owner) == (seen.workload, seen.process.key.owner)
         ]
 
     def _name(self, key: ProcessKey) -> str | None:
