@@ -70,7 +70,7 @@ class Places:
         except HiddenError:
             return None
         line = next((line for line in (status or b"").splitlines() if line.startswith(b"NSpid:")), None)
-        if line is None or not uid_map or cgroup is None:
+        if line is None or uid_map is None or cgroup is None:
             return None
         return _Namespaces(len(line.split()) - 2, uid_map, container_ids(cgroup.decode("utf-8", "replace")))
 

@@ -9,7 +9,8 @@ The kernel names the sender: its user and its place. The report names the proces
 - Outside of containers, a user may name its own processes, wherever they run, and root and the exporter's user every
   process.
 - In a container, a user may name its own processes in the same container, and root all processes there.
-- Over TCP, a sender whose place is unknown may name no process: its uid may be that of another container.
+- A sender whose place is unknown may name no process that the exporter sees, except itself on the unix socket: its uid
+  may be that of another container.
 """
 
 from __future__ import annotations
@@ -112,14 +113,14 @@ class ReportSenders:
         sender = sender or self._places.of_holder(peer, host_pid)
         if sender is None:
             return None
+        is_itself = host_pid is not None and (host_pid, identity.start_time_ticks) == (peer.pid, peer.start_time_ticks)
+        if uid is None:
+            return ReportedProcess(host_pid if is_itself else None, peer.uid, sender.place)
         if peer.tcp is not None and not sender.place.known:
             return (
                 f"the exporter cannot see which process of uid {peer.uid} has this TCP connection, and whether in "
                 "a container: report over the unix socket, or with the token of --report.token-file"
             )
-        is_itself = host_pid is not None and (host_pid, identity.start_time_ticks) == (peer.pid, peer.start_time_ticks)
-        if uid is None:
-            return ReportedProcess(host_pid if is_itself else None, peer.uid, sender.place)
         place = self._host.place(host_pid) if host_pid is not None else sender.place
         if not is_itself and not self._may_name(peer.uid, sender, uid, place):
             where = "" if sender.place.here else " in a container" if sender.place.known else " in an unknown place"

@@ -261,9 +261,9 @@ def test_an_exporter_that_cannot_see_who_holds_a_connection_gives_it_no_rights(e
             assert (caller["uid"], caller["rights"]) == (ADA, "none")
             assert "--action.token-file" in caller["reason"]
             assert act(user, node.tcp, {"all": True}).status == 403
-            reply = node.report(user, url=node.tcp, sequence=2)
-            assert reply.status == 403
-            assert "unix socket" in reply.detail
+        reply = node.report(ada, url=node.tcp, sequence=2)
+        assert reply.status == 403
+        assert "unix socket" in reply.detail
 
 
 @pytest.mark.parametrize("uid", [0, ADA])
