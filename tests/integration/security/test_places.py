@@ -270,7 +270,7 @@ def test_an_exporter_that_cannot_see_who_holds_a_connection_gives_it_no_rights(e
 def test_a_connection_that_a_container_passes_to_a_process_of_the_host_has_no_rights(node: Node, uid: int) -> None:
     """The holder is a process of the same user on the host; the socket was created in the container."""
     place = node.container()
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    receiving, sending = socket.socketpair(socket.AF_UNIX)
     host, _, port = node.tcp.removeprefix("http://").rpartition(":")
     creator = os.fork()
     if not creator:
@@ -280,13 +280,13 @@ def test_a_connection_that_a_container_passes_to_a_process_of_the_host_has_no_ri
             os.setuid(uid)
             made = socket.socket()
             made.connect((host, int(port)))
-            theirs.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [made.fileno()]))])
+            sending.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [made.fileno()]))])
         os._exit(0)
     os.waitpid(creator, 0)
-    _, ancillary, *_ = ours.recvmsg(1, socket.CMSG_SPACE(4))
+    _, ancillary, *_ = receiving.recvmsg(1, socket.CMSG_SPACE(4))
     (descriptor,) = array.array("i", ancillary[0][2])
-    ours.close()
-    theirs.close()
+    receiving.close()
+    sending.close()
     reader, writer = os.pipe()
     holder = os.fork()
     if not holder:
