@@ -34,6 +34,10 @@ class SocketHolders:
         self._entries = ProcEntries(proc)
         self._cgroups = _cgroup_mount(self._entries)
 
+    def created_in(self, owner: SocketOwner) -> int | None:
+        """Return the cgroup (version 2) in which a socket was created; None if kernel or mounts do not show it."""
+        return owner.cgroup_id if self._cgroups else None
+
     def places(self, wanted: Collection[SocketOwner]) -> dict[SocketOwner, set[Place]]:
         """Return the places of all processes that hold each of these sockets, in one pass over /proc.
 
@@ -42,7 +46,7 @@ class SocketHolders:
         by_inode = {owner.inode: owner for owner in wanted}
         found: dict[SocketOwner, set[Place]] = {owner: set() for owner in wanted}
         uids = {owner.uid for owner in wanted}
-        cgroup_ids = {owner.cgroup_id for owner in wanted}
+        cgroup_ids = {self.created_in(owner) for owner in wanted}
         for pid in self._entries.pids():
             try:
                 uid = os.stat(f"{self._proc}/{pid}").st_uid  # noqa: PTH116 - pathlib costs ten times as much
@@ -61,7 +65,8 @@ class SocketHolders:
 
     def place_of(self, pid: int, owner: SocketOwner) -> Place | None:
         """Return the place of a process that holds a socket; None if it does not, or if the socket may be another's."""
-        if self._uid(pid) != owner.uid or (owner.cgroup_id is not None and self._cgroup_id(pid) != owner.cgroup_id):
+        created_in = self.created_in(owner)
+        if self._uid(pid) != owner.uid or (created_in is not None and self._cgroup_id(pid) != created_in):
             return None
         place = self._places.of(pid)
         # After the place: the process that has the socket now had this pid before.

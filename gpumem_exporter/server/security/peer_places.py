@@ -24,8 +24,8 @@ class PeerPlace(NamedTuple):
 
     place: Place
     certain: bool
-    """False if the kernel does not show where the peer's TCP socket was created (before Linux 5.8), because a process
-    in a container may have passed it to the one that holds it."""
+    """False if the exporter does not see in which cgroup the peer's TCP socket was created: a container may
+    have passed it to the process that holds it."""
 
 
 UNSEEN = PeerPlace(UNKNOWN, certain=False)
@@ -56,7 +56,7 @@ class PeerPlaces:
             if self._search is None or self._search.done():
                 self._search = asyncio.ensure_future(self._search_all())
             place = await asyncio.shield(waiting)
-            found = self._known[peer] = PeerPlace(place, certain=peer.tcp.cgroup_id is not None)
+            found = self._known[peer] = PeerPlace(place, certain=self._holders.created_in(peer.tcp) is not None)
         return found
 
     def of_holder(self, peer: Peer, pid: int | None) -> PeerPlace | None:
@@ -64,7 +64,7 @@ class PeerPlaces:
         if peer.tcp is None:
             return PeerPlace(peer.place, certain=True)
         place = self._holders.place_of(pid, peer.tcp) if pid is not None else None
-        return None if place is None else PeerPlace(place, certain=peer.tcp.cgroup_id is not None)
+        return None if place is None else PeerPlace(place, certain=self._holders.created_in(peer.tcp) is not None)
 
     async def _search_all(self) -> None:
         while self._wanted:

@@ -30,6 +30,9 @@ class Holders(SocketHolders):
 
     held: set[Place]
 
+    def created_in(self, owner: SocketOwner) -> int | None:
+        return owner.cgroup_id
+
     def places(self, wanted: Collection[SocketOwner]) -> dict[SocketOwner, set[Place]]:
         return {owner: set(self.held) for owner in wanted}
 

@@ -25,6 +25,9 @@ class Holders(SocketHolders):
         self.passes: list[int] = []
         self.may_end = threading.Semaphore(0)
 
+    def created_in(self, owner: SocketOwner) -> int | None:
+        return owner.cgroup_id
+
     def places(self, wanted: Collection[SocketOwner]) -> dict[SocketOwner, set[Place]]:
         self.passes.append(len(wanted))
         assert self.may_end.acquire(timeout=patient(10))
