@@ -40,6 +40,7 @@ class PeerPlaces:
         self._wanted: dict[SocketOwner, asyncio.Future[Place]] = {}
         self._search: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "gpumem-peers")
+        self._rests_until_seconds = 0.0
 
     async def of(self, peer: Peer) -> PeerPlace:
         """Return the place of a peer; unknown if the exporter cannot see which processes hold its socket.
@@ -67,14 +68,17 @@ class PeerPlaces:
         return None if place is None else PeerPlace(place, certain=self._holders.created_in(peer.tcp) is not None)
 
     async def _search_all(self) -> None:
+        loop = asyncio.get_running_loop()
         while self._wanted:
+            # At most half of the time, so that connections without end do not use a core.
+            await asyncio.sleep(self._rests_until_seconds - loop.time())
             wanted, self._wanted = self._wanted, {}
             found: dict[SocketOwner, set[Place]] = {}
+            started_seconds = loop.time()
             try:
-                found = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._holders.places, tuple(wanted)
-                )
+                found = await loop.run_in_executor(self._thread, self._holders.places, tuple(wanted))
             finally:
+                self._rests_until_seconds = 2 * loop.time() - started_seconds
                 for owner, waiting in wanted.items():
                     places = found.get(owner, set())
                     if not waiting.done():

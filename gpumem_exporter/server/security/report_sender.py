@@ -74,7 +74,7 @@ class ReportSenders:
         self._clock = clock
         self._max_known = max_known
         self._own_uid = os.geteuid()
-        self._known: dict[tuple[int, int, int | None], _Known] = {}
+        self._known: dict[tuple[int, int, int | None, Place], _Known] = {}
 
     async def identify(self, identity: ProcessIdentity, peer: Peer) -> ReportedProcess:
         """Return the process of a report. The first report of a connection is decided in a thread, which reads /proc.
@@ -82,7 +82,7 @@ class ReportSenders:
         Raises:
             ForeignProcessError: the sender may not report for this process.
         """
-        key = (identity.pid_namespace, identity.pid, peer.uid)
+        key = (identity.pid_namespace, identity.pid, peer.uid, peer.place)
         known, now = self._known.get(key), self._clock()
         if known is None or known.start_time_ticks != identity.start_time_ticks or not _valid(known, peer, now):
             place: PeerPlace | None = None

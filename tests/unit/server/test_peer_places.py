@@ -9,6 +9,8 @@ import threading
 from collections.abc import Collection
 from pathlib import Path
 
+import pytest
+
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.host.places import Places
 from gpumem_exporter.host.sockets import SocketHolders
@@ -82,8 +84,13 @@ def test_the_holder_of_a_socket_is_found_and_no_process_after_it_was_closed() ->
             assert holders.places([owner]) == {owner: set()}
 
 
-def test_a_process_that_exited_before_its_connection_was_accepted_is_unknown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel", ["6.5", "before"])
+def test_a_process_that_exited_before_its_connection_was_accepted_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
     """Its pid may be that of another process by then."""
+    if kernel == "before":
+        monkeypatch.setattr("gpumem_exporter.server.security.peer.peer_pidfd", lambda _: None)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         server.listen()
