@@ -3,9 +3,9 @@
     python -m benchmarks.senders [--quick] [--json]
 
 The kernel is asked for the user of each new connection, which is compared with opening and accepting the connection.
-On the unix socket the namespaces of the process are read too, because this process has the exporter's own user.
-The first report of a connection is decided with /proc, which is compared with reading the report. So are all later
-reports, whose decision is known.
+On the unix socket the place of the process is read too: its namespaces and its cgroup. The first report
+of a connection is decided with /proc, which is compared with reading the report: over loopback it reads the descriptors
+of the process as well. So are all later reports, whose decision is known.
 """
 
 from __future__ import annotations

@@ -10,9 +10,20 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Caller", "CallerKind", "Rights"]
+from gpumem_exporter.core.place import HERE, Place
+
+__all__ = ["Caller", "CallerKind", "Rights", "share_of"]
 
 _MAX_ALERT_NAME = 128
+
+
+def share_of(key: str) -> str:
+    """Return the holder of one share of every limit for a `Caller.key`.
+
+    It is the container, whose root can become every uid, or the key outside of containers.
+    """
+    _, of_container, container = key.partition(":container:")
+    return f"container:{container}" if of_container else key
 
 
 class CallerKind(Enum):
@@ -38,7 +49,7 @@ class Rights(Enum):
     ALL = "all"
     """Every process, and the exporter itself."""
     OWN = "own"
-    """The processes of its own user."""
+    """The processes of its own user; in a container only those in the same container, and all of them for root."""
     NONE = "none"
 
 
@@ -54,8 +65,7 @@ class Caller:
         host: Address of a TCP peer; else empty.
         name: Name of the policy's rule or of the alert; else empty.
         token: Name of the token's file; empty without a token.
-        container: For root outside the exporter's namespaces, the id of its container or its PID namespace, empty if
-            unknown; else None.
+        place: Where the caller runs, for a user of this machine.
         sender: The client that sent the alert; else None.
     """
 
@@ -66,7 +76,7 @@ class Caller:
     host: str = ""
     name: str = ""
     token: str = ""
-    container: str | None = None
+    place: Place = HERE
     sender: Caller | None = None
 
     @classmethod
@@ -92,7 +102,12 @@ class Caller:
             return f"{self.kind.value}:{self.name}"
         if self.uid is None:
             return f"{self.kind.value}:{self.host}"
-        return f"uid:{self.uid}" if self.container is None else f"uid:{self.uid}:container:{self.container}"
+        return f"uid:{self.uid}" if self.place.here else f"uid:{self.uid}:container:{self.place.container}"
+
+    @property
+    def share(self) -> str:
+        """The holder of one share of every limit: see `share_of`."""
+        return share_of(self.key)
 
     def __str__(self) -> str:
         if self.kind is CallerKind.POLICY:
@@ -108,4 +123,4 @@ class Caller:
         text = f"{self.kind.value}:uid={self.uid}"
         if self.kind is CallerKind.UNIX:
             text += f":pid={self.pid}"
-        return text if self.container is None else f"{text}:container={self.container[:12] or 'unknown'}"
+        return text if self.place.here else f"{text}:container={self.place}"

@@ -153,7 +153,7 @@ class Dispatcher:
         # A dry run reaches no process, so it counts for its caller only.
         if not request.dry_run:
             self._require_room(requested_by, len(selection.reporting))
-        self._limits.take(requested_by.key, () if request.dry_run else selection.limit_keys())
+        self._limits.take(requested_by.share, () if request.dry_run else selection.limit_keys())
         running = self._open(request, selection, guard)
         self._actions.start(running, request, idempotency_key)
         self._create_parts(running, request, selection)
@@ -187,9 +187,9 @@ class Dispatcher:
             raise ActionNotAllowedError(f"{action} is not allowed here; --action.allow has {allowed}")
 
     def _require_room(self, caller: Caller, processes: int) -> None:
-        under_way = self._actions.under_way(caller.key)
+        under_way = self._actions.under_way(caller.share)
         if under_way and under_way + processes > MAX_UNDER_WAY:
-            raise TooManyActionsError(f"{caller.key} has running actions on {under_way} processes; cancel some", 1.0)
+            raise TooManyActionsError(f"{caller.share} has running actions on {under_way} processes; cancel some", 1.0)
 
     def _open(self, request: ActionRequest, selection: Selection, guard: StartGuard) -> RunningAction:
         requested_by, now = guard.caller, self._clock()

@@ -61,7 +61,7 @@ class StartGuard:
             for engine in snapshot.starting
             if engine.uuid in devices
             and (engine.host_pid is None or engine.host_pid not in ended)
-            and not (self.force and _may_spoil(self.caller, engine, snapshot))
+            and not (self.force and _may_spoil(self.caller, engine))
         )
 
     def require_permission(self, engines: Sequence[StartingEngine], described: str) -> None:
@@ -129,7 +129,7 @@ def waits(
             facts = snapshot.node.facts.get(engine.host_pid)
         name = names.get(reporter.key) if reporter is not None else None
         pid = json_pid(name) if name is not None else engine.host_pid or (reporter.key.pid if reporter else 0)
-        hidden = viewer is not None and not _may_spoil(viewer, engine, snapshot)
+        hidden = viewer is not None and not _may_spoil(viewer, engine)
         found[pid, engine.uuid] = EngineWait(
             pid=pid,
             title="" if hidden else (facts.command if facts is not None else "") or engine.title,
@@ -160,12 +160,11 @@ def refusal(action_id: str, waiting: Sequence[EngineWait]) -> CommandResult:
     return CommandResult(action_id, "refused", reason, ReasonCode.ENGINE_STARTING)
 
 
-def _may_spoil(caller: Caller, engine: StartingEngine, snapshot: Snapshot) -> bool:
+def _may_spoil(caller: Caller, engine: StartingEngine) -> bool:
     """Return whether an engine is the caller's own, or the caller may act on every process."""
     if caller.rights is not Rights.OWN:
         return caller.rights is Rights.ALL
     if engine.reporter is not None:
-        return may_act_on(caller, engine.reporter, snapshot)
-    if caller.uid is None or engine.owner_uid != caller.uid:
-        return False
-    return caller.container is None or (bool(caller.container) and caller.container == engine.container_id)
+        return may_act_on(caller, engine.reporter)
+    # The driver's list has no place: only a user outside of containers owns its processes wherever they run.
+    return caller.place.here and caller.uid is not None and engine.owner_uid == caller.uid

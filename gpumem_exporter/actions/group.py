@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.results import unsupported
 from gpumem_exporter.actions.targets import SelectedProcess, select_reporting
@@ -16,27 +17,46 @@ __all__ = ["GROUP_LEAD_SECONDS", "group_of", "group_step", "require_in_time"]
 GROUP_LEAD_SECONDS = 5.0
 """The minimum time until a group's step: enough to reach every rank, and to withdraw the commands again."""
 
+_MAX_SHOWN = 8
+"""The owners, and the processes of each, that a message names."""
 
-def group_of(selected: Sequence[SelectedProcess], snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
-    """Return every process of the selected processes' workload and user.
 
-    The workload is only a label, which the processes of another user may have as well.
+def group_of(
+    selected: Sequence[SelectedProcess], target: Target, caller: Caller, snapshot: Snapshot
+) -> tuple[SelectedProcess, ...]:
+    """Return every process of the selected processes' workload and owner.
+
+    The workload is only a label, which the processes of another user or container may have as well. If there are
+    several owners, a user's group is its own outside of containers. Otherwise the target must name the processes.
 
     Raises:
-        GroupIncompleteError: they have several workloads or users, or no workload.
+        GroupIncompleteError: they have several workloads or owners, or no workload.
     """
     workloads = sorted({one.process.report.process.workload for one in selected})
     if len(workloads) > 1 or not workloads[0]:
         named = ", ".join(workload or "(none)" for workload in workloads)
         raise GroupIncompleteError(f"a group is one workload; the target has {named}")
-    owners = {one.process.owner_uid for one in selected}
-    if len(owners) > 1:
-        named = ", ".join(sorted("unknown" if uid is None else str(uid) for uid in owners))
-        raise GroupIncompleteError(
-            f"a group belongs to one user; the target has processes of the uids {named}: name a process with pid"
-        )
+    owners = {one.process.key.owner for one in selected}
+    own = (caller.uid, caller.place)
+    if len(owners) > 1 and not target.pid:
+        if caller.rights is not Rights.OWN or own not in owners:
+            raise GroupIncompleteError(
+                f"a group belongs to one user and one container; the target has processes of {_named(selected)}: name "
+                "its processes with pid, or its user"
+            )
+        owners = {own}
     ranks = select_reporting(Target(workload=workloads[0]), snapshot)
-    return tuple(rank for rank in ranks if rank.process.owner_uid in owners)
+    return tuple(rank for rank in ranks if rank.process.key.owner in owners)
+
+
+def _named(selected: Sequence[SelectedProcess]) -> str:
+    """Return the owners of processes with the names of the processes."""
+    pids: dict[str, list[str]] = {}
+    for one in selected:
+        uid, place = one.process.key.owner
+        owner = "an unknown user" if uid is None else f"uid {uid}"
+        pids.setdefault(owner + (f" in container {place}" if place.container else ""), []).append(str(one.pid))
+    return ", ".join(f"{owner} (pid {', '.join(pids[owner][:_MAX_SHOWN])})" for owner in sorted(pids)[:_MAX_SHOWN])
 
 
 def group_step(request: ActionRequest, ranks: Sequence[SelectedProcess], now_seconds: float) -> int:

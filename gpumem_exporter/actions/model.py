@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from gpumem_exporter.actions.caller import share_of
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.wire.protocol import SnapshotFile
@@ -94,6 +95,11 @@ class Action:
     """Whether a process may still report `still_free_bytes`. The state does not wait for it."""
     waits_for: tuple[EngineWait, ...] = ()
     """The engines whose start it waits for now, or for a dry run would wait for."""
+
+    @property
+    def share(self) -> str:
+        """The holder of the share of every limit that the action uses."""
+        return share_of(self.caller)
 
     @property
     def freed_bytes(self) -> int | None:

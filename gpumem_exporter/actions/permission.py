@@ -1,13 +1,12 @@
 """Decides what a caller may do: which actions, and on which processes. Pure.
 
 A caller with `Rights.ALL` may request every action of `--action.allow` on every process. A caller with `Rights.OWN` may
-request those that only affect its own processes. The owner of a process is the uid that the kernel names.
+request those that only affect its own processes. The owner of a process is the uid and the place that the kernel names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.model import Action
@@ -15,7 +14,6 @@ from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError
-from gpumem_exporter.procfs import pid_namespace
 
 __all__ = ["may_act_on", "may_see", "permitted_actions", "permitted_processes", "require_permission"]
 
@@ -34,7 +32,7 @@ def permitted_actions(caller: Caller, allowed: Iterable[str]) -> tuple[str, ...]
 
 def permitted_processes(caller: Caller, snapshot: Snapshot) -> int:
     """Return the number of reporting processes that the caller may act on."""
-    return sum(may_act_on(caller, process, snapshot) for _, process in Names.of(snapshot).reporting)
+    return sum(may_act_on(caller, process) for _, process in Names.of(snapshot).reporting)
 
 
 def require_permission(caller: Caller, request: ActionRequest) -> None:
@@ -54,29 +52,19 @@ def require_permission(caller: Caller, request: ActionRequest) -> None:
         )
 
 
-def may_act_on(caller: Caller, process: ReportingProcess, snapshot: Snapshot) -> bool:
+def may_act_on(caller: Caller, process: ReportingProcess) -> bool:
     """Return whether a process is a possible target of a caller.
 
-    Root of a container owns the processes of root in the same container, and none of the exporter's PID namespace.
+    Outside of containers, a user owns its processes wherever they run, as with kill(2). In a container, a user owns its
+    processes in the same container, and root owns all processes there.
     """
     if caller.rights is not Rights.OWN:
         return caller.rights is Rights.ALL
-    if caller.uid is None or process.owner_uid != caller.uid:
+    if caller.uid is None or not process.attested or not caller.place.reaches(process.key.place):
         return False
-    if caller.container is None:
-        return True
-    if process.key.pid_namespace in (0, _own_pid_namespace()):
-        return False
-    facts = snapshot.node.facts.get(process.host_pid) if snapshot.node and process.host_pid is not None else None
-    by_cgroup = facts.container_id if facts is not None else ""
-    return bool(caller.container) and caller.container in (by_cgroup, f"pid:[{process.key.pid_namespace}]")
+    return process.owner_uid == caller.uid or (caller.uid == 0 and not caller.place.here)
 
 
 def may_see(caller: Caller, action: Action) -> bool:
     """Return whether the audit log shows an action to a caller."""
     return caller.rights is Rights.ALL or (caller.rights is Rights.OWN and action.caller == caller.key)
-
-
-@cache
-def _own_pid_namespace() -> int:
-    return pid_namespace("/proc/self")

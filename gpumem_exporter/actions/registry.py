@@ -65,9 +65,9 @@ class ActionRegistry:
             raise IdempotencyConflictError(f"Idempotency-Key {key!r} was used for another request (action {action_id})")
         return known
 
-    def under_way(self, caller: str) -> int:
-        """Return the number of processes in the running actions of a caller, with and without a result."""
-        return sum(running.size for running in self._running.values() if running.action.caller == caller)
+    def under_way(self, share: str) -> int:
+        """Return the number of processes in the running actions of a share, with and without a result."""
+        return sum(running.size for running in self._running.values() if running.action.share == share)
 
     def start(self, running: RunningAction, request: ActionRequest, key: str | None) -> None:
         """Add a new action."""
@@ -116,8 +116,8 @@ class _Kept:
         self._actions: OrderedDict[str, Action] = OrderedDict()
         self._sizes: dict[str, int] = {}
         """By id."""
-        self._of_caller: Counter[str] = Counter()
-        self._bytes_of_caller: Counter[str] = Counter()
+        self._of_share: Counter[str] = Counter()
+        self._bytes_of_share: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[Action]:
         return iter(self._actions.values())
@@ -135,24 +135,24 @@ class _Kept:
         self._count(action, 1, action.kept_bytes)
         forgotten = []
         while len(self._actions) > self._maximum:
-            forgotten.append(self._forget_oldest_of(self._of_caller))
-        while self._bytes_of_caller.total() > self._max_bytes and len(self._actions) > 1:
-            forgotten.append(self._forget_oldest_of(self._bytes_of_caller))
+            forgotten.append(self._forget_oldest_of(self._of_share))
+        while self._bytes_of_share.total() > self._max_bytes and len(self._actions) > 1:
+            forgotten.append(self._forget_oldest_of(self._bytes_of_share))
         return forgotten
 
     def add_oldest(self, action: Action) -> bool:
         """Add an action before all others; return False if there is no room."""
         if len(self._actions) >= self._maximum:
             return False
-        if self._bytes_of_caller.total() + action.kept_bytes > self._max_bytes:
+        if self._bytes_of_share.total() + action.kept_bytes > self._max_bytes:
             return False
         self.add(action)
         self._actions.move_to_end(action.id, last=False)
         return True
 
-    def _forget_oldest_of(self, callers: Counter[str]) -> Action:
-        caller = max(callers, key=callers.__getitem__)
-        oldest = next(action for action in self._actions.values() if action.caller == caller)
+    def _forget_oldest_of(self, shares: Counter[str]) -> Action:
+        share = max(shares, key=shares.__getitem__)
+        oldest = next(action for action in self._actions.values() if action.share == share)
         del self._actions[oldest.id]
         self._count(oldest, -1, -self._sizes.pop(oldest.id))
         return oldest
@@ -160,7 +160,7 @@ class _Kept:
     def _count(self, action: Action, number: int, size: int) -> None:
         if number > 0:
             self._sizes[action.id] = size
-        self._of_caller[action.caller] += number
-        self._bytes_of_caller[action.caller] += size
-        if not self._of_caller[action.caller]:
-            del self._of_caller[action.caller], self._bytes_of_caller[action.caller]
+        self._of_share[action.share] += number
+        self._bytes_of_share[action.share] += size
+        if not self._of_share[action.share]:
+            del self._of_share[action.share], self._bytes_of_share[action.share]

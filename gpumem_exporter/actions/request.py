@@ -45,7 +45,7 @@ _MAX_VALUES = 1000
 _MAX_TARGET_BYTES = 16 << 10
 """The events of an action have its target, and an event has at most 64 KiB."""
 _MAX_PID = 2**31 - 1
-_PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10})?)?")
+_PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?")
 _ACTIONS_OF_OPTION = {
     "fraction": ("set_memory_fraction",),
     "force": ("empty_cache", "set_memory_fraction", "terminate"),
@@ -68,7 +68,7 @@ class Target:
     gpu: tuple[str, ...]
     uuid: tuple[str, ...]
     pid: tuple[str, ...]
-    """Names of `core.naming`: "4711", or "1@4026532007"."""
+    """Names of `core.naming`: "4711", or "1@4026532007:1001"."""
     workload: tuple[str, ...]
     rank: tuple[str, ...]
     user: tuple[str, ...]
@@ -195,7 +195,7 @@ def _expected_name(selector: str, value: str) -> str:
 def _expected_pid(value: str) -> str:
     found = _PID.fullmatch(value)
     valid = found is not None and int(found[1]) <= _MAX_PID
-    return "" if valid else f"an integer from 1 to {_MAX_PID}, or a string such as 1@4026532007"
+    return "" if valid else f"an integer from 1 to {_MAX_PID}, or a string such as 1@4026532007:1001"
 
 
 def _invalid_values(request: ActionRequest) -> Iterator[InvalidField]:

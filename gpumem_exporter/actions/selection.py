@@ -69,7 +69,7 @@ def select(
         GroupIncompleteError: a rank of the group cannot take part.
     """
     reporting = Names.of(snapshot).reporting
-    permitted = [(name, process) for name, process in reporting if may_act_on(caller, process, snapshot)]
+    permitted = [(name, process) for name, process in reporting if may_act_on(caller, process)]
     shown = permitted if hide_identities else reporting
     if request.target.given():
         _require_known(request, snapshot, permitted, shown)
@@ -77,7 +77,7 @@ def select(
     listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
     if not matching and not listed:
         raise TargetNotFoundError(mismatch(request.target, shown))
-    selected = _permitted(matching, caller, snapshot)
+    selected = _permitted(matching, caller)
     if not selected and not listed:
         raise ActionForbiddenError(
             f"{request.target.describe()} matches only processes of others; "
@@ -86,7 +86,7 @@ def select(
         )
     if not request.group:
         return Selection(snapshot, selected, listed, None)
-    ranks = _permitted(group_of(selected, snapshot), caller, snapshot)
+    ranks = _permitted(group_of(selected, request.target, caller, snapshot), caller)
     return Selection(snapshot, ranks, (), group_step(request, ranks, now_seconds))
 
 
@@ -100,9 +100,7 @@ def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Repor
         raise TargetNotFoundError(unknown)
 
 
-def _permitted(
-    processes: tuple[SelectedProcess, ...], caller: Caller, snapshot: Snapshot
-) -> tuple[SelectedProcess, ...]:
+def _permitted(processes: tuple[SelectedProcess, ...], caller: Caller) -> tuple[SelectedProcess, ...]:
     if caller.rights is Rights.ALL:
         return processes
-    return tuple(one for one in processes if may_act_on(caller, one.process, snapshot))
+    return tuple(one for one in processes if may_act_on(caller, one.process))

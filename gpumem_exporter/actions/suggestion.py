@@ -77,7 +77,7 @@ def _jobs(selected: Iterable[SelectedProcess]) -> list[list[SelectedProcess]]:
     jobs: dict[Hashable, list[SelectedProcess]] = {}
     for one in selected:
         workload = one.process.report.process.workload
-        jobs.setdefault((workload, one.process.owner_uid) if workload else one.pid, []).append(one)
+        jobs.setdefault((workload, one.process.key.owner) if workload else one.pid, []).append(one)
     return list(jobs.values())
 
 

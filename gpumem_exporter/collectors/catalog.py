@@ -152,8 +152,8 @@ PROCESS_INFO = _gauge(
     "gpumem_process_info",
     "Description of a process on the devices; the value is always 1, with one series per pid. reporting is true while"
     " the process reports its allocator. command is program and script without arguments. pid is the host's. If that"
-    " is unknown, it is the process' own pid, followed by @ and the inode of its PID namespace if another process on"
-    " the node has the same pid. Join on pid.",
+    " is unknown, it is the process' own pid, followed by @, the inode of its PID namespace, and : and the uid of its"
+    " connection if the kernel names it. Join on pid.",
     (
         *_REPORTER,
         "command",

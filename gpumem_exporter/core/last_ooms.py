@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
@@ -12,7 +13,7 @@ __all__ = ["MAX_SHOWN", "SHOWN_SECONDS", "LastOoms"]
 SHOWN_SECONDS = 3600.0
 """Seconds for which an error is shown: long enough for a scrape, an alert and a person."""
 MAX_SHOWN = 256
-"""The maximum number of errors that are shown; the oldest are dropped first."""
+"""The maximum number of errors that are shown; the owner with the most loses its oldest first."""
 
 
 class LastOoms:
@@ -50,6 +51,19 @@ class LastOoms:
         return self._shown
 
     def _keep(self, ooms: Iterable[LastOom]) -> None:
-        self._shown = tuple(sorted(ooms, key=attrgetter("happened_seconds"))[-MAX_SHOWN:])
+        ordered = sorted(ooms, key=attrgetter("happened_seconds"))
+        counts = Counter(oom.owner for oom in ordered)
+        dropped: Counter[str] = Counter()
+        for _ in range(len(ordered) - MAX_SHOWN):
+            largest = max(counts, key=counts.__getitem__)
+            counts[largest] -= 1
+            dropped[largest] += 1
+        shown = []
+        for oom in ordered:
+            if dropped[oom.owner]:
+                dropped[oom.owner] -= 1
+            else:
+                shown.append(oom)
+        self._shown = tuple(shown)
         self._ooms = {(oom.uuid, oom.pid): oom for oom in self._shown}
         self._expires_seconds = self._shown[0].happened_seconds + SHOWN_SECONDS if self._shown else float("inf")

@@ -6,24 +6,22 @@ process that the caller saw. The rules:
 - The name of a reporter with a known host pid is that pid. If two reporters have the same host pid, the pid was reused
   and the first reporter has not expired yet. The one that reported last gets the name, and the other is left out. A
   reporter is also left out if the host shows that its pid belongs to a process that started later.
-- The name of a reporter without a known host pid is its own pid. That pid may also belong to a process of the driver's
-  list or to a reporter in another PID namespace (in a container, the first process has pid 1). Then the name of each
-  such reporter is `pid@namespace`, so no reporter is lost and none continues the series of another. If reports of
-  several users name the same pid there, all but an unattested one are `pid@namespace:uid`.
+- The pid of a reporter without a known host pid is only its claim, in a PID namespace that it claims too. Its name is
+  `pid@namespace:uid`, or `pid@namespace` if only a token vouches for it. In a container that the exporter sees, the
+  container follows: `pid@namespace:uid:container`. The name depends on no other process, so no report of another user
+  changes it, hides the process or continues its series.
 
 A name is text on the metrics page. In JSON it is a number if possible: 4711, or "1@4026532007".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
-from gpumem_exporter.core.samples import NodeReading, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.core.samples import ReportingProcess, SilentReporter, Snapshot
 
-__all__ = ["AmbiguousPids", "Names", "ambiguous_pids", "command_of", "json_pid", "pid_order", "reporter_name"]
+__all__ = ["Names", "command_of", "json_pid", "pid_order", "reporter_name"]
 
 _RAY = "ray::"
 """The start of the titles of Ray's workers."""
@@ -47,64 +45,25 @@ class Names:
     @classmethod
     def _of(cls, snapshot: Snapshot) -> Names:
         processes, silents = _represented(snapshot)
-        ambiguous = _ambiguous((*processes, *silents), snapshot.node)
         # Of several reporters with one name, the one that reported last gets it; an attested one before others.
         processes.sort(key=attrgetter("attested", "received_seconds"))
         silents.sort(key=attrgetter("last_report_unix_seconds"))
-        reporting = {reporter_name(process, ambiguous): process for process in processes}
-        silent = {reporter_name(reporter, ambiguous): reporter for reporter in silents}
+        reporting = {reporter_name(process): process for process in processes}
+        silent = {reporter_name(reporter): reporter for reporter in silents}
         return cls(
             tuple((name, reporting[name]) for name in sorted(reporting, key=pid_order)),
             tuple((name, silent[name]) for name in sorted(silent.keys() - reporting, key=pid_order)),
         )
 
 
-class AmbiguousPids(NamedTuple):
-    """The pids that do not name a reporter without a known host pid."""
-
-    pids: frozenset[int]
-    """They need the namespace."""
-    contested: frozenset[tuple[int, int]]
-    """Namespaces and pids that reports of several users name. They need the user as well."""
-
-
-def reporter_name(reporter: ReportingProcess | SilentReporter, ambiguous: AmbiguousPids) -> str:
-    """Return the name of a reporter.
-
-    Args:
-        reporter: the reporter.
-        ambiguous: the result of `ambiguous_pids`; it matters only if the host pid is unknown.
-    """
-    namespace, pid, owner_uid = reporter.key
-    if reporter.host_pid is None and pid in ambiguous.pids:
-        owner = f":{owner_uid}" if owner_uid is not None and (namespace, pid) in ambiguous.contested else ""
-        return f"{pid}@{namespace}{owner}"
-    return str(pid if reporter.host_pid is None else reporter.host_pid)
-
-
-def ambiguous_pids(snapshot: Snapshot) -> AmbiguousPids:
-    """Return the pids that need more in the name of a reporter without a known host pid."""
-    processes, silents = _represented(snapshot)
-    return _ambiguous((*processes, *silents), snapshot.node)
-
-
-def _ambiguous(reporters: Iterable[ReportingProcess | SilentReporter], node: NodeReading | None) -> AmbiguousPids:
-    claims: dict[int, list[int]] = {}
-    """The namespaces of each pid, once for each owner."""
-    hosts: set[int] = set()
-    for reporter in reporters:
-        if reporter.host_pid is None:
-            claims.setdefault(reporter.key.pid, []).append(reporter.key.pid_namespace)
-        else:
-            hosts.add(reporter.host_pid)
-    if not claims:
-        return AmbiguousPids(frozenset(), frozenset())
-    for device in node.devices if node is not None and node.up else ():
-        hosts.update(listed.pid for listed in device.processes or ())
-    return AmbiguousPids(
-        frozenset(pid for pid, claimed in claims.items() if len(claimed) > 1 or pid in hosts),
-        frozenset((each, pid) for pid, claimed in claims.items() for each in claimed if claimed.count(each) > 1),
-    )
+def reporter_name(reporter: ReportingProcess | SilentReporter) -> str:
+    """Return the name of a reporter."""
+    if reporter.host_pid is not None:
+        return str(reporter.host_pid)
+    namespace, pid, owner_uid, place = reporter.key
+    if owner_uid is None:
+        return f"{pid}@{namespace}"
+    return f"{pid}@{namespace}:{owner_uid}" + (f":{place}" if place.container else "")
 
 
 def command_of(host_command: str, reported_command: str) -> str:
@@ -117,13 +76,14 @@ def command_of(host_command: str, reported_command: str) -> str:
     return host_command or reported_command
 
 
-def pid_order(pid: str) -> tuple[int, int, int]:
-    """Return a sort key for a name: by pid, then a plain pid before `pid@namespace`, then by user."""
-    number, at, place = pid.partition("@")
+def pid_order(pid: str) -> tuple[int, int, int, str]:
+    """Return a sort key for a name: by pid, then a plain pid before `pid@namespace`, then by user and container."""
+    number, at, rest = pid.partition("@")
     if not at:
-        return int(number), -1, -1
-    namespace, _, owner_uid = place.partition(":")
-    return int(number), int(namespace), int(owner_uid or -1)
+        return int(number), -1, -1, ""
+    namespace, _, owner = rest.partition(":")
+    owner_uid, _, container = owner.partition(":")
+    return int(number), int(namespace), int(owner_uid or -1), container
 
 
 def json_pid(pid: str) -> int | str:

@@ -6,10 +6,11 @@ exporter's monotonic clock unless the name contains `unix`. None means that a va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.wire.protocol import Report
 
 __all__ = [
@@ -137,14 +138,26 @@ class NodeReading:
 class ProcessKey(NamedTuple):
     """The key of a reporter in the store: a pid identifies one process at a time within its PID namespace.
 
-    The namespace and the pid are claims of the report. The owner is part of the key, so that no user can replace, end
-    or hide a report of another user.
+    The namespace and the pid are claims of the report. The owner and the place are part of the key, so that no user can
+    replace, end or hide a report of another user, and no container one of another place.
     """
 
     pid_namespace: int
     pid: int
     owner_uid: int | None = None
     """The user of the process, according to the kernel; None if only a token vouches for the report."""
+    place: Place = UNKNOWN
+    """Where the process runs; where its sender runs if the exporter cannot see the process."""
+
+    @property
+    def owner(self) -> tuple[int | None, Place]:
+        """The user and the place: a group's processes have both in common."""
+        return self.owner_uid, self.place
+
+    @property
+    def share(self) -> Hashable:
+        """The holder of one share of every limit: a container, whose root can become every uid, otherwise a user."""
+        return self.place.container or self.owner_uid
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +177,11 @@ class ReportingProcess:
     def owner_uid(self) -> int | None:
         """The user of the process, according to the kernel; None if only a token vouches for the report."""
         return self.key.owner_uid
+
+    @property
+    def seen(self) -> bool:
+        """Whether /proc shows the process that the report describes."""
+        return self.host_pid is not None
 
     @property
     def attested(self) -> bool:
@@ -233,6 +251,8 @@ class LastOom:
     reserved_bytes: int | None = None
     reclaimable_bytes: int | None = None
     fragmented_bytes: int | None = None
+    owner: str = ""
+    """The holder of one share of the errors that are shown; see `ProcessKey.share`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +270,6 @@ class StartingEngine:
     """The engine counts as started at this time, if not before."""
     owner_uid: int | None = None
     """The user of the process; None if it is unknown."""
-    container_id: str = ""
     reporter: ReportingProcess | None = field(default=None, compare=False)
     """The process, if its own report says that the engine starts."""
 

@@ -142,7 +142,6 @@ class StartingEngines:
                     title=facts.command,
                     until_seconds=(facts.started_seconds or 0.0) + TITLED_START_SECONDS,
                     owner_uid=facts.uid,
-                    container_id=facts.container_id,
                 )
 
 

@@ -1,7 +1,10 @@
 """The store of the last driver reading and of each process' last report.
 
-Each process has an owner, its user. No report of one user changes what the store has of another. All reports that only
-a token vouches for have the same owner.
+Each process has an owner: its user and its place. No report of one owner changes what the store has of another. All
+reports that only a token vouches for have the same owner.
+
+If there is no room, a process that /proc shows takes the place of one that it does not show, which any client can
+invent, and the largest share loses to smaller ones. A container has one share, because its root can become every uid.
 
 The poller and the report route write to it; readers take a snapshot. The store is thread-safe: the poller writes from
 its thread, everything else from the event loop. No method does I/O.
@@ -11,11 +14,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from gpumem_exporter.core.last_ooms import LastOoms
 from gpumem_exporter.core.pairing import Pairing
+from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.core.report_size import page_bytes, share_bytes
 from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.core.starting_engines import StartingEngines
@@ -28,11 +32,24 @@ __all__ = ["Store"]
 @dataclass(frozen=True, slots=True)
 class _Entry:
     process: ReportingProcess
-    seniority: tuple[int, float]
-    """Orders the sessions of one pid: the later process comes last, then the later reporter."""
+    seniority: tuple[bool, int, float]
+    """Orders the sessions of one pid: a process that /proc shows comes last, then the later process and reporter."""
     page_bytes: int
     starting_since_seconds: float | None = None
     """Since when the session reports that its engine starts; None if it does not."""
+
+    @property
+    def rank(self) -> int:
+        return _rank(self.process)
+
+    @property
+    def share(self) -> Hashable:
+        return self.process.key.share
+
+
+def _rank(process: ReportingProcess) -> int:
+    """Return how much is known of a process: 2 if /proc shows it, 1 if only the kernel names the sender, else 0."""
+    return 0 if not process.attested else 1 + process.seen
 
 
 class Store:
@@ -73,6 +90,7 @@ class Store:
         now_seconds: float,
         now_unix_seconds: float,
         owner_uid: int | None = None,
+        place: Place = UNKNOWN,
     ) -> ReportingProcess:
         """Store a report and return its process.
 
@@ -81,31 +99,35 @@ class Store:
 
         Raises:
             ReporterSupersededError: a later session, or an attested report, represents this process.
-            TooManyProcessesError: `max_processes`, or the owner's share of the page, is reached.
+            TooManyProcessesError: `max_processes`, or the share of the page, is reached.
             UnknownDeviceError: the driver is up and has none of the devices in the report.
         """
         identity = report.process
-        key = ProcessKey(identity.pid_namespace, identity.pid, owner_uid)
+        key = ProcessKey(identity.pid_namespace, identity.pid, owner_uid, place)
         with self._lock:
             self._expire(now_seconds)
             report = self._without_unknown_devices(report)
+            process = ReportingProcess(key, host_pid, report, now_seconds, now_unix_seconds)
             entry = self._entries.get(key)
             # No reporter started in the future, whatever it claims.
-            seniority = (identity.start_time_ticks, min(identity.session_started_seconds, now_seconds))
+            started_seconds = min(identity.session_started_seconds, now_seconds)
+            seniority = (process.seen, identity.start_time_ticks, started_seconds)
             if entry is not None and entry.process.report.process.session == identity.session:
                 if report.sequence <= entry.process.report.sequence:
                     return entry.process
-                seniority = entry.seniority
-            elif entry is not None and seniority < entry.seniority:
+                seniority = (process.seen, *entry.seniority[1:])
+            elif entry is not None and (seniority < entry.seniority or _may_be_anothers(process)):
                 raise ReporterSupersededError(f"a newer reporter represents pid {identity.pid}")
             size = page_bytes(report)
+            displaced = []
             if entry is None or size > entry.page_bytes:
-                self._require_share(key, size)
-            if entry is None and (displaced := self._displaced_by(key)) is not None:
-                del self._entries[displaced]
-                self._pairing.forget(displaced)
-                self._displaced.append(displaced)
-            process = ReportingProcess(key, host_pid, report, now_seconds, now_unix_seconds)
+                displaced += self._displaced_in_share(process, size)
+            if entry is None:
+                displaced += self._displaced_by(process, displaced)
+            for lost in displaced:
+                del self._entries[lost]
+                self._pairing.forget(lost)
+            self._displaced += displaced
             kept = process.without_messages()
             self._entries[key] = _Entry(kept, seniority, size, _starting_since(entry, process))
             self._silent.pop(key, None)
@@ -169,42 +191,60 @@ class Store:
             return None
         return node
 
-    def _displaced_by(self, key: ProcessKey) -> ProcessKey | None:
-        """Return the process that loses its place to a new one; None if there is room.
+    def _displaced_by(self, process: ReportingProcess, displaced: Collection[ProcessKey]) -> list[ProcessKey]:
+        """Return the processes that lose their place to a new one, besides those that have lost it already.
 
-        An attested report replaces one of the same pid that is not attested. If `max_processes` is reached, the user
-        with the most processes loses its latest to a user with fewer. Reports that are not attested lose first.
+        A process that /proc shows replaces an unattested one of the same pid. If `max_processes` is reached, the least
+        known process loses its place; among equally known ones, the largest share loses its latest to a smaller share.
 
         Raises:
-            ReporterSupersededError: an attested report represents this process.
+            ReporterSupersededError: a process that /proc shows has the pid of an unattested one.
             TooManyProcessesError: no process loses its place.
         """
-        if key.owner_uid is None:
-            if any(each[:2] == key[:2] for each in self._entries):
-                raise ReporterSupersededError(f"pid {key.pid} reports itself, and the kernel attests it")
-        elif (unattested := key._replace(owner_uid=None)) in self._entries:
-            return unattested
-        if len(self._entries) < self.max_processes:
-            return None
-        counts = Counter(each.owner_uid for each in self._entries)
-        largest = None if counts[None] else max(counts, key=counts.__getitem__)
-        if key.owner_uid is None or (largest is not None and counts[largest] <= counts[key.owner_uid] + 1):
+        key, rank = process.key, _rank(process)
+        if rank == 0 and any(each[:2] == key[:2] and entry.rank == 2 for each, entry in self._entries.items()):
+            raise ReporterSupersededError(f"pid {key.pid} reports itself, and the kernel attests it")
+        unattested = ProcessKey(key.pid_namespace, key.pid)
+        if rank == 2 and unattested in self._entries and unattested not in displaced:
+            return [unattested]
+        if len(self._entries) - len(displaced) < self.max_processes:
+            return []
+        lowest = min(entry.rank for entry in self._entries.values())
+        candidates = [entry for entry in self._entries.values() if entry.rank == lowest]
+        counts = Counter(entry.share for entry in candidates)
+        largest = max(counts, key=counts.__getitem__)
+        if lowest > rank or (lowest == rank and counts[largest] <= counts[key.share] + 1):
             raise TooManyProcessesError(
                 f"{len(self._entries)} processes report already; raise --report.max-processes to accept more"
             )
-        return next(each for each in reversed(self._entries) if each.owner_uid == largest)
+        return [next(entry.process.key for entry in reversed(candidates) if entry.share == largest)]
 
-    def _require_share(self, key: ProcessKey, size: int) -> None:
-        """Raise if the reports of the owner would take more than its share of the page."""
-        share = share_bytes(self.max_processes)
-        others = (entry for each, entry in self._entries.items() if each.owner_uid == key.owner_uid and each != key)
+    def _displaced_in_share(self, process: ReportingProcess, size: int) -> list[ProcessKey]:
+        """Return the processes of the same share that lose their place, because the share of the page is exceeded.
+
+        Only a process that /proc shows displaces others, the latest of those that it does not show.
+
+        Raises:
+            TooManyProcessesError: the share is still exceeded.
+        """
+        share, rank, displaced = share_bytes(self.max_processes), _rank(process), []
+        others = [e for e in self._entries.values() if e.share == process.key.share and e.process.key != process.key]
         total = size + sum(entry.page_bytes for entry in others)
+        for entry in reversed(others):
+            if total <= share:
+                break
+            if entry.rank < rank == 2:
+                displaced.append(entry.process.key)
+                total -= entry.page_bytes
         if total > share:
+            key = process.key
             owner = "reporters with the token" if key.owner_uid is None else f"uid {key.owner_uid}"
+            owner = f"container {key.place}" if key.place.container else owner
             raise TooManyProcessesError(
-                f"the series of {owner} would take {total} bytes of the page, and one user's share is {share}; use "
-                "shorter labels and fewer phases, or raise --report.max-processes"
+                f"the series of {owner} would take {total} bytes of the page, and one share is {share}; use shorter "
+                "labels and fewer phases, or raise --report.max-processes"
             )
+        return displaced
 
     def _expire(self, now_seconds: float) -> None:
         oldest_seconds = now_seconds - self.report_expiry_seconds
@@ -221,8 +261,10 @@ class Store:
                 last_report_unix_seconds=process.received_unix_seconds,
             )
             while len(self._silent) > self.max_processes:
-                (largest, _), *_ = Counter(key.owner_uid for key in self._silent).most_common(1)
-                del self._silent[next(key for key in self._silent if key.owner_uid == largest)]
+                unseen = [key for key, silent in self._silent.items() if silent.host_pid is None]
+                candidates = unseen or list(self._silent)
+                (largest, _), *_ = Counter(key.share for key in candidates).most_common(1)
+                del self._silent[next(key for key in candidates if key.share == largest)]
 
     def _without_unknown_devices(self, report: Report) -> Report:
         node = self._node
@@ -247,3 +289,8 @@ def _starting_since(before: _Entry | None, process: ReportingProcess) -> float |
         since_seconds = before.starting_since_seconds
         return process.received_seconds if since_seconds is None else since_seconds
     return process.received_seconds
+
+
+def _may_be_anothers(process: ReportingProcess) -> bool:
+    """Return whether another session of a pid may be another process: nothing but the uid is known of its sender."""
+    return process.attested and not process.seen and not process.key.place.known

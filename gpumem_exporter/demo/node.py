@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.demo.reporter import NodeReporter
@@ -152,6 +153,10 @@ class DemoHost:
     def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:  # noqa: ARG002 - as above
         """Return the exporter's uid for a simulated process: the exporter itself reports them."""
         return None if host_pid is None else os.geteuid()
+
+    def place(self, host_pid: int) -> Place:  # noqa: ARG002 - as above
+        """Return the exporter's place, where the simulated processes are."""
+        return HERE
 
     def program(self, host_pid: int) -> int | None:  # noqa: ARG002 - part of the interface
         """Return None: simulated processes never exec."""

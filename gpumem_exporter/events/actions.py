@@ -35,7 +35,7 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
         "action",
         finished_unix_seconds,
         **_about(results),
-        owner=action.caller,
+        owner=action.share,
         detail={
             **_common_detail(action),
             "state": action.state,
@@ -56,7 +56,7 @@ def requested_event(submitted: SubmittedAction) -> Event:
         pid=_one_of([pid for pid, _, _ in submitted.processes]),
         workload=_one_of(workload for _, workload, _ in submitted.processes),
         rank=_one_of(rank for _, _, rank in submitted.processes),
-        owner=submitted.action.caller,
+        owner=submitted.action.share,
         detail={
             **_common_detail(submitted.action),
             "request": request,
@@ -92,7 +92,7 @@ def policy_stopped_event(stop: Stop, stopped_unix_seconds: float) -> Event:
         "policy_stopped",
         stopped_unix_seconds,
         **_about(stop.action.results),
-        owner=stop.action.caller,
+        owner=stop.action.share,
         detail={
             "rule": stop.rule.name,
             "action": stop.action.action,

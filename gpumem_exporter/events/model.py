@@ -81,7 +81,9 @@ class Page:
 
 
 def owner_of(process: ReportingProcess) -> str:
-    """Return the owner of the events about a process."""
+    """Return the owner of the events about a process: the holder of its share, as `Caller.share` spells it."""
+    if process.key.place.container:
+        return f"container:{process.key.place.container}"
     return "unattested" if process.owner_uid is None else f"uid:{process.owner_uid}"
 
 

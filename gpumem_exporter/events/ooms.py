@@ -110,6 +110,7 @@ def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: flo
             number=event.detail["number"],
             happened_seconds=now_seconds - max(0.0, now_unix_seconds - event.time_unix_seconds),
             happened_unix_seconds=event.time_unix_seconds,
+            owner=event.owner,
             **{name: event.detail[name] for name in _ERROR_VALUES},
             **{name: (event.detail["allocator"] or {}).get(name) for name in _ALLOCATOR_VALUES},
         )

@@ -6,31 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from gpumem_exporter.actions.model import Action, SubmittedAction
-from gpumem_exporter.core.naming import AmbiguousPids, ambiguous_pids, json_pid, reporter_name
+from gpumem_exporter.core.naming import json_pid, reporter_name
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.actions import action_event, requested_event
 from gpumem_exporter.events.devices import device_changes
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.ooms import OomDeduplicator
-from gpumem_exporter.events.processes import NameOf, ProcessHistory
+from gpumem_exporter.events.processes import ProcessHistory
 
 __all__ = ["Recorder"]
 
 
-def _names(snapshot: Callable[[], Snapshot]) -> NameOf:
-    """Return the function that names processes, all from one snapshot, taken when the first name depends on it."""
-    ambiguous: AmbiguousPids | None = None
-
-    def name(process: ReportingProcess) -> int | str:
-        nonlocal ambiguous
-        if process.host_pid is not None:
-            return process.host_pid
-        if ambiguous is None:
-            ambiguous = ambiguous_pids(snapshot())
-        return json_pid(reporter_name(process, ambiguous))
-
-    return name
+def _name(process: ReportingProcess) -> int | str:
+    return json_pid(reporter_name(process))
 
 
 class Recorder:
@@ -40,8 +29,6 @@ class Recorder:
 
     Args:
         log: stores the events.
-        snapshot: returns the current snapshot. The name of a process without a known host pid depends on the other
-            processes.
         report_expiry_seconds: a process that does not report for longer counts as ended.
         reading_expiry_seconds: the age at which a reading of the driver expires.
         wall_clock: seconds of the Unix epoch.
@@ -52,7 +39,6 @@ class Recorder:
     def __init__(
         self,
         log: EventLog,
-        snapshot: Callable[[], Snapshot],
         *,
         report_expiry_seconds: float,
         reading_expiry_seconds: float,
@@ -63,7 +49,6 @@ class Recorder:
         self.log = log
         self._silent_reason = f"no report for {report_expiry_seconds:g} s"
         self._wall_clock = wall_clock
-        self._snapshot = snapshot
         self._on_ooms = on_ooms
         self._on_left_out = on_left_out
         self._processes = ProcessHistory(reading_expiry_seconds=reading_expiry_seconds, on_left_out=on_left_out)
@@ -81,14 +66,13 @@ class Recorder:
             A future that is true once the report's out-of-memory errors are committed; None if there is nothing to wait
             for.
         """
-        names = _names(self._snapshot)
-        self._put(self._processes.take_report(process, names))
+        self._put(self._processes.take_report(process, _name))
         if not process.report.ooms:
             return None
         session = process.report.process.session
         self._uncommitted = {session: future for session, future in self._uncommitted.items() if not future.done()}
         now = self._wall_clock()
-        events = self._ooms.new_events(process, names(process), self._processes.gpus(), now)
+        events = self._ooms.new_events(process, _name(process), self._processes.gpus(), now)
         if events:
             self._on_ooms(events)  # before `put`, so that a client that reads the event finds its series
             stored = self._ooms.within_limit(process.key, events, now)
@@ -114,16 +98,12 @@ class Recorder:
         self._put(changes)
 
     def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
-        """Record that processes are removed from the store, each with the reason; unknown processes are ignored.
-
-        Called before they are removed, so that their names are those of their series.
-        """
-        names, now = _names(self._snapshot), self._wall_clock()
-        self._put(self._processes.remove(ended, names, now))
+        """Record that processes are removed from the store, each with the reason; unknown processes are ignored."""
+        self._put(self._processes.remove(ended, _name, self._wall_clock()))
 
     def running(self, job_id: str) -> list[Event]:
         """Return an event for each reporting process of a job, as if the process ended now."""
-        return self._processes.running(job_id, _names(self._snapshot), self._wall_clock())
+        return self._processes.running(job_id, _name, self._wall_clock())
 
     def sweep(self, snapshot: Snapshot) -> None:
         """Record the end of processes that are no longer in the snapshot, because their reports expired.
@@ -132,11 +112,7 @@ class Recorder:
         """
         reporting = {process.key for process in snapshot.processes}
         silent = sorted(self._processes.keys() - reporting, key=lambda key: key[:2])  # an owner may be None
-        self._put(
-            self._processes.remove(
-                [(key, self._silent_reason) for key in silent], _names(lambda: snapshot), self._wall_clock()
-            )
-        )
+        self._put(self._processes.remove([(key, self._silent_reason) for key in silent], _name, self._wall_clock()))
 
     def action_requested(self, submitted: SubmittedAction) -> Future[bool]:
         """Record a requested action; the future is true once the event is committed."""

@@ -1,10 +1,10 @@
-"""Read the container id and the Kubernetes pod uid of a process from its cgroup."""
+"""Read the containers and the Kubernetes pod uid of a process from its cgroup."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["container_id", "pod_uid"]
+__all__ = ["container_id", "container_ids", "pod_uid"]
 
 # docker, containerd, CRI-O and podman all name a container's cgroup after its id of 64 hexadecimal digits: alone
 # (cgroupfs driver), between a prefix and `.scope` (systemd driver), or after a colon.
@@ -20,13 +20,20 @@ _POD = re.compile(
 
 def container_id(cgroup_text: str) -> str:
     """Return the id of the innermost container in a text of /proc/PID/cgroup (v1 or v2); empty if there is none."""
+    return (container_ids(cgroup_text) or ("",))[-1]
+
+
+def container_ids(cgroup_text: str) -> tuple[str, ...]:
+    """Return the ids of the containers in a text of /proc/PID/cgroup, the outermost first; empty if there is none.
+
+    A container may create cgroups below its own, of any name, but none beside or above it: the first ids are true.
+    """
     for line in cgroup_text.splitlines():
-        path = line.split(":", 2)[-1]
-        for segment in reversed(path.split("/")):
-            found = _ID.search(segment)
-            if found is not None and _MONITOR not in segment:
-                return found.group(1)
-    return ""
+        segments = line.split(":", 2)[-1].split("/")
+        found = [match.group(1) for each in segments if (match := _ID.search(each)) and _MONITOR not in each]
+        if found:
+            return tuple(found)
+    return ()
 
 
 def pod_uid(cgroup_text: str) -> str:

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.host.containers import container_id, pod_uid
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.host.namespaces import PidTranslator
+from gpumem_exporter.host.places import Places
 from gpumem_exporter.procfs import (
     describe_command,
     known_ray_job_id,
@@ -58,6 +60,7 @@ class LinuxHost:
         self._clock = clock
         self._entries = ProcEntries(proc)
         self._own_namespace = pid_namespace(f"{proc}/self")
+        self._places = Places(proc)
         self._translator = PidTranslator(self._entries, self._own_namespace, clock)
         self._lock = threading.Lock()
         """Protects the caches below; files and the directory service are read without it."""
@@ -103,6 +106,10 @@ class LinuxHost:
         if host_pid is not None:
             return self._uid(host_pid)
         return self._uid(identity.pid) if identity.pid_namespace == self._own_namespace != 0 else None
+
+    def place(self, host_pid: int) -> Place:
+        """Return where a process runs; unknown if the exporter cannot see it."""
+        return self._places.of(host_pid)
 
     def program(self, host_pid: int) -> int | None:
         """Return the stack address, which every exec changes; None unless this user may trace the process."""

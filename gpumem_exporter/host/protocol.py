@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.wire.protocol import ProcessIdentity
 
@@ -34,6 +35,10 @@ class Host(Protocol):
             host_pid: the result of `host_pid`. If it is None and the reporter names the exporter's own PID namespace,
                 the result is the uid of the process that has this pid there, whenever it started.
         """
+        ...
+
+    def place(self, host_pid: int) -> Place:
+        """Return where a process runs; unknown if the exporter cannot see it."""
         ...
 
     def program(self, host_pid: int) -> int | None:

@@ -178,7 +178,7 @@ class Ingest:
         process = self._put(report, reported)
         self._presence.reported(process)
         for displaced in self._reports.take_displaced():
-            self._presence.forget(displaced, "a process of another user took its place")
+            self._presence.forget(displaced, "another process took its place: see --report.max-processes")
         if process is before:  # the same or a later report has arrived before; only the results may be new
             return replace(process, report=report)
         if before is None or before.report.process.session != report.process.session:
@@ -197,6 +197,7 @@ class Ingest:
                 report,
                 host_pid=reported.host_pid,
                 owner_uid=reported.owner_uid,
+                place=reported.place,
                 now_seconds=self._clock(),
                 now_unix_seconds=self._wall_clock(),
             )
@@ -255,7 +256,7 @@ class Ingest:
 
 
 def _key(report: Report, reported: ReportedProcess) -> ProcessKey:
-    return ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid)
+    return ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
 
 
 def _log_unknown_devices(report: Report, process: ReportingProcess) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from gpumem_exporter.core.samples import ProcessKey
 
@@ -25,13 +25,13 @@ class ReportLog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._named: dict[tuple[str, int | None], dict[ProcessKey, float]] = {}
-        """When each process was named, by outcome and owner."""
+        self._named: dict[tuple[str, Hashable], dict[ProcessKey, float]] = {}
+        """When each process was named, by outcome and `ProcessKey.share`."""
 
     def name(self, outcome: str, process: ProcessKey, workload: str, why: str) -> None:
         """Log one report, unless the process was named in the last hour."""
         now = self._clock()
-        named = self._named.setdefault((outcome, process.owner_uid), {})
+        named = self._named.setdefault((outcome, process.share), {})
         for earlier in [key for key, seconds in named.items() if now - seconds >= _FORGET_SECONDS]:
             del named[earlier]
         if process in named or len(named) >= _MAX_PROCESSES:

@@ -37,6 +37,7 @@ from gpumem_exporter.server.http.held_requests import Holds
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.ingest import Ingest
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
+from gpumem_exporter.server.security.peer_places import PeerPlaces
 from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
@@ -131,9 +132,10 @@ def build_runtime(
         source=provider.source,
         hide_identities=settings.web_hide_identities,
     )
+    peer_places = PeerPlaces()
     ingest = Ingest(
         state.store,
-        ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes),
+        ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places),
         presence,
         events,
         dispatcher,
@@ -165,7 +167,7 @@ def build_runtime(
         renderer=Renderer(),
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
-        callers=Callers(_rule("actions", "--action.token-file", settings.action_token_file)),
+        callers=Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places),
         policies=_policies(settings, state, dispatcher, instruments, events.log),
         web=_web_access(settings),
         socket_file=socket_file,
@@ -254,7 +256,6 @@ def _recorder(settings: Settings, state: CurrentState, instruments: Instruments)
     )
     return Recorder(
         log,
-        state.snapshot,
         report_expiry_seconds=settings.report_expiry,
         reading_expiry_seconds=state.store.reading_expiry_seconds,
         wall_clock=state.wall_clock,

@@ -7,7 +7,7 @@ tunnel or a container's port mapping belongs to the process that forwards it.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import socket
 import struct
@@ -17,8 +17,7 @@ from typing import NamedTuple
 __all__ = [
     "PeerCredentials",
     "SocketOwner",
-    "has_socket",
-    "socket_pid",
+    "peer_pidfd",
     "tcp_listener_owner",
     "tcp_peer_owner",
     "unix_peer",
@@ -41,6 +40,8 @@ class SocketOwner(NamedTuple):
     """The uid that created the socket, in this process's user namespace; the overflow uid if it has none there."""
     inode: int
     """The number in `socket:[INODE]` of /proc/PID/fd."""
+    cgroup_id: int | None = None
+    """The cgroup (version 2) of the process that created the socket: the inode of its folder. None before Linux 5.8."""
 
 
 _Address = tuple[str, int]
@@ -64,6 +65,11 @@ _PORTS_OFFSET = _HEADER.size + 4
 _OWNER_OFFSET = _PORTS_OFFSET + 48 + 12
 """Where uid and inode are: after `struct inet_diag_sockid`, expiry and the lengths of both queues."""
 _OWNER = struct.Struct("=II")
+_ATTRIBUTES_OFFSET = _OWNER_OFFSET + _OWNER.size
+_ATTRIBUTE = struct.Struct("=HH")
+"""`struct rtattr`: length and type; the value and the next attribute are aligned to 4 bytes."""
+_INET_DIAG_CGROUP_ID = 21
+_SO_PEERPIDFD = 77
 
 
 def unix_peer(sock: socket.socket) -> PeerCredentials:
@@ -71,6 +77,22 @@ def unix_peer(sock: socket.socket) -> PeerCredentials:
     return PeerCredentials(
         *_CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     )
+
+
+def peer_pidfd(sock: socket.socket) -> int | None:
+    """Return a new pidfd of the process at the other end of a unix socket; None before Linux 6.5.
+
+    A pid may be reused while a connection waits to be accepted; a pidfd remains that of the process that connected.
+
+    Raises:
+        OSError: the process has exited, or there is no free descriptor.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno == errno.ENOPROTOOPT:
+            return None
+        raise
 
 
 def tcp_peer_owner(sock: socket.socket) -> SocketOwner | None:
@@ -104,31 +126,6 @@ def user_name(uid: int) -> str:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:
         return f"uid {uid}"
-
-
-def socket_pid(inode: int, proc: str = "/proc") -> int | None:
-    """Return a process that has this socket open; None if this user can see none.
-
-    Reads the descriptors of every visible process: milliseconds on a large node.
-    """
-    for pid in os.listdir(proc):  # noqa: PTH208 - the client does not import pathlib
-        if pid.isdecimal() and has_socket(int(pid), inode, proc):
-            return int(pid)
-    return None
-
-
-def has_socket(pid: int, inode: int, proc: str = "/proc") -> bool:
-    """Return whether a process has this socket open; False if it exited or this user may not see its descriptors."""
-    wanted = f"socket:[{inode}]"
-    try:
-        descriptors = os.listdir(f"{proc}/{pid}/fd")  # noqa: PTH208
-    except OSError:
-        return False
-    for descriptor in descriptors:
-        with contextlib.suppress(OSError):  # this one was closed meanwhile
-            if os.readlink(f"{proc}/{pid}/fd/{descriptor}") == wanted:  # noqa: PTH115
-                return True
-    return False
 
 
 def _owner(local: _Address, remote: _Address | None) -> SocketOwner | None:
@@ -174,7 +171,21 @@ def _from_sock_diag(local: _Address, remote: _Address | None) -> SocketOwner | N
     # Where the connection is not found, the kernel returns the listener of that port.
     if _PORTS.unpack_from(reply, _PORTS_OFFSET) != (local[1], to[1]):
         return None
-    return SocketOwner(*_OWNER.unpack_from(reply, _OWNER_OFFSET))
+    uid, inode = _OWNER.unpack_from(reply, _OWNER_OFFSET)
+    return SocketOwner(uid, inode, _cgroup_id(reply))
+
+
+def _cgroup_id(reply: bytes) -> int | None:
+    """Return the cgroup of a reply of `sock_diag`."""
+    position = _ATTRIBUTES_OFFSET
+    while position + _ATTRIBUTE.size <= len(reply):
+        length, kind = _ATTRIBUTE.unpack_from(reply, position)
+        if length < _ATTRIBUTE.size:
+            break
+        if kind == _INET_DIAG_CGROUP_ID:
+            return int.from_bytes(reply[position + _ATTRIBUTE.size : position + length], sys.byteorder)
+        position += (length + 3) & ~3
+    return None
 
 
 _LISTEN = "0A"

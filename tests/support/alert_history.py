@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from fastapi import FastAPI
 
+from gpumem_exporter.core.place import HERE
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS
@@ -188,7 +189,7 @@ async def request(app: FastAPI, method: str, path: str, document: Any = None) ->
         "root_path": "",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "client": ("127.0.0.1", 50000),
-        "state": {"peer": Peer(uid=os.geteuid(), pid=os.getpid())},
+        "state": {"peer": Peer(uid=os.geteuid(), pid=os.getpid(), place=HERE)},
         "server": ("127.0.0.1", 9844),
     }
     await app(scope, receive, send)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
@@ -96,6 +97,9 @@ class NobodyHost:
 
     def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
         return None
+
+    def place(self, host_pid: int) -> Place:
+        return HERE
 
     def program(self, host_pid: int) -> int | None:
         return None

@@ -12,6 +12,7 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.wire.protocol import MODES, CommandResult, DeviceResult
@@ -63,9 +64,10 @@ class Bench:
     def put(self, pid: int, **changes: Any) -> ReportingProcess:
         self.sequence += 1
         owner_uid = changes.pop("owner_uid", 0)
+        place = changes.pop("place", HERE)
         sent = report(pid, sequence=self.sequence, **changes)
         return self.store.put_report(
-            sent, host_pid=pid, owner_uid=owner_uid, now_seconds=self.now, now_unix_seconds=self.now
+            sent, host_pid=pid, owner_uid=owner_uid, place=place, now_seconds=self.now, now_unix_seconds=self.now
         )
 
     def ask(self, action: str = "empty_cache", target: Target = EVERYBODY, **changes: Any) -> Action:

@@ -11,6 +11,7 @@ import encodings.idna  # noqa: F401 - imported by the first connection; a fork o
 import json
 import multiprocessing
 import os
+import struct
 import traceback
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -21,16 +22,72 @@ import pytest
 from gpumem_exporter.errors import ExporterUnreachableError
 from gpumem_exporter.procfs import pid_namespace, start_time_ticks
 from gpumem_exporter.wire.http import Connection
-from tests.support.waiting import patient
+from tests.support.waiting import patient, wait_for
 
-__all__ = ["NEW_PID_NAMESPACE", "NEW_USER_NAMESPACE", "LocalUser", "Reply", "needs_root"]
+__all__ = [
+    "NEW_MOUNT_NAMESPACE",
+    "NEW_PID_NAMESPACE",
+    "NEW_USER_NAMESPACE",
+    "Cgroup",
+    "LocalUser",
+    "Reply",
+    "needs_cgroups",
+    "needs_root",
+]
 
 NEW_PID_NAMESPACE = 0x20000000
 NEW_USER_NAMESPACE = 0x10000000
+NEW_MOUNT_NAMESPACE = 0x00020000
 
 _PR_SET_DUMPABLE = 4
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
+
+_CAPABILITIES_OF_DOCKER = 0xA80425FB
+"""The capabilities of root in a container that docker starts, among them CAP_SETUID."""
+_CAPABILITY_VERSION = 0x20080522
+
+
+def _cgroups() -> Path | None:
+    """Return where version 2 of the cgroups is mounted."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    return next((Path(mount[1]) for mount in mounts if mount[2] == "cgroup2"), None)
+
+
+class Cgroup:
+    """A cgroup with the name that docker gives that of a container.
+
+    Args:
+        container_id: the id of the container.
+        below: the path of the parent, below the root of the cgroups.
+    """
+
+    def __init__(self, container_id: str, below: str = "") -> None:
+        root = _cgroups()
+        assert root is not None
+        self.path = root / below / f"docker-{container_id}.scope"
+        self.path.mkdir()
+
+    def enter(self) -> None:
+        """Move this process into it."""
+        (self.path / "cgroup.procs").write_text("0")
+
+    def close(self) -> None:
+        """Remove it, once its processes have ended."""
+        wait_for(lambda: not (self.path / "cgroup.procs").read_text(), "the end of the processes of a cgroup")
+        self.path.rmdir()
+
+
+def _can_make_cgroups() -> bool:
+    try:
+        cgroup = Cgroup("0" * 64)
+    except (AssertionError, OSError):
+        return False
+    cgroup.close()
+    return True
+
+
+needs_cgroups = pytest.mark.skipif(not _can_make_cgroups(), reason="creating cgroups is not allowed here")
 
 
 class Reply(NamedTuple):
@@ -51,6 +108,7 @@ class LocalUser:
     Args:
         uid: the user.
         namespaces: the flags of unshare(2) for its namespaces.
+        cgroup: the cgroup of a container. Its processes have docker's capabilities.
 
     Attributes:
         pid: The process, in this PID namespace.
@@ -59,13 +117,13 @@ class LocalUser:
         start_time_ticks: The start of the process.
     """
 
-    def __init__(self, uid: int, namespaces: int = 0) -> None:
+    def __init__(self, uid: int, namespaces: int = 0, cgroup: Cgroup | None = None) -> None:
         self.uid = uid
         self._pipe, other_end = multiprocessing.Pipe()
         self._child = os.fork()
         if not self._child:
             self._pipe.close()
-            _become(uid, namespaces, other_end)
+            _become(uid, namespaces, cgroup, other_end)
         other_end.close()
         assert self._pipe.poll(patient(10)), "the process of the user did not start"
         self.pid, self.own_pid, self.pid_namespace, self.start_time_ticks = self._pipe.recv()
@@ -85,10 +143,12 @@ class LocalUser:
         os.waitpid(self._child, 0)
 
 
-def _become(uid: int, namespaces: int, pipe: Pipe) -> None:
+def _become(uid: int, namespaces: int, cgroup: Cgroup | None, pipe: Pipe) -> None:
     """Run the requests of a fork as the user; never returns."""
     status = 1
     try:
+        if cgroup is not None:
+            cgroup.enter()
         if namespaces & NEW_USER_NAMESPACE:
             _take_user(uid)
         if namespaces and ctypes.CDLL(None, use_errno=True).unshare(namespaces) != 0:
@@ -100,6 +160,8 @@ def _become(uid: int, namespaces: int, pipe: Pipe) -> None:
                 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 os._exit(status)
         facts = (int(Path("/proc/self").readlink().name), os.getpid(), pid_namespace(), start_time_ticks())
+        if cgroup is not None:
+            _keep_capabilities_of_docker()
         if not namespaces & NEW_USER_NAMESPACE:
             _take_user(uid)
         pipe.send(facts)
@@ -113,6 +175,13 @@ def _become(uid: int, namespaces: int, pipe: Pipe) -> None:
         raise
     finally:
         os._exit(status)
+
+
+def _keep_capabilities_of_docker() -> None:
+    kept = _CAPABILITIES_OF_DOCKER
+    header, sets = struct.pack("=Ii", _CAPABILITY_VERSION, 0), struct.pack("=6I", kept, kept, 0, 0, 0, 0)
+    if ctypes.CDLL(None, use_errno=True).capset(header, sets) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _take_user(uid: int) -> None:

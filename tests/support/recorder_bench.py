@@ -42,13 +42,11 @@ class RecorderBench:
     def __init__(self) -> None:
         self.now = 100.0
         self.unix = 1.7e9
-        self.snapshots = 0
         self.left_out: list[int] = []
         self.log = RecordedLog()
         self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=2000)
         self.recorder = Recorder(
             self.log,  # type: ignore[arg-type]
-            self.snapshot,
             report_expiry_seconds=15,
             reading_expiry_seconds=5,
             wall_clock=lambda: self.unix,
@@ -61,7 +59,6 @@ class RecorderBench:
         self.unix += seconds
 
     def snapshot(self) -> Snapshot:
-        self.snapshots += 1
         return self.store.snapshot(self.now)
 
     def report(

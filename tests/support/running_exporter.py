@@ -16,6 +16,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
@@ -99,6 +100,9 @@ class ScriptedHost:
 
     def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
         return os.geteuid()
+
+    def place(self, host_pid: int) -> Place:
+        return HERE
 
     def program(self, host_pid: int) -> int | None:
         return None

@@ -196,7 +196,7 @@ class _Round:
             return False
         subject = state.subject(seen)
         objection = (
-            state.objection(subject, seen.process.owner_uid, now)
+            state.objection(subject, seen.process.key.share, now)
             or self._busy(rule, seen)
             or self._held_back(state, subject, seen)
         )
@@ -207,7 +207,7 @@ class _Round:
         if name is None:
             self.count(rule, "unmet")  # the process has exited
             return False
-        state.acted(subject, seen.process.owner_uid, now)
+        state.acted(subject, seen.process.key.share, now)
         # The process of a group names the ranks of its user. Another user's process may have the same workload.
         target = Target(pid=name, workload=seen.workload if rule.request.group else None)
         request = replace(rule.request, target=target, dry_run=rule.dry_run, reason=_reason(rule, seen))
@@ -247,7 +247,7 @@ class _Round:
         return [
             each
             for each in self._snapshot.processes
-            if (each.report.process.workload, each.owner_uid) == (seen.workload, seen.process.owner_uid)
+            if (each.report.process.workload, each.key.owner) == (seen.workload, seen.process.key.owner)
         ]
 
     def _name(self, key: ProcessKey) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
 
 from gpumem_exporter.actions.policy.model import Rule
@@ -60,32 +60,32 @@ class RuleState:
         self.met_since: dict[str, float] = {}
         self.presumed: set[str] = set()
         self.held_back: dict[str, str] = {}
-        self._acted: dict[int | None, deque[float]] = {}
-        """When it acted on processes of each user."""
+        self._acted: dict[Hashable, deque[float]] = {}
+        """When it acted on processes of each user or container."""
         self._subjects: dict[str, _SubjectState] = {}
 
     def subject(self, observation: Observation) -> str:
         """Return the subject of the rule: the process on all its devices, or the ranks of its workload."""
         return observation.group if self.rule.request.group else observation.reporter_id
 
-    def objection(self, subject: str, owner_uid: int | None, now: float) -> str:
+    def objection(self, subject: str, share: Hashable, now: float) -> str:
         """Return why the rule does not act now, as one of `RESULTS`; empty if it may act.
 
-        `max_per_hour` counts for each user, so that no user can use up the actions of the others.
+        `max_per_hour` counts for each `ProcessKey.share`, so that no user can use up the actions of the others.
         """
         known = self._subjects.get(subject)
         if known is not None and known.stopped:
             return "stopped"
         if known is not None and now - known.acted_seconds < self.rule.cooldown_seconds:
             return "cooling"
-        acted = self._acted.get(owner_uid)
+        acted = self._acted.get(share)
         if acted is not None and len(acted) == acted.maxlen and now - acted[0] < HOUR_SECONDS:
             return "limited"
         return "cooling" if subject in self.presumed else ""
 
-    def acted(self, subject: str, owner_uid: int | None, now: float) -> None:
-        """Record that the rule acts on this subject of a user now."""
-        self._acted.setdefault(owner_uid, deque(maxlen=self.rule.max_per_hour)).append(now)
+    def acted(self, subject: str, share: Hashable, now: float) -> None:
+        """Record that the rule acts on this subject now, whose process has this share."""
+        self._acted.setdefault(share, deque(maxlen=self.rule.max_per_hour)).append(now)
         self._subjects.setdefault(subject, _SubjectState(now)).acted_seconds = now
 
     def helped(self, subject: str) -> None:

@@ -37,8 +37,9 @@ class Observation(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The workload of one user as the subject of a rule for groups: the ranks that act together."""
-        return f"workload {self.process.owner_uid} {self.workload}"
+        """The workload of one owner as the subject of a rule for groups: the ranks that act together."""
+        uid, place = self.process.key.owner
+        return f"workload {uid} {place.container} {self.workload}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ class Row:
     """One process on one device. Sizes are bytes; None is an unknown value. `--json` has the same fields."""
 
     pid: int | str
-    """A number, or `1@4026532007` if two processes have the same number."""
+    """A number, or `1@4026532007:1001` if the exporter cannot see the process."""
     gpu: str | None
     uuid: str | None
     """None if the process is not on a device yet."""

@@ -82,7 +82,7 @@ class TargetBody(_Strict):
     )
     uuid: _Names | None = Field(None, description="of the device, as NVML spells it")
     pid: _Names | None = Field(
-        None, description="the `pid` label; a string if it has an @", examples=[4711, "1@4026532007"]
+        None, description="the `pid` label; a string if it has an @", examples=[4711, "1@4026532007:1001"]
     )
     workload: _Names | None = None
     rank: _Names | None = None

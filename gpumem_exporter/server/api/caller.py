@@ -15,7 +15,6 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.http.problems import problems
 from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames
-from gpumem_exporter.server.security.peer import Peer
 
 __all__ = ["CALLER_PATH", "CallerDocument", "caller_router"]
 
@@ -29,7 +28,10 @@ class CallerDocument(TypedDict):
     rights: Annotated[
         str,
         Field(
-            description="all: every process and the exporter itself; own: the processes of the caller's user; none",
+            description=(
+                "all: every process and the exporter itself; own: the processes of the caller's user, in a container "
+                "those in the same container; none"
+            ),
             json_schema_extra={"enum": [rights.value for rights in Rights]},
         ),
     ]
@@ -60,7 +62,7 @@ def caller_router(
         headers = dict(request.scope["headers"])
         own_names.require_own_page(headers)
         found = await callers.of(request.scope)
-        refusal = callers.rule.refusal(Peer.of(request.scope), headers)
+        refusal = callers.refusal(found, request.scope)
         document: CallerDocument = {
             "uid": found.uid,
             "rights": found.rights.value,

@@ -138,14 +138,14 @@ def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[See
             process.shares[uuid] = share
     for process in seen:
         process.facts = _facts(process, facts)
-        process.hidden = viewer is not None and not _knows(viewer, process, snapshot)
+        process.hidden = viewer is not None and not _knows(viewer, process)
     return seen
 
 
-def _knows(viewer: Caller, process: SeenProcess, snapshot: Snapshot) -> bool:
+def _knows(viewer: Caller, process: SeenProcess) -> bool:
     if viewer.rights is not Rights.OWN:
         return viewer.rights is Rights.ALL
-    return process.reporter is not None and may_act_on(viewer, process.reporter, snapshot)
+    return process.reporter is not None and may_act_on(viewer, process.reporter)
 
 
 def _facts(process: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:

@@ -13,7 +13,7 @@ from gpumem_exporter.server.security.peer import Peer
 __all__ = ["Connection", "Connections", "Owner", "owner_of"]
 
 Owner: TypeAlias = "int | str"
-"""A user of this machine by uid, or another machine by its address."""
+"""A user of this machine by uid, a container by its ids, or another machine by its address."""
 
 _IDLE_SECONDS = 1.0
 """A connection makes room for another one of its own owner only after this time."""
@@ -22,9 +22,13 @@ _REFUSALS = 64
 
 
 def owner_of(peer: Peer) -> Owner:
-    """Return the owner of a connection. An IPv6 network of 64 bits is one owner: its machines have all addresses."""
+    """Return the owner of a connection.
+
+    A container is one owner, because its root can become every uid; where a TCP connection comes from is not known yet.
+    An IPv6 network of 64 bits is one owner: its machines have all addresses.
+    """
     if peer.uid is not None:
-        return peer.uid
+        return peer.place.container or peer.uid
     if ":" in peer.host:
         return ipaddress.IPv6Address(peer.host.partition("%")[0]).packed[:8].hex()
     return peer.host

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import os
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.server.http.addresses import is_loopback
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.security.peer_places import PeerPlaces
 from gpumem_exporter.server.security.tokens import TokenFile
 
 __all__ = ["Callers", "OwnNames", "Rule"]
@@ -78,15 +78,18 @@ class Callers:
     """Identifies the callers of actions and decides their rights.
 
     The token grants every right. Without a token file, root and the exporter's own user have every right if they are
-    in the exporter's PID and user namespace; any other user of this machine may act on its own processes.
+    in the exporter's PID and user namespace and in no container; any other user of this machine may act on its own
+    processes, and in a container only on those in the same container. A caller in an unknown place has no rights.
 
     Args:
         rule: the rule for actions.
         owner_uid: the uid of the exporter.
+        places: finds the places of callers over TCP.
     """
 
     rule: Rule
     owner_uid: int = field(default_factory=os.geteuid)
+    places: PeerPlaces = field(default_factory=PeerPlaces)
 
     async def of(self, scope: Mapping[str, Any]) -> Caller:
         """Return the caller of an ASGI request. It has no rights if the rule refuses the request."""
@@ -96,24 +99,34 @@ class Callers:
             return caller
         if self.rule.token is not None:
             return replace(caller, rights=Rights.ALL, token=self.rule.token.path.name)
-        if peer.uid not in (0, self.owner_uid):
-            return replace(caller, rights=Rights.OWN)
-        # For a TCP connection, its process is searched once.
-        place = peer.place if peer.on_unix_socket else await asyncio.to_thread(lambda: peer.place)
-        if place.in_own_namespaces:
-            return replace(caller, rights=Rights.ALL)
-        return replace(caller, rights=Rights.OWN, container=place.container if peer.uid == 0 else None)
+        place, certain = await self.places.of(peer)
+        if not place.known:
+            return replace(caller, place=place)
+        has_all = place.here and certain and peer.uid in (0, self.owner_uid)
+        return replace(caller, rights=Rights.ALL if has_all else Rights.OWN, place=place)
 
     async def admit(self, scope: Mapping[str, Any]) -> Caller:
         """Return the caller of an ASGI request, which may act at least on its own processes.
 
         Raises:
-            ProblemError: see `Rule.admit`.
+            ProblemError: see `Rule.admit`; 403 if the caller is in an unknown place.
         """
         caller = await self.of(scope)
-        if caller.rights is Rights.NONE:
-            self.rule.admit(Peer.of(scope), dict(scope["headers"]))
+        if caller.rights is Rights.NONE and (problem := self.refusal(caller, scope)) is not None:
+            raise problem
         return caller
+
+    def refusal(self, caller: Caller, scope: Mapping[str, Any]) -> ProblemError | None:
+        """Return why a caller has no rights; None if it has some."""
+        problem = self.rule.refusal(Peer.of(scope), dict(scope["headers"]))
+        if problem is not None or caller.rights is not Rights.NONE:
+            return problem
+        return ProblemError(
+            403,
+            f"{self.rule.what}: the exporter cannot see whether the process of {caller} is in a container; use the "
+            "unix socket, in a sidecar from the exporter's container, or start the exporter with "
+            f"{self.rule.flag} and send that token as `Authorization: Bearer TOKEN`",
+        )
 
     def require_all(self, caller: Caller, what: str) -> None:
         """Refuse a caller that may only act on its own processes.

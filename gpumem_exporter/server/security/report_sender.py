@@ -1,13 +1,16 @@
 """Decides whether the sender of a report may report for the process that it names.
 
-The kernel names the sender; the report names the process. In this order:
+The kernel names the sender: its user and its place. The report names the process. In this order:
 
 - A sender without a known uid has the report token: the request guard has checked it. It may name any process that
   /proc does not contradict. Such a report is not attested.
-- A process that the exporter cannot see belongs to the sender's user.
-- A user may name its own processes.
-- Root, and the exporter's user, may name every process, if they are in the exporter's namespaces.
-- Root of a container may name itself and the processes of its PID namespace, unless that is the exporter's.
+- A process that the exporter cannot see belongs to the sender's user and place.
+- Every process may name itself.
+- Outside of containers, a user may name its own processes, wherever they run, and root and the exporter's user every
+  process.
+- In a container, a user may name its own processes in the same container, and root all processes there.
+- A sender whose place is unknown may name no process that the exporter sees, except itself on the unix socket: its uid
+  may be that of another container.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.errors import ForeignProcessError
 from gpumem_exporter.host import Host
-from gpumem_exporter.procfs import pid_namespace
 from gpumem_exporter.server.security.peer import Peer
-from gpumem_exporter.wire.peer import has_socket
+from gpumem_exporter.server.security.peer_places import PeerPlace, PeerPlaces
 from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["ReportSenders", "ReportedProcess"]
@@ -38,6 +41,8 @@ class ReportedProcess:
     """Its pid in the driver's list; None if it is unknown."""
     owner_uid: int | None
     """Its user; None if only the token vouches for the report."""
+    place: Place = UNKNOWN
+    """Where it runs; where its sender runs if the exporter cannot see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +63,18 @@ class ReportSenders:
         host: the operating system.
         clock: monotonic seconds.
         max_known: the maximum number of results that are kept.
+        places: finds the places of senders over TCP.
     """
 
-    def __init__(self, host: Host, *, clock: Callable[[], float], max_known: int) -> None:
+    def __init__(
+        self, host: Host, *, clock: Callable[[], float], max_known: int, places: PeerPlaces | None = None
+    ) -> None:
         self._host = host
+        self._places = places or PeerPlaces()
         self._clock = clock
         self._max_known = max_known
         self._own_uid = os.geteuid()
-        self._own_namespace = pid_namespace()
-        self._known: dict[tuple[int, int, int | None], _Known] = {}
+        self._known: dict[tuple[int, int, int | None, Place], _Known] = {}
 
     async def identify(self, identity: ProcessIdentity, peer: Peer) -> ReportedProcess:
         """Return the process of a report. The first report of a connection is decided in a thread, which reads /proc.
@@ -74,10 +82,12 @@ class ReportSenders:
         Raises:
             ForeignProcessError: the sender may not report for this process.
         """
-        key = (identity.pid_namespace, identity.pid, peer.uid)
+        key = (identity.pid_namespace, identity.pid, peer.uid, peer.place)
         known, now = self._known.get(key), self._clock()
         if known is None or known.start_time_ticks != identity.start_time_ticks or not _valid(known, peer, now):
-            decision = await asyncio.to_thread(self._decide, identity, peer)
+            place: PeerPlace | None = None
+            while (decision := await asyncio.to_thread(self._decide, identity, peer, place)) is None:
+                place = await self._places.of(peer)  # the report is about another process than its sender
             self._known.pop(key, None)
             while len(self._known) >= self._max_known:
                 del self._known[next(iter(self._known))]
@@ -86,37 +96,44 @@ class ReportSenders:
             raise ForeignProcessError(known.decision)
         return known.decision
 
-    def _decide(self, identity: ProcessIdentity, peer: Peer) -> ReportedProcess | str:
-        """Return the process, or why the sender may not report for it."""
+    def _decide(self, identity: ProcessIdentity, peer: Peer, sender: PeerPlace | None) -> ReportedProcess | str | None:
+        """Return the process, or why the sender may not report for it; None if its place must be searched first.
+
+        Args:
+            identity: the process that the report names.
+            peer: the sender.
+            sender: its place; None to find it if it is the process itself, or on the unix socket.
+        """
         host_pid = self._host.host_pid(identity, peer.pid or None)
         uid = self._host.owner_uid(identity, host_pid)
         if peer.uid is None:
             if uid is not None and host_pid is None:
                 return f"pid {identity.pid} of this node is another process than the one that the report describes"
             return ReportedProcess(host_pid, None)
+        sender = sender or self._places.of_holder(peer, host_pid)
+        if sender is None:
+            return None
+        is_itself = host_pid is not None and (host_pid, identity.start_time_ticks) == (peer.pid, peer.start_time_ticks)
         if uid is None:
-            return ReportedProcess(host_pid if host_pid == peer.pid else None, peer.uid)
-        if not self._may_name(peer, host_pid, uid):
-            place = " in a container" if uid == peer.uid else ""
+            return ReportedProcess(host_pid if is_itself else None, peer.uid, sender.place)
+        if peer.tcp is not None and not sender.place.known:
             return (
-                f"pid {identity.pid} belongs to uid {uid}, and this connection to uid {peer.uid}{place}: a process is "
-                "reported by itself, by its own user, or by root outside of containers"
+                f"the exporter cannot see which process of uid {peer.uid} has this TCP connection, and whether in "
+                "a container: report over the unix socket, or with the token of --report.token-file"
             )
-        return ReportedProcess(host_pid, peer.uid if host_pid is None else uid)
+        place = self._host.place(host_pid) if host_pid is not None else sender.place
+        if not is_itself and not self._may_name(peer.uid, sender, uid, place):
+            where = "" if sender.place.here else " in a container" if sender.place.known else " in an unknown place"
+            return (
+                f"pid {identity.pid} belongs to uid {uid}, and this connection to uid {peer.uid}{where}: a process is "
+                "reported by itself, by its own user in its container or outside of containers, or by root there"
+            )
+        return ReportedProcess(host_pid, peer.uid if host_pid is None else uid, place)
 
-    def _may_name(self, peer: Peer, host_pid: int | None, uid: int) -> bool:
-        if uid == peer.uid != 0:
+    def _may_name(self, sender_uid: int, sender: PeerPlace, uid: int, place: Place) -> bool:
+        if sender.place.here and sender_uid in (0, self._own_uid) and sender.certain:
             return True
-        if peer.uid == 0 and host_pid is not None and _is_process(peer, host_pid):
-            return True
-        if peer.uid in (0, self._own_uid) and peer.in_own_namespaces():
-            return True
-        return peer.uid == 0 and host_pid is not None and self._in_container_of(peer, host_pid)
-
-    def _in_container_of(self, peer: Peer, host_pid: int) -> bool:
-        """Return whether a process shares the peer's PID namespace, and that is not the exporter's."""
-        namespace = pid_namespace(f"/proc/{peer.process}") if peer.process else 0
-        return namespace not in (0, self._own_namespace) and namespace == pid_namespace(f"/proc/{host_pid}")
+        return sender.place.reaches(place) and (uid == sender_uid or (sender_uid == 0 and not sender.place.here))
 
 
 def _valid(known: _Known, peer: Peer, now: float) -> bool:
@@ -125,8 +142,3 @@ def _valid(known: _Known, peer: Peer, now: float) -> bool:
         return False
     found = isinstance(known.decision, ReportedProcess) and known.decision.host_pid is not None
     return found or now - known.decided_seconds < _RETRY_SECONDS
-
-
-def _is_process(peer: Peer, pid: int) -> bool:
-    """Return whether the peer is this process."""
-    return pid == peer.pid if peer.pid else bool(peer.inode) and has_socket(pid, peer.inode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -122,15 +123,16 @@ def test_a_sidecar_shows_its_reporters_and_leaves_the_rest_unattributed(
     assert assert_others_are_unknown(exporter, node, reserved)["torch_allocated"] == reserved
 
     (entry,) = exporter.get("/api/v1/processes")["processes"]
-    assert (entry["pid"], entry["own_pid"], entry["workload"]) == (trainer.pid, trainer.pid, "train")
-    assert entry["host_pid"] == (trainer.pid if place == "same namespace" else None)
+    assert (entry["own_pid"], entry["workload"]) == (trainer.pid, "train")
+    name = trainer.pid if place == "same namespace" else f"{trainer.pid}@{entry['pid_namespace']}:{os.geteuid()}"
+    assert (entry["pid"], entry["host_pid"]) == (name, trainer.pid if place == "same namespace" else None)
     (device,) = entry["devices"]
     assert (device["reserved_bytes"], device["used_bytes"], device["non_torch_bytes"]) == (reserved, None, None)
     assert [line.split()[1] for line in command(exporter, "info").splitlines() if line.startswith("other_pro")] == ["-"]
     assert doctor(exporter)["verdict"] == "WARN"
 
     trainer.call("free")
-    request = {"action": "empty_cache", "target": {"pid": trainer.pid}}
+    request = {"action": "empty_cache", "target": {"pid": name}}
     answer = exporter.request("POST", "/api/v1/actions", request, {"Authorization": "Bearer right"})
     assert [(row["outcome"], row["freed_bytes"]) for row in json.loads(answer.body)["results"]] == [("done", reserved)]
 

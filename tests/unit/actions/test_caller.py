@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.core.place import Place
 
 USER = Caller(CallerKind.UNIX, Rights.OWN, uid=1000, pid=42)
 
@@ -19,7 +20,7 @@ USER = Caller(CallerKind.UNIX, Rights.OWN, uid=1000, pid=42)
         (Caller(CallerKind.TCP, host="10.0.0.5"), "tcp:10.0.0.5", "tcp:10.0.0.5"),
         (Caller(CallerKind.UNKNOWN), "unknown", "unknown:"),
         (
-            dataclasses.replace(USER, uid=0, container="c" * 64),
+            dataclasses.replace(USER, uid=0, place=Place(known=True, container="c" * 64)),
             f"unix:uid=0:pid=42:container={'c' * 12}",
             f"uid:0:container:{'c' * 64}",
         ),
@@ -44,3 +45,10 @@ def test_the_name_of_an_alert_cannot_look_like_another_caller(name: str) -> None
 
 def test_an_alert_has_the_rights_of_its_sender() -> None:
     assert Caller.alert("GpuMemLeak", USER).rights is Rights.OWN
+
+
+def test_all_users_of_a_container_have_one_share_of_the_limits() -> None:
+    inside = [dataclasses.replace(USER, uid=uid, place=Place(known=True, container="c" * 64)) for uid in (0, 1000)]
+    assert len({caller.key for caller in inside}) == 2
+    assert {caller.share for caller in inside}.isdisjoint({USER.share})
+    assert len({caller.share for caller in inside}) == 1

@@ -11,7 +11,7 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.permission import may_see, permitted_actions, permitted_processes
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, ActionRequest, Target
-from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.errors import (
     ActionForbiddenError,
     ActionRefusedError,
@@ -27,7 +27,7 @@ from tests.support.dispatching import EVERYBODY, Bench, Ranks
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0, pid=4)
 ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1001, pid=5)
 EVE = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1002, host="127.0.0.1")
-A, B = "a" * 64, "b" * 64
+A, B = (Place(known=True, container=letter * 64) for letter in "ab")
 
 
 class Shared(Bench):
@@ -87,20 +87,23 @@ def test_a_caller_without_rights_reaches_nothing(bench: Shared) -> None:
         bench.ask(caller=dataclasses.replace(ADA, rights=Rights.NONE))
 
 
-def test_root_of_a_container_reaches_root_in_the_same_container() -> None:
+def test_a_caller_reaches_the_processes_of_its_place() -> None:
     bench = Bench()
-    bench.put(1, owner_uid=0, pid_namespace=pid_namespace())  # of the host
-    for pid in (2, 3):
-        bench.put(pid, owner_uid=0, pid_namespace=7)
-    bench.put(5, owner_uid=1001, pid_namespace=7)
-    facts = {pid: ProcessFacts(pid, 1000, container_id=A if pid in (2, 5) else B) for pid in (2, 3, 5)}
-    bench.store.put_reading(dataclasses.replace(node(device(), taken=bench.now), facts=facts))
-    caller = dataclasses.replace(ADA, uid=0, container=A)
-    assert {result.pid for result in bench.ask(caller=caller, dry_run=True).results} == {2}
+    for pid, (owner_uid, place) in enumerate(((0, HERE), (1001, HERE), (0, A), (1001, A), (1001, B), (0, B)), start=1):
+        bench.put(pid, owner_uid=owner_uid, place=place, pid_namespace=7, session=str(pid))
     snapshot = bench.store.snapshot(bench.now)
-    assert [permitted_processes(each, snapshot) for each in (caller, ADA, EVE)] == [1, 1, 0]
-    by_namespace, unseen = (dataclasses.replace(caller, container=container) for container in ("pid:[7]", ""))
-    assert [permitted_processes(each, snapshot) for each in (by_namespace, unseen)] == [2, 0]
+
+    def reached(uid: int, place: Place) -> set[int | str]:
+        caller = dataclasses.replace(ADA, uid=uid, place=place)
+        if not permitted_processes(caller, snapshot):
+            return set()
+        return {result.pid for result in bench.ask(caller=caller, dry_run=True).results}
+
+    assert reached(1001, HERE) == {2, 4, 5}
+    assert reached(1001, A) == {4}
+    assert reached(0, A) == {3, 4}
+    assert reached(0, B) == {5, 6}
+    assert reached(1002, A) == reached(0, UNKNOWN) == set()
 
 
 def test_the_actions_of_a_user_are_those_that_concern_only_its_processes() -> None:
@@ -144,7 +147,7 @@ def test_a_rank_of_another_user_does_not_join_a_group() -> None:
     action = ranks.ask_group()
     assert len(ranks.dispatcher.under_way()) == 2
     assert action.state == "queued"
-    with pytest.raises(GroupIncompleteError, match=r"uids 0, 1002"):
+    with pytest.raises(GroupIncompleteError, match=r"uid 0 \(pid 1, 2\), uid 1002 \(pid 3\)"):
         ranks.ask_group(target=Target(workload="train"))
     eve = ranks.ask_group(target=Target(workload="train"), caller=EVE)
     assert {part for part in ranks.dispatcher.under_way() if part.owner_uid == 1002}

@@ -130,9 +130,9 @@ def test_a_process_is_described_by_the_host_or_otherwise_by_its_report() -> None
 
     shown = info(known)
 
-    assert list(shown) == ["9", "60", "70", "75", "80"]
+    assert list(shown) == ["9@1", "60", "70", "75", "80"]
     assert {pid: labels["command"] for pid, labels in shown.items()} == {
-        "9": "python own.py",
+        "9@1": "python own.py",
         "60": "",
         "70": "python host.py",
         "75": "nvidia-smi",
@@ -141,7 +141,7 @@ def test_a_process_is_described_by_the_host_or_otherwise_by_its_report() -> None
     assert shown["70"]["user"] == "alice"
     assert shown["70"]["k8s_pod"] == "pod-a"
     assert shown["70"]["torch_version"] == "2.15"
-    assert [pid for pid, labels in shown.items() if labels["reporting"] == "true"] == ["9", "70", "80"]
+    assert [pid for pid, labels in shown.items() if labels["reporting"] == "true"] == ["9@1", "70", "80"]
     assert shown["60"]["workload"] == "quiet"
     assert shown["75"]["workload"] == ""
 

@@ -59,7 +59,7 @@ def test_the_series_have_the_values_of_the_event() -> None:
     (event,) = bench.log.of("oom")
     values = {**event.detail["allocator"], **event.detail, "timestamp": event.time_unix_seconds}
     values = {name.removesuffix("_bytes"): value for name, value in values.items()}
-    labels = f'{{gpu="3",uuid="{UUIDS[0]}",pid="7",workload="llm",rank="2"}}'
+    labels = f'{{gpu="3",uuid="{UUIDS[0]}",pid="7@1",workload="llm",rank="2"}}'
     assert bench.lines() == [f"gpumem_last_oom_{name}{labels} {values[name.rpartition('_')[0]]!r}" for name in NAMES]
     assert (values["requested"], values["limit"], values["fragmented"]) == (9, 2**53 + 1, 2 * MIB)
     assert values["timestamp"] == 1_700_000_000.123 - 0.7
@@ -81,14 +81,14 @@ def test_an_error_is_shown_for_an_hour_by_the_monotonic_clock_even_after_its_pro
     bench = Bench()
     bench.report(7, oom(age_seconds=100.0))
     bench.report(8, oom(age_seconds=4000.0))
-    assert bench.shown().keys() == {"7"}
+    assert bench.shown().keys() == {"7@1"}
     for process in bench.snapshot().processes:
         bench.store.forget(process.key)
     for step in (1e6, -2e6):
         bench.unix += step
-        assert bench.shown() == {"7": "1001"}
+        assert bench.shown() == {"7@1": "1001"}
     bench.wait(SHOWN_SECONDS - 100)
-    assert bench.shown() == {"7": "1001"}
+    assert bench.shown() == {"7@1": "1001"}
     bench.wait(0.001)
     assert bench.lines() == []
 
@@ -124,12 +124,12 @@ def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
     for pid in range(1, MAX_SHOWN + 11):
         bench.report(pid, oom(), session=str(pid))
         bench.wait(1)
-    assert bench.shown().keys() == {str(pid) for pid in range(11, MAX_SHOWN + 11)}
+    assert bench.shown().keys() == {f"{pid}@1" for pid in range(11, MAX_SHOWN + 11)}
     bench.report(999, oom(age_seconds=MAX_SHOWN + 5.0), session="late")
-    assert bench.shown().keys() == {str(pid) for pid in range(11, MAX_SHOWN + 11)}
+    assert bench.shown().keys() == {f"{pid}@1" for pid in range(11, MAX_SHOWN + 11)}
     bench.report(11, oom(2), session="11", sequence=2)  # the oldest process now has the newest error
     bench.report(1000, oom(), session="1000")
-    assert bench.shown().keys() == {"11", *(str(pid) for pid in range(13, MAX_SHOWN + 11)), "1000"}
+    assert bench.shown().keys() == {"11@1", *(f"{pid}@1" for pid in range(13, MAX_SHOWN + 11)), "1000@1"}
 
 
 # --- after a restart
@@ -148,21 +148,38 @@ def test_stored_errors_are_shown_after_a_restart_with_their_first_time_and_value
     after.now, after.unix = 5.0, before.unix + 10
     after.report(7, oom(2, age_seconds=9.0))  # not acknowledged before the restart, so it is reported again
     after.report(9, oom(1), session="since")
-    reported_again = after.shown("timestamp_seconds")["7"]
+    reported_again = after.shown("timestamp_seconds")["7@1"]
 
     after.recall(*storage.read(Query(types=("oom",), newest_of_each=True)).events)
 
     storage.close()
-    assert after.shown() == {"7": "1002", "8": "1001", "9": "1001"}
-    assert after.shown("timestamp_seconds")["7"] == before.shown("timestamp_seconds")["7"] != reported_again
-    assert [line for line in after.lines() if 'pid="9"' not in line] == before.lines()
+    assert after.shown() == {"7@1": "1002", "8@1": "1001", "9@1": "1001"}
+    assert after.shown("timestamp_seconds")["7@1"] == before.shown("timestamp_seconds")["7@1"] != reported_again
+    assert [line for line in after.lines() if 'pid="9@1"' not in line] == before.lines()
     after.wait(SHOWN_SECONDS - 10.3 - 1 / 3)
-    assert after.shown().keys() == {"7", "8", "9"}
+    assert after.shown().keys() == {"7@1", "8@1", "9@1"}
     after.wait(0.4)
-    assert after.shown().keys() == {"9"}
+    assert after.shown().keys() == {"9@1"}
 
 
 # --- random order
+
+
+def test_an_owner_with_many_errors_hides_none_of_another() -> None:
+    store = Bench().store
+    of_ada = [last_oom(pid=str(pid), owner="1001", happened_seconds=float(-pid)) for pid in range(1, 11)]
+    store.put_ooms(of_ada)
+    for pid in range(1000, 1000 + 2 * MAX_SHOWN):
+        store.put_ooms([last_oom(pid=str(pid), owner="c" * 64, happened_seconds=0.0)])
+    shown = store.snapshot(0.0).ooms
+    assert len(shown) == MAX_SHOWN
+    assert {oom.pid for oom in of_ada} <= {oom.pid for oom in shown}
+
+
+def last_oom(**changes: Any) -> LastOom:
+    known = {"gpu": "0", "uuid": UUIDS[0], "workload": "w", "rank": "", "session": "s", "number": 1}
+    return LastOom(**{**known, "happened_unix_seconds": 1e9, **changes})
+
 
 _ooms = st.builds(
     LastOom,

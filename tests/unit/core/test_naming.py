@@ -12,6 +12,7 @@ from gpumem_exporter.actions.targets import select_reporting
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.server.api.documents import processes_document
 from tests.support.builders import MIB, device, node, reporting, sample
@@ -32,8 +33,9 @@ def names(snapshot: Snapshot) -> list[str]:
     return [name for name, _ in Names.of(snapshot).reporting]
 
 
-def in_namespace(namespace: int, pid: int = 1, **changes: object) -> ReportingProcess:
-    return reporting(pid, host_pid=None, pid_namespace=namespace, devices=SAMPLE, **changes)
+def in_namespace(namespace: int, pid: int = 1, received_seconds: float = 0.0, **changes: object) -> ReportingProcess:
+    process = reporting(pid, host_pid=None, pid_namespace=namespace, devices=SAMPLE, **changes)
+    return dataclasses.replace(process, received_seconds=received_seconds)
 
 
 AMBIGUOUS = known(
@@ -42,8 +44,27 @@ AMBIGUOUS = known(
 """Pid 1 in two namespaces, pid 70 in one while the driver lists another pid 70, and the unique pid 8."""
 
 
-def test_a_name_has_the_namespace_only_if_the_pid_is_ambiguous() -> None:
-    assert names(AMBIGUOUS) == ["1@11", "1@12", "8", "70@12"]
+def test_the_name_of_a_process_that_cannot_be_seen_has_all_that_it_claims() -> None:
+    assert names(AMBIGUOUS) == ["1@11", "1@12", "8@12", "70@12"]
+
+
+def test_no_report_of_another_owner_changes_the_name_of_a_process_or_hides_it() -> None:
+    inside = Place(known=True, container=".".join(letter * 64 for letter in "ab"))
+    mine = in_namespace(11, owner_uid=1001)
+    others = [
+        in_namespace(11, owner_uid=1002, received_seconds=9.0),
+        in_namespace(12, owner_uid=1001),
+        dataclasses.replace(mine, key=mine.key._replace(place=inside), received_seconds=9.0),
+        in_namespace(11),
+    ]
+    assert names(known(mine)) == ["1@11:1001"]
+    shown = dict(Names.of(known(mine, *others, listed={1: MIB})).reporting)
+    assert [*shown] == ["1@11", "1@11:1001", f"1@11:1001:{'a' * 12}.{'b' * 12}", "1@11:1002", "1@12:1001"]
+    assert shown["1@11:1001"] is mine
+    for name in shown:
+        assert Target(pid=name).admits("pid", name)
+        ((found, *_),) = select_reporting(Target(pid=name), known(mine, *others))
+        assert found == json_pid(name)
 
 
 def test_page_documents_and_targets_use_the_same_name() -> None:
@@ -53,14 +74,14 @@ def test_page_documents_and_targets_use_the_same_name() -> None:
         for process in processes_document(AMBIGUOUS, "nvml")["processes"]
         if process["reporting"]
     }
-    assert [json_pid(name) for name in page] == [*documents] == ["1@11", "1@12", 8, "70@12"]
+    assert [json_pid(name) for name in page] == [*documents] == ["1@11", "1@12", "8@12", "70@12"]
     for pid, document in documents.items():
         ((name, process, _),) = select_reporting(Target(pid=pid), AMBIGUOUS)
         assert name == pid
         assert process.key[:2] == (document["pid_namespace"], document["own_pid"])
 
 
-@pytest.mark.parametrize("pid", [1, 70, "1@13", "8@12", 11])
+@pytest.mark.parametrize("pid", [1, 70, "1@13", 8, 11])
 def test_a_pid_that_is_not_a_name_matches_no_process(pid: int | str) -> None:
     assert list(select_reporting(Target(pid=pid), AMBIGUOUS)) == []
 

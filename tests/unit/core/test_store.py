@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
+from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
 from gpumem_exporter.wire.protocol import CommandResult, OutOfMemory
 from tests.support.builders import UUIDS, device, node, report, sample
+
+CONTAINER = Place(known=True, container="c" * 64)
 
 
 @pytest.fixture
@@ -19,8 +23,14 @@ def store() -> Store:
 def _put(
     store: Store, pid: int = 100, now: float = 0.0, owner_uid: int | None = None, **changes: Any
 ) -> ReportingProcess:
+    host_pid, place = changes.pop("host_pid", pid), changes.pop("place", UNKNOWN)
     return store.put_report(
-        report(pid, **changes), host_pid=pid, owner_uid=owner_uid, now_seconds=now, now_unix_seconds=now
+        report(pid, **changes),
+        host_pid=host_pid,
+        owner_uid=owner_uid,
+        place=place,
+        now_seconds=now,
+        now_unix_seconds=now,
     )
 
 
@@ -206,3 +216,64 @@ def test_samples_of_devices_that_the_driver_may_have_are_accepted(
     _put(store, devices=tuple(sample(uuid) for uuid in reported))
     (process,) = store.snapshot(0.0).processes
     assert tuple(each.uuid for each in process.report.devices) == tuple(accepted)
+
+
+def test_a_report_from_another_place_neither_replaces_nor_ends_a_process(store: Store) -> None:
+    first = _put(store, owner_uid=0, place=HERE)
+    for place in (CONTAINER, UNKNOWN):
+        other = _put(store, owner_uid=0, place=place, session="later", start_time_ticks=10**6)
+        assert other.key != first.key
+        store.forget(other.key)
+    assert store.snapshot(0.0).processes == (first,)
+
+
+def test_a_process_that_proc_shows_outranks_one_that_it_does_not_show(store: Store) -> None:
+    seen = _put(store, owner_uid=0, place=CONTAINER, start_time_ticks=5)
+    with pytest.raises(ReporterSupersededError):
+        _put(store, owner_uid=0, place=CONTAINER, host_pid=None, session="later", start_time_ticks=10**6)
+    assert store.snapshot(0.0).processes == (seen,)
+
+
+def test_nothing_but_the_same_session_continues_a_process_in_an_unknown_place(store: Store) -> None:
+    first = _put(store, owner_uid=1000, host_pid=None)
+    with pytest.raises(ReporterSupersededError):
+        _put(store, owner_uid=1000, host_pid=None, session="later", start_time_ticks=10**6, final=True)
+    assert _put(store, owner_uid=1000, host_pid=None, sequence=2).key == first.key
+
+
+def test_invented_processes_take_no_place_of_true_ones() -> None:
+    """Root of a container reports as many users, and for processes that do not exist."""
+    store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
+    true = {_put(store, pid, owner_uid=1001, place=HERE).key for pid in range(1, 9)}
+    made_up = 0
+    for pid in range(100, 120):
+        with contextlib.suppress(TooManyProcessesError):
+            _put(store, pid, owner_uid=pid, place=CONTAINER, host_pid=None)
+            made_up += 1
+    assert made_up == 2
+    for pid in (9, 10):
+        true.add(_put(store, pid, owner_uid=1001, place=HERE).key)
+    assert {process.key for process in store.snapshot(0.0).processes} == true
+
+
+def test_all_users_of_a_container_have_one_share() -> None:
+    store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
+    for pid in range(1, 11):
+        _put(store, pid, owner_uid=pid, place=CONTAINER)
+    for pid in range(11, 16):
+        _put(store, pid, owner_uid=1001, place=HERE)
+    with pytest.raises(TooManyProcessesError):
+        _put(store, 16, owner_uid=99, place=CONTAINER)
+    assert sum(each.key.place is HERE for each in store.snapshot(0.0).processes) == 5
+
+
+def test_a_true_process_takes_the_bytes_of_invented_ones_of_its_share(store: Store) -> None:
+    large = {"devices": tuple(sample(f"GPU-{index}") for index in range(64)), "workload": "\U0001f4a3" * 128}
+    with contextlib.suppress(TooManyProcessesError):
+        for pid in range(100, 200):
+            _put(store, pid, owner_uid=0, place=CONTAINER, host_pid=None, **large)
+    invented = len(store.snapshot(0.0).processes)
+    _put(store, 1, owner_uid=1000, place=CONTAINER, **large)
+    shown = store.snapshot(0.0).processes
+    assert len(shown) <= invented
+    assert [process.key.pid for process in shown if process.seen] == [1]

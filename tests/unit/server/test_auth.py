@@ -2,48 +2,69 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.core.place import HERE, UNKNOWN, Place
+from gpumem_exporter.host.sockets import SocketHolders
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.file_refresher import FileRefresher
-from gpumem_exporter.server.security.peer import Peer, Place
+from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.security.peer_places import PeerPlaces
 from gpumem_exporter.server.security.tokens import TokenFile
+from gpumem_exporter.wire.peer import SocketOwner
 from tests.support.waiting import patient
 
 OWNER = 1000
-HERE = Place(in_own_namespaces=True, container="")
-CONTAINER = Place(in_own_namespaces=False, container="c" * 64)
-UNSEEN = Place(in_own_namespaces=False, container="")
+CONTAINER = Place(known=True, container="c" * 64)
 
 
-def unix(uid: int, place: Place = HERE) -> Peer:
-    return placed(Peer(uid=uid, pid=42), place)
+@dataclass(frozen=True)
+class Holders(SocketHolders):
+    """Sockets that are held in these places."""
+
+    held: set[Place]
+
+    def created_in(self, owner: SocketOwner) -> int | None:
+        return owner.cgroup_id
+
+    def places(self, wanted: Collection[SocketOwner]) -> dict[SocketOwner, set[Place]]:
+        return {owner: set(self.held) for owner in wanted}
 
 
-def tcp(uid: int | None, place: Place = HERE, host: str = "127.0.0.1") -> Peer:
-    return placed(Peer(host, uid=uid, inode=4711), place)
+@dataclass(frozen=True)
+class Caught:
+    """A connection, and where the processes are that hold it."""
+
+    peer: Peer
+    held: frozenset[Place] = frozenset()
 
 
-def placed(peer: Peer, place: Place) -> Peer:
-    peer.__dict__["place"] = place  # the cache of the property
-    return peer
+def unix(uid: int, place: Place = HERE) -> Caught:
+    return Caught(Peer(uid=uid, pid=42, place=place))
+
+
+def tcp(uid: int | None, *held: Place, host: str = "127.0.0.1", cgroup_id: int | None = 1) -> Caught:
+    owner = None if uid is None else SocketOwner(uid, 4711, cgroup_id)
+    return Caught(Peer(host, uid=uid, tcp=owner), frozenset(held or (HERE,)))
 
 
 LOCAL = tcp(OWNER)
-REMOTE = Peer("10.0.0.5")
+REMOTE = Caught(Peer("10.0.0.5"))
 
 
 def rule(token: TokenFile | None = None) -> Rule:
     return Rule("actions", "--action.token-file", token)
 
 
-def caller(peer: Peer, headers: dict[bytes, bytes] | None = None, token: TokenFile | None = None) -> Caller:
-    scope = {"state": {"peer": peer}, "headers": list((headers or {}).items())}
-    return asyncio.run(Callers(rule(token), OWNER).of(scope))
+def caller(caught: Caught, headers: dict[bytes, bytes] | None = None, token: TokenFile | None = None) -> Caller:
+    scope = {"state": {"peer": caught.peer}, "headers": list((headers or {}).items())}
+    return asyncio.run(Callers(rule(token), OWNER, PeerPlaces(Holders(set(caught.held)))).of(scope))
 
 
 def token_file(path: Path, text: str) -> TokenFile:
@@ -54,57 +75,70 @@ def token_file(path: Path, text: str) -> TokenFile:
     return token
 
 
-def refusal(of: Rule, peer: Peer, headers: dict[bytes, bytes] | None = None) -> ProblemError:
-    with pytest.raises(ProblemError) as caught:
-        of.admit(peer, headers or {})
-    return caught.value
+def refusal(of: Rule, caught: Caught, headers: dict[bytes, bytes] | None = None) -> ProblemError:
+    with pytest.raises(ProblemError) as raised:
+        of.admit(caught.peer, headers or {})
+    return raised.value
 
 
 @pytest.mark.parametrize(
-    ("peer", "rights", "container"),
+    ("peer", "rights", "place"),
     [
-        (unix(0), Rights.ALL, None),
-        (unix(OWNER), Rights.ALL, None),
-        (tcp(0), Rights.ALL, None),
-        (tcp(OWNER, host="::1"), Rights.ALL, None),
-        (unix(1001), Rights.OWN, None),
-        (tcp(1001), Rights.OWN, None),
-        (unix(1001, CONTAINER), Rights.OWN, None),
-        (unix(0, CONTAINER), Rights.OWN, "c" * 64),
-        (tcp(0, UNSEEN), Rights.OWN, ""),
-        (unix(OWNER, CONTAINER), Rights.OWN, None),
-        (tcp(None), Rights.NONE, None),
-        (REMOTE, Rights.NONE, None),
-        (Peer(), Rights.NONE, None),
+        (unix(0), Rights.ALL, HERE),
+        (unix(OWNER), Rights.ALL, HERE),
+        (tcp(0), Rights.ALL, HERE),
+        (tcp(OWNER, host="::1"), Rights.ALL, HERE),
+        (tcp(0, cgroup_id=None), Rights.OWN, HERE),  # the descriptor may have been passed on
+        (unix(1001), Rights.OWN, HERE),
+        (tcp(1001), Rights.OWN, HERE),
+        (unix(1001, CONTAINER), Rights.OWN, CONTAINER),
+        (unix(0, CONTAINER), Rights.OWN, CONTAINER),
+        (unix(OWNER, CONTAINER), Rights.OWN, CONTAINER),
+        (tcp(OWNER, CONTAINER), Rights.OWN, CONTAINER),
+        (unix(0, UNKNOWN), Rights.NONE, UNKNOWN),
+        (tcp(0, UNKNOWN), Rights.NONE, UNKNOWN),
+        (tcp(0, HERE, CONTAINER), Rights.NONE, UNKNOWN),
+        (tcp(None), Rights.NONE, HERE),
+        (REMOTE, Rights.NONE, HERE),
+        (Caught(Peer()), Rights.NONE, HERE),
     ],
     ids=str,
 )
-def test_without_a_token_file_the_kernel_decides_the_rights(peer: Peer, rights: Rights, container: str | None) -> None:
+def test_without_a_token_file_the_kernel_decides_the_rights(peer: Caught, rights: Rights, place: Place) -> None:
     found = caller(peer)
-    assert (found.rights, found.container, found.uid) == (rights, container, peer.uid)
+    assert (found.rights, found.place, found.uid) == (rights, place, peer.peer.uid)
 
 
-@pytest.mark.parametrize("peer", [unix(1001), tcp(1001), unix(0, CONTAINER), tcp(0, UNSEEN)], ids=str)
-def test_routes_for_all_processes_refuse_users_with_what_to_do(peer: Peer) -> None:
+@pytest.mark.parametrize("peer", [unix(0, UNKNOWN), tcp(1001, UNKNOWN)], ids=str)
+def test_a_caller_in_an_unknown_place_is_refused_with_what_to_do(peer: Caught) -> None:
+    scope = {"state": {"peer": peer.peer}, "headers": []}
+    with pytest.raises(ProblemError) as raised:
+        asyncio.run(Callers(rule(), OWNER, PeerPlaces(Holders(set(peer.held)))).admit(scope))
+    assert raised.value.status == 403
+    assert "--action.token-file" in raised.value.detail
+
+
+@pytest.mark.parametrize("peer", [unix(1001), tcp(1001), unix(0, CONTAINER), tcp(0, UNKNOWN)], ids=str)
+def test_routes_for_all_processes_refuse_users_with_what_to_do(peer: Caught) -> None:
     callers = Callers(rule(), OWNER)
     with pytest.raises(ProblemError) as caught:
         callers.require_all(caller(peer), "/api/v1/nvml/release")
     assert caught.value.status == 403
-    assert f"uid={peer.uid}" in caught.value.detail
+    assert f"uid={peer.peer.uid}" in caught.value.detail
     assert "--action.token-file" in caught.value.detail
     callers.require_all(caller(unix(0)), "/api/v1/nvml/release")
 
 
 @pytest.mark.parametrize("host", ["10.0.0.5", "::ffff:10.0.0.5", "fe80::1", "0.0.0.0", "::", ""])
 def test_without_a_token_file_another_machine_is_refused_with_the_flag_to_set(host: str) -> None:
-    problem = refusal(rule(), Peer(host))
+    problem = refusal(rule(), Caught(Peer(host)))
     assert problem.status == 403
     assert "--action.token-file" in problem.detail
 
 
 @pytest.mark.parametrize("peer", [LOCAL, unix(0), unix(OWNER), unix(1001), tcp(1001)], ids=str)
-def test_without_a_token_file_users_of_this_machine_are_admitted(peer: Peer) -> None:
-    assert rule().refusal(peer, {}) is None
+def test_without_a_token_file_users_of_this_machine_are_admitted(peer: Caught) -> None:
+    assert rule().refusal(peer.peer, {}) is None
 
 
 @pytest.mark.parametrize("header", [b"x-forwarded-for", b"forwarded", b"via"])
@@ -114,7 +148,7 @@ def test_a_request_through_a_local_proxy_has_no_rights(header: bytes) -> None:
 
 
 @pytest.mark.parametrize("peer", [LOCAL, REMOTE, unix(0), unix(OWNER), unix(1001)], ids=str)
-def test_with_a_token_file_every_caller_needs_the_token(tmp_path: Path, peer: Peer) -> None:
+def test_with_a_token_file_every_caller_needs_the_token(tmp_path: Path, peer: Caught) -> None:
     token = token_file(tmp_path / "token", "right\n")
     problem = refusal(rule(token), peer)
     assert problem.status == 401

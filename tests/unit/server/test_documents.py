@@ -38,9 +38,9 @@ def test_each_process_is_listed_once() -> None:
         100: "reporting",
         200: "silent",
         300: "unreported",
-        400: "reporting",
+        "400@1": "reporting",
     }
-    assert [processes[pid]["reporting"] for pid in (100, 200, 300, 400)] == [True, False, False, True]
+    assert [processes[pid]["reporting"] for pid in (100, 200, 300, "400@1")] == [True, False, False, True]
 
 
 def test_a_reporting_process_has_the_values_of_driver_allocator_and_host() -> None:
@@ -82,7 +82,7 @@ def test_unknown_values_are_null() -> None:
     assert unreported["user"] is None
     assert unreported["devices"][0]["used_bytes"] == 50 * MIB
     assert unreported["devices"][0]["reserved_bytes"] is None
-    elsewhere = processes[400]
+    elsewhere = processes["400@1"]
     assert elsewhere["host_pid"] is None
     assert elsewhere["devices"][0]["used_bytes"] is None
     assert processes[200]["last_report_unix_seconds"] == 1.5
@@ -104,6 +104,6 @@ def test_without_a_driver_the_reporting_processes_are_listed() -> None:
     assert document["nvml"]["error"]
     assert document["devices"] == []
     processes = by_pid(processes_document(snapshot, "nvml"))
-    assert set(processes) == {100, 200, 400}
+    assert set(processes) == {100, 200, "400@1"}
     assert processes[100]["devices"][0]["gpu"] is None
     assert processes[100]["devices"][0]["reserved_bytes"] == 160 * MIB

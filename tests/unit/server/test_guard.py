@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.core.place import HERE
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
-from gpumem_exporter.server.security.peer import Peer, Place
+from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.security.request_guard import (
     ACTIONS_PATH,
     ALERTS_PATH,
@@ -87,8 +88,7 @@ def pass_through(
         token_file.refresh()
     rule = Rule("things", "--x.token-file", token_file)
     guard = Guard(route, OwnNames(["node-7"]), rule, Callers(rule, 1000), exchange.outcomes.append, loopback_only)
-    peer = Peer(client, uid=uid if client == "127.0.0.1" else None)
-    peer.__dict__["place"] = Place(in_own_namespaces=True, container="")
+    peer = Peer(client, uid=uid if client == "127.0.0.1" else None, place=HERE)
     scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "state": {"peer": peer}}
     asyncio.run(guard(scope, receive, send))
     return exchange

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import ActionRequest, Target
+from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.runtime import Runtime, build_runtime
 from gpumem_exporter.server.security.peer import Peer
@@ -20,7 +21,7 @@ from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, Report, t
 from tests.support.builders import UUIDS, device, node, report, sample
 from tests.support.running_exporter import ScriptedHost, ScriptedProvider
 
-OWN = Peer(uid=os.geteuid(), pid=os.getpid())
+OWN = Peer(uid=os.geteuid(), pid=os.getpid(), place=HERE)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def rows(snapshot: Snapshot) -> list[dict[str, Any]]:
 def test_a_silent_process_has_one_row_without_values() -> None:
     silent = SilentReporter(ProcessKey(1, 9), None, 1000, "train", "0", 42.0)
     (row,) = rows(Snapshot(0.0, None, (), (silent,)))
-    assert (row["pid"], row["state"], row["last_report_unix_seconds"]) == (9, "silent", 42.0)
+    assert (row["pid"], row["state"], row["last_report_unix_seconds"]) == ("9@1", "silent", 42.0)
     assert {row[name] for name in ("gpu", "uuid", "used_bytes", "allocated_bytes")} == {None}
 
 

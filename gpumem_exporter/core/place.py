@@ -1,0 +1,49 @@
+"""Where a process runs: beside the exporter, or in a container. Pure; `host.places` reads it from /proc.
+
+A uid says less than it seems to: two pods that run as uid 1000 have different users, and root of a container can become
+every uid. So rights, groups and shares compare the place as well.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["HERE", "UNKNOWN", "Place"]
+
+_SHOWN = 12
+"""The characters of a container's id that are shown, as docker shows them."""
+
+
+class Place(NamedTuple):
+    """Where a process runs, as the kernel shows it. No report has a part in it."""
+
+    known: bool
+    """False if the exporter cannot see the process."""
+    container: str = ""
+    """The ids of its containers, the outermost first, joined by dots; empty in the exporter's own namespaces.
+
+    A container without an id is named after its namespaces.
+    """
+
+    @property
+    def here(self) -> bool:
+        """Whether the process runs in the exporter's PID and user namespace, and in no container of its own."""
+        return self.known and not self.container
+
+    def reaches(self, other: Place) -> bool:
+        """Return whether a process here may act on processes of its user there, as with kill(2).
+
+        A process of the host reaches those of its user in containers. A container reaches only itself.
+        """
+        return self.here or (self.known and self == other)
+
+    def __str__(self) -> str:
+        if not self.known:
+            return "unknown"
+        return ".".join(each[:_SHOWN] if len(each) == 64 else each for each in self.container.split("."))
+
+
+HERE = Place(known=True)
+"""The exporter's own namespaces."""
+UNKNOWN = Place(known=False)
+"""A process that the exporter cannot see. It reaches nothing."""
