@@ -118,14 +118,19 @@ def neighbor(exporter: ExporterProcess, start_torch: StartTorch) -> TorchProcess
 
 
 @pytest.fixture
-def start(node: EmulatedNode, tmp_path: Path) -> Iterator[Callable[..., tuple[Vllm, Rule]]]:
-    """Start vLLM and return it once it has looked at the free memory; it goes on when the rule is removed."""
+def start(node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path) -> Iterator[Callable[..., tuple[Vllm, Rule]]]:
+    """Start vLLM and return it once it has looked at the free memory and the exporter shows it.
+
+    It goes on when the rule is removed.
+    """
     started: list[Vllm] = []
 
     def run(launcher: Sequence[str] = (), **environment: str) -> tuple[Vllm, Rule]:
         rule = node.hang(AFTER_THE_LOOK)
         started.append(Vllm(node, tmp_path, launcher, **environment))
         rule.wait_for_waiting(timeout_seconds=START_SECONDS)
+        listed = "/api/v1/processes"
+        wait_for(lambda: TITLE in [each["command"] for each in exporter.get(listed)["processes"]], "the engine")
         return started[-1], rule
 
     yield run
