@@ -54,7 +54,8 @@ class Guard:
         own_names: the names that `Host` and `Origin` may have.
         reports: the rule for reports.
         callers: identifies the callers of actions, the audit log and events.
-        on_report_refused: called with the outcome of a refused report: `unauthorized`, `too_large` or `invalid`.
+        on_report_refused: called with the outcome of a refused report: `unauthorized`, `too_large`, `busy` or
+            `invalid`.
         loopback_only: whether the exporter listens on loopback alone. Its clients then use names of this machine, and a
             request for another name is a web page's (DNS rebinding): it reads nothing.
     """
@@ -120,7 +121,7 @@ class Guard:
 
 
 _LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES}
-_OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large"}
+_OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 503: "busy"}
 
 
 class _DisconnectedError(Exception):

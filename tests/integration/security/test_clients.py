@@ -29,8 +29,6 @@ CONNECTIONS = 2 * PROCESSES + 256
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 POST = b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
 
-pytestmark = needs_root
-
 
 @pytest.fixture(scope="module", autouse=True)
 def many_files() -> Iterator[None]:
@@ -89,6 +87,7 @@ def peak_bytes(exporter: ExporterProcess) -> int:
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
+@needs_root
 @pytest.mark.parametrize("sent", [b"", b"G", GET[:-2]], ids=["silent", "one byte", "unfinished headers"])
 def test_unfinished_requests_of_one_user_do_not_keep_another_out(exporter: ExporterProcess, sent: bytes) -> None:
     port = port_of(exporter)
@@ -99,6 +98,7 @@ def test_unfinished_requests_of_one_user_do_not_keep_another_out(exporter: Expor
         assert open_files(exporter) < CONNECTIONS
 
 
+@needs_root
 def test_a_low_limit_of_files_is_raised(tmp_path: Path) -> None:
     with contextlib.closing(ExporterProcess(tmp_path, launcher=("prlimit", "--nofile=64:4096"))) as exporter:
         assert resource.prlimit(exporter.pid, resource.RLIMIT_NOFILE)[0] == 4096
@@ -108,6 +108,7 @@ def test_a_low_limit_of_files_is_raised(tmp_path: Path) -> None:
             assert [status_of_scrape(port) for _ in range(10)] == [200] * 10
 
 
+@needs_root
 def test_used_up_files_make_room_for_another_user(tmp_path: Path) -> None:
     with contextlib.closing(ExporterProcess(tmp_path)) as exporter, contextlib.ExitStack() as stack:
         port = port_of(exporter)
@@ -118,6 +119,7 @@ def test_used_up_files_make_room_for_another_user(tmp_path: Path) -> None:
         assert [status_of_scrape(port) for _ in range(5)] == [200] * 5
 
 
+@needs_root
 def test_unread_pages_take_the_memory_of_few(exporter: ExporterProcess) -> None:
     for pid in range(PROCESSES - 1):
         names = {f"phase {number} {'x' * 100}": 1 for number in range(16)}
@@ -160,6 +162,7 @@ def connection_to(exporter: ExporterProcess, transport: str) -> socket.socket:
     return sock
 
 
+@needs_root
 def test_unfinished_handshakes_are_connections(tmp_path: Path) -> None:
     authority = trustme.CA()
     issue(authority, tmp_path)
