@@ -68,6 +68,8 @@ def _shown(job: Mapping[str, Any]) -> Iterator[RenderableType]:
     running = len({process["pid"] for process in job["processes"] if process["end_unix_seconds"] is None})
     yield plain("")
     yield plain(f"Highest peak of a process on a device: {human_bytes(max(peaks, default=None))}.", "bold")
+    if job.get("more"):
+        yield plain("The job has more ended processes than a reply may have; the latest ones are missing.")
     if running:
         yield plain(f"Still running: {running} of {counted(len(pids), 'process', 'processes')}.")
 
