@@ -140,6 +140,16 @@ def one_byte(target: Target) -> None:
     _close(opened)
 
 
+def half_sent_bodies(target: Target) -> None:
+    """Keep 600 connections with most of a report of 1 MB."""
+    opened = _connections(target, 600)
+    for connection in opened:
+        connection.setblocking(False)
+        _send(connection, _head("POST", REPORTS_PATH, 1_000_000) + b" " * 900_000)
+    time.sleep(5)
+    _close(opened)
+
+
 def silent(target: Target) -> None:
     """Keep 10,000 connections that send nothing."""
     opened = _connections(target, 10_000)
@@ -192,6 +202,7 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "eight documents of a job": job_documents,
     "floods of events and audit entries": many_events,
     "1,600 connections with one byte": one_byte,
+    "600 half-sent bodies": half_sent_bodies,
     "10,000 silent connections": silent,
     "100 senders of garbage": garbage,
     "20 readers of events": event_readers,

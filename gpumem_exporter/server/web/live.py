@@ -16,6 +16,7 @@ from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.api.rendering import Renderer, encoded
+from gpumem_exporter.server.http.connections import owner_of
 from gpumem_exporter.server.http.held_requests import RELEASED, Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
@@ -164,9 +165,8 @@ class _Stream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events, each when the client has read enough of the previous one."""
-        peer = Peer.of(scope)
         try:
-            with self._streams.follow(peer.host if peer.uid is None else peer.uid) as following:
+            with self._streams.follow(owner_of(Peer.of(scope))) as following:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 ended = await self._holds.until(self._send_events(following, send), receive)
         except TooManyStreamsError as error:
