@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -154,4 +155,4 @@ def test_an_exporter_shows_another_s_stored_errors_after_that_one_releases_the_f
     assert first.stop() == 0
     wait_for(lambda: len(shown(second)) == 2 * 256, "the earlier errors")
     pids = {line.split('pid="')[1].split('"')[0] for line in shown(second)}
-    assert pids == {"1000", *(str(reporter) for reporter in range(145, 400))}
+    assert pids == {f"{reporter}@7:{os.geteuid()}" for reporter in (*range(145, 400), 1000)}
