@@ -112,13 +112,12 @@ class SeenProcess:
 
 
 def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = None) -> dict[str, Any]:
-    """Return every process that reports, that is silent, or that the driver lists; `processes` is an iterator.
+    """Return every process that reports, that is silent, or that the driver lists.
 
     The identities of others' processes are hidden from `viewer`; None shows them.
     """
     gpus = gpu_labels(snapshot)
-    # An iterator: the values of a process are encoded and dropped before the next ones are computed.
-    processes = (_process(process, gpus, snapshot) for process in seen_processes(snapshot, viewer))
+    processes = [_process(process, gpus, snapshot) for process in seen_processes(snapshot, viewer)]
     return {"source": source, "processes": processes}
 
 

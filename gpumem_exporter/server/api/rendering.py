@@ -50,7 +50,7 @@ class Renderer:
 
 
 def encoded(document: Mapping[str, object], *, separators: tuple[str, str] = (", ", ": ")) -> bytes:
-    """Return a document as JSON; the items of its lists and iterators are encoded one by one."""
+    """Return a document as JSON; the items of its lists are encoded one by one."""
     comma, colon = separators
     return f"{{{comma.join(_fields(document, comma, colon))}}}".encode("utf-8", "replace")
 
@@ -58,7 +58,7 @@ def encoded(document: Mapping[str, object], *, separators: tuple[str, str] = (",
 def _fields(document: Mapping[str, object], comma: str, colon: str) -> Iterator[str]:
     encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(comma, colon)).encode
     for name, value in document.items():
-        text = f"[{comma.join(map(encode, value))}]" if isinstance(value, (list, tuple, Iterator)) else encode(value)
+        text = f"[{comma.join(map(encode, value))}]" if isinstance(value, (list, tuple)) else encode(value)
         yield f"{encode(name)}{colon}{text}"
 
 

@@ -6,6 +6,8 @@ as the work on it.
 
 from __future__ import annotations
 
+import logging
+
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -13,6 +15,8 @@ from gpumem_exporter.server.http.problems import ProblemError, problem_response
 from gpumem_exporter.server.ingest import Ingest
 
 __all__ = ["ReportsRoute"]
+
+_log = logging.getLogger(__name__)
 
 
 class ReportsRoute:
@@ -30,6 +34,7 @@ class ReportsRoute:
             try:
                 reply = await self._ingest.take(scope, (await receive())["body"], receive)
             except ProblemError as problem:
+                _log.debug("report refused", extra={"fields": {"status": problem.status, "detail": problem.detail}})
                 response = problem.response()
             else:
                 response = Response(reply, media_type="application/json") if reply is not None else None

@@ -65,11 +65,11 @@ def test_a_value_is_the_same_everywhere(known: Snapshot) -> None:
     for family in text_string_to_metric_families(exposition().render(known, openmetrics=False).decode()):
         for sample in family.samples:
             page.setdefault(sample.name, []).append((sample.labels, sample.value))
-    processes = list(processes_document(known, "nvml")["processes"])
+    processes = processes_document(known, "nvml")["processes"]
     devices = devices_document(known, "nvml")["devices"]
     parts = {"host": "", "health": HEALTH, "page": "", "allowed_actions": (), "newest": None}
     live = live_document(known, **parts)["processes"]
-    assert list(live_document(known, whole_processes=True, **parts)["processes"]) == processes
+    assert live_document(known, whole_processes=True, **parts)["processes"] == processes
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in live]
 
     for name, key in VALUES.items():
