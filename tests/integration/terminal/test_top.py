@@ -159,10 +159,13 @@ def test_history_and_events_are_those_of_the_exporter(demo: ExporterProcess, ope
     terminal = open_top("--url", demo.url, "--interval", "0.2", columns=160, lines=120)
 
     def reported() -> list[str]:
+        """Return a part of each event's line; other tests of the demo may have requested actions."""
         events = demo.get("/api/v1/events?limit=100")["events"]
         newest = sorted(events, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
         return [
             f"{event['workload']}{f' rank {rank}' if (rank := event['rank']) else ''} (pid {event['pid']})"
+            if event["type"].startswith("process_")
+            else f"{event['detail']['action']} on "
             for event in newest
         ]
 

@@ -218,7 +218,10 @@ def test_a_clear_that_waits_for_a_step_can_be_cancelled_or_run_now(tmp_path: Pat
         live.page.get_by_role("button", name="Clear now").click()
         live.until("document.querySelector('#dialog-status').textContent.startsWith('Clearing')")
         eventually(lambda: [(body["mode"], body["target"]) for body in sent[1:]], lambda it: it != [])
-        assert [(body["mode"], body["target"]) for body in sent] == [("step", {"pid": "900@1:0"}), ("now", {"all": True})]
+        assert [(body["mode"], body["target"]) for body in sent] == [
+            ("step", {"pid": "900@1:0"}),
+            ("now", {"all": True}),
+        ]
 
 
 def test_the_page_has_the_name_of_the_host(demo: Demo, open_page: OpenPage) -> None:
