@@ -164,7 +164,7 @@ def test_history_and_events_are_those_of_the_exporter(demo: ExporterProcess, ope
         newest = sorted(events, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
         return [
             f"{event['workload']}{f' rank {rank}' if (rank := event['rank']) else ''} (pid {event['pid']})"
-            if event["type"].startswith("process_")
+            if "action" not in event["detail"]
             else f"{event['detail']['action']} on "
             for event in newest
         ]

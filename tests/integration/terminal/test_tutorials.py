@@ -63,8 +63,8 @@ def run(script: str, node: EmulatedNode, folder: Path) -> str:
         "PYTHONPATH": str(REPOSITORY),
         "XDG_RUNTIME_DIR": str(folder),
     }
-    # A program that exits right after a backward pass may be aborted on a busy machine: autograd's thread then waits for
-    # the GIL in a destructor, and Python before 3.14 ends threads that wait for it during the exit.
+    # A program that exits right after a backward pass may be aborted on a busy machine: autograd's thread then waits
+    # for the GIL in a destructor, and Python before 3.14 ends threads that wait for it during the exit.
     for _ in range(ATTEMPTS):
         ended = subprocess.run(
             [*OWN_NETWORK, "bash", "-e", "-c", script],
