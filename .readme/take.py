@@ -4,6 +4,10 @@
 
 Starts the demo on a free port and lets it run until the graphs of the last ten minutes are full. Needs Chromium on PATH
 and the Python package playwright. take_top.py takes the picture of the terminal.
+
+The page shows the host's name. To show another one, as root:
+
+    unshare --uts sh -c 'hostname gpu-node-7 && python .readme/take.py'
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HERE", "UNKNOWN", "Place"]
+__all__ = ["HERE", "UNKNOWN", "Place", "share_of"]
 
 _SHOWN = 12
 """The characters of a container's id that are shown, as docker shows them."""
@@ -47,3 +47,10 @@ HERE = Place(known=True)
 """The exporter's own namespaces."""
 UNKNOWN = Place(known=False)
 """A process that the exporter cannot see. It reaches nothing."""
+
+
+def share_of(uid: int | None, place: Place) -> str:
+    """Return the holder of one share of every limit: a container, whose root can become every uid, otherwise a user."""
+    if place.container:
+        return f"container:{place.container}"
+    return "unattested" if uid is None else f"uid:{uid}"

@@ -6,11 +6,11 @@ exporter's monotonic clock unless the name contains `unix`. None means that a va
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from gpumem_exporter.core.place import UNKNOWN, Place
+from gpumem_exporter.core.place import UNKNOWN, Place, share_of
 from gpumem_exporter.wire.protocol import Report
 
 __all__ = [
@@ -155,9 +155,9 @@ class ProcessKey(NamedTuple):
         return self.owner_uid, self.place
 
     @property
-    def share(self) -> Hashable:
-        """The holder of one share of every limit: a container, whose root can become every uid, otherwise a user."""
-        return self.place.container or self.owner_uid
+    def share(self) -> str:
+        """The holder of one share of every limit, as `Caller.share` spells it: see `core.place.share_of`."""
+        return share_of(self.owner_uid, self.place)
 
 
 @dataclass(frozen=True, slots=True)

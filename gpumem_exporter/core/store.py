@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from gpumem_exporter.core.last_ooms import LastOoms
@@ -43,7 +43,7 @@ class _Entry:
         return _rank(self.process)
 
     @property
-    def share(self) -> Hashable:
+    def share(self) -> str:
         return self.process.key.share
 
 
@@ -227,22 +227,22 @@ class Store:
         Raises:
             TooManyProcessesError: the share is still exceeded.
         """
-        share, rank, displaced = share_bytes(self.max_processes), _rank(process), []
-        others = [e for e in self._entries.values() if e.share == process.key.share and e.process.key != process.key]
+        key, rank, displaced = process.key, _rank(process), []
+        share, limit_bytes = key.share, share_bytes(self.max_processes)
+        others = [entry for entry in self._entries.values() if entry.share == share and entry.process.key != key]
         total = size + sum(entry.page_bytes for entry in others)
         for entry in reversed(others):
-            if total <= share:
+            if total <= limit_bytes:
                 break
             if entry.rank < rank == 2:
                 displaced.append(entry.process.key)
                 total -= entry.page_bytes
-        if total > share:
-            key = process.key
+        if total > limit_bytes:
             owner = "reporters with the token" if key.owner_uid is None else f"uid {key.owner_uid}"
             owner = f"container {key.place}" if key.place.container else owner
             raise TooManyProcessesError(
-                f"the series of {owner} would take {total} bytes of the page, and one share is {share}; use shorter "
-                "labels and fewer phases, or raise --report.max-processes"
+                f"the series of {owner} would take {total} bytes of the page, and one share is {limit_bytes}; use "
+                "shorter labels and fewer phases, or raise --report.max-processes"
             )
         return displaced
 

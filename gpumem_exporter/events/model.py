@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumem_exporter.core.samples import ReportingProcess
-
-__all__ = ["AUDIT_TYPES", "EVENT_TYPES", "MAX_DETAIL_BYTES", "Event", "Page", "Query", "detail_json", "owner_of"]
+__all__ = ["AUDIT_TYPES", "EVENT_TYPES", "MAX_DETAIL_BYTES", "Event", "Page", "Query", "detail_json"]
 
 AUDIT_TYPES = ("action_asked", "action", "policy_stopped")
 """The types of the audit trail: who requested what. It has half of the storage, and all other events the other half."""
@@ -46,8 +44,8 @@ class Event:
     only_after: str = ""
     """If not empty, the event is stored only if the subject's last event has this type."""
     owner: str = ""
-    """The user or the caller that caused the event, whose share of the storage it takes; empty for events of the node.
-    It is not part of a query's result."""
+    """The `ProcessKey.share` or `Caller.share` whose part of the storage it takes; empty for events of the node. It is
+    not part of a query's result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +76,6 @@ class Page:
     """`Query.after` for the next page or for future events."""
     more: bool
     """Whether there is a next page now."""
-
-
-def owner_of(process: ReportingProcess) -> str:
-    """Return the owner of the events about a process: the holder of its share, as `Caller.share` spells it."""
-    if process.key.place.container:
-        return f"container:{process.key.place.container}"
-    return "unattested" if process.owner_uid is None else f"uid:{process.owner_uid}"
 
 
 def detail_json(detail: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import LastOom, ProcessKey, ReportingProcess
-from gpumem_exporter.events.model import Event, owner_of
+from gpumem_exporter.events.model import Event
 from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
 __all__ = ["OomDeduplicator", "last_ooms"]
@@ -144,7 +144,7 @@ def _event(
         rank=identity.rank,
         detail=detail,
         subject=f"oom:{identity.session}:{oom.number}",
-        owner=owner_of(process),
+        owner=process.key.share,
     )
 
 

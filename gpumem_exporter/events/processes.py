@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.naming import command_of
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess
-from gpumem_exporter.events.model import Event, owner_of
+from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.usage import DeviceUsage
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -74,7 +74,7 @@ class ProcessHistory:
         self._lock = threading.Lock()
         self._minute = 0
         self._starts: Counter[str] = Counter()
-        """The number of starts of each owner in the minute."""
+        """The number of starts in the minute, by `ProcessKey.share`."""
         self._tracked: dict[ProcessKey, _TrackedProcess] = {}
         self._gpus: dict[str, str] = {}
         self._reading: NodeReading | None = None
@@ -154,9 +154,9 @@ class ProcessHistory:
         minute = int(process.received_seconds // 60)
         if minute != self._minute:
             self._minute, self._starts = minute, Counter()
-        owner = owner_of(process)
-        self._starts[owner] += 1
-        tracked.left_out = self._starts[owner] > MAX_STARTS_PER_MINUTE
+        share = process.key.share
+        self._starts[share] += 1
+        tracked.left_out = self._starts[share] > MAX_STARTS_PER_MINUTE
         if tracked.left_out:
             self._on_left_out(2)
             return []
@@ -228,7 +228,7 @@ class ProcessHistory:
             "pid": name_of(process),
             "workload": identity.workload,
             "rank": identity.rank,
-            "owner": owner_of(process),
+            "owner": process.key.share,
         }
 
 

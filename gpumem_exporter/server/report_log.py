@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 from gpumem_exporter.core.samples import ProcessKey
 
@@ -25,7 +25,7 @@ class ReportLog:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._named: dict[tuple[str, Hashable], dict[ProcessKey, float]] = {}
+        self._named: dict[tuple[str, str], dict[ProcessKey, float]] = {}
         """When each process was named, by outcome and `ProcessKey.share`."""
 
     def name(self, outcome: str, process: ProcessKey, workload: str, why: str) -> None:

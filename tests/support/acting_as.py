@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 - the socket module imports it later, as another user who cannot read it
 import os
 from collections.abc import Iterator
 
-__all__ = ["acting_as"]
+import pytest
+
+__all__ = ["acting_as", "needs_root"]
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ import pytest
 from gpumem_exporter.errors import ExporterUnreachableError
 from gpumem_exporter.procfs import pid_namespace, start_time_ticks
 from gpumem_exporter.wire.http import Connection
+from gpumem_exporter.wire.protocol import REPORTS_PATH, Report, to_wire
+from tests.support.builders import report
 from tests.support.waiting import patient, wait_for
 
 __all__ = [
@@ -32,7 +34,6 @@ __all__ = [
     "LocalUser",
     "Reply",
     "needs_cgroups",
-    "needs_root",
 ]
 
 NEW_PID_NAMESPACE = 0x20000000
@@ -40,8 +41,6 @@ NEW_USER_NAMESPACE = 0x10000000
 NEW_MOUNT_NAMESPACE = 0x00020000
 
 _PR_SET_DUMPABLE = 4
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
 
 _CAPABILITIES_OF_DOCKER = 0xA80425FB
 """The capabilities of root in a container that docker starts, among them CAP_SETUID."""
@@ -127,6 +126,22 @@ class LocalUser:
         other_end.close()
         assert self._pipe.poll(patient(10)), "the process of the user did not start"
         self.pid, self.own_pid, self.pid_namespace, self.start_time_ticks = self._pipe.recv()
+        self._sequence = 0
+
+    def report(self, **changes: Any) -> Report:
+        """Return a true report of this process, with changes."""
+        self._sequence += 1
+        true = {
+            "start_time_ticks": self.start_time_ticks,
+            "pid_namespace": self.pid_namespace,
+            "session": f"{self.uid}-{self.pid}",
+            "sequence": self._sequence,
+        }
+        return report(**{"pid": self.own_pid, **true, **changes})
+
+    def send(self, url: str, sent: Report, **headers: str) -> Reply:
+        """Send a report on a new connection."""
+        return self.request(url, "POST", REPORTS_PATH, to_wire(sent), **headers)
 
     def request(self, url: str, method: str, path: str, document: Any = None, **headers: str) -> Reply:
         """Send a request on a new connection; underscores in header names become hyphens."""
@@ -193,7 +208,7 @@ def _take_user(uid: int) -> None:
 
 
 def _sent(url: str, method: str, path: str, document: Any, headers: dict[str, str]) -> tuple[int, Any]:
-    body = None if document is None else json.dumps(document).encode()
+    body = None if document is None else json.dumps(document, ensure_ascii=False).encode()
     if body is not None:
         headers = {"Content-Type": "application/json", **headers}
     connection = Connection(url, timeout_seconds=patient(30))

@@ -10,13 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.support.waiting import wait_for
 
 OTHER_UID = 1001
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
 
 
 @dataclass(frozen=True, slots=True)

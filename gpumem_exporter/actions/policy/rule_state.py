@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from gpumem_exporter.actions.policy.model import Rule
@@ -60,15 +60,15 @@ class RuleState:
         self.met_since: dict[str, float] = {}
         self.presumed: set[str] = set()
         self.held_back: dict[str, str] = {}
-        self._acted: dict[Hashable, deque[float]] = {}
-        """When it acted on processes of each user or container."""
+        self._acted: dict[str, deque[float]] = {}
+        """When it acted, by `ProcessKey.share`."""
         self._subjects: dict[str, _SubjectState] = {}
 
     def subject(self, observation: Observation) -> str:
         """Return the subject of the rule: the process on all its devices, or the ranks of its workload."""
         return observation.group if self.rule.request.group else observation.reporter_id
 
-    def objection(self, subject: str, share: Hashable, now: float) -> str:
+    def objection(self, subject: str, share: str, now: float) -> str:
         """Return why the rule does not act now, as one of `RESULTS`; empty if it may act.
 
         `max_per_hour` counts for each `ProcessKey.share`, so that no user can use up the actions of the others.
@@ -83,7 +83,7 @@ class RuleState:
             return "limited"
         return "cooling" if subject in self.presumed else ""
 
-    def acted(self, subject: str, share: Hashable, now: float) -> None:
+    def acted(self, subject: str, share: str, now: float) -> None:
         """Record that the rule acts on this subject now, whose process has this share."""
         self._acted.setdefault(share, deque(maxlen=self.rule.max_per_hour)).append(now)
         self._subjects.setdefault(subject, _SubjectState(now)).acted_seconds = now
@@ -114,11 +114,11 @@ class RuleState:
         for subject, known in list(self._subjects.items()):
             if subject not in present and now - known.acted_seconds > keep_seconds:
                 del self._subjects[subject]
-        self._acted = {owner: acted for owner, acted in self._acted.items() if now - acted[-1] < HOUR_SECONDS}
+        self._acted = {share: acted for share, acted in self._acted.items() if now - acted[-1] < HOUR_SECONDS}
 
     def take_over(self, earlier: RuleState) -> None:
         """Take over the state from before a reload. If the rule has changed, only the times of its actions are kept."""
-        self._acted = {owner: deque(acted, maxlen=self.rule.max_per_hour) for owner, acted in earlier._acted.items()}
+        self._acted = {share: deque(acted, maxlen=self.rule.max_per_hour) for share, acted in earlier._acted.items()}
         if self.rule == earlier.rule:
             self.met_since, self.presumed = earlier.met_since, earlier.presumed
             self._subjects, self.held_back = earlier._subjects, earlier.held_back

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.procfs import pid_namespace, start_time_ticks
-from gpumem_exporter.wire.protocol import MODES, to_wire
-from tests.support.builders import MIB, UUIDS, report, sample
+from gpumem_exporter.wire.protocol import MODES
+from tests.support.acting_as import needs_root
+from tests.support.builders import MIB, UUIDS, sample
 from tests.support.exporter_process import ExporterProcess
-from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply, needs_root
+from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply
 from tests.support.paths import REPOSITORY
 from tests.support.ports import free_port
 
@@ -52,16 +53,8 @@ class Node:
 
     def report(self, user: LocalUser, **changes: Any) -> Reply:
         """Let a user report about its own process."""
-        known = {
-            "workload": str(user.uid),
-            "start_time_ticks": user.start_time_ticks,
-            "pid_namespace": user.pid_namespace,
-            "session": f"{user.uid}-{user.pid}",
-            "modes": MODES,
-            "devices": (sample(UUIDS[0], 0, MIB),),
-        }
-        sent = to_wire(report(changes.pop("pid", user.own_pid), **{**known, **changes}))
-        return user.request(self.urls["socket"], "POST", "/api/v1/reports", sent)
+        known = {"workload": str(user.uid), "modes": MODES, "devices": (sample(UUIDS[0], 0, MIB),)}
+        return user.send(self.urls["socket"], user.report(**{**known, **changes}))
 
     def close(self) -> None:
         for user in self.users:

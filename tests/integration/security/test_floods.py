@@ -27,9 +27,10 @@ from gpumem_exporter.server.web.streams import MAX_STREAMS_OF_VIEWER
 from gpumem_exporter.wire.http import Connection
 from gpumem_exporter.wire.peer import user_name
 from gpumem_exporter.wire.protocol import REPORTS_PATH, OutOfMemory, to_wire
+from tests.support.acting_as import needs_root
 from tests.support.builders import UUIDS, report
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.other_user import OTHER_UID, needs_root, rogue_server
+from tests.support.other_user import OTHER_UID, rogue_server
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20

@@ -16,8 +16,9 @@ from uuid import uuid4
 
 import pytest
 
-from gpumem_exporter.wire.protocol import MODES, REPORTS_PATH, CommandResult, to_wire
-from tests.support.builders import MIB, UUIDS, report, sample
+from gpumem_exporter.wire.protocol import MODES, CommandResult
+from tests.support.acting_as import needs_root
+from tests.support.builders import MIB, UUIDS, sample
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.local_users import (
     NEW_MOUNT_NAMESPACE,
@@ -26,7 +27,6 @@ from tests.support.local_users import (
     LocalUser,
     Reply,
     needs_cgroups,
-    needs_root,
 )
 from tests.support.waiting import patient
 
@@ -81,15 +81,8 @@ class Node:
     def report(self, sender: LocalUser, about: LocalUser | None = None, url: str = "", **changes: Any) -> Reply:
         """Let a user report about a process."""
         about = about or sender
-        known = {
-            "start_time_ticks": about.start_time_ticks,
-            "pid_namespace": about.pid_namespace,
-            "session": f"{about.uid}-{about.pid}",
-            "modes": MODES,
-            "devices": (sample(UUIDS[0], 0, MIB),),
-        }
-        sent = to_wire(report(changes.pop("pid", about.own_pid), **{**known, **changes}))
-        return sender.request(url or self.url, "POST", REPORTS_PATH, sent)
+        known = {"modes": MODES, "devices": (sample(UUIDS[0], 0, MIB),)}
+        return sender.send(url or self.url, about.report(**{**known, **changes}))
 
     def shown(self) -> dict[int | str, str | None]:
         """Return the workload of each reporting process, by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from gpumem_exporter.wire.protocol import (
     to_wire,
 )
 from tests.emulation.node import MIB, EmulatedNode
+from tests.support.acting_as import needs_root
 from tests.support.builders import sample
 from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser
 from tests.support.namespaces import needs_namespaces
-from tests.support.other_user import OTHER_UID, needs_root
-from tests.support.user_process import NEW_PID, NEW_USER, UserProcess, user_process
+from tests.support.other_user import OTHER_UID
 from tests.support.waiting import wait_for
 
 pytestmark = [needs_root, needs_namespaces]
@@ -45,9 +46,9 @@ class Place:
     node: EmulatedNode
     exporter: ExporterProcess
     tcp: str
-    root: UserProcess
-    ada: UserProcess
-    eve: UserProcess
+    root: LocalUser
+    ada: LocalUser
+    eve: LocalUser
 
     def url(self, way: str) -> str:
         return self.exporter.url if way == "unix" else self.tcp
@@ -55,7 +56,7 @@ class Place:
     def processes(self) -> list[dict[str, Any]]:
         return [entry for entry in self.exporter.get("/api/v1/processes")["processes"] if entry["reporting"]]
 
-    def of(self, process: UserProcess) -> list[dict[str, Any]]:
+    def of(self, process: LocalUser) -> list[dict[str, Any]]:
         """What the exporter shows of a process."""
         return [entry for entry in self.processes() if entry["host_pid"] == process.pid]
 
@@ -78,7 +79,7 @@ def place(folder: Path, emulation: Path) -> Iterator[Place]:
         exporter = ExporterProcess(folder, *QUICK, environment=node.environment())
         stack.callback(exporter.close)
         address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:[1-9]\d*", exporter.log()), "its address")
-        users = [stack.enter_context(user_process(uid)) for uid in (0, ADA, EVE)]
+        users = [stack.enter_context(closing(LocalUser(uid))) for uid in (0, ADA, EVE)]
         yield Place(node, exporter, address.group(), *users)
 
 
@@ -106,19 +107,19 @@ def test_a_user_cannot_report_for_the_process_of_another(place: Place, way: str,
     before = place.outcome("foreign_process")
     for victim in (place.ada, place.root):
         stolen = victim.report(session="eve", session_started_seconds=1e12, workload="stolen", final=final)
-        status, body = place.eve.send(place.url(way), stolen)
-        assert status == 403, body
-        assert f"pid {victim.pid} belongs to uid" in body
+        reply = place.eve.send(place.url(way), stolen)
+        assert reply.status == 403, reply
+        assert f"pid {victim.pid} belongs to uid" in reply.detail
     assert [entry["workload"] for entry in place.of(place.ada)] == ["ada"]
     assert place.outcome("foreign_process") == before + 2
 
 
 @WAYS
 def test_a_user_reports_its_own_process_and_a_launcher_for_it(place: Place, way: str) -> None:
-    status, body = place.eve.send(place.url(way), place.eve.report(workload="eve"))
-    assert status == 200, body
+    reply = place.eve.send(place.url(way), place.eve.report(workload="eve"))
+    assert reply.status == 200, reply
     assert [(entry["workload"], entry["attested"]) for entry in place.of(place.eve)] == [("eve", True)]
-    with user_process(EVE) as launcher:
+    with closing(LocalUser(EVE)) as launcher:
         assert launcher.send(place.url(way), place.eve.report(step=7))[0] == 200
     assert [entry["step"] for entry in place.of(place.eve)] == [7]
 
@@ -150,15 +151,15 @@ def test_a_squatter_of_a_process_that_cannot_be_seen_neither_hides_nor_ends_it(p
 
 @WAYS
 def test_root_of_a_container_reports_itself_but_no_process_of_the_node(place: Place, way: str) -> None:
-    with user_process(0, namespace=NEW_PID) as inside, user_process(0, namespace=NEW_PID) as other:
+    with closing(LocalUser(0, NEW_PID_NAMESPACE)) as inside, closing(LocalUser(0, NEW_PID_NAMESPACE)) as other:
         url = place.url(way)
         for process in (inside, other):
             assert process.send(place.exporter.url, process.report(workload="true"))[0] == 200
         assert inside.send(url, inside.report(workload="inside"))[0] == 200
         assert [entry["workload"] for entry in place.of(inside)] == ["inside"]
         for victim in (place.root, place.ada, other):
-            status, body = inside.send(url, victim.report(workload="stolen"))
-            assert status == 403, body
+            reply = inside.send(url, victim.report(workload="stolen"))
+            assert reply.status == 403, reply
         assert [entry["workload"] for entry in place.of(place.ada)] == ["ada"]
         assert [entry["workload"] for entry in place.of(other)] == ["true"]
         for process in (inside, other):
@@ -167,7 +168,7 @@ def test_root_of_a_container_reports_itself_but_no_process_of_the_node(place: Pl
 
 @WAYS
 def test_root_of_a_user_namespace_reports_itself_but_no_process_of_the_node(place: Place, way: str) -> None:
-    with user_process(0, namespace=NEW_USER) as inside:
+    with closing(LocalUser(0, NEW_USER_NAMESPACE)) as inside:
         assert inside.send(place.url(way), inside.report(workload="inside"))[0] == 200
         assert [entry["workload"] for entry in place.of(inside)] == ["inside"]
         for victim in (place.root, place.ada):
@@ -178,10 +179,8 @@ def test_root_of_a_user_namespace_reports_itself_but_no_process_of_the_node(plac
 def test_a_start_in_the_future_does_not_silence_the_next_session(place: Place) -> None:
     assert place.ada.send(place.tcp, ada_report(place, session="ahead", session_started_seconds=1e12))[0] == 200
     for final in (False, True):
-        status, body = place.ada.send(
-            place.tcp, ada_report(place, session="next", session_started_seconds=1e11, final=final)
-        )
-        assert status == 200, body
+        reply = place.ada.send(place.tcp, ada_report(place, session="next", session_started_seconds=1e11, final=final))
+        assert reply.status == 200, reply
 
 
 def test_labels_phases_and_components_beyond_the_limits_are_left_out(place: Place) -> None:
@@ -219,9 +218,9 @@ def test_the_page_and_the_memory_are_bounded_whatever_one_user_sends(folder: Pat
             refused = 0
             for pid in range(1, 700):
                 report = largest_report(place.eve, pid) if pid < 60 else place.eve.report(pid=pid, pid_namespace=4242)
-                status, body = place.eve.send(exporter.url, report)
-                assert status == 200 or (status == 503 and "max-processes" in body), body
-                refused += status == 503
+                reply = place.eve.send(exporter.url, report)
+                assert reply.status == 200 or (reply.status == 503 and "max-processes" in reply.detail), reply
+                refused += reply.status == 503
             assert refused > 100
             sizes = [len(exporter.request("GET", path).body) for path in PAGES for _ in range(3)]
             assert max(sizes) < 12_000_000, sizes
@@ -234,7 +233,7 @@ def test_the_page_and_the_memory_are_bounded_whatever_one_user_sends(folder: Pat
             exporter.close()
 
 
-def largest_report(process: UserProcess, number: int) -> Report:
+def largest_report(process: LocalUser, number: int) -> Report:
     """A report of made-up devices, with as many results and errors and as long texts as the protocol allows."""
     text = "\U0001f4a3" * MAX_LABEL_LENGTH
     names = {f"{text[3:]}{index:03}": 2**62 for index in range(MAX_PHASES)}
@@ -295,11 +294,13 @@ def test_a_reporter_with_only_a_token_is_unattested_and_replaces_no_attested_one
         assert place.ada.send(address, ada_report(place), **with_token)[0] == 200
         shown = {entry["workload"]: entry["attested"] for entry in exporter.get("/api/v1/processes")["processes"]}
         assert shown == {"far": False, "ada": True}
-        status, body = place.eve.send(address, ada_report(place, workload="made up"), **proxied)
-        assert (status, "attests" in body) == (409, True), body
-        status, body = place.eve.send(address, place.root.report(start_time_ticks=5), **proxied)
-        assert (status, "another process" in body) == (403, True), body
-        status, body = place.eve.send(exporter.url, place.root.report(), **with_token)
-        assert (status, "belongs to uid 0" in body) == (403, True), "the token does not replace the kernel's uid"
+        reply = place.eve.send(address, ada_report(place, workload="made up"), **proxied)
+        assert (reply.status, "attests" in reply.detail) == (409, True), reply
+        reply = place.eve.send(address, place.root.report(start_time_ticks=5), **proxied)
+        assert (reply.status, "another process" in reply.detail) == (403, True), reply
+        reply = place.eve.send(exporter.url, place.root.report(), **with_token)
+        assert (reply.status, "belongs to uid 0" in reply.detail) == (403, True), (
+            "the token does not replace the kernel's uid"
+        )
     finally:
         exporter.close()

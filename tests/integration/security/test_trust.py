@@ -15,7 +15,8 @@ from gpumem_exporter.errors import ConfigurationError, ExporterUntrustedError
 from gpumem_exporter.wire.http import Answer, Connection
 from gpumem_exporter.wire.trust import Trust
 from tests.emulation.fixtures import StartTorch
-from tests.support.other_user import OTHER_UID, RogueServer, needs_root, rogue_server
+from tests.support.acting_as import needs_root
+from tests.support.other_user import OTHER_UID, RogueServer, rogue_server
 from tests.support.waiting import patient, wait_for
 
 TOKEN = {"Authorization": "Bearer secret"}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import encodings.idna  # noqa: F401 - the socket module imports it later, as another user
 import os
 import socket
-from collections.abc import Iterator
 
 import pytest
 
 from gpumem_exporter.wire import peer
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may create sockets as another user")
+from tests.support.acting_as import acting_as, needs_root
 
 
 @pytest.fixture(params=["sock_diag", "proc"])
@@ -20,15 +16,6 @@ def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Each source of the kernel alone."""
     if request.param == "proc":
         monkeypatch.setattr(socket, "AF_NETLINK", 255)
-
-
-@contextlib.contextmanager
-def user(uid: int) -> Iterator[None]:
-    os.seteuid(uid)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def listener(host: str) -> socket.socket:
@@ -41,7 +28,7 @@ def listener(host: str) -> socket.socket:
 @pytest.mark.parametrize(("bound", "to"), [("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "::1")])
 def test_each_end_of_a_loopback_connection_names_the_user_of_the_other(bound: str, to: str) -> None:
     with listener(bound) as server:
-        with user(1001):
+        with acting_as(1001):
             client = socket.create_connection((to, server.getsockname()[1]))
         with client:
             waiting = peer.tcp_peer_owner(client)
@@ -57,7 +44,7 @@ def test_each_end_of_a_loopback_connection_names_the_user_of_the_other(bound: st
 @pytest.mark.usefixtures("source")
 def test_a_closed_socket_is_not_taken_for_roots() -> None:
     with listener("127.0.0.1") as server:
-        with user(1001):
+        with acting_as(1001):
             client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
         with accepted:
