@@ -24,6 +24,8 @@ class Place(NamedTuple):
 
     A container without an id is named after its namespaces.
     """
+    user: int | None = None
+    """The user of the host that can make places like this without end; None if only root can."""
 
     @property
     def here(self) -> bool:
@@ -36,6 +38,14 @@ class Place(NamedTuple):
         A process of the host reaches those of its user in containers. A container reaches only itself.
         """
         return self.here or (self.known and self == other)
+
+    def share(self, uid: int | None) -> int | str | None:
+        """Return the holder of one share of every limit for a process of this user here.
+
+        It is the user that made the container, the container, whose root can become every uid, or the uid outside of
+        containers.
+        """
+        return self.user if self.user is not None else self.container or uid
 
     def __str__(self) -> str:
         if not self.known:

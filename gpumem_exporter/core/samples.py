@@ -156,8 +156,8 @@ class ProcessKey(NamedTuple):
 
     @property
     def share(self) -> Hashable:
-        """The holder of one share of every limit: a container, whose root can become every uid, otherwise a user."""
-        return self.place.container or self.owner_uid
+        """The holder of one share of every limit: see `Place.share`."""
+        return self.place.share(self.owner_uid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,10 @@ class Page:
 
 def owner_of(process: ReportingProcess) -> str:
     """Return the owner of the events about a process: the holder of its share, as `Caller.share` spells it."""
-    if process.key.place.container:
-        return f"container:{process.key.place.container}"
-    return "unattested" if process.owner_uid is None else f"uid:{process.owner_uid}"
+    share = process.key.share
+    if share is None:
+        return "unattested"
+    return f"container:{share}" if isinstance(share, str) else f"uid:{share}"
 
 
 def detail_json(detail: Mapping[str, Any]) -> str:

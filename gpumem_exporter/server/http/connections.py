@@ -24,11 +24,11 @@ _REFUSALS = 64
 def owner_of(peer: Peer) -> Owner:
     """Return the owner of a connection.
 
-    A container is one owner, because its root can become every uid; where a TCP connection comes from is not known yet.
+    See `Place.share` for local users; where a TCP connection comes from is not known yet.
     An IPv6 network of 64 bits is one owner: its machines have all addresses.
     """
     if peer.uid is not None:
-        return peer.place.container or peer.uid
+        return peer.place.share(peer.uid) or peer.uid
     if ":" in peer.host:
         return ipaddress.IPv6Address(peer.host.partition("%")[0]).packed[:8].hex()
     return peer.host
