@@ -20,10 +20,12 @@ _MAX_ALERT_NAME = 128
 def share_of(key: str) -> str:
     """Return the holder of one share of every limit for a `Caller.key`.
 
-    It is the container, whose root can become every uid, or the key outside of containers.
+    It is the user that made the container, the container, whose root can become every uid, or the key outside of
+    containers.
     """
-    _, of_container, container = key.partition(":container:")
-    return f"container:{container}" if of_container else key
+    _, of_container, place = key.partition(":container:")
+    container, of_user, user = place.partition(":of:")
+    return f"uid:{user}" if of_user else f"container:{container}" if of_container else key
 
 
 class CallerKind(Enum):
@@ -102,7 +104,10 @@ class Caller:
             return f"{self.kind.value}:{self.name}"
         if self.uid is None:
             return f"{self.kind.value}:{self.host}"
-        return f"uid:{self.uid}" if self.place.here else f"uid:{self.uid}:container:{self.place.container}"
+        if self.place.here:
+            return f"uid:{self.uid}"
+        of_user = "" if self.place.user is None else f":of:{self.place.user}"
+        return f"uid:{self.uid}:container:{self.place.container}{of_user}"
 
     @property
     def share(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HERE", "UNKNOWN", "Place", "share_of"]
+__all__ = ["HERE", "UNKNOWN", "Place"]
 
 _SHOWN = 12
 """The characters of a container's id that are shown, as docker shows them."""
@@ -24,6 +24,8 @@ class Place(NamedTuple):
 
     A container without an id is named after its namespaces.
     """
+    user: int | None = None
+    """The user of the host that can make places like this without end; None if only root can."""
 
     @property
     def here(self) -> bool:
@@ -37,6 +39,17 @@ class Place(NamedTuple):
         """
         return self.here or (self.known and self == other)
 
+    def share(self, uid: int | None) -> str:
+        """Return the holder of one share of every limit for a process of this user in this place.
+
+        It is the user that made the container, the container, whose root can become every uid, or the user outside of
+        containers.
+        """
+        if self.container and self.user is None:
+            return f"container:{self.container}"
+        user = uid if self.user is None else self.user
+        return "unattested" if user is None else f"uid:{user}"
+
     def __str__(self) -> str:
         if not self.known:
             return "unknown"
@@ -47,10 +60,3 @@ HERE = Place(known=True)
 """The exporter's own namespaces."""
 UNKNOWN = Place(known=False)
 """A process that the exporter cannot see. It reaches nothing."""
-
-
-def share_of(uid: int | None, place: Place) -> str:
-    """Return the holder of one share of every limit: a container, whose root can become every uid, otherwise a user."""
-    if place.container:
-        return f"container:{place.container}"
-    return "unattested" if uid is None else f"uid:{uid}"

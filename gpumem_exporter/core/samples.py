@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from gpumem_exporter.core.place import UNKNOWN, Place, share_of
+from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.wire.protocol import Report
 
 __all__ = [
@@ -156,8 +156,8 @@ class ProcessKey(NamedTuple):
 
     @property
     def share(self) -> str:
-        """The holder of one share of every limit, as `Caller.share` spells it: see `core.place.share_of`."""
-        return share_of(self.owner_uid, self.place)
+        """The holder of one share of every limit, as `Caller.share` spells it: see `Place.share`."""
+        return self.place.share(self.owner_uid)
 
 
 @dataclass(frozen=True, slots=True)

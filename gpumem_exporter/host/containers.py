@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["container_id", "container_ids", "pod_uid"]
+__all__ = ["container_id", "container_ids", "pod_uid", "user_of_slice"]
 
 # docker, containerd, CRI-O and podman all name a container's cgroup after its id of 64 hexadecimal digits: alone
 # (cgroupfs driver), between a prefix and `.scope` (systemd driver), or after a colon.
@@ -16,6 +16,10 @@ _MONITOR = "-conmon-"
 _POD = re.compile(
     r"(?:^|-)pod([0-9a-f]{8}(?:([-_])[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{12}|[0-9a-f]{24}))(?:\.slice)?(?::|$)"
 )
+
+# systemd gives each user a slice in which the user may create cgroups of every name. Only root can create the slice.
+# In a cgroup namespace, the path of a cgroup outside of it starts with `..`.
+_USER = re.compile(r"(?:/\.\.)*/user\.slice/user-([0-9]{1,10})\.slice(?:/|$)")
 
 
 def container_id(cgroup_text: str) -> str:
@@ -34,6 +38,15 @@ def container_ids(cgroup_text: str) -> tuple[str, ...]:
         if found:
             return tuple(found)
     return ()
+
+
+def user_of_slice(cgroup_text: str) -> int | None:
+    """Return the user of systemd's slice in which a process is, from a text of /proc/PID/cgroup; None if in none."""
+    for line in cgroup_text.splitlines():
+        found = _USER.match(line.split(":", 2)[-1])
+        if found is not None:
+            return int(found.group(1))
+    return None
 
 
 def pod_uid(cgroup_text: str) -> str:

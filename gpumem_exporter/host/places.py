@@ -3,6 +3,9 @@
 A process is in the exporter's own namespaces if it is in the exporter's PID and user namespace and its cgroup has no
 container but those of the exporter. `--pid host` and `hostPID` therefore do not make a container a part of the host.
 Otherwise its containers name its place, or its namespaces if its cgroup has no container.
+
+A user without any right may make user namespaces and, in its slice of systemd, cgroups that are named as containers.
+Such places count for that user in every limit: see `Place.user`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
-from gpumem_exporter.host.containers import container_ids
+from gpumem_exporter.host.containers import container_ids, user_of_slice
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.procfs import pid_namespace
 
@@ -32,6 +35,20 @@ class _Namespaces:
     uid_map: bytes
     """The map of its user namespace, as the exporter's user namespace sees it."""
     containers: tuple[str, ...]
+    slice_user: int | None
+    """The user of systemd's slice in which the process is."""
+    uid: int
+
+    @property
+    def made_by(self) -> int:
+        """The user outside that is root of the user namespace: it, or root, has made the namespace."""
+        first = self.uid_map.split(None, 3)[:3]
+        outside = int(first[1]) if len(first) == 3 else _NO_UID
+        return self.uid if outside == _NO_UID else outside
+
+
+_NO_UID = (1 << 32) - 1
+"""A uid that the exporter's user namespace does not have."""
 
 
 class Places:
@@ -58,21 +75,29 @@ class Places:
         # The exporter may run in a container, and its node in another one (kind).
         containers = _without_prefix(found.containers, own.containers)[:_MAX_NESTED]
         if containers:
-            return Place(known=True, container=".".join(containers))
+            return Place(known=True, container=".".join(containers), user=found.slice_user)
         if (found.depth, found.uid_map) == (own.depth, own.uid_map):
             return HERE
         name = self._name_of_namespaces(pid)
-        return Place(known=True, container=name) if name else UNKNOWN
+        if not name:
+            return UNKNOWN
+        user = found.slice_user
+        if user is None and found.uid_map != own.uid_map:
+            user = found.made_by
+        return Place(known=True, container=name, user=user)
 
     def _namespaces(self, pid: int | str) -> _Namespaces | None:
         try:
             status, uid_map, cgroup = (self._entries.read(pid, name) for name in ("status", "uid_map", "cgroup"))
         except HiddenError:
             return None
-        line = next((line for line in (status or b"").splitlines() if line.startswith(b"NSpid:")), None)
-        if line is None or uid_map is None or cgroup is None:
+        lines = {line.partition(b":")[0]: line.split() for line in (status or b"").splitlines()}
+        if b"NSpid" not in lines or b"Uid" not in lines or uid_map is None or cgroup is None:
             return None
-        return _Namespaces(len(line.split()) - 2, uid_map, container_ids(cgroup.decode("utf-8", "replace")))
+        text = cgroup.decode("utf-8", "replace")
+        return _Namespaces(
+            len(lines[b"NSpid"]) - 2, uid_map, container_ids(text), user_of_slice(text), int(lines[b"Uid"][2])
+        )
 
     def _name_of_namespaces(self, pid: int) -> str:
         """Return a name for the namespaces of a process that no cgroup names; empty if there is none.

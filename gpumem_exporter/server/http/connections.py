@@ -12,8 +12,8 @@ from gpumem_exporter.server.security.peer import Peer
 
 __all__ = ["Connection", "Connections", "Owner", "owner_of"]
 
-Owner: TypeAlias = "int | str"
-"""A user of this machine by uid, a container by its ids, or another machine by its address."""
+Owner: TypeAlias = str
+"""A user of this machine or a container, as `Place.share` names them, or another machine by its address."""
 
 _IDLE_SECONDS = 1.0
 """A connection makes room for another one of its own owner only after this time."""
@@ -24,11 +24,11 @@ _REFUSALS = 64
 def owner_of(peer: Peer) -> Owner:
     """Return the owner of a connection.
 
-    A container is one owner, because its root can become every uid; where a TCP connection comes from is not known yet.
-    An IPv6 network of 64 bits is one owner: its machines have all addresses.
+    For local users see `Place.share`; in which container a TCP connection was made is not known yet. An IPv6 network of
+    64 bits is one owner: its machines have all addresses.
     """
     if peer.uid is not None:
-        return peer.place.container or peer.uid
+        return peer.place.share(peer.uid)
     if ":" in peer.host:
         return ipaddress.IPv6Address(peer.host.partition("%")[0]).packed[:8].hex()
     return peer.host

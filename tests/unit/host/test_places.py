@@ -26,7 +26,8 @@ class Proc:
     ) -> int:
         entry = self.folder / pid
         entry.mkdir(exist_ok=True)
-        entry.joinpath("status").write_text(f"Name:\tx\nNSpid:\t{pid}{chr(9) + '1' if depth else ''}\n")
+        status = f"Name:\tx\nUid:\t1001\t1001\t1001\t1001\nNSpid:\t{pid}{chr(9) + '1' if depth else ''}\n"
+        entry.joinpath("status").write_text(status)
         entry.joinpath("uid_map").write_text(uid_map)
         entry.joinpath("cgroup").write_text(cgroup)
         mounts = "20 9 0:5 / /proc rw - proc proc rw\n"
@@ -55,7 +56,6 @@ def test_services_and_sessions_of_the_host_are_here(proc: Proc) -> None:
         f"0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-{A}.scope/init\n",
         f"0::/../{A}\n",
         f"12:pids:/docker/{A}\n0::/system.slice/containerd.service\n",
-        f"0::/user.slice/user-1001.slice/user@1001.service/user.slice/libpod-{A}.scope/container\n",
     ],
 )
 @pytest.mark.parametrize("depth", [0, 1])
@@ -102,3 +102,34 @@ def test_a_place_reaches_itself_and_the_host_every_place() -> None:
     one, other = (Place(known=True, container=each) for each in (A, B))
     reached = {(a, b) for a in (HERE, one, other, UNKNOWN) for b in (HERE, one, other, UNKNOWN) if a.reaches(b)}
     assert reached == {(HERE, HERE), (HERE, one), (HERE, other), (HERE, UNKNOWN), (one, one), (other, other)}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "user"),
+    [
+        (f"0::/user.slice/user-1001.slice/user@1001.service/user.slice/libpod-{A}.scope/container\n", 1001),
+        (
+            f"1:name=systemd:/user.slice/user-1001.slice/x\n0::/../../user.slice/user-1001.slice/docker-{A}.scope\n",
+            1001,
+        ),
+        (f"0::/system.slice/docker-{A}.scope/user.slice/user-1001.slice/x\n", None),
+        (f"0::/system.slice/own.service/user.slice/user-1001.slice/docker-{A}.scope\n", None),
+    ],
+)
+def test_a_container_in_a_users_slice_counts_for_the_user(proc: Proc, cgroup: str, user: int | None) -> None:
+    place = proc.place(cgroup)
+    assert (place.container, place.user) == (A, user)
+    assert place.share(0) == (f"container:{A}" if user is None else f"uid:{user}")
+
+
+@pytest.mark.parametrize("uid_map", [ROOTLESS_MAP, "0 1001 1\n1 100000 65536\n", "", "0 4294967295 1\n"])
+def test_namespaces_that_a_user_makes_count_for_the_user(proc: Proc, uid_map: str) -> None:
+    one, other = (proc.place(depth=1, uid_map=uid_map, root_mount=number) for number in (81, 82))
+    assert one != other
+    assert one.share(1001) == other.share(1001) == "uid:1001"
+
+
+def test_a_container_name_that_a_user_forges_is_another_place(proc: Proc) -> None:
+    true, forged = (proc.place(f"0::/{above}/docker-{A}.scope\n") for above in ("x", "user.slice/user-1001.slice"))
+    assert not forged.reaches(true)
+    assert true.share(1001) != forged.share(1001)

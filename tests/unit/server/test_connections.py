@@ -103,8 +103,8 @@ def test_an_ended_connection_leaves_room(connections: Connections) -> None:
 @pytest.mark.parametrize(
     ("peer", "owner"),
     [
-        (Peer(uid=7), 7),
-        (Peer("127.0.0.1", uid=7), 7),
+        (Peer(uid=7), "uid:7"),
+        (Peer("127.0.0.1", uid=7), "uid:7"),
         (Peer("10.1.2.3"), "10.1.2.3"),
         (Peer(), ""),
     ],
