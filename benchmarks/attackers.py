@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from benchmarks.snapshots import identity, report
@@ -74,7 +75,7 @@ def attack(name: str, target: Target) -> None:
 
 def unknown_names(target: Target) -> None:
     """POST targets of 8 KB with names that resemble the workloads of 100 processes and match none of them."""
-    identities = [replace(_identity_of(_idle_child()), workload=f"{'ab' * 60}{number}") for number in range(100)]
+    identities = [replace(_identity_of(pid), workload=f"{'ab' * 60}{pid}") for pid in _idle_children(100)]
     for sequence in itertools.count(1):
         for of in identities:
             _report(target, report(of, target.uuids[:1], sequence))
@@ -92,10 +93,7 @@ def unread_pages(target: Target) -> None:
 
 def large_results(target: Target) -> None:
     """In eight processes, answer the process's own actions with the largest results, and read the list of actions."""
-    for _ in range(7):
-        if not os.fork():
-            _end_with_the_parent()
-            break
+    _multiply(8)
     of = replace(_own_identity(), session=os.urandom(8).hex())
     results: tuple[CommandResult, ...] = ()
     for sequence in itertools.count(1):
@@ -177,10 +175,7 @@ def event_readers(target: Target) -> None:
 
 def root_of_a_container(target: Target) -> None:
     """As root of a PID namespace, send first reports on 40 new connections over loopback."""
-    if ctypes.CDLL(None).unshare(_NEW_PID_NAMESPACE) == 0 and (child := os.fork()):
-        os.waitpid(child, 0)
-        return
-    _end_with_the_parent()
+    _enter_a_pid_namespace()
     body = json.dumps(to_wire(report(replace(_own_identity(), pid=1), target.uuids, 1))).encode()
     while True:
         _posts_at_once(target, REPORTS_PATH, body, 40, tcp=True)
@@ -211,14 +206,42 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
 TLS_ATTACK = "9,000 unfinished TLS handshakes"
 
 
-def _idle_child() -> int:
-    """Start a process that ends with this one; return its pid."""
+# A program is called again after each error, so what forks is cached.
+
+
+@cache
+def _idle_children(count: int) -> tuple[int, ...]:
+    """Start processes that end with this one; return their pids."""
+    pids = []
+    for _ in range(count):
+        child = os.fork()
+        if not child:
+            _end_with_the_parent()
+            while True:
+                signal.pause()
+        pids.append(child)
+    return tuple(pids)
+
+
+@cache
+def _multiply(count: int) -> None:
+    """Let this number of processes run the program."""
+    for _ in range(count - 1):
+        if not os.fork():
+            _end_with_the_parent()
+            break
+
+
+@cache
+def _enter_a_pid_namespace() -> None:
+    """Let a child in a PID namespace of its own run the program, in place of this process."""
+    if ctypes.CDLL(None).unshare(_NEW_PID_NAMESPACE) != 0:
+        raise SystemExit("a PID namespace cannot be made here")
     child = os.fork()
-    if not child:
-        _end_with_the_parent()
-        while True:
-            signal.pause()
-    return child
+    if child:
+        os.waitpid(child, 0)
+        os._exit(0)
+    _end_with_the_parent()
 
 
 def _end_with_the_parent() -> None:
