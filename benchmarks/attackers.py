@@ -1,7 +1,7 @@
 """Programs of a hostile local user. Each costs the exporter as much memory or time as one way of attack can.
 
-A program runs in a process of its own, as `ATTACKER_UID` and with plain sockets, until it is killed. Those that need no
-other rights than a user of the node has are in `ATTACKS`; `root_of_a_container` keeps uid 0 in a PID namespace.
+A program runs in a process of its own, as `ATTACKER_UID` and with plain sockets, until it is killed. Only
+`root_of_a_container` keeps uid 0, in a PID namespace.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Target:
 
 
 def attack(name: str, target: Target) -> None:
-    """Run one of the programs as the attacker, for ever."""
+    """Run one of the programs as the attacker until it is killed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     program = {**ATTACKS, TLS_ATTACK: unfinished_handshakes}[name]

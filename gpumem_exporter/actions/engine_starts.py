@@ -84,7 +84,7 @@ class StartGuard:
 
 
 def devices_of(process: ReportingProcess, snapshot: Snapshot) -> set[str]:
-    """Return the devices of a process: those that it reports, and those on which the driver lists it."""
+    """Return the devices that a process reports, and the devices on which the driver lists it."""
     listed = {
         device.uuid
         for device in (snapshot.node.devices if snapshot.node is not None else ())
@@ -122,7 +122,7 @@ def waits(
     """
     names = {process.key: name for name, process in Names.of(snapshot).reporting}
     found: dict[tuple[int | str, str], EngineWait] = {}
-    # Of an engine that is known by its title and by its report, the one that counts for longer is shown.
+    # An engine may be known by its title and by its report: the entry that counts for longer is shown.
     for engine in sorted(engines, key=lambda each: each.until_seconds):
         reporter, facts = engine.reporter, None
         if engine.host_pid is not None and snapshot.node is not None:

@@ -1,7 +1,8 @@
 """Decides what a caller may do: which actions, and on which processes. Pure.
 
 A caller with `Rights.ALL` may request every action of `--action.allow` on every process. A caller with `Rights.OWN` may
-request those that only affect its own processes. The owner of a process is the uid and the place that the kernel names.
+request actions that only affect its own processes. The owner of a process is the uid and the place that the kernel
+names.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.errors import IdempotencyConflictError
 
-__all__ = ["ActionRegistry"]
+__all__ = ["MAX_UNDER_WAY", "ActionRegistry"]
 
 _DRY_RUNS_SHARE = 4
 """One dry run is kept for this number of actions."""
 MAX_BYTES = 16 << 20
 MAX_UNDER_WAY = 4096
-"""The maximum number of processes in the running actions of one caller."""
+"""The maximum number of processes in the running actions of one share."""
 
 
 class ActionRegistry:
@@ -105,9 +105,10 @@ class ActionRegistry:
 
 
 class _Kept:
-    """A number of actions of a limited size. The caller with the largest actions loses its oldest one.
+    """Actions of a limited number and size.
 
-    If their number is the problem, it is the caller with the most actions.
+    If there are too many, the share with the most actions loses its oldest one; if they are too large, the share with
+    the most bytes.
     """
 
     def __init__(self, maximum: int, max_bytes: int) -> None:
@@ -132,7 +133,8 @@ class _Kept:
     def add(self, action: Action) -> list[Action]:
         """Add the newest action, and return those that are forgotten."""
         self._actions[action.id] = action
-        self._count(action, 1, action.kept_bytes)
+        size = self._sizes[action.id] = action.kept_bytes
+        self._count(action.share, 1, size)
         forgotten = []
         while len(self._actions) > self._maximum:
             forgotten.append(self._forget_oldest_of(self._of_share))
@@ -154,13 +156,11 @@ class _Kept:
         share = max(shares, key=shares.__getitem__)
         oldest = next(action for action in self._actions.values() if action.share == share)
         del self._actions[oldest.id]
-        self._count(oldest, -1, -self._sizes.pop(oldest.id))
+        self._count(share, -1, -self._sizes.pop(oldest.id))
         return oldest
 
-    def _count(self, action: Action, number: int, size: int) -> None:
-        if number > 0:
-            self._sizes[action.id] = size
-        self._of_share[action.share] += number
-        self._bytes_of_share[action.share] += size
-        if not self._of_share[action.share]:
-            del self._of_share[action.share], self._bytes_of_share[action.share]
+    def _count(self, share: str, number: int, size: int) -> None:
+        self._of_share[share] += number
+        self._bytes_of_share[share] += size
+        if not self._of_share[share]:
+            del self._of_share[share], self._bytes_of_share[share]

@@ -111,7 +111,7 @@ def send_all(
 
 
 def joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one document for the parts of an action: the state is that of the first part that is not done."""
+    """Return one document for the parts of an action, with the state of the first part that is not done."""
     if len(documents) == 1:
         return documents[0]
     first = next((document for document in documents if document.get("state") != "done"), documents[0])

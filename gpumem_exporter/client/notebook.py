@@ -14,7 +14,7 @@ class ShownAsText:
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        # IPython prefers a class's own `__repr__`, such as that of a dataclass, to an inherited `_repr_pretty_`.
+        # IPython prefers a class's own `__repr__`, such as a dataclass's, to an inherited `_repr_pretty_`.
         cls._repr_pretty_ = ShownAsText._repr_pretty_  # type: ignore[method-assign]
 
     def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:

@@ -35,7 +35,7 @@ class Place(NamedTuple):
     def reaches(self, other: Place) -> bool:
         """Return whether a process here may act on processes of its user there, as with kill(2).
 
-        A process of the host reaches those of its user in containers. A container reaches only itself.
+        A process of the host reaches its user's processes in containers. A container reaches only itself.
         """
         return self.here or (self.known and self == other)
 

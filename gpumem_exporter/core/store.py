@@ -192,7 +192,7 @@ class Store:
         return node
 
     def _displaced_by(self, process: ReportingProcess, displaced: Collection[ProcessKey]) -> list[ProcessKey]:
-        """Return the processes that lose their place to a new one, besides those that have lost it already.
+        """Return the processes that lose their place to a new one, besides the `displaced` ones.
 
         A process that /proc shows replaces an unattested one of the same pid. If `max_processes` is reached, the least
         known process loses its place; among equally known ones, the largest share loses its latest to a smaller share.
@@ -222,7 +222,7 @@ class Store:
     def _displaced_in_share(self, process: ReportingProcess, size: int) -> list[ProcessKey]:
         """Return the processes of the same share that lose their place, because the share of the page is exceeded.
 
-        Only a process that /proc shows displaces others, the latest of those that it does not show.
+        Only a process that /proc shows displaces others: processes that /proc does not show, the latest first.
 
         Raises:
             TooManyProcessesError: the share is still exceeded.

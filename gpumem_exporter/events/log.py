@@ -31,7 +31,7 @@ many processes, has tens of KiB."""
 MAX_READERS = 16
 OWNER_SHARE = 4
 """One owner may have this part of the queue, so that a user who fills it while the disk hangs loses its own events."""
-_ROWS = 16
+_ITEMS = 16
 """An event with long lists, such as an action on many processes, counts once for each of this number of items."""
 _BATCH = 256
 """The maximum number of events in one commit."""
@@ -86,8 +86,7 @@ class _Waiting:
     @property
     def size(self) -> int:
         """The number of events, with more for large ones."""
-        lists = (value for event in self.events for value in event.detail.values() if isinstance(value, list))
-        return len(self.events) + sum(len(value) for value in lists) // _ROWS
+        return len(self.events) + sum(event.items for event in self.events) // _ITEMS
 
 
 class EventLog:
@@ -121,8 +120,6 @@ class EventLog:
         self._failures = FailureLog(_log, clock)
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
-        self._waiting_events = {True: 0, False: 0}
-        """The number of events of the audit trail, and of other events."""
         self._waiting_sizes: Counter[tuple[bool, str]] = Counter()
         """The part of the queue that each owner takes."""
         self._alone = 0
@@ -164,7 +161,6 @@ class EventLog:
             if accepted:
                 self._waiting.append(new)
                 self._waiting_sizes[new.owner] += new.size
-                self._waiting_events[new.audit] += len(events)
                 self._changed.notify_all()
         if not accepted:
             self._drop([new])
@@ -201,7 +197,7 @@ class EventLog:
             alive=self._thread.is_alive(),
             error=self._error,
             busy_seconds=None if busy_since is None else max(0.0, self._clock() - busy_since),
-            waiting=sum(self._waiting_events.values()),
+            waiting=sum(len(each.events) for each in self._waiting),
             dropped=self._dropped,
             damaged_file=self._storage.damaged_file,
         )
@@ -278,7 +274,6 @@ class EventLog:
         with self._changed:
             for each in batch:
                 self._waiting.popleft()
-                self._waiting_events[each.audit] -= len(each.events)
                 self._waiting_sizes[each.owner] -= each.size
                 if not self._waiting_sizes[each.owner]:
                     del self._waiting_sizes[each.owner]
@@ -327,7 +322,6 @@ class EventLog:
     def _end(self) -> None:
         with self._changed:
             lost, self._waiting = list(self._waiting), deque()
-            self._waiting_events = {True: 0, False: 0}
             self._waiting_sizes.clear()
             readers, self._readers = self._readers, deque()
         for _, page in readers:

@@ -47,6 +47,11 @@ class Event:
     """The `ProcessKey.share` or `Caller.share` whose part of the storage it takes; empty for events of the node. It is
     not part of a query's result."""
 
+    @property
+    def items(self) -> int:
+        """The number of items in the lists of `detail`, such as the results of an action."""
+        return sum(len(value) for value in self.detail.values() if isinstance(value, list))
+
 
 @dataclass(frozen=True, slots=True)
 class Query:

@@ -1,7 +1,7 @@
 """Finds out where a process runs, from files of /proc that need no right to trace the process.
 
 A process is in the exporter's own namespaces if it is in the exporter's PID and user namespace and its cgroup has no
-container but those of the exporter. `--pid host` and `hostPID` therefore do not make a container a part of the host.
+container besides the exporter's own. `--pid host` and `hostPID` therefore do not make a container a part of the host.
 Otherwise its containers name its place, or its namespaces if its cgroup has no container.
 
 A user without any right may make user namespaces and, in its slice of systemd, cgroups that are named as containers.
@@ -61,7 +61,7 @@ class Places:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._entries = ProcEntries(proc)
         own = self._namespaces("self")
-        # In a /proc of another PID namespace, pids of sockets are those of other processes.
+        # In a /proc of another PID namespace, the pid of a socket is the pid of another process.
         self._own = own if own is not None and own.depth == 0 else None
 
     def of(self, pid: int) -> Place:

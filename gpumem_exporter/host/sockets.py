@@ -1,8 +1,9 @@
 """Finds the processes that have a TCP socket open, by the descriptors in /proc/PID/fd.
 
-Reading descriptors needs the right to trace the process: an exporter sees those of its own user, and with
-CAP_SYS_PTRACE those of all users. A descriptor can be passed to another process, also into and out of a container. So a
-process counts only if the socket is of its user and, where the kernel shows that, was created in its cgroup.
+Reading descriptors needs the right to trace the process: an exporter reads the processes of its own user, and with
+CAP_SYS_PTRACE the processes of all users. A descriptor can be passed to another process, also into and out of a
+container. So a process counts only if the socket is of its user and, where the kernel shows that, was created in its
+cgroup.
 """
 
 from __future__ import annotations

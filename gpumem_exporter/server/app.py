@@ -238,7 +238,7 @@ def _page_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
 
 def _streams(runtime: Runtime, state: LiveState) -> Streams:
     return Streams(
-        lambda: runtime.renderer.render(("live", state.viewer), state.render),
+        lambda: runtime.renderer.render_shared(("live rows", state.viewer), state.render),
         clock=runtime.clock,
         wall_clock=runtime.wall_clock,
     )

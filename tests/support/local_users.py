@@ -54,7 +54,7 @@ def _cgroups() -> Path | None:
 
 
 class Cgroup:
-    """A cgroup with the name that docker gives that of a container.
+    """A cgroup that is named as docker names the cgroup of a container.
 
     Args:
         container_id: the id of the container.

@@ -20,7 +20,8 @@ _MODULE = "vllm.v1.worker.gpu_worker"
 _STARTING = ("init_device", "load_model", "determine_available_memory")
 _SEARCH_SHARE = 2000
 """A search of the stacks is followed by a pause of this multiple of its CPU time: 0.05 % of a core. A search takes
-0.7 µs a frame and keeps the GIL; a process whose start was over before the first search is searched for ever."""
+0.7 µs a frame and keeps the GIL; if the start was over before the first search, the
+searches never end."""
 
 
 class EngineStart:

@@ -124,7 +124,7 @@ class ActionRoutes:
         A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
         """
         visible = [action for action in self._dispatcher.recent() if may_see(request.state.caller, action)]
-        return json_bytes_response(await self._renderer.render(object(), lambda: _listing(visible[:limit])))
+        return json_bytes_response(await self._renderer.render(lambda: _listing(visible[:limit])))
 
     async def one(self, request: Request, action_id: str) -> Response:
         """One action."""
@@ -151,7 +151,7 @@ class ActionRoutes:
         document = action_document(action)
         if suggested:
             document["suggested"] = [suggested_document(each) for each in suggested]
-        body = await self._renderer.render(("action", id(document)), lambda: encoded(document))
+        body = await self._renderer.render(lambda: encoded(document))
         return json_bytes_response(body, 200 if action.finished else running_status)
 
 

@@ -42,8 +42,8 @@ async def read_all_events(log: EventLog, query: Query, *, max_rows: int | None =
     Args:
         log: has the events.
         query: selects them.
-        max_rows: the latest events are returned that have together at most this number of items in their lists, each
-            counting one more. None is no limit.
+        max_rows: only the latest events are returned; together, they and the items in their lists are at most this
+            number. None is no limit.
 
     Raises:
         StorageError: as `read_events`.
@@ -54,13 +54,9 @@ async def read_all_events(log: EventLog, query: Query, *, max_rows: int | None =
         page = await read_events(log, query)
         for event in page.events:
             events.append(event)
-            rows += _rows(event)
+            rows += 1 + event.items
         while max_rows is not None and rows > max_rows:
-            rows -= _rows(events.popleft())
+            rows -= 1 + events.popleft().items
         if not page.more:
             return list(events)
         query = replace(query, after=page.next_after)
-
-
-def _rows(event: Event) -> int:
-    return 1 + sum(len(value) for value in event.detail.values() if isinstance(value, list))

@@ -127,7 +127,7 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
         caller: Caller = request.state.caller
         if caller.rights is not Rights.ALL:
             page = replace(page, events=_for_user(page.events, caller, hide_identities=hide_identities))
-        return json_bytes_response(await renderer.render(object(), lambda: encoded(events_document(page))))
+        return json_bytes_response(await renderer.render(lambda: encoded(events_document(page))))
 
     return router
 

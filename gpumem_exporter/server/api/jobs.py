@@ -80,7 +80,7 @@ def jobs_router(recorder: Recorder, renderer: Renderer) -> APIRouter:
             if not processes:
                 raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
             document = {"job_id": job_id, "processes": processes, "more": more}
-            return json_bytes_response(await renderer.render(object(), lambda: encoded(document)))
+            return json_bytes_response(await renderer.render(lambda: encoded(document)))
 
     return router
 

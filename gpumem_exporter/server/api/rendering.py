@@ -26,11 +26,14 @@ class Renderer:
         """Held while `_waiting` changes, by the event loop and by the thread, which may start at once."""
         self._waiting: dict[Hashable, asyncio.Future[bytes]] = {}
 
-    async def render(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
-        """Return what `build` returns in the thread.
+    async def render(self, build: Callable[[], bytes]) -> bytes:
+        """Return what `build` returns in the thread."""
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, build))
 
-        Calls with an equal key that arrive before `build` has started share its result. A call never gets a result that
-        was started before it, so that a client reads what it has written.
+    async def render_shared(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
+        """Return what `build` returns in the thread, for all calls with an equal key that arrive before it has started.
+
+        A call never gets a result that was started before it, so that a client reads what it has written.
         """
 
         def run() -> bytes:

@@ -38,7 +38,7 @@ MAX_DEVICES = 64
 MAX_ENTRIES = 64
 """The maximum number of phases or components of a device, actions of a reporter, and results in a report."""
 MAX_OBJECTS = 8192
-"""The maximum number of objects and lists in the JSON of a report: nearly twice those of 64 results on 64 devices."""
+"""The maximum number of objects and lists in the JSON of a report: nearly twice what 64 results on 64 devices need."""
 MAX_REASON_LENGTH = 2000
 MAX_KEPT_REASON_LENGTH = 500
 MAX_SHOWN_BLOCKS = 10

@@ -125,7 +125,7 @@ def state_router(
     @router.get("/api/v1/devices", responses={200: json_reply(DevicesDocument)})
     async def devices() -> Response:
         """Every device, with its memory as the driver reports it and its ledger. Unknown values are null."""
-        body = await renderer.render("devices", lambda: encoded(devices_document(snapshot(), source)))
+        body = await renderer.render_shared("devices", lambda: encoded(devices_document(snapshot(), source)))
         return json_bytes_response(body)
 
     @router.get("/api/v1/processes", responses={200: json_reply(ProcessesDocument)})
@@ -136,7 +136,7 @@ def state_router(
         may not act on them.
         """
         viewer = await hide_identities_from.of(request.scope) if hide_identities_from is not None else None
-        body = await renderer.render(
+        body = await renderer.render_shared(
             ("processes", viewer), lambda: encoded(processes_document(snapshot(), source, viewer))
         )
         return json_bytes_response(body)

@@ -111,7 +111,8 @@ class Plan(ShownAsText):
 
     def __str__(self) -> str:
         peak = f"{human_bytes(self.reserved_peak_bytes)} reserved, {human_bytes(self.allocated_peak_bytes)} allocated"
-        lines = [f"no batch fits {self.gpu.name}: a batch of {self.batch} needs {peak}"]
+        smaller = f"; the largest that fits is {self.largest_batch}" if self.largest_batch else ""
+        lines = [f"a batch of {self.batch} does not fit {self.gpu.name}: it needs {peak}{smaller}"]
         if self.fits:
             accumulation = f", accumulated {self.accumulation} times" if self.accumulation > 1 else ""
             lines = [
@@ -124,6 +125,7 @@ class Plan(ShownAsText):
             largest = f", largest batch {change.largest_batch}" if change.largest_batch is not None else ""
             note = f" ({change.note})" if change.note else ""
             lines.append(f"{change.name}: peak {human_bytes(change.reserved_peak_bytes)}{largest}{note}")
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
     def error_ratio(self, reserved_peak_bytes: int) -> float:

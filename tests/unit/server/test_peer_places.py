@@ -88,7 +88,7 @@ def test_the_holder_of_a_socket_is_found_and_no_process_after_it_was_closed() ->
 def test_a_process_that_exited_before_its_connection_was_accepted_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    """Its pid may be that of another process by then."""
+    """Another process may have its pid by then."""
     if kernel == "before":
         monkeypatch.setattr("gpumem_exporter.server.security.peer.peer_pidfd", lambda _: None)
     with socket.socket(socket.AF_UNIX) as server:

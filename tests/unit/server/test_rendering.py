@@ -22,16 +22,16 @@ def test_waiting_calls_share_a_result_and_later_ones_get_a_new_one() -> None:
                 release.wait()
             return str(built[-1]).encode()
 
-        first = asyncio.ensure_future(renderer.render("a", build))
+        first = asyncio.ensure_future(renderer.render_shared("a", build))
         while not built:
             await asyncio.sleep(0.001)
-        second, third = (asyncio.ensure_future(renderer.render("a", build)) for _ in range(2))
-        other = asyncio.ensure_future(renderer.render("b", build))
+        second, third = (asyncio.ensure_future(renderer.render_shared("a", build)) for _ in range(2))
+        other = asyncio.ensure_future(renderer.render_shared("b", build))
         await asyncio.sleep(0)
         second.cancel()
         release.set()
         assert [await first, await third, await other] == [b"0", b"1", b"2"]
-        assert await renderer.render("a", build) == b"3"
+        assert await renderer.render_shared("a", build) == b"3"
         renderer.close()
 
     run(scenario())
@@ -46,7 +46,7 @@ def test_an_error_reaches_each_waiting_call() -> None:
 
         for _ in range(2):
             with pytest.raises(RuntimeError):
-                await renderer.render("a", fail)
+                await renderer.render_shared("a", fail)
         renderer.close()
 
     run(scenario())
