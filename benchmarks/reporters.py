@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from urllib.parse import urlsplit
 
@@ -18,7 +19,7 @@ from benchmarks.snapshots import GIB, identity, report
 from gpumem_exporter import procfs
 from gpumem_exporter.wire.protocol import REPORTS_PATH, ProcessIdentity, to_wire
 
-__all__ = ["HELD_BYTES", "Stand", "probe", "report_body", "report_for_ever"]
+__all__ = ["HELD_BYTES", "Stand", "probe", "report_bodies", "report_body", "report_for_ever"]
 
 HELD_BYTES = GIB
 """Driver bytes of each simulated process on each device; its allocator reserves less."""
@@ -115,6 +116,12 @@ async def _sent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body
 def report_body(pid: int, uuids: Sequence[str], *, hold_seconds: float, sequence: int = 1) -> bytes:
     """Return a report of a process, as it is sent. Each call is another session."""
     return _body(_identity(pid), sequence, uuids, hold_seconds)
+
+
+def report_bodies(pid: int, uuids: Sequence[str]) -> Iterator[bytes]:
+    """Yield the reports of one session of a process without end; each asks for an immediate reply."""
+    process = _identity(pid)
+    return (_body(process, sequence, uuids, 0.0) for sequence in itertools.count(1))
 
 
 def _identity(pid: int) -> ProcessIdentity:

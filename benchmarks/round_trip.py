@@ -1,41 +1,59 @@
-"""How long an action takes from its POST to its measured result, and what happens if its reporter dies.
+"""What a request costs the exporter, how long an action takes to its measured result, and what if its reporter dies.
 
     python -m benchmarks.round_trip [--quick] [--json] [--real-gpu]
 
-The reporter is the real one, in a process with real torch. It waits for commands in its long poll: first beside a main
-thread that waits, then beside one that computes in pure Python and never releases the GIL voluntarily. The time of
-`empty_cache()` itself is subtracted, because the driver determines it.
+Reports and dry runs, which wait for nothing, are compared with the same POST to a constant route of the same kind of
+server, in turns: the time until the reply, and CPU of the server. Over loopback the kernel names the sender by its
+socket, and on the unix socket by its process. The exporter is not scraped meanwhile: in the seconds before a scrape, a
+report also renders its lines of the page.
 
-It is compared, in turns, with a GET of the exporter's constant route `/-/healthy`. For the process that computes, it is
-also compared with an echo of one byte by a thread of that process, which waits for the GIL as the reporter does.
+The reporter of the actions is the real one, in a process with real torch. It waits for commands in its long poll: first
+beside a main thread that waits, then beside one that computes in pure Python and never releases the GIL voluntarily.
+The time of `empty_cache()` itself is subtracted, because the driver determines it.
+
+An action is compared, in turns, with a GET of the exporter's constant route `/-/healthy`. For the process that
+computes, it is also compared with an echo of one byte by a thread of that process, which waits for the GIL as the
+reporter does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
 import socket
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
-from benchmarks.place import Http, Place, open_files
+from benchmarks.constant import ConstantServer
+from benchmarks.place import Http, Place, cpu_seconds, open_files
 from benchmarks.relay import Relay
-from benchmarks.reporters import Stand, report_body
+from benchmarks.reporters import Stand, report_bodies, report_body
+from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
+from gpumem_exporter.wire.protocol import REPORTS_PATH
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
+LOOPBACK_RATIO = 2.0
+UNIX_RATIO = 2.5
+"""The same work takes a larger share there, because the unix socket costs both servers less than TCP."""
+REPORT_CPU_RATIO = 3.0
 IDLE_RATIO = 12.0
 BUSY_RATIO = 5.0
 GONE_RATIO = 0.2
 HOLD_SECONDS = 30.0
 """The time for which the exporter holds a request if it does not notice that the client disconnected."""
 CLIENTS = 20
+BATCH = 20
+"""The number of requests of one kind, until it is the turn of the next kind."""
 BUSY_SECONDS, BUSY_REST_SECONDS = 0.9, 0.2
 """The main thread computes for this time, then pauses. Nothing is requested shortly before and in the pause."""
 
@@ -43,10 +61,13 @@ BUSY_SECONDS, BUSY_REST_SECONDS = 0.9, 0.2
 def main() -> int:
     options = Options(__doc__)
     options.amount("--actions", 200, 30, "actions of each kind")
+    options.amount("--batches", 100, 40, f"batches of {BATCH} requests of each kind")
     given = options.read()
     transports = ("unix socket",) if given.quick else ("unix socket", "TCP")
-    progress = Progress("round_trip", 2 * len(transports) + 3)
+    progress = Progress("round_trip", 2 * len(transports) + 5)
     rows = []
+    with Place(real_gpu=given.real_gpu, devices=1) as place:
+        rows += requests(given, progress, place)
     with Place(real_gpu=given.real_gpu, devices=1) as place:
         exporter = place.exporter()
         for transport in transports:
@@ -67,6 +88,77 @@ def main() -> int:
     with Place(real_gpu=given.real_gpu, devices=1) as place:
         rows += lost_replies(given, progress, place)
     return show("round trip", rows, as_json=given.json)
+
+
+def requests(given: argparse.Namespace, progress: Progress, place: Place) -> list[Row]:
+    """Reports that ask for an immediate reply, and dry runs of a clear of one process, which wait for no process."""
+    exporter = place.exporter()
+    stand = place.stack.enter_context(Stand(1))
+    constant = place.stack.enter_context(ConstantServer(place.folder, 64))
+    uuids = [device["uuid"] for device in exporter.get("/api/v1/devices")["devices"]]
+    reports = report_bodies(stand.pids[0], uuids[:1])
+    clear = json.dumps({"action": "empty_cache", "target": {"pid": stand.pids[0]}, "dry_run": True}).encode()
+    user = "root" if os.geteuid() == 0 else f"uid {os.geteuid()}"
+    transports = (
+        (f"loopback as {user}", exporter.tcp_url, constant.tcp_url, LOOPBACK_RATIO),
+        ("unix socket", exporter.url, constant.unix_url, UNIX_RATIO),
+    )
+    rows = []
+    for transport, url, constant_url, ratio in transports:
+        progress.part(f"reports and dry runs, {transport}")
+        client, beside = Http(url), Http(constant_url)
+        kinds = {
+            "report": _Requests(exporter.pid, client, REPORTS_PATH, reports),
+            "the same POST": _Requests(constant.pid, beside, "/metrics", reports),
+            "dry run of a clear": _Requests(exporter.pid, client, ACTIONS_PATH, itertools.repeat(clear)),
+            "its POST": _Requests(constant.pid, beside, "/metrics", itertools.repeat(clear)),
+        }
+        for turn in progress.turns(given.batches + 1):
+            for kind in kinds.values():
+                kind.batch(warm=turn > 0)
+        for name, of in (("report", "the same POST"), ("dry run of a clear", "its POST")):
+            what, to, claims = f"{name}, {transport}", "the same POST to a constant route", name == "report"
+            ours, base = kinds[name], kinds[of]
+            rows += [
+                compared(what, typical(ours.wall), "µs", to, typical(base.wall), ratio if claims else None),
+                compared(
+                    f"{what}: CPU of the server",
+                    typical(ours.cpu),
+                    "µs",
+                    to,
+                    typical(base.cpu),
+                    REPORT_CPU_RATIO if claims else None,
+                ),
+            ]
+        client.close()
+        beside.close()
+    return rows
+
+
+class _Requests:
+    """Requests of one kind on one connection, in batches.
+
+    Attributes:
+        cpu: microseconds of CPU of the server per request, of each batch.
+        wall: microseconds until the reply, of each request.
+    """
+
+    def __init__(self, server: int, client: Http, path: str, bodies: Iterator[bytes]) -> None:
+        self.cpu: list[float] = []
+        self.wall: list[float] = []
+        self._server = server
+        self._client = client
+        self._path = path
+        self._bodies = bodies
+
+    def batch(self, *, warm: bool) -> None:
+        """Send a batch of requests. The first batch is not counted: the connection is new."""
+        bodies = list(itertools.islice(self._bodies, BATCH))
+        before = cpu_seconds(self._server)
+        wall = [1e6 * self._client.timed("POST", self._path, body)[0] for body in bodies]
+        if warm:
+            self.wall += wall
+            self.cpu.append(1e6 * (cpu_seconds(self._server) - before) / BATCH)
 
 
 def round_trips(

@@ -2,13 +2,15 @@
 
 `prometheus_client` takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000 series. Here each
 subject (a device, a process, the allocator of a process) keeps its lines until it changes, and a page joins the lines
-of all subjects family by family. The lines of a report are rendered when it arrives, so that a scrape only joins them.
+of all subjects family by family. The lines of a report are rendered when it arrives shortly before a scrape, so that
+the scrape only joins them.
 `prometheus_client` renders only what a registry adds: the metrics of the exporter's process.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import platform
 import threading
 import time
@@ -36,6 +38,10 @@ CONTENT_TYPE_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 CONTENT_TYPE_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 COLLECTORS = (POLL, DEVICE, LEDGER, PROCESS, TORCH, OOM, REPORTER)
+
+REFRESH_SECONDS = 2.5
+"""The lines of a report are rendered if a page is due this long before or after it. Without this limit, each process
+would be rendered with every report, about fifteen times for one scrape."""
 
 _EOF = b"# EOF\n"
 
@@ -76,6 +82,9 @@ class Exposition:
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
         self._lock = threading.Lock()
+        self._last_page_seconds = -math.inf
+        self._next_page_seconds = math.inf
+        """The expected time of the next page: as long after the last page as that one after the page before it."""
 
     def cached_subjects(self) -> int:
         """Return the number of subjects whose lines are kept."""
@@ -84,10 +93,10 @@ class Exposition:
     def refresh(self, process: ReportingProcess) -> None:
         """Render the lines of a process' new report, so that the next scrape only joins them.
 
-        The call is optional and does not change the page. It skips a process that was not on the last page, so an
-        exporter without scrapes renders nothing; and it does nothing while a page is rendered, to never wait.
+        The call is optional and does not change the page. It does nothing unless the next scrape is due, for a process
+        that was not on the last page, and, to never wait, while a page is rendered.
         """
-        if not self._lock.acquire(blocking=False):
+        if abs(self._clock() - self._next_page_seconds) > REFRESH_SECONDS or not self._lock.acquire(blocking=False):
             return
         try:
             self._refresh(process)
@@ -105,6 +114,8 @@ class Exposition:
     def render(self, snapshot: Snapshot, *, openmetrics: bool) -> bytes:
         """Return the page in OpenMetrics 1.0 or in Prometheus' text format 0.0.4. Never raises."""
         with self._lock:
+            now = self._clock()
+            self._next_page_seconds, self._last_page_seconds = 2 * now - self._last_page_seconds, now
             return self._page(snapshot, openmetrics=openmetrics)
 
     def _page(self, snapshot: Snapshot, *, openmetrics: bool) -> bytes:

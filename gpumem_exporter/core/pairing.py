@@ -273,7 +273,10 @@ class Pairing:
         return replace(process, report=shown, unmatched=unmatched)
 
     def _device(self, uuid: str) -> _Device:
-        return self._devices.setdefault(uuid, _Device())
+        device = self._devices.get(uuid)
+        if device is None:
+            device = self._devices[uuid] = _Device()
+        return device
 
     def _shown_device(self, newest: DeviceReading) -> DeviceReading:
         device = self._devices.get(newest.uuid)

@@ -68,6 +68,8 @@ class Store:
         self.max_processes = max_processes
         self._lock = threading.Lock()
         self._node: NodeReading | None = None
+        self._known_uuids: frozenset[str] = frozenset()
+        """The devices of the last reading."""
         self._entries: dict[ProcessKey, _Entry] = {}
         self._silent: dict[ProcessKey, SilentReporter] = {}
         self._displaced: list[ProcessKey] = []
@@ -79,6 +81,7 @@ class Store:
         """Store a reading of the driver; called by the poller's thread."""
         with self._lock:
             self._node = reading
+            self._known_uuids = frozenset(device.uuid for device in reading.devices)
             self._pairing.put_reading(reading)
             self._starting.put_reading(reading)
 
@@ -270,10 +273,10 @@ class Store:
         node = self._node
         if node is None or not node.up:
             return report
-        known = {device.uuid for device in node.devices}
+        known = self._known_uuids
         if "" in known:
             return report  # the report may be about a device that was lost before its uuid was read
-        devices = tuple(sample for sample in report.devices if sample.uuid in known)
+        devices = tuple([sample for sample in report.devices if sample.uuid in known])
         if len(devices) == len(report.devices):
             return report
         if not devices:

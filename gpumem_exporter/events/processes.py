@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
@@ -44,7 +44,7 @@ class _TrackedProcess:
     """
     facts: ProcessFacts | None = None
     first_report_unix_seconds: float = 0.0
-    usage: dict[str, DeviceUsage] = field(default_factory=dict)
+    usage: defaultdict[str, DeviceUsage] = field(default_factory=lambda: defaultdict(DeviceUsage))
     """By uuid."""
     left_out: bool = False
     """It has no events, because its user started too many processes."""
@@ -57,7 +57,7 @@ class _TrackedProcess:
     def take_samples(self) -> None:
         """Add the samples of the last report to the usage."""
         for sample in self.process.report.devices:
-            self.usage.setdefault(sample.uuid, DeviceUsage()).take_sample(sample, self.process.received_seconds)
+            self.usage[sample.uuid].take_sample(sample, self.process.received_seconds)
 
 
 class ProcessHistory:
@@ -173,7 +173,7 @@ class ProcessHistory:
         if host_pid in self._used and reading.pid_belongs_to(tracked.process):
             tracked.used.update(self._used[host_pid])
             for uuid, (used_bytes, seconds) in self._used[host_pid].items():
-                tracked.usage.setdefault(uuid, DeviceUsage()).take_used(used_bytes, seconds)
+                tracked.usage[uuid].take_used(used_bytes, seconds)
             tracked.facts = reading.facts.get(host_pid, tracked.facts)
 
     def _ended(self, tracked: _TrackedProcess, reason: str, name_of: NameOf, now_unix_seconds: float) -> Event:

@@ -103,6 +103,7 @@ class Ingest:
         self._reader = ReportReader()
         self._turns = Turns(2)
         self._nothing_to_do = self._encode((), ())
+        """The reply to most reports."""
         self._log = ReportLog(clock)
 
     async def take(self, scope: Mapping[str, Any], body: bytes, receive: Receive) -> bytes | None:
@@ -242,7 +243,7 @@ class Ingest:
         for command in delivered:
             fields = {"id": command.id, "action": command.action, "pid": process.report.process.pid}
             _log.debug("command delivered", extra={"fields": fields})
-        return self._encode(delivered, cancelled)
+        return self._encode(delivered, cancelled) if delivered or cancelled else self._nothing_to_do
 
     async def _commands(self, process: ReportingProcess, receive: Receive) -> tuple[Command, ...] | Ended:
         hold_seconds = min(process.report.hold_seconds, self._report_interval_seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 
@@ -27,14 +27,18 @@ SAMPLE = DeviceSample(UUID, allocated_bytes=60, reserved_bytes=100, reclaimable_
 Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def exposition(instruments: Instruments | None = None, registry: CollectorRegistry | None = None) -> Exposition:
-    """Return an exposition with a constant clock, so that two pages of one snapshot are equal."""
+def exposition(
+    instruments: Instruments | None = None,
+    registry: CollectorRegistry | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Exposition:
+    """Return an exposition, by default with a constant clock, so that two pages of one snapshot are equal."""
     return Exposition(
         instruments or Instruments(),
         registry or CollectorRegistry(),
         version="1",
         source="nvml",
-        clock=lambda: 0.0,
+        clock=clock,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,7 +170,7 @@ def shortened(report: Report) -> Report:
 
 
 def _differs(short: Sequence[object], long: Sequence[object]) -> bool:
-    return any(one is not other for one, other in zip(short, long, strict=True))
+    return not all(map(operator.is_, short, long))
 
 
 def _shortened_result(result: CommandResult) -> CommandResult:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.server.http.problems import ProblemError, problem_response
@@ -27,16 +26,17 @@ class ReportsRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a report, unless the client has closed the connection."""
-        response: Response | None
         if scope["method"] != "POST":
             response = problem_response(405, "reports are sent with POST", headers={"Allow": "POST"})
-        else:
-            try:
-                reply = await self._ingest.take(scope, (await receive())["body"], receive)
-            except ProblemError as problem:
-                _log.debug("report refused", extra={"fields": {"status": problem.status, "detail": problem.detail}})
-                response = problem.response()
-            else:
-                response = Response(reply, media_type="application/json") if reply is not None else None
-        if response is not None:
             await response(scope, receive, send)
+            return
+        try:
+            reply = await self._ingest.take(scope, (await receive())["body"], receive)
+        except ProblemError as problem:
+            _log.debug("report refused", extra={"fields": {"status": problem.status, "detail": problem.detail}})
+            await problem.response()(scope, receive, send)
+            return
+        if reply is not None:
+            headers = [(b"content-length", b"%d" % len(reply)), (b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": reply})

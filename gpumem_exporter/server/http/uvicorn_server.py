@@ -289,8 +289,6 @@ class LimitedProtocol(HttpToolsProtocol):
         """Take a part of a body, and make room if the bodies of all connections are too long."""
         if self.transport.is_closing():
             return
-        if self.transport.is_closing():
-            return
         if not self.cycle.response_complete:
             self._bodies.add(self._connection, len(body), self._reject_bodies)
         if not self.transport.is_closing():

@@ -64,7 +64,7 @@ class Peer:
     def of(cls, scope: Mapping[str, Any]) -> Peer:
         """Return the peer of an ASGI request; a request that a proxy forwards has no known user, on a socket too."""
         peer: Peer = scope.get("state", {}).get("peer") or cls()
-        forwarded = any(name in _FORWARDED for name, _ in scope.get("headers", ()))
+        forwarded = not _FORWARDED.isdisjoint(dict(scope.get("headers", ())))
         return cls(peer.host) if forwarded else peer
 
     @property

@@ -137,11 +137,10 @@ def is_restricted(path: str) -> bool:
 
 async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Read the whole body, up to its limit."""
-    too_large = ProblemError(413, f"the body is longer than {limit} bytes, the maximum of this route")
     for name, value in scope["headers"]:
         # The parser cuts off a body that is longer than its Content-Length.
         if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > limit):
-            raise too_large
+            raise _too_large(limit)
     body = bytearray()
     while True:
         message = await receive()
@@ -149,11 +148,15 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             raise _DisconnectedError
         part: bytes = message.get("body", b"")
         if len(body) + len(part) > limit:
-            raise too_large
+            raise _too_large(limit)
         if not message.get("more_body", False):
             return bytes(body + part) if body else part
         body += part
         del message, part  # it may wait for the next part
+
+
+def _too_large(limit: int) -> ProblemError:
+    return ProblemError(413, f"the body is longer than {limit} bytes, the maximum of this route")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

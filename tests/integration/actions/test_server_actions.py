@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import threading
@@ -58,6 +59,25 @@ def test_a_finished_action_is_answered_200_with_its_results(exporter: RunningExp
         "freed_bytes": 7,
     }
     assert action["requested_by"] == f"loopback:uid={os.getuid()}"
+
+
+def test_an_action_of_few_processes_does_not_wait_for_large_replies(exporter: RunningExporter) -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def large_reply() -> bytes:
+        started.set()
+        release.wait(patient(30))
+        return b""
+
+    building = asyncio.run_coroutine_threadsafe(exporter.runtime.renderer.render("large", large_reply), exporter.loop)
+    try:
+        assert started.wait(patient(30))
+        clear = {"action": "empty_cache", "target": {"pid": "1"}, "dry_run": True}
+        assert exporter.request("POST", ACTIONS, clear, seconds=patient(2)).status == 200
+        assert not building.done()
+    finally:
+        release.set()
+        building.result(patient(30))
 
 
 def test_a_running_action_is_answered_202_with_its_location(exporter: RunningExporter) -> None:

@@ -7,14 +7,17 @@ from dataclasses import replace
 import pytest
 
 from gpumem_exporter.collectors.allocators import AllocatorSource
+from gpumem_exporter.collectors.exposition import REFRESH_SECONDS
+from gpumem_exporter.collectors.subjects import Samples
 from tests.support.exposition_builders import SAMPLE, device, exposition, node, page, process, snapshot
 
 
-def test_the_lines_of_a_report_are_rendered_when_it_arrives_and_not_in_the_scrape(
+def test_the_lines_of_a_report_are_rendered_when_it_arrives_and_not_in_the_scrape_that_is_due(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading, writer = node(device(processes={70: 150})), exposition()
-    writer.render(snapshot(process(7, SAMPLE), on=reading), openmetrics=False)
+    for _ in range(2):
+        writer.render(snapshot(process(7, SAMPLE), on=reading), openmetrics=False)
     reporter = process(7, replace(SAMPLE, ooms=3))
     expected = page(snapshot(reporter, on=reading))
     writer.refresh(reporter)
@@ -29,6 +32,38 @@ def test_the_lines_of_a_report_are_rendered_when_it_arrives_and_not_in_the_scrap
         writer.refresh(latest)
         shown = writer.render(snapshot(latest, on=reading), openmetrics=False)
         assert shown.decode().splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    ("scrapes", "reported", "renders"),
+    [
+        ((0.0, 15.0), 16.0, False),
+        ((0.0, 15.0), 30.0 - REFRESH_SECONDS, True),
+        ((0.0, 15.0), 40.0, False),  # the scraper has gone
+        ((0.0, 1.0), 1.5, True),
+        ((0.0,), 1.0, False),
+        ((), 1.0, False),
+    ],
+)
+def test_a_report_is_rendered_only_if_a_scrape_is_due(
+    monkeypatch: pytest.MonkeyPatch, scrapes: tuple[float, ...], reported: float, renders: bool
+) -> None:
+    now = 0.0
+    writer = exposition(clock=lambda: now)
+    for now in scrapes:  # noqa: B007 - the clock reads it
+        writer.render(snapshot(process(7, SAMPLE)), openmetrics=False)
+    rendered = []
+    samples = AllocatorSource.samples
+
+    def counted(source: AllocatorSource) -> Samples:
+        rendered.append(source)
+        return samples(source)
+
+    monkeypatch.setattr(AllocatorSource, "samples", counted)
+    now = reported
+    writer.refresh(process(7, replace(SAMPLE, ooms=3)))
+
+    assert bool(rendered) == renders
 
 
 def test_only_the_lines_of_the_last_page_are_kept() -> None:
