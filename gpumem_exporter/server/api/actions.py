@@ -148,11 +148,18 @@ class ActionRoutes:
             raise ProblemError(404, _UNKNOWN_ACTION)
         if action.finished:
             await self._audit.wait_until_stored(action)
-        document = action_document(action)
-        if suggested:
-            document["suggested"] = [suggested_document(each) for each in suggested]
-        body = await self._renderer.render(("action", id(document)), lambda: encoded(document))
+        # The document is built in its turn, and once for all requests that wait: it may take MiB. A suggestion is only
+        # in the reply to its dry run.
+        key = object() if suggested else ("action", id(action))
+        body = await self._renderer.render(key, lambda: _document(action, suggested))
         return json_bytes_response(body, 200 if action.finished else running_status)
+
+
+def _document(action: Action, suggested: Sequence[ActionRequest]) -> bytes:
+    document = action_document(action)
+    if suggested:
+        document["suggested"] = [suggested_document(each) for each in suggested]
+    return encoded(document)
 
 
 def _listing(actions: Sequence[Action]) -> bytes:

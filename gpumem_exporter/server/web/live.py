@@ -142,7 +142,7 @@ def live_router(
         if processes == "documents":
             viewer = await hide_identities_from.of(request.scope) if hide_identities_from is not None else None
             build = partial(replace(state, viewer=viewer).render, whole_processes=True)
-            moment, node = streams.moment(), await renderer.render(("live", viewer), build)
+            moment, node = streams.moment(), await renderer.render(("live documents", viewer), build)
         elif EVENT_STREAM in request.headers.get("accept", ""):
             return _Stream(streams, history, holds)
         else:
