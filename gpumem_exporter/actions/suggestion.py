@@ -66,7 +66,11 @@ def suggest_clears(
         training = [one for one in job if _trains(one, request)]
         # Also the ranks that the target does not name. They have the same owner, so the caller may act on them as well.
         ranks = whole[key]
-        if training and len(ranks) > 1 and _acts_together(job, ranks, request, now_seconds, free_deadline=free_deadline):
+        if (
+            training
+            and len(ranks) > 1
+            and _acts_together(job, ranks, request, now_seconds, free_deadline=free_deadline)
+        ):
             groups.append(tuple(ranks))
         else:
             alone += training
@@ -105,7 +109,7 @@ def _acts_together(
     *,
     free_deadline: bool,
 ) -> bool:
-    """Return whether all ranks of a job can act after the same step, within the deadline that the selected ones need."""
+    """Return whether all ranks of a job can act after the same step, within the deadline of the selected ones."""
     group = _at_step(request, job, group=True, free_deadline=free_deadline)
     try:
         group_step(group, ranks, now_seconds)

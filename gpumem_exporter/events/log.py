@@ -292,7 +292,7 @@ class EventLog:
             _settle(each.committed, False)
 
     def _serve_readers(self) -> None:
-        """Answer the queries that wait now. Later ones wait for the next commit, so that they cannot delay it for ever."""
+        """Answer the queries that wait now. Later ones wait for the next commit, so that none is delayed for ever."""
         for _ in range(len(self._readers)):
             with self._changed:
                 query, page = self._readers.popleft()

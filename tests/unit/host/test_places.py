@@ -108,7 +108,10 @@ def test_a_place_reaches_itself_and_the_host_every_place() -> None:
     ("cgroup", "user"),
     [
         (f"0::/user.slice/user-1001.slice/user@1001.service/user.slice/libpod-{A}.scope/container\n", 1001),
-        (f"1:name=systemd:/user.slice/user-1001.slice/x\n0::/../../user.slice/user-1001.slice/docker-{A}.scope\n", 1001),
+        (
+            f"1:name=systemd:/user.slice/user-1001.slice/x\n0::/../../user.slice/user-1001.slice/docker-{A}.scope\n",
+            1001,
+        ),
         (f"0::/system.slice/docker-{A}.scope/user.slice/user-1001.slice/x\n", None),
         (f"0::/system.slice/own.service/user.slice/user-1001.slice/docker-{A}.scope\n", None),
     ],
