@@ -179,7 +179,14 @@ class Dispatcher:
         """
         self._require_allowed(request.action)
         now = self._clock()
-        return suggest_clears(request, requested_by, self._store.snapshot(now), now, free_deadline=free_deadline)
+        return suggest_clears(
+            request,
+            requested_by,
+            self._store.snapshot(now),
+            now,
+            free_deadline=free_deadline,
+            hide_identities=self._hide_identities,
+        )
 
     def _require_allowed(self, action: str) -> None:
         if action not in self._allowed:

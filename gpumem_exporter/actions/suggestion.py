@@ -10,11 +10,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
+from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, group_step
 from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.results import unsupported
 from gpumem_exporter.actions.selection import select
-from gpumem_exporter.actions.targets import SelectedProcess
+from gpumem_exporter.actions.targets import SelectedProcess, select_reporting
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import GroupIncompleteError
 
@@ -35,7 +35,13 @@ class Suggestion:
 
 
 def suggest_clears(
-    request: ActionRequest, caller: Caller, snapshot: Snapshot, now_seconds: float, *, free_deadline: bool
+    request: ActionRequest,
+    caller: Caller,
+    snapshot: Snapshot,
+    now_seconds: float,
+    *,
+    free_deadline: bool,
+    hide_identities: bool = False,
 ) -> Suggestion:
     """Choose when each process of a clear acts.
 
@@ -45,20 +51,27 @@ def suggest_clears(
         snapshot: the current state of the node.
         now_seconds: the current time, on the clock of the snapshot.
         free_deadline: a job with long steps may have a later deadline than the request.
+        hide_identities: name only the caller's processes in errors.
 
     Raises:
         TargetNotFoundError: no process or device has one of the target's names, or nothing matches the target.
         ActionForbiddenError: only processes match that the caller may not act on.
     """
-    selected = select(request, caller, snapshot, now_seconds).reporting
+    selected = select(request, caller, snapshot, now_seconds, hide_identities=hide_identities).reporting
+    whole = _jobs(select_reporting(Target(), snapshot))
     at_once: list[SelectedProcess] = []
     alone: list[SelectedProcess] = []
     groups: list[tuple[SelectedProcess, ...]] = []
-    for job in _jobs(selected):
+    for key, job in _jobs(selected).items():
         training = [one for one in job if _trains(one, request)]
-        ranks = _group(job, request, caller, snapshot, now_seconds, free_deadline=free_deadline) if training else ()
-        if len(ranks) > 1:
-            groups.append(ranks)
+        # Also the ranks that the target does not name. They have the same owner, so the caller may act on them as well.
+        ranks = whole[key]
+        if (
+            training
+            and len(ranks) > 1
+            and _acts_together(job, ranks, request, now_seconds, free_deadline=free_deadline)
+        ):
+            groups.append(tuple(ranks))
         else:
             alone += training
             at_once += [one for one in job if one not in training]
@@ -72,13 +85,13 @@ def suggest_clears(
     return Suggestion(tuple(requests), request.target if len(every) == len(selected) else _target(every))
 
 
-def _jobs(selected: Iterable[SelectedProcess]) -> list[list[SelectedProcess]]:
+def _jobs(selected: Iterable[SelectedProcess]) -> dict[Hashable, list[SelectedProcess]]:
     """Return the processes of each workload and owner. A process without a workload is a job of its own."""
     jobs: dict[Hashable, list[SelectedProcess]] = {}
     for one in selected:
         workload = one.process.report.process.workload
         jobs.setdefault((workload, one.process.key.owner) if workload else one.pid, []).append(one)
-    return list(jobs.values())
+    return jobs
 
 
 def _trains(one: SelectedProcess, request: ActionRequest) -> bool:
@@ -88,23 +101,21 @@ def _trains(one: SelectedProcess, request: ActionRequest) -> bool:
     return counts and unsupported(one.process, replace(request, mode="step")) is None
 
 
-def _group(
+def _acts_together(
     job: Sequence[SelectedProcess],
+    ranks: Sequence[SelectedProcess],
     request: ActionRequest,
-    caller: Caller,
-    snapshot: Snapshot,
     now_seconds: float,
     *,
     free_deadline: bool,
-) -> tuple[SelectedProcess, ...]:
-    """Return all ranks of a job, also of ranks that the target does not name; empty if they cannot act together."""
-    if not job[0].process.report.process.workload:
-        return ()
+) -> bool:
+    """Return whether all ranks of a job can act after the same step, within the deadline of the selected ones."""
+    group = _at_step(request, job, group=True, free_deadline=free_deadline)
     try:
-        group = _at_step(request, job, group=True, free_deadline=free_deadline)
-        return select(group, caller, snapshot, now_seconds).reporting
+        group_step(group, ranks, now_seconds)
     except GroupIncompleteError:
-        return ()
+        return False
+    return True
 
 
 def _at_step(

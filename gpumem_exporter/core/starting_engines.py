@@ -113,10 +113,13 @@ class StartingEngines:
         return (*reported, *self._titled_at(now, started))
 
     def _reported(self, process: ReportingProcess, since_seconds: float) -> Iterator[StartingEngine]:
-        """Yield the devices of an engine that reports. A process that the driver does not list uses no memory there."""
+        """Yield the devices of an engine that reports. A process that the driver does not list uses no memory there.
+
+        Neither does one without a known host pid, which any client can invent, where the driver's list is known.
+        """
         for sample in process.report.devices:
             listed = self._listed.get(sample.uuid)
-            if listed is None or process.host_pid is None or process.host_pid in listed:
+            if listed is None or process.host_pid in listed:
                 yield StartingEngine(
                     uuid=sample.uuid,
                     gpu=self._gpus.get(sample.uuid, ""),

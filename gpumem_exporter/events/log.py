@@ -287,7 +287,8 @@ class EventLog:
             _settle(each.committed, False)
 
     def _serve_readers(self) -> None:
-        while self._readers:
+        """Answer the queries that wait now. Later ones wait for the next commit, so that none is delayed for ever."""
+        for _ in range(len(self._readers)):
             with self._changed:
                 query, page = self._readers.popleft()
             try:

@@ -35,7 +35,7 @@ from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
 from gpumem_exporter.server.http.held_requests import Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_reply, json_response
+from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
 
 __all__ = ["ActionRoutes", "actions_router"]
@@ -150,14 +150,23 @@ class ActionRoutes:
             raise ProblemError(404, _UNKNOWN_ACTION)
         if action.finished:
             await self._audit.wait_until_stored(action)
-        document = action_document(action)
-        if suggested:
-            document["suggested"] = [suggested_document(each) for each in suggested]
         status = 200 if action.finished else running_status
         if len(action.results) <= INLINE_RESULTS:
-            return json_response(document, status)
-        body = await self._renderer.render(lambda: encoded(document))
+            return json_bytes_response(_document(action, suggested), status)
+        # A document of many results is built in its turn, and once for all requests that wait: it may take MiB. A
+        # suggestion is only in the reply to its dry run.
+        if suggested:
+            body = await self._renderer.render(lambda: _document(action, suggested))
+        else:
+            body = await self._renderer.render_shared(("action", id(action)), lambda: _document(action, ()))
         return json_bytes_response(body, status)
+
+
+def _document(action: Action, suggested: Sequence[ActionRequest]) -> bytes:
+    document = action_document(action)
+    if suggested:
+        document["suggested"] = [suggested_document(each) for each in suggested]
+    return encoded(document)
 
 
 def _listing(actions: Sequence[Action]) -> bytes:

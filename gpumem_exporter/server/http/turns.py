@@ -82,11 +82,10 @@ class Turns:
         if not self._queues.get(owner) and self._may_start(owner):
             self._active[owner] += 1
             return
-        waiting = len(self._queues.get(owner, ()))
-        if waiting >= self._waiting_of_owner or sum(map(len, self._queues.values())) >= self._waiting:
+        if not self._has_room(owner):
             # A client that ignores Retry-After would otherwise keep the event loop busy with refusals.
             await asyncio.sleep(_REFUSAL_SECONDS)
-            raise ProblemError(503, "too many requests wait for their turn", _RETRY_AFTER)
+            raise _too_many()
         queue = self._queues.setdefault(owner, deque())
         turn = asyncio.get_running_loop().create_future()
         queue.append(turn)
@@ -106,6 +105,21 @@ class Turns:
 
     def _may_start(self, owner: Owner) -> bool:
         return self._active.total() < self._running and self._active[owner] < self._running_of_owner
+
+    def _has_room(self, owner: Owner) -> bool:
+        """Return whether another one of this owner may wait, after the owner with the most has lost its latest."""
+        waiting = len(self._queues.get(owner, ()))
+        if waiting >= self._waiting_of_owner:
+            return False
+        if sum(map(len, self._queues.values())) < self._waiting:
+            return True
+        largest = max(self._queues.values(), key=len)
+        if len(largest) <= waiting + 1:
+            return False
+        latest = largest.pop()
+        if not latest.done():
+            latest.set_exception(_too_many())
+        return True
 
     def _start_next(self, owner: Owner) -> None:
         queue = self._queues[owner]
@@ -215,8 +229,8 @@ class BodyTurns:
             end()
 
 
-def _is_read(scope: Scope) -> bool:
-    return scope["type"] == "http" and scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/")
+def _too_many() -> ProblemError:
+    return ProblemError(503, "too many requests wait for their turn", _RETRY_AFTER)
 
 
 def _has_short_body(scope: Scope) -> bool:

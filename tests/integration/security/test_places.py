@@ -23,6 +23,7 @@ from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.local_users import (
     NEW_MOUNT_NAMESPACE,
     NEW_PID_NAMESPACE,
+    NEW_USER_NAMESPACE,
     Cgroup,
     LocalUser,
     Reply,
@@ -297,3 +298,12 @@ def test_a_connection_that_a_container_passes_to_a_process_of_the_host_has_no_ri
         caller = json.loads(answers.read().partition(b"\r\n\r\n")[2])
     os.waitpid(holder, 0)
     assert (caller["uid"], caller["rights"]) == (uid, "none")
+
+
+def test_namespaces_that_a_user_makes_take_one_share() -> None:
+    """Every user may make user namespaces without end."""
+    with contextlib.closing(Node("root", "--action.caller-limit", "2")) as node:
+        made = [node.user(0, namespaces=NEW_USER_NAMESPACE | NEW_PID_NAMESPACE) for _ in range(3)]
+        assert [act(each, node.url, {"pid": each.pid}).status for each in made] == [200, 200, 429]
+        other = node.user(ADA, **node.container())
+        assert act(other, node.url, {"pid": other.pid}).status == 200

@@ -103,3 +103,15 @@ def test_the_memory_of_a_job_is_read_without_the_events_of_other_jobs(exporter: 
     assert not exporter.document("/api/v1/jobs/4711")["more"]
     everything = exporter.document("/api/v1/jobs/other")
     assert len(everything["processes"]) > 1000
+
+
+def test_the_page_and_whole_processes_are_rendered_apart(
+    exporter: RunningExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests with an equal key share a reply."""
+    keys = []
+    render = exporter.runtime.renderer.render
+    monkeypatch.setattr(exporter.runtime.renderer, "render", lambda key, build: keys.append(key) or render(key, build))
+    exporter.document("/api/v1/live")
+    exporter.document("/api/v1/live?processes=documents")
+    assert len(set(keys)) == 2

@@ -113,3 +113,28 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
     (selected,) = select_reporting(EVERYTHING, snapshot)
     (result,) = dry_run_results(selected, ActionRequest("empty_cache", EVERYTHING), {})
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
+
+
+def test_a_suggestion_takes_no_search_for_each_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+
+    def counted(*arguments: Any) -> Any:
+        searches.append(arguments)
+        return select_reporting(*arguments)
+
+    for module in ("selection", "group", "suggestion"):
+        monkeypatch.setattr(f"gpumem_exporter.actions.{module}.select_reporting", counted)
+    ranks = [trains(pid, f"llm{pid // 2}", rank=str(pid)) for pid in range(2, 82)]
+    assert len(suggested(*ranks).requests) == 40
+    assert len(searches) == 2
+
+
+def test_an_error_names_no_process_of_others_if_identities_are_hidden() -> None:
+    ada = Caller(CallerKind.UNIX, Rights.OWN, uid=1)
+    processes = idles(1, "mine", owner_uid=1), idles(2, "secret", owner_uid=2)
+    request = ActionRequest("empty_cache", Target(workload="secrets"), dry_run=True)
+    snapshot = Snapshot(0.0, node(device(UUIDS[0])), processes)
+    for hidden in (False, True):
+        with pytest.raises(TargetNotFoundError) as refused:
+            suggest_clears(request, ada, snapshot, 0.0, free_deadline=True, hide_identities=hidden)
+        assert ("secret" in str(refused.value).replace("secrets", "")) is not hidden

@@ -186,3 +186,13 @@ def test_a_report_of_a_device_where_the_driver_does_not_list_the_process_holds_n
     assert not bench.starting()
     bench.put(node(device(processes=None), taken=bench.now))
     assert bench.starting() == STARTS
+
+
+def test_a_process_that_the_exporter_cannot_see_starts_no_engine_where_the_driver_lists_processes() -> None:
+    bench = Bench(title="python")
+    bench.reads(0)
+    sent = report(99, engine_starting=True, devices=(sample(),))
+    bench.store.put_report(sent, host_pid=None, owner_uid=1001, now_seconds=bench.now, now_unix_seconds=bench.now)
+    assert not bench.starting()
+    bench.put(node(device(processes=None), taken=bench.now))
+    assert bench.starting() == {(None, UUIDS[0])}

@@ -250,3 +250,21 @@ def test_a_cancelled_future_does_not_affect_others(bench: Bench) -> None:
     bench.log.start()
     assert bench.put("b").result(WAIT)
     assert bench.stored() == ["a", "b"]
+
+
+def test_queries_without_end_do_not_delay_the_commits(bench: Bench) -> None:
+    committed: list[bool] = []
+    event: list[Future[bool]] = []
+
+    def read_again(_: Query) -> Page:
+        event.append(bench.put("a") if not event else event[0])
+        committed.append(event[0].done())
+        if len(committed) < 10:
+            bench.log.read(Query())  # as several owners do that take turns
+        return Page((), 0, more=False)
+
+    bench.disk.read = read_again  # type: ignore[method-assign]
+    bench.log.read(Query())
+    bench.log.start()
+    bench.until(lambda: len(committed) == 10)
+    assert committed == [False, *[True] * 9]

@@ -73,14 +73,37 @@ def test_a_bounded_number_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         turns = Turns(1, waiting_of_owner=2, waiting=3)
         await turns.take("a")
-        for owner in ("b", "b", "c"):
-            asyncio.ensure_future(turns.take(owner))  # noqa: RUF006
+        waiting = [asyncio.ensure_future(turns.take(owner)) for owner in ("b", "c", "d")]
         await settle()
-        for owner in ("b", "d"):
+        for owner in ("b", "e"):
             with pytest.raises(ProblemError) as refused:
                 await turns.take(owner)
             assert refused.value.status == 503
             assert refused.value.headers["Retry-After"]
+        assert not any(each.done() for each in waiting)
+        for each in waiting:
+            each.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_owners_that_fill_the_queue_make_room_for_others() -> None:
+    async def scenario() -> None:
+        turns = Turns(1, waiting_of_owner=2, waiting=4)
+        await turns.take("a")
+        waiting = [asyncio.ensure_future(turns.take(owner)) for owner in ("b", "b", "c", "c")]
+        await settle()
+        new = asyncio.ensure_future(turns.take("d"))
+        await settle()
+        (refused,) = [each for each in waiting if each.done()]
+        assert isinstance(refused.exception(), ProblemError)
+        for owner in ("a", "b", "c"):
+            turns.end(owner)
+            await settle()
+        assert new.done()
+        assert new.exception() is None
+        for each in waiting:
+            each.cancel()
 
     asyncio.run(scenario())
 

@@ -1,0 +1,49 @@
+"""The documents of actions in replies: what many requests for one of them cost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.request import Target
+from gpumem_exporter.server.api import actions as module
+from gpumem_exporter.server.api.actions import ActionRoutes
+from gpumem_exporter.server.api.rendering import Renderer
+from tests.support.dispatching import run
+
+
+class NoAudit:
+    async def wait_until_stored(self, _: Action) -> None:
+        return
+
+
+def test_requests_for_one_action_that_wait_build_its_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    build = module.action_document
+
+    def counted(action: Action) -> dict[str, Any]:
+        built.append(action.id)
+        return build(action)
+
+    monkeypatch.setattr(module, "action_document", counted)
+    action = Action("1", "empty_cache", "done", "root", 0.0, Target(all=True))
+
+    async def scenario() -> None:
+        renderer, release = Renderer(), threading.Event()
+        before = asyncio.ensure_future(renderer.render("before", lambda: b"%d" % release.wait()))
+        routes: Any = ActionRoutes
+        replies = [routes(None, NoAudit(), None, renderer)._recorded(action) for _ in range(100)]
+        waiting = [asyncio.ensure_future(reply) for reply in replies]
+        await asyncio.sleep(0)
+        assert not built, "nothing is kept for a request that waits"
+        release.set()
+        assert len({id((await reply).body) for reply in waiting}) == 1
+        await before
+        renderer.close()
+
+    run(scenario())
+    assert built == ["1"]
