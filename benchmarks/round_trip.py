@@ -118,12 +118,12 @@ def requests(given: argparse.Namespace, progress: Progress, place: Place) -> lis
                 kind.batch(warm=turn > 0)
         for name, of in (("report", "the same POST"), ("dry run of a clear", "its POST")):
             what, to, claims = f"{name}, {transport}", "the same POST to a constant route", name == "report"
-            ours, base = kinds[name], kinds[of]
+            measured, base = kinds[name], kinds[of]
             rows += [
-                compared(what, typical(ours.wall), "µs", to, typical(base.wall), ratio if claims else None),
+                compared(what, typical(measured.wall), "µs", to, typical(base.wall), ratio if claims else None),
                 compared(
                     f"{what}: CPU of the server",
-                    typical(ours.cpu),
+                    typical(measured.cpu),
                     "µs",
                     to,
                     typical(base.cpu),

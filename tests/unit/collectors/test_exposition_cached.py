@@ -39,7 +39,7 @@ def test_the_lines_of_a_report_are_rendered_when_it_arrives_and_not_in_the_scrap
     [
         ((0.0, 15.0), 16.0, False),
         ((0.0, 15.0), 30.0 - REFRESH_SECONDS, True),
-        ((0.0, 15.0), 40.0, False),  # the scraper has gone
+        ((0.0, 15.0), 40.0, False),  # no page was read when one was expected
         ((0.0, 1.0), 1.5, True),
         ((0.0,), 1.0, False),
         ((), 1.0, False),

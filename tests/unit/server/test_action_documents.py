@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.server.api import actions as module
-from gpumem_exporter.server.api.actions import ActionRoutes
+from gpumem_exporter.server.api.actions import INLINE_RESULTS, ActionRoutes
 from gpumem_exporter.server.api.rendering import Renderer
 from tests.support.dispatching import run
 
@@ -30,11 +30,13 @@ def test_requests_for_one_action_that_wait_build_its_document_once(monkeypatch: 
         return build(action)
 
     monkeypatch.setattr(module, "action_document", counted)
-    action = Action("1", "empty_cache", "done", "root", 0.0, Target(all=True))
+    result = ActionResult(1, "llm", "0", "0", "GPU-1", "done")
+    results = (result,) * (INLINE_RESULTS + 1)
+    action = Action("1", "empty_cache", "done", "root", 0.0, Target(all=True), results=results)
 
     async def scenario() -> None:
         renderer, release = Renderer(), threading.Event()
-        before = asyncio.ensure_future(renderer.render("before", lambda: b"%d" % release.wait()))
+        before = asyncio.ensure_future(renderer.render(lambda: b"%d" % release.wait()))
         routes: Any = ActionRoutes
         replies = [routes(None, NoAudit(), None, renderer)._recorded(action) for _ in range(100)]
         waiting = [asyncio.ensure_future(reply) for reply in replies]

@@ -44,6 +44,10 @@ class Caught:
     peer: Peer
     held: frozenset[Place] = frozenset()
 
+    def __str__(self) -> str:
+        """Return the id of a test, which must be the same in each of its processes: a set has no order."""
+        return f"{self.peer} held {sorted(self.held)}"
+
 
 def unix(uid: int, place: Place = HERE) -> Caught:
     return Caught(Peer(uid=uid, pid=42, place=place))
