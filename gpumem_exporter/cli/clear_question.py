@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.node_tables import WORTH_SAYING
 from gpumem_exporter.units import counted, human_bytes
 
-__all__ = ["can_ask", "confirmed", "notes", "processes_named", "stays_free", "waits_for", "when"]
+__all__ = ["can_ask", "confirmed", "engine_waits", "notes", "processes_named", "stays_free", "waits_for", "when"]
 
 Document = Mapping[str, Any]
 
@@ -102,6 +103,19 @@ def waits_for(expected: ExpectedClear) -> str:
     """Return what a clear waits for, as long as processes have not ended their steps."""
     waiting = expected.waiting
     return f"Waiting for the end of a step of {_jobs(expected, waiting)}, at most {_deadline_seconds(waiting):.0f} s"
+
+
+def engine_waits(action: Document) -> list[str]:
+    """Return for which inference engines an action waits, a sentence each."""
+    sentences = []
+    for wait in action.get("waits_for") or ():
+        engine = f"pid {wait['pid']}" + (f" ({wait['title']})" if wait["title"] else "")
+        until = time.strftime("%H:%M:%S UTC", time.gmtime(wait["until_unix_seconds"]))
+        device = wait["gpu"] or wait["uuid"]
+        sentences.append(
+            one_line(f"Waiting until the engine in {engine} has started on GPU {device}, at the latest until {until}.")
+        )
+    return sentences
 
 
 def notes(expected: ExpectedClear) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from gpumem_exporter.cli.action_options import (
     with_settling,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.clear_question import can_ask, confirmed, waits_for
+from gpumem_exporter.cli.clear_question import can_ask, confirmed, engine_waits, waits_for
 from gpumem_exporter.cli.clear_requests import ExpectedClear, joined, send_all
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED
@@ -204,21 +203,14 @@ class _EngineWaits:
 
     def __init__(self, *, silent: bool) -> None:
         self._silent = silent
-        self._shown: set[tuple[Any, Any]] = set()
+        self._shown: set[str] = set()
 
     def show(self, document: Mapping[str, Any]) -> None:
         """Print the engines that were not printed before."""
-        for wait in () if self._silent else document.get("waits_for") or ():
-            if (wait["pid"], wait["uuid"]) not in self._shown:
-                self._shown.add((wait["pid"], wait["uuid"]))
-                title = f" ({wait['title']})" if wait["title"] else ""
-                gpu = wait["gpu"] or wait["uuid"]
-                until = time.strftime("%H:%M:%S UTC", time.gmtime(wait["until_unix_seconds"]))
-                print(
-                    f"Waiting until the engine in pid {wait['pid']}{title} has started on GPU {gpu}, at the latest "
-                    f"until {until}. --force does not wait.",
-                    file=sys.stderr,
-                )
+        for sentence in () if self._silent else engine_waits(document):
+            if sentence not in self._shown:
+                self._shown.add(sentence)
+                print(f"{sentence} --force does not wait.", file=sys.stderr)
 
 
 def _settles(document: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
 from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.clear_question import notes, processes_named, stays_free, waits_for, when
+from gpumem_exporter.cli.clear_question import engine_waits, notes, processes_named, stays_free, waits_for, when
 from gpumem_exporter.cli.clear_requests import ExpectedClear, expect, joined, send_all
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons, summary
@@ -62,7 +62,7 @@ class Clearing:
         self._url = ""
         self._busy = False
         self._waits = False
-        """Whether the clear that runs waits for the end of a step."""
+        """Whether the clear that runs waits for the end of a step or for an engine."""
         self._stopped = threading.Event()
 
     def note(self) -> Note | None:
@@ -138,11 +138,20 @@ class Clearing:
             self._note = Note(f"{waits_for(expected)}; c cancels.", float("inf"))
             self._notify()
         wait_seconds = max(request["deadline_seconds"] for request in expected.requests) + ANSWER_GRACE_SECONDS
-        actions = send_all(api, expected, wait_seconds=wait_seconds, stopped=self._stopped.is_set)
+        actions = send_all(
+            api, expected, wait_seconds=wait_seconds, observe=self._show_engines, stopped=self._stopped.is_set
+        )
         action = joined(actions)
         outcome = f"{processes_named(expected.results)}: {summary(action, dry_run=False)}"
         text = one_line(" ".join(reasons(action.get("results") or [])) or outcome)
         return Note(text, self._clock() + _SHOWN_SECONDS)
+
+    def _show_engines(self, action: Mapping[str, Any]) -> None:
+        """Show for which engines an action waits."""
+        if sentences := engine_waits(action):
+            self._waits = True
+            self._note = Note(f"{' '.join(sentences)} c cancels.", float("inf"))
+            self._notify()
 
     def _show(self, text: str) -> None:
         if not self._busy:

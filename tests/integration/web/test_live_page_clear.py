@@ -246,6 +246,30 @@ def test_a_reason_in_a_dry_run_is_shown(demo: Demo, open_page: OpenPage) -> None
     shows(live, "#dialog-results", "an engine starts there")
 
 
+def test_a_clear_that_waits_for_an_engine_names_it(tmp_path: Path, open_page: OpenPage) -> None:
+    def tell(exporter: ExporterProcess, *, starting: bool) -> None:
+        device, actions = sample(UUIDS[0], GIB), ("reset_peak",)
+        sent = report(950, devices=(device,), actions=actions, sequence=2 - starting, engine_starting=starting)
+        assert exporter.request("POST", REPORTS_PATH, to_wire(sent)).status == 200
+
+    with serving(tmp_path, "--report.expiry", "3600") as (exporter, url):
+        train(exporter, ranks=1)
+        live = open_page(url)
+        live.page.locator("#clear-all").click()
+        live.page.get_by_role("button", name="Clear at the step's end").click()
+        shows(live, "#dialog-status", r"^Waiting for the end of a step")
+        live.page.get_by_role("button", name="Cancel the clear").click()
+        focused(live, "dialog-cancel")
+        tell(exporter, starting=True)
+        live.page.keyboard.press("Enter")
+        live.page.locator("#clear-all").click()
+        live.page.locator("#dialog-confirm").click()
+        shows(live, "#dialog-status", r"^Waiting until the engine in pid 950.* has started")
+        tell(exporter, starting=False)
+        live.page.get_by_role("button", name="Cancel the clear").click()
+        focused(live, "dialog-cancel")
+
+
 def test_the_button_of_a_row_clears_one_job(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     live = open_page(url, viewport={"width": 1280, "height": 900})

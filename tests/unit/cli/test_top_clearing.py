@@ -54,7 +54,8 @@ class _Api:
     def action(self, _: str) -> Any:
         world = self._world
         state = "running" if world.waits else "done"
-        return {"id": "a", "action": "empty_cache", "state": state, "results": [] if world.waits else world.results}
+        results = [] if world.waits else world.results
+        return {"id": "a", "action": "empty_cache", "state": state, "results": results, "waits_for": world.engines}
 
     def cancel(self, _: str) -> Any:
         self._world.waits = False
@@ -71,6 +72,7 @@ class _World:
         self.suggested: dict[str, Any] = _AT_ONCE
         self.error: Exception | None = None
         self.waits = False
+        self.engines: list[dict[str, Any]] = []
         self.now = 50.0
         self._answered = threading.Semaphore(0)
         self.clearing = Clearing(lambda url: _Api(self), self._answered.release, lambda: self.now)  # type: ignore[arg-type,return-value]
@@ -143,6 +145,19 @@ def test_a_clear_that_waits_for_a_step_can_be_cancelled() -> None:
     assert re.search(r"llm \(2 ranks\), at most 45 s; c cancels", world.wait())
     world.clearing.ask(_row(), _URL)
     wait_for(lambda: world.note_text() == "pid 7, 8: refused: cancelled", "the end of the clear")
+
+
+def test_a_clear_that_waits_for_an_engine_names_it_and_can_be_cancelled() -> None:
+    world = _World()
+    world.clearing.ask(_row(), _URL)
+    world.wait()
+    engine = {"pid": 9, "title": "VLLM::EngineCore", "gpu": "0", "uuid": "GPU-0", "until_unix_seconds": 3600.0}
+    world.waits, world.engines = True, [engine]
+    world.clearing.answer(yes=True)
+    note = world.wait()
+    assert all(text in note for text in ("pid 9", "VLLM::EngineCore", "GPU 0", "01:00:00")), note
+    world.clearing.ask(_row(), _URL)
+    wait_for(lambda: world.note_text() == "pid 7: refused: cancelled", "the end of the clear")
 
 
 def test_a_reason_in_a_dry_run_is_shown_in_the_question() -> None:

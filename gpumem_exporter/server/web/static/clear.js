@@ -124,9 +124,12 @@ const clearing = (() => {
     const ends = parts.map(async (part) => {
       let action = await submit(part, parts.length === 1);
       while (isRunning(action)) {
-        if (isAtStep(part) && !waiting.has(action.id) && ownAttempt === attempt) {
+        const [engine] = action.waits_for;
+        if ((isAtStep(part) || engine) && !waiting.has(action.id) && ownAttempt === attempt) {
           waiting.add(action.id);
-          const status = `Waiting for the end of a step of ${jobsInWords(waits)}, at most ${longestDeadline(waits)} s…`;
+          const status = engine
+            ? `Waiting until the engine in pid ${engine.pid} (${safe(engine.title)}) has started on GPU ${engine.gpu}, at most until ${timeOfDay(engine.until_unix_seconds)}…`
+            : `Waiting for the end of a step of ${jobsInWords(waits)}, at most ${longestDeadline(waits)} s…`;
           if (onConfirm !== cancel) show({ status, confirm: "Cancel the clear", cancel: "Close", then: cancel });
         }
         action = (await later(action)).document;
