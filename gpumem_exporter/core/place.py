@@ -53,7 +53,9 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         if not self.known:
             return "unknown"
-        return ".".join(each[:_SHOWN] if len(each) == 64 else each for each in self.container.split("."))
+        shown = [each[:_SHOWN] if len(each) == 64 else each for each in self.container.split(".")]
+        # A user chooses the names of its containers, and may choose that of another one.
+        return ".".join(shown if self.user is None else [*shown, str(self.user)])
 
 
 HERE = Place(known=True)

@@ -188,9 +188,17 @@ class Ingest:
             identity = report.process
             fields = {"pid": identity.pid, "uid": reported.owner_uid, "workload": identity.workload}
             _log.debug("a process reports", extra={"fields": fields})
-            _log_unknown_devices(report, process)
+            self._log_unknown_devices(report, process)
         self._exposition.refresh(process)
         return process
+
+    def _log_unknown_devices(self, report: Report, process: ReportingProcess) -> None:
+        """Log the devices in the report that the driver does not have, because no page shows their memory."""
+        known = {sample.uuid for sample in process.report.devices}
+        unknown = [sample.uuid for sample in report.devices if sample.uuid not in known]
+        if unknown:
+            why = f"the driver does not have the devices {', '.join(unknown)}"
+            self._log.name("without_unknown_devices", process.key, report.process.workload, why)
 
     def _put(self, report: Report, reported: ReportedProcess) -> ReportingProcess:
         try:
@@ -258,12 +266,3 @@ class Ingest:
 
 def _key(report: Report, reported: ReportedProcess) -> ProcessKey:
     return ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
-
-
-def _log_unknown_devices(report: Report, process: ReportingProcess) -> None:
-    """Log the devices in the report that the driver does not have, because no page shows their memory."""
-    known = {sample.uuid for sample in process.report.devices}
-    unknown = [sample.uuid for sample in report.devices if sample.uuid not in known]
-    if unknown:
-        fields = {"pid": process.key.pid, "workload": report.process.workload, "uuids": ",".join(unknown)}
-        _log.warning("a process reports devices that the driver does not have", extra={"fields": fields})

@@ -39,7 +39,7 @@ class Observation(NamedTuple):
     def group(self) -> str:
         """The workload of one owner as the subject of a rule for groups: the ranks that act together."""
         uid, place = self.process.key.owner
-        return f"workload {uid} {place.container} {self.workload}"
+        return f"workload {uid} {place.container} {place.user} {self.workload}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ __all__ = ["ReplyTransport"]
 
 READ_AWAY_SECONDS = 2.0
 READ_AWAY_BYTES = 4 << 20
+UNREAD_SECONDS = 30.0
+"""The time for a client to read the end of its last reply, after which the connection is closed without it."""
 
 _HEAD, _END_OF_HEAD = b"HTTP/1.1 ", b"\r\n\r\n"
 
@@ -52,12 +54,18 @@ class ReplyTransport(asyncio.Transport):
             return
         self._flush()
         if not self._unfinished():
-            self._transport.close()
+            self._end()
             return
-        self._timer = self._loop.call_later(READ_AWAY_SECONDS, self._transport.close)
+        self._timer = self._loop.call_later(READ_AWAY_SECONDS, self._end)
         self._transport.resume_reading()
         if self._transport.can_write_eof():
             self._transport.write_eof()
+
+    def _end(self) -> None:
+        """Close the connection once the client has read what was sent; uvloop would wait for that for ever."""
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._timer = self._loop.call_later(UNREAD_SECONDS, self._transport.abort)
 
     def reads_away(self, size: int) -> bool:
         """Return whether received bytes are to be dropped, because the connection is being closed."""

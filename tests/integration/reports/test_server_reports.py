@@ -77,10 +77,12 @@ def test_an_unknown_device_in_a_report_is_logged_once_and_the_known_ones_are_sto
     devices = (sample(UUIDS[0], 100 * MIB), sample("GPU-of-another-node", 200 * MIB))
     for sequence in (1, 2, 3):
         assert exporter.report(report(1, devices=devices, sequence=sequence)).status == 200
+    for session in ("b", "c"):  # a process may start sessions without end
+        assert exporter.report(report(1, devices=devices, session=session, session_started_seconds=1e9)).status == 200
     shown = {dict(labels)["uuid"] for (name, labels) in exporter.samples() if name == "gpumem_torch_allocated_bytes"}
     assert shown == {UUIDS[0]}
-    logged = [record for record in caplog.records if "the driver does not have" in record.getMessage()]
-    assert [record.fields["uuids"] for record in logged] == ["GPU-of-another-node"]
+    logged = [record.fields["why"] for record in caplog.records if "GPU-of-another-node" in str(vars(record))]
+    assert logged == ["the driver does not have the devices GPU-of-another-node"]
 
 
 def test_a_process_beyond_the_limit_is_rejected_and_counted() -> None:

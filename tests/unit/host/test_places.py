@@ -133,3 +133,4 @@ def test_a_container_name_that_a_user_forges_is_another_place(proc: Proc) -> Non
     true, forged = (proc.place(f"0::/{above}/docker-{A}.scope\n") for above in ("x", "user.slice/user-1001.slice"))
     assert not forged.reaches(true)
     assert true.share(1001) != forged.share(1001)
+    assert str(true) != str(forged), "it is a part of the names of processes"
