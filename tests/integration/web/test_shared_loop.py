@@ -19,8 +19,6 @@ from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, running_exporter
 from tests.support.waiting import patient
 
-DRY_RUN = {"action": "empty_cache", "target": {"all": True}, "dry_run": True}
-
 
 @pytest.fixture(scope="module")
 def exporter() -> Iterator[RunningExporter]:
@@ -38,12 +36,11 @@ def test_large_replies_are_built_beside_the_event_loop(exporter: RunningExporter
         release.wait(patient(30))
         return b""
 
-    asyncio.run_coroutine_threadsafe(exporter.runtime.renderer.render("test", occupy), exporter.loop)
+    asyncio.run_coroutine_threadsafe(exporter.runtime.renderer.render(occupy), exporter.loop)
     with ThreadPoolExecutor() as pool:
         try:
             assert entered.wait(patient(30))
             waiting = [pool.submit(exporter.get, f"/api/v1/{path}") for path in paths]
-            waiting.append(pool.submit(exporter.act, **DRY_RUN))
             for _ in range(20):
                 assert exporter.get("/-/healthy").status == 200
             assert not any(future.done() for future in waiting)
@@ -103,15 +100,3 @@ def test_the_memory_of_a_job_is_read_without_the_events_of_other_jobs(exporter: 
     assert not exporter.document("/api/v1/jobs/4711")["more"]
     everything = exporter.document("/api/v1/jobs/other")
     assert len(everything["processes"]) > 1000
-
-
-def test_the_page_and_whole_processes_are_rendered_apart(
-    exporter: RunningExporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests with an equal key share a reply."""
-    keys = []
-    render = exporter.runtime.renderer.render
-    monkeypatch.setattr(exporter.runtime.renderer, "render", lambda key, build: keys.append(key) or render(key, build))
-    exporter.document("/api/v1/live")
-    exporter.document("/api/v1/live?processes=documents")
-    assert len(set(keys)) == 2
