@@ -39,7 +39,7 @@ class MetricsRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a scrape, in a turn of its sender that lasts until the page is sent."""
-        connection: Connection | None = scope.get("state", {}).get("connection")
+        connection = Connection.of(scope)
         try:
             async with self._turns.of(connection.owner if connection else ""):
                 await self._reply(scope, receive, send)

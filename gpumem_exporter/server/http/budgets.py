@@ -156,7 +156,7 @@ class PacedReplies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on the request."""
-        connection: Connection | None = scope.get("state", {}).get("connection")
+        connection = Connection.of(scope)
         if connection is None:
             await self.app(scope, receive, send)
             return

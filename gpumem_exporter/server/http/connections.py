@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from starlette.types import Scope
+
 from gpumem_exporter.server.security.peer import Peer
 
 __all__ = ["Connection", "Connections", "Owner", "owner_of"]
@@ -52,6 +54,12 @@ class Connection:
     close: Callable[[], object] = lambda: None
     waiting_since_seconds: float | None = None
     refused: bool = False
+
+    @classmethod
+    def of(cls, scope: Scope) -> Connection | None:
+        """Return the connection of an ASGI request; None without a server, as in tests."""
+        found: Connection | None = scope.get("state", {}).get("connection")
+        return found
 
 
 @dataclass(slots=True)

@@ -153,7 +153,7 @@ class ReadTurns:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on the request in its turn; refuse it if too many wait."""
-        connection: Connection | None = scope.get("state", {}).get("connection")
+        connection = Connection.of(scope)
         if (
             connection is None
             or scope["type"] != "http"
@@ -202,7 +202,7 @@ class BodyTurns:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on the request. If too many bodies wait, the first `receive()` raises the ProblemError of a 503."""
-        connection: Connection | None = scope.get("state", {}).get("connection")
+        connection = Connection.of(scope)
         if connection is None or _has_short_body(scope):
             await self.app(scope, receive, send)
             return
