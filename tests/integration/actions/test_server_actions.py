@@ -69,7 +69,7 @@ def test_an_action_of_few_processes_does_not_wait_for_large_replies(exporter: Ru
         release.wait(patient(30))
         return b""
 
-    building = asyncio.run_coroutine_threadsafe(exporter.runtime.renderer.render("large", large_reply), exporter.loop)
+    building = asyncio.run_coroutine_threadsafe(exporter.runtime.renderer.render(large_reply), exporter.loop)
     try:
         assert started.wait(patient(30))
         clear = {"action": "empty_cache", "target": {"pid": "1"}, "dry_run": True}
