@@ -120,6 +120,8 @@ class EventLog:
         self._failures = FailureLog(_log, clock)
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
+        self._waiting_events = 0
+        """The number of events in the queue. `status` reads it without the lock, so it does not count the queue."""
         self._waiting_sizes: Counter[tuple[bool, str]] = Counter()
         """The part of the queue that each owner takes."""
         self._alone = 0
@@ -160,6 +162,7 @@ class EventLog:
             accepted = not self._stopping and self._has_room(new)
             if accepted:
                 self._waiting.append(new)
+                self._waiting_events += len(events)
                 self._waiting_sizes[new.owner] += new.size
                 self._changed.notify_all()
         if not accepted:
@@ -197,7 +200,7 @@ class EventLog:
             alive=self._thread.is_alive(),
             error=self._error,
             busy_seconds=None if busy_since is None else max(0.0, self._clock() - busy_since),
-            waiting=sum(len(each.events) for each in self._waiting),
+            waiting=self._waiting_events,
             dropped=self._dropped,
             damaged_file=self._storage.damaged_file,
         )
@@ -274,6 +277,7 @@ class EventLog:
         with self._changed:
             for each in batch:
                 self._waiting.popleft()
+                self._waiting_events -= len(each.events)
                 self._waiting_sizes[each.owner] -= each.size
                 if not self._waiting_sizes[each.owner]:
                     del self._waiting_sizes[each.owner]
@@ -322,7 +326,7 @@ class EventLog:
 
     def _end(self) -> None:
         with self._changed:
-            lost, self._waiting = list(self._waiting), deque()
+            lost, self._waiting, self._waiting_events = list(self._waiting), deque(), 0
             self._waiting_sizes.clear()
             readers, self._readers = self._readers, deque()
         for _, page in readers:

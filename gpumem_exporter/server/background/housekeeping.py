@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 from collections.abc import Callable, Mapping
 
@@ -12,10 +13,11 @@ from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import EventLog, Query, last_ooms
 from gpumem_exporter.server.api.event_writes import read_all_events
 
-__all__ = ["keep_house", "recall_ooms"]
+__all__ = ["keep_house", "recall_ooms", "release_free_memory"]
 
 INTERVAL_SECONDS = 1.0
 RETRY_SECONDS = 1.0
+RELEASE_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +35,20 @@ async def keep_house(chores: Mapping[str, Callable[[], None]]) -> None:
                 chore()
             except Exception:  # noqa: BLE001 - neither the other chores nor the next round may stop
                 _log.exception("housekeeping failed", extra={"fields": {"chore": name}})
+
+
+async def release_free_memory() -> None:
+    """Return free memory to the operating system once a minute, until cancelled. Needs glibc.
+
+    glibc keeps free pages that lie below live blocks. After a flood of requests these were tens of MiB for good.
+    """
+    try:
+        malloc_trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
+        return
+    while True:
+        await asyncio.sleep(RELEASE_SECONDS)
+        await asyncio.to_thread(malloc_trim, 0)
 
 
 async def recall_ooms(
