@@ -54,7 +54,7 @@ class Place(NamedTuple):
         if not self.known:
             return "unknown"
         shown = [each[:_SHOWN] if len(each) == 64 else each for each in self.container.split(".")]
-        # A user chooses the names of its containers, and may choose that of another one.
+        # A user chooses the names of its containers, and may choose the name of another container.
         return ".".join(shown if self.user is None else [*shown, str(self.user)])
 
 

@@ -14,7 +14,7 @@ _OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
 
 
 def all_frames() -> list[FrameType]:
-    """Return the frames of all threads, except those of this package."""
+    """Return the frames of all threads, without the frames of this package."""
     tops = sys._current_frames()
     found: list[FrameType] = []
     while tops and len(found) < _FRAMES_MAX:

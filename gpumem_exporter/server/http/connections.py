@@ -68,14 +68,14 @@ class _Owned:
 
     every: dict[Connection, None] = field(default_factory=dict)
     waiting: dict[Connection, None] = field(default_factory=dict)
-    """Those that wait for their client, the one that has waited longest first."""
+    """The connections that wait for their client, in the order in which the wait started."""
 
 
 class Connections:
     """Counts connections by owner, so that no owner keeps others out. Used on the event loop only.
 
-    An owner has at most half of the connections. When all are taken, the owner with the most loses the one that has
-    waited longest for its client: one without a request, or with a request that is not finished.
+    An owner has at most half of the connections. When all are taken, the owner with the most loses the connection
+    that has waited longest for its client: a connection without a request, or with a request that is not finished.
 
     Args:
         limit: the maximum number of connections.

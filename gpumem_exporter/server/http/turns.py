@@ -63,7 +63,7 @@ class Turns:
     async def run(self, owner: Owner, function: Callable[[], T]) -> T:
         """Call a function in a thread, in a turn of this owner.
 
-        The threads are the turns' own. Those of `asyncio.to_thread` may all be waiting for a disk or for /proc.
+        The threads belong to the turns: the threads of `asyncio.to_thread` may all be waiting for a disk or /proc.
 
         Raises:
             ProblemError: as `of`.

@@ -97,7 +97,7 @@ def _unix_peer(uid: int | None, credentials: PeerCredentials, sock: socket.socke
 
 
 def _has_exited(pidfd: int) -> bool:
-    """Return whether the process has exited: its pid may then be that of another one."""
+    """Return whether the process has exited, so that another process may have its pid."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))

@@ -10,7 +10,7 @@ The kernel names the sender: its user and its place. The report names the proces
   process.
 - In a container, a user may name its own processes in the same container, and root all processes there.
 - A sender whose place is unknown may name no process that the exporter sees, except itself on the unix socket: its uid
-  may be that of another container.
+  may be the uid of a user in another container.
 """
 
 from __future__ import annotations
