@@ -1,23 +1,19 @@
 """The console script: runs one command and turns every expected error into one line and an exit code.
 
-`run` and `--version` use the standard library alone, because a training image has this package without its
-dependencies. Typer parses every other command, except plain options of `serve`: see `gpumem_exporter.cli.application`.
+`run` uses the standard library alone, because a training image has this package without its dependencies. click parses
+every other command: see `gpumem_exporter.cli.application`.
 """
 
 from __future__ import annotations
 
 import errno
-import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
 
-from gpumem_exporter import __version__
 from gpumem_exporter.cli.program import COMMANDS, FAILED, INTERRUPTED, PROGRAM, WRONG_USAGE, one_line
 from gpumem_exporter.errors import ConfigurationError, GpumemError
-
-__all__ = ["main"]
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -70,20 +66,14 @@ def _discard_output() -> None:
 
 def _dispatch(words: list[str]) -> int:
     first = words[0] if words else ""
-    if first == "--version":
-        print(f"{PROGRAM} {__version__}")
-        return 0
     if first == "run":
         from gpumem_exporter.cli.commands.run import run
 
         return run(words[1:])
     try:
-        if first == "serve":
-            serve = importlib.import_module(COMMANDS[first])
-            values = serve.read_plain_words(words[1:])
-            if values is not None:
-                return int(serve.serve(values))
-        return int(importlib.import_module("gpumem_exporter.cli.application").invoke(words or ["--help"]))
+        from gpumem_exporter.cli.application import invoke
+
+        return invoke(words or ["--help"])
     except ModuleNotFoundError as error:
         raise _missing_dependency(first or "the help", error) from error
 

@@ -11,7 +11,7 @@ import gpumem_exporter
 from tests.support.waiting import patient
 
 FORBIDDEN = (
-    *("anyio", "fastapi", "httpx", "prometheus_client", "pydantic", "pynvml", "rich", "starlette", "typer", "uvicorn"),
+    *("anyio", "fastapi", "httpx", "prometheus_client", "pydantic", "pynvml", "rich", "starlette", "uvicorn"),
     *("click", "httptools", "uvloop", "yaml", "torch", "numpy"),
 )
 PACKAGE_ROOT = Path(gpumem_exporter.__file__).parent

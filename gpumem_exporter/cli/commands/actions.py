@@ -8,30 +8,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import typer
+import click
 
-from gpumem_exporter.cli.action_options import (
-    ANSWER_GRACE_SECONDS,
-    ClearOptions,
-    ClearTargetOptions,
-    FractionOptions,
-    RequestOptions,
-    TargetOptions,
-    TerminateOptions,
-    TimedOptions,
-    checked,
-    with_settling,
-)
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.clear_question import can_ask, confirmed, engine_waits, waits_for
 from gpumem_exporter.cli.clear_requests import ExpectedClear, joined, send_all
-from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.options import (
+    ACTION_OPTIONS,
+    ANSWER_GRACE_SECONDS,
+    action_request,
+    connection_options,
+    open_api,
+    option_group,
+    pop_target,
+    target_options,
+)
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.cli.rights import read_rights, rights_line
+from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.units import human_bytes
-
-__all__ = ["ACTION_COMMANDS", "ActionCommand", "build", "exit_code"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +39,6 @@ class ActionCommand:
     summary: str
     description: str
     examples: str
-    options: type[RequestOptions] = TimedOptions
-    target: type[TargetOptions] = TargetOptions
 
 
 ACTION_COMMANDS = (
@@ -63,8 +57,6 @@ ACTION_COMMANDS = (
   gpumem-exporter clear --workload notebook --mode idle --deadline 600
   gpumem-exporter clear --pid 4711 --settle 10 --json | jq .still_free_bytes
 """,
-        ClearOptions,
-        ClearTargetOptions,
     ),
     ActionCommand(
         "gc",
@@ -106,14 +98,14 @@ ACTION_COMMANDS = (
         "fraction",
         "set_memory_fraction",
         "Cap the memory that processes may reserve.",
-        "Each selected process runs torch.cuda.set_per_process_memory_fraction(F) for the selected devices. This "
+        "Each selected process runs torch.cuda.set_per_process_memory_fraction(F) for the selected devices. F is the "
+        "share of each device's memory, over 0 and at most 1. This "
         "frees nothing. An allocation that would reserve more than the cap raises an out-of-memory error. The cap "
         "does not count CUDA contexts, NCCL and other libraries.",
         """\
   gpumem-exporter fraction 0.5 --workload notebook
   gpumem-exporter fraction 1 --pid 4711               # remove the cap
 """,
-        FractionOptions,
     ),
     ActionCommand(
         "terminate",
@@ -126,63 +118,92 @@ ACTION_COMMANDS = (
   gpumem-exporter terminate --pid 4711 --dry-run
   gpumem-exporter terminate --pid 4711 --reason "left behind by job 17"
 """,
-        TerminateOptions,
     ),
 )
 
 
-def build(name: str) -> typer.Typer:
-    """Return the command."""
-    command = next(command for command in ACTION_COMMANDS if command.name == name)
+_yes_option = click.option(
+    "--yes", is_flag=True, help="Do not ask before `clear --all` on a terminal, and clear at once."
+)
+_wait_option = click.option(
+    "--wait",
+    "wait_seconds",
+    type=float,
+    metavar="SECONDS",
+    help="How long to wait for the result; 0 does not wait. Default: to the end.",
+)
 
-    def run(target: TargetOptions, request: RequestOptions, connection: ConnectionOptions) -> int:
-        return _run(command.action, target, request, connection)
 
-    return command_from_options(
-        name,
-        run,
-        *(command.target, command.options, ConnectionOptions),
-        description=f"{command.summary}\n\n{command.description}",
+def _click_command(command: ActionCommand) -> click.Command:
+    own = (_yes_option,) if command.name == "clear" else ()
+
+    @click.command(
+        command.name,
+        help=f"{command.summary}\n\n{command.description}",
         epilog=f"\b\nExamples:\n{command.examples}",
     )
+    @option_group(*own, _wait_option, target_options, ACTION_OPTIONS[command.action], connection_options)
+    def run(**values: Any) -> int:
+        return _run(command.action, **values)
+
+    return run
 
 
-def _run(action: str, target: TargetOptions, request: RequestOptions, connection: ConnectionOptions) -> int:
+clear, gc, reset_peak, snapshot, fraction, terminate = map(_click_command, ACTION_COMMANDS)
+
+
+def _run(
+    action: str,
+    *,
+    url: str | None,
+    token_file: str | None,
+    as_json: bool,
+    wait_seconds: float | None,
+    yes: bool = False,
+    **values: Any,
+) -> int:
     """Request an action, print its results, and return the exit code."""
-    on_terminal = sys.stdout.isatty() and not connection.as_json
-    options = with_settling(request, on_terminal=on_terminal)
-    body = checked({**options.request(action), "target": target.target()})
-    waits = _EngineWaits(silent=connection.as_json)
-    with ExporterApi(connection.urls(), token=connection.token()) as api:
-        if target.asks_first and not request.dry_run and not connection.as_json and can_ask():
-            expected = confirmed(api, body, free_mode=_mode_is_free(request))
+    on_terminal = sys.stdout.isatty() and not as_json
+    target = pop_target(values).document()
+    if not target:
+        raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user or --all")
+    if wait_seconds is not None and not 0 <= wait_seconds < float("inf"):
+        raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 or more seconds")
+    body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
+    dry_run = body["dry_run"]
+    asks = action == "empty_cache" and target == {"all": True} and not (yes or dry_run or as_json) and can_ask()
+    waits = _EngineWaits(silent=as_json)
+    with open_api(url, token_file) as api:
+        if asks:
+            # The exporter suggests a mode for each process, unless --mode or --group is given.
+            expected = confirmed(api, body, free_mode=values["mode"] is None and not values["group"])
             if expected is None:
                 return FAILED
-            wait_seconds = _wait_seconds(target, *expected.requests)
+            wait_seconds = _wait_seconds(wait_seconds, *expected.requests)
             with _waiting_shown(expected):
                 documents = send_all(api, expected, wait_seconds=wait_seconds, observe=waits.show)
         else:
-            wait_seconds = _wait_seconds(target, body)
+            wait_seconds = _wait_seconds(wait_seconds, body)
             documents = [api.act(body, wait_seconds=wait_seconds, observe=waits.show)]
         if wait_seconds > 0:
             documents = [_settled(api, each, progress=on_terminal) if _settles(each) else each for each in documents]
         document = joined(documents)
-        rights = {} if connection.as_json else read_rights(api)
-    if connection.as_json:
+        rights = {} if as_json else read_rights(api)
+    if as_json:
         print_json(document)
     else:
         from gpumem_exporter.cli.render.action_tables import action_tables
         from gpumem_exporter.cli.render.terminal import open_console, show
 
-        show(open_console(), action_tables(document, dry_run=request.dry_run))
+        show(open_console(), action_tables(document, dry_run=dry_run))
         if rights.get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds > 0)
 
 
-def _wait_seconds(target: TargetOptions, *requests: Mapping[str, Any]) -> float:
-    if target.wait_seconds is not None:
-        return target.wait_seconds
+def _wait_seconds(given: float | None, *requests: Mapping[str, Any]) -> float:
+    if given is not None:
+        return given
     return max(float(request["deadline_seconds"]) for request in requests) + ANSWER_GRACE_SECONDS
 
 
@@ -235,11 +256,6 @@ def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> d
             return api.wait_until_settled(document, wait_seconds=wait_seconds, observe=show_progress)
     except KeyboardInterrupt:
         return document
-
-
-def _mode_is_free(request: RequestOptions) -> bool:
-    """Whether the command may choose a mode for each process, because neither `--mode` nor `--group` is given."""
-    return isinstance(request, TimedOptions) and request.mode is None and not request.group
 
 
 def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
@@ -23,15 +23,13 @@ from gpumem_exporter.cli.doctor.exporter import (
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
 from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
 from gpumem_exporter.cli.doctor.socket import check_socket, socket_path
-from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.options import action_token, connection_options, exporter_urls
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
 from gpumem_exporter.cli.rights import read_rights
 
 if TYPE_CHECKING:
     from gpumem_exporter.nvml.provider import Provider
-
-__all__ = ["build", "diagnose"]
 
 _EXAMPLES = """\b
 Examples:
@@ -48,31 +46,28 @@ _DRIVER_TIMEOUT_SECONDS = 10.0
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 
 
-def build(name: str) -> typer.Typer:
-    """Return the command."""
-    return command_from_options(name, _doctor, ConnectionOptions, epilog=_EXAMPLES)
-
-
-def _doctor(options: ConnectionOptions) -> int:
+@click.command(epilog=_EXAMPLES)
+@connection_options
+def doctor(url: str | None, token_file: str | None, as_json: bool) -> int:
     """Show what is wrong and how to fix it.
 
     Checks driver, devices, exporter, socket, version, health, permissions, actions, clock, reporters and PID namespace.
     Run it on the exporter's machine to check the driver, and where training runs to check the connection to the
     exporter. If the driver is on another machine, doctor shows what the exporter reports about it. Nothing is changed.
     """
-    findings = tuple(diagnose(options))
+    findings = tuple(diagnose(url, token_file))
     verdict = verdict_of(findings)
-    if options.as_json:
+    if as_json:
         print_json({"verdict": verdict, "findings": [asdict(finding) for finding in findings]})
     else:
         _print(findings)
     return FAILED if verdict == FAIL else 0
 
 
-def diagnose(options: ConnectionOptions) -> Iterator[Finding]:
+def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding]:
     """Run every check. A check that fails does not stop the others."""
-    urls = options.urls()
-    token = options.token()
+    urls = exporter_urls(url)
+    token = action_token(token_file)
     with ExporterApi(urls, token=token, token_for_reads=False, advice="") as api:
         reached, health = reach(api, urls)
         nearby = is_on_this_machine(api.url)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
-import typer
+import click
 
-from gpumem_exporter.cli.options import command_from_options
 from gpumem_exporter.cli.render.plan_tables import show_plan
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.errors import ConfigurationError, NvmlError
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from gpumem_exporter.training.planning.devices import Gpu
     from gpumem_exporter.training.planning.job import Job
     from gpumem_exporter.training.planning.plan import Plan
-
-__all__ = ["build"]
 
 _EXAMPLES = """\b
 Examples:
@@ -41,7 +38,17 @@ _PLANNED = ("batch", "accumulation", "effective_batch")
 """The values of a plan that `--map` assigns to keys."""
 
 _PROFILED_BATCH = 8
-_PLANNED_AS = typer.Option("--precision", help="fp32; bf16 or fp16 (autocast); pure-bf16 or pure-fp16.")
+
+
+class _Option:
+    """The option of a field of `PlanOptions`. Without a flag, the field is an argument."""
+
+    def __init__(self, *flags: str, **settings: Any) -> None:
+        self.flags = flags
+        self.settings = settings
+
+
+_PLANNED_AS = _Option("--precision", help="fp32; bf16 or fp16 (autocast); pure-bf16 or pure-fp16.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,23 +57,23 @@ class PlanOptions:
 
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODULE:FACTORY]", help="A callable that returns the nn.Module."),
+        _Option(metavar="[MODULE:FACTORY]"),
     ] = None
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="TENSOR", help="An argument of the model: float32[B,3,224,224]."),
+        _Option("--input", metavar="TENSOR", help="An argument of the model: float32[B,3,224,224]."),
     ] = None
     targets: Annotated[
         list[str] | None,
-        typer.Option("--target", metavar="TENSOR", help="An argument of the loss after the output: int64[B]."),
+        _Option("--target", metavar="TENSOR", help="An argument of the loss after the output: int64[B]."),
     ] = None
     loss: Annotated[
         str,
-        typer.Option("--loss", help="auto, cross_entropy, mse, mean, sum, output, or MODULE:FUNCTION."),
+        _Option("--loss", help="auto, cross_entropy, mse, mean, sum, output, or MODULE:FUNCTION."),
     ] = "auto"
     optimizer: Annotated[
         str,
-        typer.Option(
+        _Option(
             "--optimizer",
             help="An optimizer of torch.optim such as adamw, adamw8bit, described (--optimizer-option bytes=2.06: "
             "state per trainable parameter), none, or MODULE:FACTORY.",
@@ -74,81 +81,92 @@ class PlanOptions:
     ] = "adamw"
     optimizer_options: Annotated[
         list[str] | None,
-        typer.Option("--optimizer-option", metavar="NAME=VALUE", help="Such as fused=true or momentum=0.9."),
+        _Option("--optimizer-option", metavar="NAME=VALUE", help="Such as fused=true or momentum=0.9."),
     ] = None
     precision: Annotated[str, _PLANNED_AS] = "fp32"
-    attention: Annotated[str, typer.Option("--attention", help="auto, flash, efficient, math or cudnn.")] = "auto"
-    convolution: Annotated[str, typer.Option("--convolution", help="cudnn, or native if cuDNN is off.")] = "cudnn"
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute the repeated blocks.")] = False
+    attention: Annotated[str, _Option("--attention", help="auto, flash, efficient, math or cudnn.")] = "auto"
+    convolution: Annotated[str, _Option("--convolution", help="cudnn, or native if cuDNN is off.")] = "cudnn"
+    checkpointing: Annotated[bool, _Option("--checkpointing", help="Recompute the repeated blocks.")] = False
     loop: Annotated[
         str,
-        typer.Option(
+        _Option(
             "--loop",
             help="script: out = model(...); out.loss.backward(); trainer: the output is dropped before backward.",
         ),
     ] = "script"
-    layers: Annotated[int | None, typer.Option("--layers", help="Without a model: number of transformer blocks.")] = (
-        None
-    )
-    hidden: Annotated[int | None, typer.Option("--hidden", help="Without a model: width of the transformer.")] = None
-    sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens of one sample.")] = None
-    parameters: Annotated[float | None, typer.Option("--parameters", help="Number of parameters: 7e9.")] = None
-    vocabulary: Annotated[int, typer.Option("--vocabulary", help="Number of different tokens.")] = 32000
+    layers: Annotated[int | None, _Option("--layers", help="Without a model: number of transformer blocks.")] = None
+    hidden: Annotated[int | None, _Option("--hidden", help="Without a model: width of the transformer.")] = None
+    sequence: Annotated[int | None, _Option("--sequence", help="Tokens of one sample.")] = None
+    parameters: Annotated[float | None, _Option("--parameters", help="Number of parameters: 7e9.")] = None
+    vocabulary: Annotated[int, _Option("--vocabulary", help="Number of different tokens.")] = 32000
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="SIZE|NAME", help="80GiB, h100-80gb, … Default: this node's smallest GPU."),
+        _Option("--gpu", metavar="SIZE|NAME", help="80GiB, h100-80gb, … Default: this node's smallest GPU."),
     ] = None
     overhead: Annotated[
-        str | None, typer.Option("--overhead", metavar="SIZE", help="Memory of context and driver. Default: 768MiB.")
+        str | None, _Option("--overhead", metavar="SIZE", help="Memory of context and driver. Default: 768MiB.")
     ] = None
-    margin: Annotated[float, typer.Option("--margin", help="Part of the free memory that the plan uses.")] = 0.85
+    margin: Annotated[float, _Option("--margin", help="Part of the free memory that the plan uses.")] = 0.85
     target_effective_batch: Annotated[
-        int | None, typer.Option("--target-effective-batch", help="Samples in one optimizer step over all devices.")
+        int | None, _Option("--target-effective-batch", help="Samples in one optimizer step over all devices.")
     ] = None
     batch: Annotated[
         int | None,
-        typer.Option(
+        _Option(
             "--batch",
             help="Plan this batch size instead of the largest. With --profile: the larger batch size measured, default "
             f"{_PROFILED_BATCH}.",
         ),
     ] = None
     accumulation: Annotated[
-        int, typer.Option("--accumulation", help="Backward passes before each step of the optimizer.")
+        int, _Option("--accumulation", help="Backward passes before each step of the optimizer.")
     ] = 1
-    devices: Annotated[int, typer.Option("--devices", help="Data-parallel processes.")] = 1
-    multiple_of: Annotated[int, typer.Option("--multiple-of", help="Batch sizes are multiples of this number.")] = 1
+    devices: Annotated[int, _Option("--devices", help="Data-parallel processes.")] = 1
+    multiple_of: Annotated[int, _Option("--multiple-of", help="Batch sizes are multiples of this number.")] = 1
     changes: Annotated[
-        bool, typer.Option("--changes/--no-changes", help="Also plan changes that save memory; takes longer.")
+        bool, _Option("--changes/--no-changes", help="Also plan changes that save memory; takes longer.")
     ] = True
-    profile: Annotated[bool, typer.Option("--profile", help="Measure two steps on this machine's first GPU.")] = False
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Time limit of the plan.")] = (
-        TIMEOUT_SECONDS
-    )
+    profile: Annotated[bool, _Option("--profile", help="Measure two steps on this machine's first GPU.")] = False
+    timeout: Annotated[float, _Option("--timeout", metavar="SECONDS", help="Time limit of the plan.")] = TIMEOUT_SECONDS
     apply: Annotated[
         list[Path] | None,
-        typer.Option("--apply", metavar="FILE", help="Write the plan into a .yaml or .toml file; keeps FILE.backup."),
+        _Option("--apply", metavar="FILE", help="Write the plan into a .yaml or .toml file; keeps FILE.backup."),
     ] = None
     map: Annotated[
         list[str] | None,
-        typer.Option(
-            "--map", metavar="KEY=VALUE", help="The key that receives batch, accumulation or effective_batch."
-        ),
+        _Option("--map", metavar="KEY=VALUE", help="The key that receives batch, accumulation or effective_batch."),
     ] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --apply: show the change, write nothing.")] = False
+    dry_run: Annotated[bool, _Option("--dry-run", help="With --apply: show the change, write nothing.")] = False
     restore: Annotated[
         list[Path] | None,
-        typer.Option("--restore", metavar="FILE", help="Restore FILE from its backup; plans nothing."),
+        _Option("--restore", metavar="FILE", help="Restore FILE from its backup; plans nothing."),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False
+    as_json: Annotated[bool, _Option("--json", help="Print JSON, sizes in bytes.")] = False
 
 
-def build(name: str) -> typer.Typer:
-    """Return the command."""
-    return command_from_options(name, plan, PlanOptions, epilog=_EXAMPLES)
+def _with_options(command: Any) -> Any:
+    """Add the options to a command."""
+    hints = get_type_hints(PlanOptions, include_extras=True)
+    for item in reversed(fields(PlanOptions)):
+        kind, option = get_args(hints[item.name])
+        kinds = [each for each in get_args(kind) if each is not type(None)] or [kind]
+        multiple = get_origin(kinds[0]) is list
+        if not option.flags:
+            command = click.argument(item.name, required=False, **option.settings)(command)
+        elif kinds[0] is bool:
+            command = click.option(*option.flags, item.name, is_flag=True, default=item.default, **option.settings)(
+                command
+            )
+        else:
+            settings = {"type": get_args(kinds[0])[0] if multiple else kinds[0], "multiple": multiple}
+            default = {} if item.default is None else {"default": item.default, "show_default": True}
+            command = click.option(*option.flags, item.name, **settings, **default, **option.settings)(command)
+    return command
 
 
-def plan(options: PlanOptions) -> int:
+@click.command(epilog=_EXAMPLES)
+@_with_options
+def plan(**values: Any) -> int:
     """Predict the GPU memory of a training job before it runs.
 
     Builds the model in a separate process and simulates a few training steps, which needs no GPU and almost no memory.
@@ -157,6 +175,7 @@ def plan(options: PlanOptions) -> int:
 
     Exit code 1: not even a batch of one sample fits, or --batch does not.
     """
+    options = PlanOptions(**values)
     if options.restore:
         return _restore_files(options.restore)
     if bool(options.apply) != bool(options.map):

@@ -1,7 +1,7 @@
 """`run`: start a command with the reporter injected into every Python process below it.
 
 This module uses the standard library alone, also to read its options: training images have this package without its
-dependencies, and so without Typer.
+dependencies, and so without click.
 
 The bootstrap directory, which contains a `sitecustomize`, goes in front of PYTHONPATH. Every Python interpreter that
 inherits the environment imports it at its start. The command then replaces this process, so that signals, exit code
@@ -19,25 +19,19 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gpumem_exporter.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    import typer
-
-__all__ = ["HELP", "NOT_EXECUTABLE", "NOT_FOUND", "build", "injected_environment", "run"]
+__all__ = ["HELP", "NOT_EXECUTABLE", "NOT_FOUND", "injected_environment", "run"]
 
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 """The exit codes of env(1) and of shells."""
 
-_SUMMARY = "Start a command with the reporter injected into it."
-
-HELP = f"""\
+HELP = """\
 Usage: gpumem-exporter run [OPTIONS] -- CMD [ARG]...
 
-  {_SUMMARY}
+  Start a command with the reporter injected into it.
 
   No code changes: the reporter starts in every Python process below CMD when the process initializes CUDA, also below
   torchrun and in spawned or forked workers. A process without CUDA spends less than a millisecond. CMD replaces this
@@ -72,13 +66,6 @@ _VARIABLES = {
     "--rank": "GPUMEM_RANK",
     "--plan": "GPUMEM_PLAN",
 }
-
-
-def build(name: str) -> typer.Typer:
-    """Return the entry of the help. The console script calls `run` before it imports Typer."""
-    from gpumem_exporter.cli.options import command_from_parameters
-
-    return command_from_parameters(name, lambda _: run([]), [], description=_SUMMARY)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
-from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.clear_question import engine_waits, notes, processes_named, stays_free, waits_for, when
 from gpumem_exporter.cli.clear_requests import ExpectedClear, expect, joined, send_all
+from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons, summary
 from gpumem_exporter.cli.top.rows import Row
