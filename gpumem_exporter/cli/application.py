@@ -11,9 +11,10 @@ from difflib import get_close_matches
 
 import click
 
+from gpumem_client.run import SUMMARY
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
-from gpumem_exporter.errors import ConfigurationError
 
 _EXAMPLES = """\b
 Examples:
@@ -29,6 +30,10 @@ Examples:
 \b
 Exit codes: 0 done; 1 the request failed; 2 wrong usage or configuration.
 """
+
+
+_ELSEWHERE = {"run": SUMMARY, "plan": "Predict the GPU memory of a training job before it runs."}
+"""The commands of the client and the toolkit, for the help. The console script calls them without click."""
 
 
 def invoke(words: Sequence[str]) -> int:
@@ -63,8 +68,8 @@ class _Commands(click.Group):
         Raises:
             ConfigurationError: there is no such command.
         """
-        if cmd_name == "run":  # the console script runs it without click
-            return click.Command(cmd_name, help="Start a command with the reporter injected into it.")
+        if cmd_name in _ELSEWHERE:
+            return click.Command(cmd_name, help=_ELSEWHERE[cmd_name])
         module = COMMANDS.get(cmd_name)
         if module is None:
             raise ConfigurationError(_unknown(cmd_name))

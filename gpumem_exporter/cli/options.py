@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.request import (
     DEFAULT_DEADLINE_SECONDS,
     SELECTORS,
@@ -21,7 +22,6 @@ from gpumem_exporter.actions.request import (
     mode_for,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.errors import ConfigurationError
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
@@ -72,7 +72,7 @@ def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> t
     """Return the addresses to try, in order."""
     if url is not None:
         return (url,)
-    from gpumem_exporter.client.reporter.settings import exporter_urls as urls_of
+    from gpumem_client.reporter.settings import exporter_urls as urls_of
 
     return urls_of(environ)
 

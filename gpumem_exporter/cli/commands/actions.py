@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.clear_question import can_ask, confirmed, engine_waits, waits_for
 from gpumem_exporter.cli.clear_requests import ExpectedClear, joined, send_all
@@ -26,8 +28,6 @@ from gpumem_exporter.cli.options import (
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.cli.rights import read_rights, rights_line
-from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.units import human_bytes
 
 
 @dataclass(frozen=True, slots=True)
