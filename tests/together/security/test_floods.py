@@ -21,7 +21,7 @@ from gpumem_client.wire.peer import user_name
 from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, to_wire
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.commands.doctor import diagnose
-from gpumem_exporter.cli.doctor.finding import FAIL
+from gpumem_exporter.cli.doctor import FAIL
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.events.ooms import MAX_PER_MINUTE
 from gpumem_exporter.server.http.listeners import BindError, bind
