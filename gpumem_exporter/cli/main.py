@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gpumem_client.wire.errors import ConfigurationError, GpumemError
+from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, GpumemError
 from gpumem_exporter.cli.program import COMMANDS, FAILED, INTERRUPTED, PROGRAM, WRONG_USAGE, one_line
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except ConfigurationError as error:
         return _fail(prefix, str(error), WRONG_USAGE)
+    except ExporterAnswerError as error:
+        # 422: a value that only the exporter could check is invalid.
+        return _fail(prefix, *((error.detail, WRONG_USAGE) if error.status == 422 else (str(error), FAILED)))
     except GpumemError as error:
         return _fail(prefix, str(error), FAILED)
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.api_client import ExporterApi, read_rights
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 from gpumem_exporter.cli.doctor.exporter import (
     check_actions,
@@ -31,7 +31,6 @@ from gpumem_exporter.cli.doctor.machine import (
 from gpumem_exporter.cli.options import action_token, connection_options, exporter_urls
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
-from gpumem_exporter.cli.rights import read_rights
 
 if TYPE_CHECKING:
     from gpumem_exporter.nvml.provider import Provider
