@@ -13,7 +13,6 @@ from gpumem_exporter.actions.request import (
     ActionRequest,
     Target,
     invalid_fields,
-    mode_for,
 )
 from gpumem_exporter.cli.options import comma_separated
 from gpumem_exporter.errors import ConfigurationError
@@ -94,7 +93,7 @@ class TimedOptions(RequestOptions):
 
     def request(self, action: str) -> dict[str, Any]:
         """Return the request without its target."""
-        return {**super().request(action), "mode": mode_for(self.mode, group=self.group)}
+        return {**super().request(action), "mode": self.mode or ("step" if self.group else "now")}
 
 
 _Forced = Annotated[
