@@ -21,9 +21,8 @@ The states of actions and of their parts are in `lifecycle`. Used on the event l
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,6 @@ from gpumem_exporter.actions.blocked_parts import BlockedParts
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dry_run import expected_refusal
 from gpumem_exporter.actions.engine_starts import StartGuard, describe, devices_of, starts_of_selection
-from gpumem_exporter.actions.held_polls import HeldPolls
 from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, PartState, RunningAction, TerminationPart
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
@@ -81,6 +79,7 @@ class Dispatcher:
         limits: limits on the number of actions.
         before_release: awaited for each new action before a process gets a command of it, so that the action is
             recorded before it has an effect.
+        wake: ends the held requests that wait for a process or for the id of an action.
         call_later: calls a function after some seconds, so that actions expire in time. Without it, they expire when
             `expire` is called the next time.
         kept_actions: the number of finished actions that are kept.
@@ -98,6 +97,7 @@ class Dispatcher:
         terminator: Terminator,
         limits: RateLimits,
         before_release: Callable[[SubmittedAction], Awaitable[None]] | None = None,
+        wake: Callable[[Hashable], None] = lambda _key: None,
         call_later: Callable[[float, Callable[[], None]], object] = lambda _seconds, _function: None,
         kept_actions: int = 1000,
         hide_identities: bool = False,
@@ -110,11 +110,11 @@ class Dispatcher:
         self._terminator = terminator
         self._limits = limits
         self._before_release = before_release
+        self.wake = wake
         self._call_later = call_later
         self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
-        self._polls = HeldPolls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._blocked = BlockedParts(
             store,
@@ -276,7 +276,7 @@ class Dispatcher:
         part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds, state)
         running.commands[part.key] = part
         if running.released.is_set() and not starting:
-            self._polls.wake(part.key)
+            self.wake(part.key)
 
     async def _release_after(self, running: RunningAction, recorded: Awaitable[None]) -> None:
         try:
@@ -284,21 +284,14 @@ class Dispatcher:
         finally:
             running.released.set()
             for key in running.commands:
-                self._polls.wake(key)
+                self.wake(key)
 
     # 2. A reporter receives its commands.
 
-    async def commands(self, process: ReportingProcess, hold_seconds: float) -> tuple[Command, ...]:
-        """Return the commands for a process, as soon as there is one, or none after `hold_seconds`.
-
-        Returns early, without commands, if the process must forget a command: see `cancelled`. A second call for the
-        same process ends the first one, because only one of them can have a client. Cancelling the call is safe.
-        """
-        pending = self._pending(process)
-        if not pending and hold_seconds > 0:
-            await self._polls.wait(process.key, hold_seconds)
-            pending = self._pending(process)
-        return tuple(self._deliver(running, part) for running, part in pending[:MAX_COMMANDS])
+    def commands(self, process: ReportingProcess) -> tuple[Command, ...]:
+        """Return the commands for a process, which count as delivered."""
+        pending = self._pending(process)[:MAX_COMMANDS]
+        return tuple([self._deliver(running, part) for running, part in pending])
 
     def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:
         """Return the ids of the commands that a process keeps and must forget."""
@@ -351,7 +344,7 @@ class Dispatcher:
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """End the parts of a process that has exited."""
-        self._polls.wake(key)
+        self.wake(key)
         self._settlements.gone(key)
         for running in self._actions:
             part = running.commands.get(key)
@@ -376,6 +369,7 @@ class Dispatcher:
             action = running.finish(self._clock())
             self._actions.finish(action)
             self._on_finished(action)
+            self.wake(action.id)
 
     # Deadlines and cancellation
 
@@ -434,7 +428,7 @@ class Dispatcher:
             self._end(running, part, result, part.selected.process)
         elif not part.recalled and part.state is not PartState.ENDED:
             part.recall(result)
-            self._polls.wake(part.key)
+            self.wake(part.key)
 
     # Termination: the exporter acts, not the process.
 
@@ -478,21 +472,6 @@ class Dispatcher:
 
     # Queries
 
-    async def wait(self, action_id: str, timeout_seconds: float) -> Action:
-        """Return the action when it has ended, or as it is after the timeout.
-
-        Raises:
-            KeyError: there is no such action.
-        """
-        running = self._actions.running(action_id)
-        if running is not None and timeout_seconds > 0:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(running.finished.wait(), timeout_seconds)
-        action = self.get(action_id)
-        if action is None:
-            raise KeyError(action_id)
-        return action
-
     def get(self, action_id: str) -> Action | None:
         """Return an action as it is now; None if it is unknown or forgotten."""
         return self._actions.get(action_id)
@@ -504,14 +483,6 @@ class Dispatcher:
     def under_way(self) -> set[ProcessKey]:
         """Return the processes that have a pending command."""
         return {key for running in self._actions for key in running.commands}
-
-    def wake(self, key: ProcessKey) -> None:
-        """Send a process its commands now, if a request of it is held."""
-        self._polls.wake(key)
-
-    def held(self) -> int:
-        """Return the number of requests that are held open."""
-        return len(self._polls)
 
     # Actions of the exporter itself, and of an earlier run
 

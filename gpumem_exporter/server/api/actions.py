@@ -33,7 +33,7 @@ from gpumem_exporter.server.api.action_schema import (
 )
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
-from gpumem_exporter.server.http.held_requests import Holds
+from gpumem_exporter.server.http.held_requests import HeldRequests
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
@@ -75,9 +75,11 @@ _SUBMIT = _route("the action is running; `Location` is its path", 401, 403, 404,
 _CANCEL = _route("the processes forget their commands", 401, 403, 404)
 
 
-def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds, renderer: Renderer) -> APIRouter:
+def actions_router(
+    *, dispatcher: Dispatcher, audit: Audit, held_requests: HeldRequests, renderer: Renderer
+) -> APIRouter:
     """Return the routes of actions."""
-    routes = ActionRoutes(dispatcher, audit, holds, renderer)
+    routes = ActionRoutes(dispatcher, audit, held_requests, renderer)
     path = ACTIONS_PATH + "/{action_id}"
     router = APIRouter(tags=["actions"])
     router.post(ACTIONS_PATH, **_SUBMIT)(routes.submit)
@@ -90,10 +92,10 @@ def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds, render
 class ActionRoutes:
     """The handlers of the routes."""
 
-    def __init__(self, dispatcher: Dispatcher, audit: Audit, holds: Holds, renderer: Renderer) -> None:
+    def __init__(self, dispatcher: Dispatcher, audit: Audit, held_requests: HeldRequests, renderer: Renderer) -> None:
         self._dispatcher = dispatcher
         self._audit = audit
-        self._holds = holds
+        self._held_requests = held_requests
         self._renderer = renderer
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
@@ -113,7 +115,7 @@ class ActionRoutes:
                 action_request, requested_by=request.state.caller, idempotency_key=idempotency_key
             )
         if not action.finished and body.wait_seconds > 0:
-            await self._holds.until(self._dispatcher.wait(action.id, body.wait_seconds), request.receive)
+            await self._held_requests.hold(action.id, body.wait_seconds, request.receive)
             action = self._dispatcher.get(action.id) or action
         reply = await self._recorded(action, suggested=suggested)
         if not action.finished:
