@@ -296,7 +296,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             asyncio.ensure_future(
                 recall_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
             ),
-            asyncio.ensure_future(runtime.audit.recall(runtime.dispatcher)),
+            asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
         ]
         try:
             with reloading_on_hangup(_reloads(runtime)):

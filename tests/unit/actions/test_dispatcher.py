@@ -15,8 +15,8 @@ from gpumem_exporter.actions.dispatcher import (
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.selection import TerminationTarget, select_listed
 from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
-from gpumem_exporter.actions.targets import select_listed
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import (
@@ -324,7 +324,7 @@ def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -
             submitted.append(one)
             await recorded.wait()
 
-        bench.dispatcher = bench.build(before_release=record)
+        bench.dispatcher = bench.build(record=record)
         action = bench.ask(idempotency_key="k", reason="room")
         await asyncio.sleep(0)
         assert bench.dispatcher.commands(bench.second) == ()
@@ -341,10 +341,10 @@ def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -
     run(scenario())
 
 
-def test_a_recalled_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
+def test_a_restored_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
     action = dataclasses.replace(bench.ask(dry_run=True), id="before")
     request = ActionRequest("empty_cache", EVERYBODY)
-    bench.dispatcher.recall(action, SubmittedAction(action, request, "k", ()))
+    bench.dispatcher.restore(action, SubmittedAction(action, request, "k", ()))
     assert bench.dispatcher.get("before") == action
     assert bench.ask(idempotency_key="k") == action
     with pytest.raises(IdempotencyConflictError):
@@ -399,19 +399,19 @@ def test_an_empty_device_selects_no_process(bench: Bench) -> None:
 
 def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(bench: Bench) -> None:
     class Deadly(Terminator):
-        ended: ClassVar[list[int]] = []
+        ended: ClassVar[list[int | str]] = []
 
-        def refusal(self, action_id: str, host_pid: int | None, start_time_ticks: int) -> None:
+        def refusal(self, action_id: str, target: TerminationTarget) -> None:
             return None
 
-        async def end(self, action_id: str, host_pid: int, start_time_ticks: int) -> CommandResult:
-            self.ended.append(host_pid)
+        async def end(self, action_id: str, target: TerminationTarget) -> CommandResult:
+            self.ended.append(target.pid)
             return CommandResult(action_id, "done")
 
     async def scenario() -> None:
         recorded = asyncio.Event()
         bench.dispatcher = bench.build(
-            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: recorded.wait()
+            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), record=lambda _: recorded.wait()
         )
         action = bench.ask("terminate", Target(pid=1))
         bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
@@ -425,10 +425,10 @@ def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(b
     run(scenario())
 
 
-def test_a_recalled_action_does_not_displace_one_of_this_run(bench: Bench) -> None:
+def test_a_restored_action_does_not_displace_one_of_this_run(bench: Bench) -> None:
     bench.dispatcher = bench.build(kept_actions=2)
     old = dataclasses.replace(done(bench), id="before")
     new = done(bench, idempotency_key="k")
-    bench.dispatcher.recall(old, None)
+    bench.dispatcher.restore(old, None)
     assert bench.dispatcher.get("before") is None
     assert bench.dispatcher.get(new.id) is not None
