@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gpumem_client.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, starts_of_selection, starts_on
 from gpumem_exporter.actions.group import whole_group
@@ -43,7 +44,6 @@ from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionNotAllowedError
-from gpumem_exporter.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
 
 SILENT_GRACE_SECONDS = 0.75
 """The time after a deadline for the result of a process that has not reported since: it may be on the way."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from gpumem_client.wire.protocol import CommandResult, ReasonCode
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.group import group_step
 from gpumem_exporter.actions.lifecycle import CommandPart, Part, PartState, RunningAction, TerminationPart
@@ -22,7 +23,6 @@ from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionForbiddenError, GroupIncompleteError
-from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 
 _RELEASING = frozenset({"empty_cache", "terminate"})
 """The actions that release memory to the driver. A garbage collection leaves it in the allocator's cache, and a

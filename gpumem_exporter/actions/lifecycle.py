@@ -25,13 +25,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
+from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.results import GpuLabels, as_shown, command_results, termination_results
 from gpumem_exporter.actions.selection import SelectedProcess, TerminationTarget
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
-from gpumem_exporter.wire.protocol import Command, CommandResult, ReasonCode
 
 
 class ActionState(Enum):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from gpumem_exporter.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
+from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 
 ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate")
 DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, ReasonCode
+from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.model import ActionResult
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.selection import SelectedProcess, TerminationTarget
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.units import human_bytes
-from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, DeviceSample, ReasonCode
 
 GpuLabels = Mapping[str, str]
 """The NVML index of each device, by uuid."""

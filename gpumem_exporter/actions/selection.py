@@ -6,14 +6,14 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpumem_client.wire.protocol import CommandResult, DeviceSample, ReasonCode
+from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.mismatch import nothing_matches, unknown_names
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
-from gpumem_exporter.units import counted
-from gpumem_exporter.wire.protocol import CommandResult, DeviceSample, ReasonCode
 
 _Reporting = Sequence[tuple[str, ReportingProcess]]
 

@@ -12,9 +12,9 @@ import os
 import signal
 from dataclasses import replace
 
+from gpumem_client.wire.protocol import CommandResult, ReasonCode
 from gpumem_exporter.actions.selection import TerminationTarget
 from gpumem_exporter.host import Host
-from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 
 TERMINATE_GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.selection import gpu_labels
 from gpumem_exporter.core.ledger import (
@@ -26,7 +27,6 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
 
