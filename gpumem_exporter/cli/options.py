@@ -19,7 +19,6 @@ from gpumem_exporter.actions.request import (
     ActionRequest,
     Target,
     invalid_fields,
-    mode_for,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
 
@@ -235,7 +234,7 @@ def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool)
     """
     request = {"action": action, **values}
     if "mode" in request:
-        request["mode"] = mode_for(request["mode"], group=request["group"])
+        request["mode"] = request["mode"] or ("step" if request["group"] else "now")
     if "settle_seconds" in request:
         default = _SETTLE_SECONDS if on_terminal and not request["dry_run"] else None
         settle_seconds = request.pop("settle_seconds")
