@@ -16,8 +16,8 @@ from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.cli.api_client import ExporterApi, has_settled, read_rights, rights_line
 from gpumem_exporter.cli.clear import ExpectedClear, can_ask, confirmed, engine_waits, joined, send_all, waits_for
 from gpumem_exporter.cli.options import (
-    ACTION_OPTIONS,
     ANSWER_GRACE_SECONDS,
+    action_options,
     action_request,
     connection_options,
     open_api,
@@ -141,7 +141,7 @@ def _click_command(command: ActionCommand) -> click.Command:
         help=f"{command.summary}\n\n{command.description}",
         epilog=f"\b\nExamples:\n{command.examples}",
     )
-    @option_group(*own, _wait_option, target_options, ACTION_OPTIONS[command.action], connection_options)
+    @option_group(*own, _wait_option, target_options, action_options(command.action), connection_options)
     def run(**values: Any) -> int:
         return _run(command.action, **values)
 
