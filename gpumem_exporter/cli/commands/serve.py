@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, get_origin
 
 import click
@@ -32,8 +32,8 @@ Examples:
   gpumem-exporter serve --config.file /etc/gpumem/exporter.yaml --log.format json
 """
 
-_METAVARS = {float: "SECONDS", int: "N"}
-_METAVARS_BY_NAME = {"address": "ADDRESS", "file": "PATH", "socket": "PATH", "path": "PATH", "allow": "ACTION"}
+_METAVARS = {"address": "ADDRESS", "file": "PATH", "socket": "PATH", "path": "PATH", "allow": "ACTION"}
+"""The kind of a value, by the last word of its name."""
 
 
 def _option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
@@ -41,27 +41,13 @@ def _option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
     flag = f"--{setting_key(name)}"
     if field.annotation is bool:
         return click.option(flag, name, is_flag=True, default=None, help=field.description)
-    repeatable = _repeatable(field)
-    text = f"{field.description}{' (repeatable)' if repeatable else ''} [default: {_shown_default(field)}]"
-    return click.option(flag, name, metavar=_metavar(name, field), multiple=repeatable, help=text)
-
-
-def _repeatable(field: FieldInfo) -> bool:
-    return get_origin(field.annotation) is tuple
-
-
-def _shown_default(field: FieldInfo) -> str:
-    default = field.default
-    if isinstance(default, Sequence) and not isinstance(default, str):
-        return ", ".join(default) or "none"
-    return f"{default:g}" if isinstance(default, float) else str(default) or "none"
-
-
-def _metavar(name: str, field: FieldInfo) -> str:
-    for ending, metavar in _METAVARS_BY_NAME.items():
-        if name.endswith(ending):
-            return metavar
-    return _METAVARS.get(field.annotation, "WORD") if isinstance(field.annotation, type) else "WORD"
+    kind, default = field.annotation, field.default
+    metavar = _METAVARS.get(name.rpartition("_")[2]) or ("SECONDS" if kind is float else "N" if kind is int else "WORD")
+    if get_origin(kind) is tuple:
+        text = f"{field.description} (repeatable) [default: {', '.join(default)}]"
+        return click.option(flag, name, metavar=metavar, multiple=True, help=text)
+    shown = f"{default:g}" if kind is float else default or "none"
+    return click.option(flag, name, metavar=metavar, help=f"{field.description} [default: {shown}]")
 
 
 @click.command(help=_DESCRIPTION, epilog=_EXAMPLES)
@@ -70,7 +56,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
 @option_group(*(_option(name, field) for name, field in Settings.model_fields.items()))
 def serve(*, demo: bool, **flags: Any) -> int:
     """Serve until a signal ends the exporter."""
-    settings = load_settings({name: None if value == () else value for name, value in flags.items()})
+    settings = load_settings({setting_key(name): None if value == () else value for name, value in flags.items()})
     from gpumem_exporter.server.serve import run
 
     return run(settings, demo=demo)
