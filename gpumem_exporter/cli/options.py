@@ -74,7 +74,7 @@ class ConnectionOptions(AccessOptions):
         """Return the addresses to try, in order."""
         if self.url is not None:
             return (self.url,)
-        from gpumem_client.reporter.settings import exporter_urls
+        from gpumem_client.wire.http import exporter_urls
 
         return exporter_urls(environ)
 
