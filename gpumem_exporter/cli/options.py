@@ -70,7 +70,7 @@ def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> t
     """Return the addresses to try, in order."""
     if url is not None:
         return (url,)
-    from gpumem_client.reporter.settings import exporter_urls as urls_of
+    from gpumem_client.wire.http import exporter_urls as urls_of
 
     return urls_of(environ)
 

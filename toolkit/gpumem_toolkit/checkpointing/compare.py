@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumem_client.oom.message import is_out_of_memory
+from gpumem_client.hooks.out_of_memory import is_out_of_memory
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.checkpointing.blocks import checkpointed, find_blocks
 from gpumem_toolkit.checkpointing.comparison import CheckpointingComparison, CheckpointingRow
