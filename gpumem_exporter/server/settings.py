@@ -92,66 +92,74 @@ def _telemetry_path(value: str) -> str:
     return value
 
 
-_Seconds = Annotated[float, Field(allow_inf_nan=False)]
-
-
 class Settings(BaseModel):
     """The settings of `serve`. Each value is validated; no file is opened."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=setting_key, populate_by_name=True)
 
     web_listen_address: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_addresses)] = Field(
-        (":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"
+        default=(":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"
     )
     web_listen_socket: Annotated[str, AfterValidator(_socket_path)] = Field(
-        "", description="path of a unix socket to listen on as well"
+        default="", description="path of a unix socket to listen on as well"
     )
     web_systemd_socket: bool = Field(
-        False, description="listen on the sockets that systemd passes, instead of the two options above"
+        default=False, description="listen on the sockets that systemd passes, instead of the two options above"
     )
     web_telemetry_path: Annotated[str, AfterValidator(_telemetry_path)] = Field(
-        "/metrics", description="path of the metrics"
+        default="/metrics", description="path of the metrics"
     )
-    web_hide_identities: bool = Field(False, description="hide user, command and pod of others' processes")
+    web_hide_identities: bool = Field(default=False, description="hide user, command and pod of others' processes")
     web_config_file: str = Field(
-        "", description="file with certificate and users for the TCP addresses, in the format of Prometheus' exporters"
+        default="",
+        description="file with certificate and users for the TCP addresses, in the format of Prometheus' exporters",
     )
-    collect_interval: Annotated[_Seconds, Field(ge=0.05, le=3600)] = Field(
-        1.0, description="seconds between two polls of the driver"
+    collect_interval: float = Field(
+        default=1.0, ge=0.05, le=3600, description="seconds between two polls of the driver"
     )
-    report_interval: Annotated[_Seconds, Field(ge=0.01, le=3600)] = Field(
-        1.0, description="seconds between two reports of a process"
+    report_interval: float = Field(
+        default=1.0, ge=0.01, le=3600, description="seconds between two reports of a process"
     )
-    report_expiry: Annotated[_Seconds, Field(gt=0, le=86400)] = Field(
-        15.0, description="seconds after which the series of a silent process are removed"
+    report_expiry: float = Field(
+        default=15.0, gt=0, le=86400, description="seconds after which the series of a silent process are removed"
     )
-    report_max_processes: Annotated[int, Field(ge=1, le=100_000)] = Field(
-        512, description="maximum number of reporting processes"
+    report_max_processes: int = Field(
+        default=512, ge=1, le=100_000, description="maximum number of reporting processes"
     )
-    action_token_file: str = Field("", description="file with the token that actions, the audit log and events require")
-    report_token_file: str = Field("", description="file with the token that reports require")
+    action_token_file: str = Field(
+        default="", description="file with the token that actions, the audit log and events require"
+    )
+    report_token_file: str = Field(default="", description="file with the token that reports require")
     action_allow: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_actions)] = Field(
-        DEFAULT_ACTIONS, description="the allowed actions, or `none`; `default,terminate` adds to the default"
+        default=DEFAULT_ACTIONS, description="the allowed actions, or `none`; `default,terminate` adds to the default"
     )
-    policy_file: str = Field("", description="file with the rules of automatic actions")
-    action_caller_limit: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        600, description="maximum number of actions per minute that one caller may request"
+    policy_file: str = Field(default="", description="file with the rules of automatic actions")
+    action_caller_limit: int = Field(
+        default=600, ge=1, le=1_000_000, description="maximum number of actions per minute that one caller may request"
     )
-    action_process_limit: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        120, description="maximum number of actions per minute for one process, from all callers"
+    action_process_limit: int = Field(
+        default=120,
+        ge=1,
+        le=1_000_000,
+        description="maximum number of actions per minute for one process, from all callers",
     )
-    storage_path: str = Field("", description="folder in which events survive a restart; created if it is missing")
-    storage_retention: Annotated[_Seconds, Field(ge=1, le=10 * 365 * 86400)] = Field(
-        604800.0, description="seconds after which an event is deleted"
+    storage_path: str = Field(
+        default="", description="folder in which events survive a restart; created if it is missing"
     )
-    storage_max_bytes: Annotated[int, Field(ge=8 << 20, le=1 << 40)] = Field(
-        64 << 20, description="maximum size of the stored events in bytes; the oldest are deleted"
+    storage_retention: float = Field(
+        default=604800.0, ge=1, le=10 * 365 * 86400, description="seconds after which an event is deleted"
+    )
+    storage_max_bytes: int = Field(
+        default=64 << 20,
+        ge=8 << 20,
+        le=1 << 40,
+        description="maximum size of the stored events in bytes; the oldest are deleted",
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         BeforeValidator(lambda value: _LEVEL_WORDS.get(str(value).lower(), str(value).lower())),
-    ] = Field("info", description="debug, info, warning or error")
-    log_format: Literal["logfmt", "json"] = Field("logfmt", description="logfmt or json")
+    ] = Field(default="info", description="debug, info, warning or error")
+    log_format: Literal["logfmt", "json"] = Field(default="logfmt", description="logfmt or json")
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:

@@ -140,6 +140,11 @@ def test_the_text_of_each_finding() -> None:
     checks = {"nvml": {"status": "failing", "detail": "the driver is away"}}
     degraded = {"status": "degraded", "devices": 8, "processes": 2, "checks": checks}
     released = {**degraded, "nvml": {"up": False, "error": "released by ada", "released": True}}
+    answers: list[dict[str, Any] | Exception] = [
+        {"actions": []},
+        ExporterAnswerError(401, "a token is needed"),
+        ExporterAnswerError(403, "no"),
+    ]
     findings = [
         *_driver(_Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "GPU-1", error="GPU is lost")])),
         *_driver(_Provider()),
@@ -170,11 +175,7 @@ def test_the_text_of_each_finding() -> None:
         ),
         *(
             finding
-            for answer in (
-                {"actions": []},
-                ExporterAnswerError(401, "a token is needed"),
-                ExporterAnswerError(403, "no"),
-            )
+            for answer in answers
             for has_token in (False, True)
             for finding in check_auth(_Api(answer), has_token=has_token)  # type: ignore[arg-type]
         ),
