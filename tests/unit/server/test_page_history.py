@@ -29,21 +29,28 @@ def test_a_point_has_the_memory_in_use_and_the_allocated_memory() -> None:
     kept.take(seen(reading, process))
     assert kept.document()["seconds"] == [4.0]
     assert kept.document()["devices"] == {A: {"in_use": [120], "allocated": [40]}}
-    assert kept.newest() == {"seconds": 4.0, "devices": {A: [120, 40]}}
 
 
 def test_there_is_no_point_before_the_first_poll() -> None:
     kept = history()
     kept.take(seen(None))
-    assert kept.newest() is None
+    assert kept.newest_seconds is None
     assert kept.document()["seconds"] == []
 
 
 def test_each_step_has_one_point() -> None:
     kept = history()
-    for at in (0.0, 0.9, 1.9, 2.0, 2.0, 3.5, 4.1):
+    for at in (0.0, 0.9, 1.9, 2.0, 2.0, 3.5, 4.12345):
         kept.take(one_device(at))
-    assert kept.document()["seconds"] == [0.0, 2.0, 4.1]
+    assert kept.document()["seconds"] == [0.0, 2.0, 4.123]
+
+
+def test_a_reader_gets_the_points_after_its_last_one() -> None:
+    kept = history()
+    for at in (0.0, 2.12345, 4.0):
+        kept.take(one_device(at, used=int(at) * MIB))
+    later = kept.document(since_seconds=kept.document()["seconds"][1])
+    assert (later["seconds"], later["devices"][A]["in_use"]) == ([4.0], [4])
 
 
 def test_points_older_than_the_span_are_dropped() -> None:
@@ -60,7 +67,7 @@ def test_a_device_that_cannot_be_read_has_a_gap() -> None:
     kept.take(one_device(0.0))
     kept.take(seen(node(dataclasses.replace(device(A), memory=None, error="lost"), taken=2.0)))
     kept.take(seen(node(taken=4.0, up=False)))
-    assert kept.newest() == {"seconds": 4.0, "devices": {}}
+    assert kept.document(since_seconds=2.0)["devices"] == {}
     kept.take(one_device(6.0))
     assert kept.document()["devices"][A]["in_use"] == [10, None, None, 10]
 

@@ -173,7 +173,7 @@ const clearing = (() => {
 
   function explain(error, again) {
     if (error instanceof Refusal && error.status === 401) {
-      const text = access.hasToken() ? { error: sentence(error.message) } : { status: "The exporter requires a token." };
+      const text = error.wrongToken ? { error: sentence(error.message) } : { status: "The exporter requires a token." };
       show({ ...text, token: true, confirm: "Use token", then: () => takeToken(again) });
       $("token").focus();
     } else if (error instanceof Refusal) {

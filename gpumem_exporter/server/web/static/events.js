@@ -49,8 +49,6 @@ class Events {
   detail = "";
   /** The document of /api/v1/caller; null while unknown. */
   caller = null;
-  /** The hidden names of the processes that the viewer may act on, by pid. */
-  names = new Map();
 
   /** Request new events, at most every few seconds. */
   async refresh(force = false) {
@@ -65,7 +63,6 @@ class Events {
       this.take(page);
       // The rights to all processes do not change; the number of a user's processes does.
       if (this.caller?.rights !== "all") this.caller = (await access.request("/api/v1/caller")).document;
-      this.names = app.state?.hides_identities ? await namesForViewer() : new Map();
       this.allow("open", "");
     } catch (error) {
       // The connection shows a missing reply; a warning shows a failing disk.
@@ -81,7 +78,6 @@ class Events {
       this.after = null;
       this.events = [];
       this.caller = null;
-      this.names = new Map();
     }
     this.access = what;
     this.detail = detail;
@@ -125,12 +121,6 @@ class Events {
     setText(known.time, dayAndTime(event.unix_seconds, app.moment.unix_seconds)); // the day may end meanwhile
     return known.element;
   }
-}
-
-/** Request the names that the stream hides from all viewers. */
-async function namesForViewer() {
-  const { document: { processes } } = await access.request("/api/v1/processes");
-  return new Map(processes.map(({ pid, command, user, k8s_namespace, k8s_pod }) => [pid, { command, user, k8s_namespace, k8s_pod }]));
 }
 
 function sentence(text) {
