@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from yaml.nodes import Node

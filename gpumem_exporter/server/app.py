@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.driver_pids import DriverPids
@@ -42,7 +43,6 @@ from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.live import LiveRenderings, LiveState, live_router
 from gpumem_exporter.server.web.page import Page, page_router
-from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = ["create_app"]
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from fastapi import APIRouter, Query, Request, Response
 from typing_extensions import TypedDict
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import fragmented_bytes
@@ -23,7 +24,6 @@ from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames
 from gpumem_exporter.server.web.history import History
 from gpumem_exporter.server.web.page import Page
-from gpumem_exporter.wire.protocol import DeviceSample
 
 COLUMNS = (
     *("pid", "state", "workload", "rank", "command", "user", "k8s_namespace", "k8s_pod"),
