@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pynvml
 
+from gpumem_client.wire.nvml_processes import ProcessListError, known_bytes, processes_on_device
 from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
 from gpumem_exporter.errors import (
     NvmlDeviceLostError,
@@ -20,7 +21,6 @@ from gpumem_exporter.errors import (
     NvmlUnavailableError,
 )
 from gpumem_exporter.nvml.library import unload_library
-from gpumem_exporter.nvml.process_lists import ProcessLists, known_bytes
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.return_codes import LIB_RM_VERSION_MISMATCH, NOT_FOUND, error_for_code
 from gpumem_exporter.nvml.unified_memory import host_memory, is_integrated
@@ -55,7 +55,6 @@ class PynvmlProvider:
         self._nvml = nvml
         self._meminfo = meminfo
         self._open = False
-        self._process_lists: ProcessLists | None = None
         self._handles: dict[str, Any] = {}
         self._descriptions: dict[str, _Description] = {}
 
@@ -69,7 +68,6 @@ class PynvmlProvider:
             if error.value == LIB_RM_VERSION_MISMATCH:
                 unload_library(self._nvml)
             raise NvmlUnavailableError(str(error_for_code(error.value, "nvmlInit"))) from error
-        self._process_lists = ProcessLists(self._nvml.nvmlLib)
         self._open = True
 
     def close(self) -> None:
@@ -77,7 +75,6 @@ class PynvmlProvider:
         if not self._open:
             return
         self._open = False
-        self._process_lists = None
         self._handles.clear()
         self._descriptions.clear()
         try:
@@ -146,9 +143,11 @@ class PynvmlProvider:
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
         """Return the compute, graphics and MPS processes on a device, each once."""
         handle = self._handle(uuid)
-        if self._process_lists is None:
-            raise NvmlUnavailableError("NVML is closed")
-        return self._process_lists.read(handle)
+        try:
+            used = processes_on_device(self._nvml.nvmlLib, handle)
+        except ProcessListError as error:
+            raise error_for_code(error.code, error.call) from error
+        return tuple([ProcessMemory(pid, used_bytes) for pid, used_bytes in used.items()])
 
     def read_utilization_ratio(self, uuid: str) -> float:
         """Return the share of the last sample period (1/6 s to 1 s) in which a kernel ran on the device, 0 to 1.
