@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
 from gpumem_exporter.host import Host
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.actions import actions_router

@@ -1,20 +1,24 @@
-"""Translate a pid of another PID namespace to the pid in the driver's list."""
+"""Pids of other PID namespaces: those of reporters in containers, and those that the driver lists."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
-from gpumem_client.wire.procfs import pid_namespace
+from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE, pid_namespace
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.host.entries import HiddenError, ProcEntries
+from gpumem_exporter.core.samples import NodeReading
+from gpumem_exporter.host.proc_entries import HiddenError, ProcEntries
 
-__all__ = ["PidTranslator"]
+_log = logging.getLogger(__name__)
 
 _Identity = tuple[int, int, int]
+"""The inode of a PID namespace, a pid in it, and a start time, which together identify a process."""
 _Value = TypeVar("_Value", int, float)
 
 _MAX_CACHED = 4096
@@ -22,17 +26,51 @@ _SCAN_AGAIN_SECONDS = 1.0
 _SEARCH_AGAIN_SECONDS = 10.0
 
 
+class DriverPids:
+    """Decides whether the pids in the driver's lists belong to the PID namespace of the exporter.
+
+    In the host's PID namespace they do. In another one, such as a sidecar's, they may not: older drivers list the
+    host's pids there, and newer ones list only the processes that the namespace can see, often none. Such lists would
+    show the memory of the pod's own reporters as memory of other processes, or no process at all.
+
+    So they count as unmatched until one reading lists only processes that exist in the exporter's /proc, and as matched
+    from then on: neither the driver nor the namespace changes. Only the poller's thread calls `check`; any thread may
+    read `matched`.
+    """
+
+    def __init__(self) -> None:
+        self.matched = False
+        self._logged = False
+
+    @classmethod
+    def of_this_exporter(cls) -> DriverPids | None:
+        """Return None in the host's PID namespace, and if the namespace cannot be read."""
+        return cls() if pid_namespace() not in (0, INITIAL_PID_NAMESPACE) else None
+
+    def check(self, reading: NodeReading) -> NodeReading:
+        """Return the reading; while the pids are unmatched, without the lists of processes, as if they were unknown."""
+        if self.matched or not reading.up:
+            return reading
+        listed = {process.pid for device in reading.devices for process in device.processes or ()}
+        if listed and listed <= reading.facts.keys():
+            self.matched = True
+            return reading
+        if not self._logged:
+            self._logged = True
+            _log.warning(
+                "not in the host's PID namespace: other processes and non-torch memory are unknown until the driver "
+                "lists a process of this namespace"
+            )
+        devices = tuple([replace(device, processes=None) for device in reading.devices])
+        return replace(reading, devices=devices, facts={})
+
+
 class PidTranslator:
-    """Finds the pid of a reporter in the PID namespace of the exporter's /proc. Thread-safe.
+    """Finds the pid of a reporter in the PID namespace of the exporter's /proc, `own_namespace`. Thread-safe.
 
-    Results are cached by namespace, pid and start time, which together identify a process. One scan of /proc finds the
-    processes of all other namespaces. It runs at most once a second, and a process that it did not find is searched
-    again after ten seconds. A process may have started since the last scan, so it is searched in the next one.
-
-    Args:
-        entries: the proc file system.
-        own_namespace: the inode of the PID namespace of `entries`.
-        clock: monotonic seconds.
+    One scan of /proc finds the processes of all other namespaces. It runs at most once a second, and a process that it
+    did not find is searched again after ten seconds. A process may have started since the last scan, so it is searched
+    in the next one.
     """
 
     def __init__(self, entries: ProcEntries, own_namespace: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +81,7 @@ class PidTranslator:
         self._found: OrderedDict[_Identity, int] = OrderedDict()
         self._searched_seconds: OrderedDict[_Identity, float] = OrderedDict()
         self._scanned: dict[_Identity, int] = {}
-        self._scanned_seconds: float | None = None
+        self._scanned_seconds = -float("inf")
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         """Return the same as `Host.host_pid`; a candidate must have the reporter's start time and own pid."""
@@ -68,14 +106,11 @@ class PidTranslator:
         """Return whether a process is the one that reports; a namespace that is not readable counts as equal."""
         if self._start_time_ticks(pid) != identity.start_time_ticks:
             return False
-        try:
-            own_pid = _innermost_pid(self._entries.read(pid, "status") or b"")
-        except HiddenError:
-            return False
-        namespace = pid_namespace(self._entries.path(pid, "").rstrip("/"))
+        status, namespace = self._entries.status(pid), pid_namespace(self._entries.path(pid))
+        own_pid = status.pids[-1] if status is not None and status.pids else None
         return own_pid == identity.pid and namespace in (0, identity.pid_namespace)
 
-    def _start_time_ticks(self, pid: int) -> int | None:
+    def _start_time_ticks(self, pid: int | str) -> int | None:
         try:
             return self._entries.start_time_ticks(pid)
         except HiddenError:
@@ -86,7 +121,7 @@ class PidTranslator:
         searched_seconds = self._searched_seconds.get(wanted)
         if searched_seconds is not None and now - searched_seconds < _SEARCH_AGAIN_SECONDS:
             return None
-        scan = self._scanned_seconds is None or now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS
+        scan = now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS
         if scan:
             self._scanned = self._scan()
             self._scanned_seconds = now
@@ -101,25 +136,13 @@ class PidTranslator:
         """Return the host pids of the readable processes of other PID namespaces, by their own identity."""
         found = {}
         for pid in self._entries.pids():
-            namespace = pid_namespace(self._entries.path(pid, "").rstrip("/"))
+            namespace = pid_namespace(self._entries.path(pid))
             if namespace in (0, self._own_namespace):
                 continue
-            try:
-                start_time_ticks = self._entries.start_time_ticks(pid)
-                innermost = _innermost_pid(self._entries.read(pid, "status") or b"")
-            except HiddenError:
-                continue
-            if start_time_ticks is not None and innermost is not None:
-                found[namespace, innermost, start_time_ticks] = int(pid)
+            start_time_ticks, status = self._start_time_ticks(pid), self._entries.status(pid)
+            if start_time_ticks is not None and status is not None and status.pids:
+                found[namespace, status.pids[-1], start_time_ticks] = int(pid)
         return found
-
-
-def _innermost_pid(status: bytes) -> int | None:
-    """Return the process's own pid: the last number of the line `NSpid:` in /proc/PID/status."""
-    for line in status.splitlines():
-        if line.startswith(b"NSpid:"):
-            return int(line.split()[-1])
-    return None
 
 
 def _store(cache: OrderedDict[_Identity, _Value], key: _Identity, value: _Value) -> None:
