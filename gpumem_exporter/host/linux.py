@@ -77,19 +77,11 @@ class LinuxHost:
         return facts
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        """Return the pid of a reporter in the driver's list; None if it cannot be known.
-
-        The candidates, in this order, are the socket's peer pid, the reporter's own pid if it shares this PID
-        namespace, and a process in /proc that has this pid in the reporter's namespace. The start time and the own pid
-        of a candidate must be equal.
-        """
+        """Return the pid of a reporter in the driver's list; None if it cannot be known."""
         return self._translator.host_pid(identity, peer_pid)
 
     def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
-        """Return the effective uid of the process that a reporter names; None if the exporter cannot see the process.
-
-        If `host_pid` is None, it is the process that has the reporter's pid in this PID namespace.
-        """
+        """Return the effective uid of the process that a reporter names; see `Host.owner_uid`."""
         if host_pid is not None:
             return self._uid(host_pid)
         return self._uid(identity.pid) if identity.pid_namespace == self._own_namespace != 0 else None

@@ -84,7 +84,12 @@ class PidTranslator:
         self._scanned_seconds = -float("inf")
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        """Return the same as `Host.host_pid`; a candidate must have the reporter's start time and own pid."""
+        """Return the pid of a reporter in the driver's list; None if it cannot be known.
+
+        The candidates, in this order, are the socket's peer pid, the reporter's own pid if it shares this PID
+        namespace, and a process in /proc that has this pid in the reporter's namespace. The start time and the own pid
+        of a candidate must be equal.
+        """
         start_time_ticks = identity.start_time_ticks
         if start_time_ticks <= 0:
             return None

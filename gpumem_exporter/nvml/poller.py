@@ -172,6 +172,8 @@ class Poller:
         try:
             reading = self._read(request, is_new=request is not before.request)
             error = reading.error
+            if reading.duration_seconds > self._interval_seconds:
+                _logger.debug("reading late: the driver took %.3f s", reading.duration_seconds)
             if not self._stopping.is_set():
                 self._publish(reading)
         except Exception as failure:  # noqa: BLE001 - only stop() ends the thread

@@ -103,6 +103,7 @@ class NodeReader:
     def _attach(self) -> None:
         if self._attached and self._reattach_wanted and self._lost_backoff.due(self._clock()):
             self._lost_backoff.failed(self._clock())
+            _logger.debug("NVML is initialized again, because a device is lost or none is listed")
             self.close()
         elif self._attached:
             return
@@ -116,6 +117,7 @@ class NodeReader:
             raise
         except NvmlError:
             self._driver_version = ""
+        _logger.debug("NVML attached: driver %s", self._driver_version or "of an unknown version")
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, _NotYetError):
