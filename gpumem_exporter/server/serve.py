@@ -213,7 +213,7 @@ def build_server(
         tls=tls,
         admits=web.admits if web is not None else None,
         on_started=started,
-        on_stopping=runtime.holds.release,
+        on_stopping=runtime.held_requests.stop,
         loop="uvloop",
         access_log=False,
         proxy_headers=False,

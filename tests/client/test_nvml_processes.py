@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.reporter.driver_memory import read_driver
+from gpumem_client.driver_memory import read_driver
 from gpumem_client.wire.nvml_processes import ProcessListError, processes_on_device
 
 COMPUTE = "nvmlDeviceGetComputeRunningProcesses"

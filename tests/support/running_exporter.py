@@ -161,7 +161,7 @@ class RunningExporter:
         finally:
             connection.close()
 
-    def get(self, path: str, **headers: str) -> Answer:
+    def get(self, path: str, **headers: Any) -> Answer:
         return self.request("GET", path, **headers)
 
     def document(self, path: str) -> Any:

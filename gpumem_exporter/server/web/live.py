@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.actions.targets import gpu_labels
+from gpumem_exporter.actions.selection import gpu_labels
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.documents import SeenProcess, devices_document, processes_document, seen_processes

@@ -152,7 +152,7 @@ def test_an_invalid_flag_is_an_error_with_its_value_and_the_accepted_ones(
 def test_an_error_names_the_source_of_the_value(tmp_path: Path) -> None:
     assert refused({}, {"GPUMEM_COLLECT_INTERVAL": "x"}).startswith("GPUMEM_COLLECT_INTERVAL: 'x'")
     file = written(tmp_path / "c.yaml", "collect:\n  interval: [1]\n")
-    assert refused({"config.file": file}).startswith(f"{file}:2: collect.interval: [1]")
+    assert refused({"config.file": file}).startswith(f"{file}:2: collect.interval: ['1']")
 
 
 @pytest.mark.parametrize(
