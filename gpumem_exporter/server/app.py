@@ -302,7 +302,7 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
-        "record_history": lambda: runtime.history.take(runtime.snapshot()),
+        "record_history": lambda: runtime.history.add(runtime.snapshot()),
     }
     if runtime.policies is not None:
         chores["run_policies"] = runtime.policies.tick

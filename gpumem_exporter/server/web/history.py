@@ -33,7 +33,7 @@ class History:
         self._gap_seconds = max(3 * step_seconds, reading_expiry_seconds)
         self._points: deque[_Point] = deque()
 
-    def take(self, snapshot: Snapshot) -> None:
+    def add(self, snapshot: Snapshot) -> None:
         """Add a point from the last poll if one is due; called about once a second."""
         node = snapshot.node
         if node is None:

@@ -60,7 +60,7 @@ class Events {
     try {
       const since = this.after === null ? "" : `&after=${this.after}`;
       const { document: page } = await access.request(`/api/v1/events?limit=${SHOWN_EVENTS}${since}`);
-      this.take(page);
+      this.add(page);
       // The rights to all processes do not change; the number of a user's processes does.
       if (this.caller?.rights !== "all") this.caller = (await access.request("/api/v1/caller")).document;
       this.allow("open", "");
@@ -90,7 +90,7 @@ class Events {
     this.requested = -Infinity;
   }
 
-  take({ events, next_after: after }) {
+  add({ events, next_after: after }) {
     if (this.after === null) this.events = [];
     this.after = after;
     if (events.length > 0) this.events = [...this.events, ...events].slice(-SHOWN_EVENTS);

@@ -17,7 +17,7 @@ class History {
   }
 
   /** Add the points of a reply of this time. A device that a point lacks has a gap there. */
-  take({ span_seconds: span, gap_seconds: gap, seconds, devices }, now) {
+  add({ span_seconds: span, gap_seconds: gap, seconds, devices }, now) {
     this.span = span;
     this.gap = gap;
     // Later points are of another exporter, whose clock was ahead.

@@ -42,13 +42,13 @@ const app = {
     $("filter").value = "";
     this.connection = new Connection({
       since: () => this.history.newest(),
-      reply: (document) => this.take(document),
+      reply: (document) => this.receive(document),
       mode: (mode, reason) => this.mode(mode, reason),
     });
   },
 
   /** Show a reply; null if only time has passed. */
-  take(reply) {
+  receive(reply) {
     if (reply === null) {
       const passed = Math.max(0, (Date.now() - this.replied.at) / 1000);
       const { clock_seconds: clock, unix_seconds: unix } = this.replied.moment;
@@ -57,7 +57,7 @@ const app = {
       this.replied = { at: Date.now(), moment: reply.moment };
       this.moment = reply.moment;
       this.state = reply.state;
-      this.history.take(reply.history, reply.moment.clock_seconds);
+      this.history.add(reply.history, reply.moment.clock_seconds);
     }
     const { page } = this.state;
     if (page !== PAGE && !$("dialog").open && isFirstTry(page)) location.reload();
