@@ -15,7 +15,7 @@ from gpumem_exporter.actions.model import EngineWait
 from gpumem_exporter.actions.permission import may_act_on
 from gpumem_exporter.actions.results import host_pids
 from gpumem_exporter.actions.selection import Selection
-from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.errors import ActionForbiddenError
 from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
@@ -120,7 +120,7 @@ def waits(
         unix_offset_seconds: the time of the Unix epoch at zero of the snapshot's clock.
         viewer: a caller from whom the identities of others' processes are hidden; None shows them.
     """
-    names = {process.key: name for name, process in Names.of(snapshot).reporting}
+    names = {process.key: name for name, process in snapshot.names.reporting}
     found: dict[tuple[int | str, str], EngineWait] = {}
     # An engine may be known by its title and by its report: the entry that counts for longer is shown.
     for engine in sorted(engines, key=lambda each: each.until_seconds):

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError
 
@@ -33,7 +32,7 @@ def permitted_actions(caller: Caller, allowed: Iterable[str]) -> tuple[str, ...]
 
 def permitted_processes(caller: Caller, snapshot: Snapshot) -> int:
     """Return the number of reporting processes that the caller may act on."""
-    return sum(may_act_on(caller, process) for _, process in Names.of(snapshot).reporting)
+    return sum(may_act_on(caller, process) for _, process in snapshot.names.reporting)
 
 
 def require_permission(caller: Caller, request: ActionRequest) -> None:

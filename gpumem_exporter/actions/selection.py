@@ -12,7 +12,6 @@ from gpumem_exporter.actions.permission import may_act_on
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.results import TerminationTarget, listed_target, reporting_target
 from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, listed_pids, select_listed, select_reporting
-from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 from gpumem_exporter.units import counted
@@ -68,7 +67,7 @@ def select(
         ActionForbiddenError: only processes match that the caller may not act on.
         GroupIncompleteError: a rank of the group cannot take part.
     """
-    reporting = Names.of(snapshot).reporting
+    reporting = snapshot.names.reporting
     permitted = [(name, process) for name, process in reporting if may_act_on(caller, process)]
     shown = permitted if hide_identities else reporting
     if request.target.given():
@@ -92,7 +91,7 @@ def select(
 
 def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:
     """Check that each name of the target exists. An action on only some of the names would hide a typing error."""
-    names, terminates = Names.of(snapshot), request.action == "terminate"
+    names, terminates = snapshot.names, request.action == "terminate"
     known = known_names(snapshot, names.reporting, permitted, with_listed=terminates)
     unreported = {*map(str, listed_pids(snapshot)), *(name for name, _ in names.silent)} - {*known["pid"]}
     named = known_names(snapshot, shown, permitted, with_listed=terminates)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -53,7 +53,7 @@ def select_reporting(target: Target, snapshot: Snapshot) -> Iterator[SelectedPro
     """Yield the reporting processes of a target. A target with a device excludes processes that do not use it."""
     gpus = gpu_labels(snapshot)
     by_device = bool(target.uuid or target.gpu)
-    for name, process in Names.of(snapshot).reporting:
+    for name, process in snapshot.names.reporting:
         identity = process.report.process
         if not (
             target.admits("pid", name)

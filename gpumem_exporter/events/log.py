@@ -7,13 +7,14 @@ is full, events are dropped and counted.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gpumem_exporter.errors import StorageError
@@ -40,6 +41,9 @@ _RETRY_SECONDS = 1.0
 _DROP_WARNING_SECONDS = 60.0
 _SLOW_SECONDS = 1.0
 """A disk operation that takes longer counts as slow, and no caller waits for it."""
+_KEPT_SECONDS = 1.0
+"""The longest time that a reply waits for a commit."""
+_READ_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -191,6 +195,44 @@ class EventLog:
                 self._readers.append((query, page))
                 self._changed.notify_all()
         return page
+
+    # On the event loop
+
+    async def wait_until_kept(self, committed: Future[bool]) -> bool:
+        """Wait until events are committed and return whether they are. Returns early if the disk fails or is slow."""
+        if not committed.done() and self.status().prompt:
+            await asyncio.wait((asyncio.wrap_future(committed),), timeout=_KEPT_SECONDS)
+        return committed.done() and committed.result()
+
+    async def page(self, query: Query) -> Page:
+        """Return the events that match a query.
+
+        Raises:
+            StorageError: the storage fails or does not answer in time.
+        """
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self.read(query)), _READ_SECONDS)
+        except asyncio.TimeoutError:
+            raise StorageError(f"{self._storage} has not answered within {_READ_SECONDS:g} s") from None
+
+    async def pages(self, query: Query, *, max_rows: int | None = None) -> list[Event]:
+        """Return the events of all pages, oldest first: the latest events that have, with their items, `max_rows`.
+
+        Raises:
+            StorageError: as `page`.
+        """
+        events: deque[Event] = deque()
+        rows = 0
+        while True:
+            page = await self.page(query)
+            for event in page.events:
+                events.append(event)
+                rows += 1 + event.items
+            while max_rows is not None and rows > max_rows:
+                rows -= 1 + events.popleft().items
+            if not page.more:
+                return list(events)
+            query = replace(query, after=page.next_after)
 
     def status(self) -> EventLogStatus:
         """Return the state of the log. Never blocks."""

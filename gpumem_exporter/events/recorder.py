@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from gpumem_exporter.actions.model import Action, SubmittedAction
-from gpumem_exporter.core.naming import json_pid, reporter_name
+from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.actions import action_event, requested_event
 from gpumem_exporter.events.devices import device_changes
@@ -19,7 +19,7 @@ __all__ = ["Recorder"]
 
 
 def _name(process: ReportingProcess) -> int | str:
-    return json_pid(reporter_name(process))
+    return json_pid(process.name)
 
 
 class Recorder:

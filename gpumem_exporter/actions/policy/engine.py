@@ -21,7 +21,6 @@ from gpumem_exporter.actions.policy.quantities import shown_quantity
 from gpumem_exporter.actions.policy.rule_state import Decision, RuleState
 from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 
 __all__ = ["Engine", "Evaluation", "HeldBack"]
@@ -252,7 +251,7 @@ class _Round:
 
     def _name(self, key: ProcessKey) -> str | None:
         if self._names is None:
-            self._names = {process.key: name for name, process in Names.of(self._snapshot).reporting}
+            self._names = {process.key: name for name, process in self._snapshot.names.reporting}
         return self._names.get(key)
 
 

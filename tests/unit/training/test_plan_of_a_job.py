@@ -13,7 +13,7 @@ import pytest
 
 from gpumem_exporter.client.reporter.plan import chosen_plan, planned_peak_bytes, with_plan
 from gpumem_exporter.client.reporter.settings import ReporterSettings
-from gpumem_exporter.core.plan_errors import plan_error_ratio
+from gpumem_exporter.core.samples import plan_error_ratio
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.devices import Gpu
 from gpumem_exporter.training.planning.plan import Plan
