@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, plan_error_ratio
-from gpumem_exporter.wire.protocol import DeviceSample
 
 _SAMPLED = {
     catalog.TORCH_ALLOCATED: "allocated_bytes",

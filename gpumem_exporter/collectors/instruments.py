@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from gpumem_client.wire.protocol import OUTCOMES
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.model import RESULTS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Samples, Series, Subject, View
 from gpumem_exporter.events.model import EVENT_TYPES, Event
-from gpumem_exporter.wire.protocol import OUTCOMES
 
 ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignored", "invalid")
 

@@ -29,8 +29,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory, ReportingProcess, Snapshot
-from gpumem_exporter.wire.protocol import DeviceSample
 
 CATEGORIES = (
     "torch_allocated",

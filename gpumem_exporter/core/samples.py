@@ -12,9 +12,9 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
+from gpumem_client.wire.protocol import DeviceSample, Report
 from gpumem_exporter.core.naming import pid_order, reporter_name
 from gpumem_exporter.core.place import UNKNOWN, Place
-from gpumem_exporter.wire.protocol import DeviceSample, Report
 
 
 @dataclass(frozen=True, slots=True)

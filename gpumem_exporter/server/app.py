@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.host import Host
@@ -44,7 +45,6 @@ from gpumem_exporter.server.web.api_page import api_page_router
 from gpumem_exporter.server.web.live import Audience, LiveState, live_router
 from gpumem_exporter.server.web.page import Page, page_router
 from gpumem_exporter.server.web.streams import Streams
-from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = ["create_app"]
 
@@ -295,7 +295,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             asyncio.ensure_future(
                 recall_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
             ),
-            asyncio.ensure_future(runtime.audit.recall(runtime.dispatcher)),
+            asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
         ]
         try:
             with reloading_on_hangup(_reloads(runtime)):

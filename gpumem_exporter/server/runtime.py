@@ -282,7 +282,7 @@ def _dispatcher(
         on_finished=ends.finished,
         terminator=Terminator(host),
         limits=limits,
-        before_release=audit.record,
+        record=audit.record,
         wake=held_requests.wake,
         call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
         hide_identities=settings.web_hide_identities,

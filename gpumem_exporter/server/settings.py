@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.core.yaml_file import expected, shown
 from gpumem_exporter.server.config_file import read_config_file
 from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.security.tokens import TokenFile
@@ -194,7 +195,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
         first = error.errors(include_url=False)[0]
         key = setting_key(str(first["loc"][0]))
         source, value = given[key]
-        raise ConfigurationError(f"{source}: {_shown(value)} is invalid: {_expected(first)}") from None
+        raise ConfigurationError(f"{source}: {shown(value)} is invalid: {expected(first)}") from None
     _check_combinations(settings, {key: source for key, (source, _) in given.items()})
     return settings
 
@@ -227,19 +228,3 @@ def _check_combinations(settings: Settings, sources: Mapping[str, str]) -> None:
         from gpumem_exporter.actions.policy.file import read_policy
 
         read_policy(Path(settings.policy_file), allowed=settings.action_allow)
-
-
-def _expected(error: Any) -> str:
-    """Return the expected values from an error of pydantic."""
-    context = error.get("ctx", {})
-    if "error" in context:
-        return str(context["error"])
-    message = str(error["msg"])
-    for prefix in ("Input should be ", "Value error, "):
-        message = message.removeprefix(prefix)
-    return message if message.startswith("expected") else f"expected {message[:1].lower()}{message[1:]}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "…"

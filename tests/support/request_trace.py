@@ -23,8 +23,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from gpumem_exporter.wire.http import Connection
-from gpumem_exporter.wire.protocol import REPORTS_PATH, to_wire
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.paths import REPOSITORY
 from tests.support.running_exporter import ACTIONS, running_exporter

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import retry_after
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.permission import may_see
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.errors import (
     ActionForbiddenError,
@@ -103,7 +102,7 @@ class ActionRoutes:
         action_request = body.request()
         suggested: tuple[ActionRequest, ...] = ()
         if idempotency_key is not None:
-            await self._audit.wait_until_recalled()
+            await self._audit.wait_until_restored()
         with _refusals_as_problems():
             if body.leaves_mode_open:
                 suggestion = self._dispatcher.suggest_clears(
@@ -127,7 +126,7 @@ class ActionRoutes:
 
         A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
         """
-        visible = [action for action in self._dispatcher.recent() if may_see(request.state.caller, action)]
+        visible = [action for action in self._dispatcher.recent() if action.visible_to(request.state.caller)]
         return json_bytes_response(await self._renderer.render(lambda: _listing(visible[:limit])))
 
     async def one(self, request: Request, action_id: str) -> Response:
@@ -142,7 +141,7 @@ class ActionRoutes:
 
     def _visible(self, request: Request, action_id: str) -> Action | None:
         action = self._dispatcher.get(action_id)
-        return action if action is not None and may_see(request.state.caller, action) else None
+        return action if action is not None and action.visible_to(request.state.caller) else None
 
     async def _recorded(
         self, action: Action | None, running_status: int = 202, suggested: Sequence[ActionRequest] = ()

@@ -15,6 +15,15 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from gpumem_client.wire.protocol import (
+    MAX_COMPONENTS,
+    MAX_LABEL_LENGTH,
+    MAX_PHASES,
+    Command,
+    Reply,
+    Report,
+    to_wire,
+)
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
@@ -34,15 +43,6 @@ from gpumem_exporter.server.http.problems import FieldError, ProblemError, probl
 from gpumem_exporter.server.http.turns import Turns
 from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.security.report_sender import ReportSenders
-from gpumem_exporter.wire.protocol import (
-    MAX_COMPONENTS,
-    MAX_LABEL_LENGTH,
-    MAX_PHASES,
-    Command,
-    Reply,
-    Report,
-    to_wire,
-)
 
 INLINE_BYTES = 32 << 10
 """The longest body that the event loop reads itself, in less than 1 ms: three reports of 64 devices."""

@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from gpumem_client.wire.peer import PeerCredentials, SocketOwner, peer_pidfd, tcp_peer_owner, unix_peer
+from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.host.places import Places
-from gpumem_exporter.procfs import start_time_ticks
 from gpumem_exporter.server.http.addresses import is_loopback
-from gpumem_exporter.wire.peer import PeerCredentials, SocketOwner, peer_pidfd, tcp_peer_owner, unix_peer
 
 __all__ = ["Peer", "own_places"]
 
