@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample, Report
+from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.naming import pid_order, reporter_name
 from gpumem_exporter.core.place import UNKNOWN, Place
 
@@ -218,39 +219,6 @@ class SilentReporter:
     def name(self) -> str:
         """The name of the process: see `core.naming`."""
         return reporter_name(self.host_pid, *self.key)
-
-
-@dataclass(frozen=True, slots=True)
-class LastOom:
-    """The last out-of-memory error of a process on a device, with the values at that time.
-
-    The record outlives the process, and its labels keep the values that they had at the time of the error.
-    """
-
-    gpu: str
-    """NVML index; empty if it was unknown."""
-    uuid: str
-    pid: str
-    """The name of the process by `core.naming`."""
-    workload: str
-    rank: str
-    session: str
-    """The reporter's session; together with `number` it identifies the error if it is reported twice."""
-    number: int
-    """The number of the error within the session."""
-    happened_seconds: float
-    happened_unix_seconds: float
-    requested_bytes: int | None = None
-    """The size of the allocator's request to the driver."""
-    device_free_bytes: int | None = None
-    limit_bytes: int | None = None
-    """The memory of the device, or the process' memory fraction of it."""
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    reclaimable_bytes: int | None = None
-    fragmented_bytes: int | None = None
-    owner: str = ""
-    """The holder of one share of the errors that are shown; see `ProcessKey.share`."""
 
 
 @dataclass(frozen=True, slots=True)

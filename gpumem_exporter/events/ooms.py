@@ -9,8 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample, OutOfMemory
+from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import fragmented_bytes
-from gpumem_exporter.core.samples import LastOom, ProcessKey, ReportingProcess
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
 
 __all__ = ["OomDeduplicator", "last_ooms"]

@@ -22,10 +22,10 @@ from gpumem_exporter.actions.request import Target
 from gpumem_exporter.collectors.catalog import METRICS, SCRAPED
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
-    LastOom,
     NodeReading,
     ProcessFacts,
     ProcessKey,
