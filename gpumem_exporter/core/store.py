@@ -59,7 +59,7 @@ class _Entry:
 class Store:
     """The last reading of the driver and the last report of each process.
 
-    A report expires at `report_expiry_seconds`; its process then counts as silent. At most `max_processes` reporters are
+    When a report is `report_expiry_seconds` old, its process counts as silent. At most `max_processes` reporters are
     kept, and as many silent ones.
     """
 
