@@ -11,9 +11,9 @@ from difflib import get_close_matches
 
 import click
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
-from gpumem_exporter.errors import ConfigurationError
 
 _EXAMPLES = """\b
 Examples:
@@ -63,8 +63,6 @@ class _Commands(click.Group):
         Raises:
             ConfigurationError: there is no such command.
         """
-        if cmd_name == "run":  # the console script runs it without click
-            return click.Command(cmd_name, help="Start a command with the reporter injected into it.")
         module = COMMANDS.get(cmd_name)
         if module is None:
             raise ConfigurationError(_unknown(cmd_name))

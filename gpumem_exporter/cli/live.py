@@ -16,9 +16,9 @@ from typing import ClassVar, Generic, TypeVar
 from textual.app import App
 from textual.binding import Binding, BindingType
 
+from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.cli.program import INTERRUPTED
 from gpumem_exporter.cli.render.terminal import open_console
-from gpumem_exporter.errors import GpumemError
 
 T = TypeVar("T")
 

@@ -1,7 +1,6 @@
 """The console script: runs one command and turns every expected error into one line and an exit code.
 
-`run` uses the standard library alone, because a training image has this package without its dependencies. click parses
-every other command: see `gpumem_exporter.cli.application`.
+click parses every command except `run`, which is the client's: see `gpumem_exporter.cli.application`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, GpumemError
 from gpumem_exporter.cli.program import COMMANDS, FAILED, INTERRUPTED, PROGRAM, WRONG_USAGE, one_line
-from gpumem_exporter.errors import ConfigurationError, GpumemError
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -36,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except ConfigurationError as error:
         return _fail(prefix, str(error), WRONG_USAGE)
+    except ExporterAnswerError as error:
+        # 422: a value that only the exporter could check is invalid.
+        return _fail(prefix, *((error.detail, WRONG_USAGE) if error.status == 422 else (str(error), FAILED)))
     except GpumemError as error:
         return _fail(prefix, str(error), FAILED)
     except KeyboardInterrupt:
@@ -65,28 +67,13 @@ def _discard_output() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    first = words[0] if words else ""
-    if first == "run":
-        from gpumem_exporter.cli.commands.run import run
+    if words[:1] == ["run"]:  # without click: it would double the time until the job starts
+        from gpumem_client.run import run
 
         return run(words[1:])
-    try:
-        from gpumem_exporter.cli.application import invoke
+    from gpumem_exporter.cli.application import invoke
 
-        return invoke(words or ["--help"])
-    except ModuleNotFoundError as error:
-        raise _missing_dependency(first or "the help", error) from error
-
-
-def _missing_dependency(command: str, error: ModuleNotFoundError) -> Exception:
-    """The error for a missing dependency. A missing module of this package is a defect and is returned as it is."""
-    module = (error.name or "").partition(".")[0]
-    if module in ("", "gpumem_exporter"):
-        return error
-    return ConfigurationError(
-        f"{command} needs the Python package {module!r}: install {PROGRAM} without --no-deps "
-        f"(an installation with --no-deps has `{PROGRAM} run` and the client)"
-    )
+    return invoke(words or ["--help"])
 
 
 def _fail(prefix: str, message: str, code: int) -> int:

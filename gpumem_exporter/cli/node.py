@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpumem_client.wire.errors import ExporterUnreachableError
+from gpumem_client.wire.http import shown_url
 from gpumem_exporter.actions.mismatch import unknown_names
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.errors import ExporterUnreachableError, TargetNotFoundError
-from gpumem_exporter.wire.http import shown_url
+from gpumem_exporter.errors import TargetNotFoundError
 
 Document = Mapping[str, Any]
 

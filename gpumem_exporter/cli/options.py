@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 
 import click
 
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.http import exporter_urls as default_urls
 from gpumem_exporter.actions.request import (
-    DEFAULT_DEADLINE_SECONDS,
+    OPTIONS,
     SELECTORS,
     ActionRequest,
+    RequestOption,
     Target,
     invalid_fields,
-    mode_for,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.errors import ConfigurationError
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
@@ -30,8 +31,6 @@ _SETTLE_SECONDS = 10.0
 """The settling time of a clear on a terminal."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_FIELDS = {"deadline_seconds": "--deadline", "settle_seconds": "--settle", "fraction": "F", "collect_garbage": "--gc"}
-"""The options whose names differ from the fields of a request."""
 
 
 def option_group(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
@@ -70,11 +69,7 @@ connection_options = option_group(
 
 def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the addresses to try, in order."""
-    if url is not None:
-        return (url,)
-    from gpumem_exporter.client.reporter.settings import exporter_urls as urls_of
-
-    return urls_of(environ)
+    return (url,) if url is not None else default_urls(environ)
 
 
 def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -137,12 +132,10 @@ def _checked_interval(_context: click.Context, _option: click.Parameter, seconds
 
 
 target_options = option_group(
-    click.option("--gpu", multiple=True, metavar="INDEX", help="Processes on these devices: 0, or 0:1 for MIG."),
-    click.option("--uuid", multiple=True, metavar="UUID", help="Processes on these devices: GPU-… or MIG-…."),
-    click.option("--pid", multiple=True, metavar="PID", help="These processes, as `info` lists them."),
-    click.option("--workload", multiple=True, metavar="NAME", help="Processes of these workloads."),
-    click.option("--rank", multiple=True, metavar="RANK", help="Processes of these ranks."),
-    click.option("--user", multiple=True, metavar="USER", help="Processes of these users: names or uids."),
+    *(
+        click.option(selector.flag, multiple=True, metavar=selector.metavar, help=selector.description)
+        for selector in SELECTORS.values()
+    ),
     click.option("--all", is_flag=True, help="Every process; an action reaches those that report."),
 )
 """The processes that a command acts on or shows. Each is repeatable and takes a list: --gpu 0 --gpu 1 is --gpu 0,1."""
@@ -168,63 +161,34 @@ def _split(texts: Sequence[str]) -> list[str]:
     return [part.strip() for text in texts for part in text.split(",")]
 
 
-_request_options = option_group(
-    click.option("--dry-run", is_flag=True, help="Show what would happen. Change nothing."),
-    click.option(
-        "--deadline",
-        "deadline_seconds",
-        metavar="SECONDS",
-        default=DEFAULT_DEADLINE_SECONDS,
-        show_default=True,
-        help="A process that has not started the action by then does not run it.",
-    ),
-    click.option("--reason", metavar="TEXT", default="", help="Recorded in the audit log."),
-)
-_mode_options = option_group(
-    click.option(
-        "--mode",
-        metavar="MODE",
-        help="When the process acts. now: at once, on the reporter's thread. step: in the training thread, at the end "
-        "of a step. idle: while no step runs and nothing is allocated. Default: now; step with --group.",
-    ),
-    click.option("--group", is_flag=True, help="All ranks of the workload act after the same step, or none does."),
-)
-_force_option = click.option(
-    "--force", is_flag=True, help="Do not wait for an inference engine that starts on the GPU; its start may fail."
-)
+def action_options(action: str) -> Callable[[_Command], _Command]:
+    """Return the options of an action, as `actions.request` declares them. Their names are the fields of a request."""
+    return option_group(
+        *(
+            _action_option(name, option, option.help[action])
+            for name, option in OPTIONS.items()
+            if option.flag and action in option.help
+        )
+    )
 
-ACTION_OPTIONS: Mapping[str, Callable[[Any], Any]] = {
-    "empty_cache": option_group(
-        _force_option,
-        click.option(
-            "--gc",
-            "collect_garbage",
-            is_flag=True,
-            help="Run Python's garbage collector first, which also runs finalizers of user code.",
-        ),
-        click.option(
-            "--settle",
-            "settle_seconds",
-            type=float,
-            metavar="SECONDS",
-            help="Measure after this time how much of the freed memory is still free; 0 does not. Default: "
-            f"{_SETTLE_SECONDS:g} on a terminal, otherwise 0.",
-        ),
-        _mode_options,
-        _request_options,
-    ),
-    **dict.fromkeys(("collect_garbage", "reset_peak", "snapshot"), option_group(_mode_options, _request_options)),
-    "set_memory_fraction": option_group(
-        click.argument("fraction", type=float, metavar="F"),
-        click.option(
-            "--force", is_flag=True, help="Cap also a process that has reserved more. Its next new segment fails."
-        ),
-        _mode_options,
-        _request_options,
-    ),
-    "terminate": option_group(_force_option, _request_options),
-}
-"""The options of each action. Their values have the names of a request's fields."""
+
+def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any], Any]:
+    if not option.flag.startswith("-"):
+        return click.argument(name, type=option.kind, metavar=option.flag)
+    if option.kind is bool:
+        return click.option(option.flag, name, is_flag=True, help=text)
+    default = option.default
+    if name == "settle_seconds":
+        default, text = None, f"{text} Default: {_SETTLE_SECONDS:g} on a terminal, otherwise 0."
+    return click.option(
+        option.flag,
+        name,
+        type=option.kind,
+        metavar=option.metavar,
+        default=default,
+        show_default=bool(default),
+        help=text,
+    )
 
 
 def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool) -> dict[str, Any]:
@@ -235,12 +199,12 @@ def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool)
     """
     request = {"action": action, **values}
     if "mode" in request:
-        request["mode"] = mode_for(request["mode"], group=request["group"])
-    if "settle_seconds" in request:
-        default = _SETTLE_SECONDS if on_terminal and not request["dry_run"] else None
-        settle_seconds = request.pop("settle_seconds")
-        if settle_seconds := default if settle_seconds is None else settle_seconds:
-            request["settle_seconds"] = settle_seconds
+        request["mode"] = request["mode"] or ("step" if request["group"] else "now")
+    settle_seconds = request.pop("settle_seconds", 0.0)
+    if settle_seconds is None and on_terminal and not request["dry_run"]:
+        settle_seconds = _SETTLE_SECONDS
+    if settle_seconds:
+        request["settle_seconds"] = settle_seconds
     return checked_request(request)
 
 
@@ -253,6 +217,6 @@ def checked_request(document: dict[str, Any]) -> dict[str, Any]:
     target = Target(**document.get("target", {"all": True}))
     for invalid in invalid_fields(ActionRequest(**{**document, "target": target})):
         name = invalid.field.removeprefix("target.")
-        option = _FIELDS.get(name, f"--{name}")
-        raise ConfigurationError(f"invalid {option} {invalid.value}: expected {invalid.expected}")
+        flag = OPTIONS[name].flag if name in OPTIONS else f"--{name}"
+        raise ConfigurationError(f"invalid {flag} {invalid.value}: expected {invalid.expected}")
     return document

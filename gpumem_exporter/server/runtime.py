@@ -25,17 +25,17 @@ from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, EventLog, Recorder, Storage, last_ooms
 from gpumem_exporter.host import Host
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer
-from gpumem_exporter.server.background.liveness import Presence
+from gpumem_exporter.server.api.reports import ReportsRoute
+from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.http.addresses import parse_listen_address
-from gpumem_exporter.server.http.held_requests import Holds
+from gpumem_exporter.server.http.held_requests import HeldRequests
 from gpumem_exporter.server.http.listeners import SocketFile
-from gpumem_exporter.server.ingest import Ingest
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.peer_places import PeerPlaces
 from gpumem_exporter.server.security.report_sender import ReportSenders
@@ -71,9 +71,9 @@ class Runtime:
     presence: Presence
     events: Recorder
     audit: Audit
-    holds: Holds
+    held_requests: HeldRequests
     history: History
-    ingest: Ingest
+    reports: ReportsRoute
     renderer: Renderer
     own_names: OwnNames
     reports_rule: Rule
@@ -102,8 +102,8 @@ def build_runtime(
 
     It is longer than other functions because each part has its line, in the order in which they depend on each other.
     """
-    instruments, holds = Instruments(), Holds()
-    instruments.show_held_requests(holds.__len__)
+    instruments, held_requests = Instruments(), HeldRequests()
+    instruments.show_held_requests(held_requests.__len__)
     state = CurrentState(_store(settings), clock, wall_clock)
     events = _recorder(settings, state, instruments)
     poller = Poller(
@@ -116,7 +116,7 @@ def build_runtime(
     )
     record_end = partial(_record_action_end, instruments)
     audit = Audit(events, durable=bool(settings.storage_path), wall_clock=wall_clock, on_lost=record_end)
-    dispatcher = _dispatcher(settings, state, host, audit, ActionEnds(record_end, audit, poller))
+    dispatcher = _dispatcher(settings, state, host, audit, ActionEnds(record_end, audit, poller), held_requests)
     presence = Presence(
         state.store,
         dispatcher,
@@ -133,14 +133,13 @@ def build_runtime(
         hide_identities=settings.web_hide_identities,
     )
     peer_places = PeerPlaces()
-    ingest = Ingest(
+    reports = ReportsRoute(
         state.store,
         ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places),
         presence,
         events,
         dispatcher,
-        holds,
-        exposition,
+        held_requests,
         instruments,
         clock=clock,
         wall_clock=wall_clock,
@@ -161,9 +160,9 @@ def build_runtime(
         presence=presence,
         events=events,
         audit=audit,
-        holds=holds,
+        held_requests=held_requests,
         history=History(reading_expiry_seconds=state.store.reading_expiry_seconds),
-        ingest=ingest,
+        reports=reports,
         renderer=Renderer(),
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
@@ -264,7 +263,14 @@ def _recorder(settings: Settings, state: CurrentState, instruments: Instruments)
     )
 
 
-def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audit, ends: ActionEnds) -> Dispatcher:
+def _dispatcher(
+    settings: Settings,
+    state: CurrentState,
+    host: Host,
+    audit: Audit,
+    ends: ActionEnds,
+    held_requests: HeldRequests,
+) -> Dispatcher:
     limits = RateLimits(
         per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=state.clock
     )
@@ -276,7 +282,8 @@ def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audi
         on_finished=ends.finished,
         terminator=Terminator(host),
         limits=limits,
-        before_release=audit.record,
+        record=audit.record,
+        wake=held_requests.wake,
         call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
         hide_identities=settings.web_hide_identities,
     )

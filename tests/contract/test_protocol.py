@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.errors import WireError
-from gpumem_exporter.server.api.report_schema import ReportReader
-from gpumem_exporter.wire.protocol import (
+from gpumem_client.wire.errors import WireError
+from gpumem_client.wire.protocol import (
     Command,
     DeviceSample,
     ProcessIdentity,
@@ -18,6 +17,7 @@ from gpumem_exporter.wire.protocol import (
     reply_from_wire,
     to_wire,
 )
+from gpumem_exporter.server.api.report_schema import ReportReader
 
 REPLY = Reply(
     commands=(Command("a", "empty_cache", 29.5, ("GPU-1",), True), Command("b", "reset_peak", 1.0)),
@@ -82,7 +82,7 @@ def test_a_result_has_a_reason_code_that_older_reporters_do_not_send(code: dict[
 
 
 @pytest.mark.parametrize("known", [{}, {"engine_starting": True}, {"engine_starting": False}])
-def test_a_report_says_whether_an_engine_starts_and_an_older_one_says_nothing(known: dict[str, bool]) -> None:
+def test_a_report_says_whether_an_engine_starts_and_an_older_one_says_nothing(known: dict[str, Any]) -> None:
     document = to_wire(Report(ProcessIdentity(1, 2, 3, "s", 4.0), 1, **known))
     assert {name: value for name, value in document.items() if name == "engine_starting"} == known
     assert ReportReader().read(json.dumps(document).encode()).engine_starting is known.get("engine_starting")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, TypeVar
 
+from gpumem_client.wire.protocol import MODES, CommandResult, DeviceResult
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
@@ -15,7 +16,6 @@ from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.wire.protocol import MODES, CommandResult, DeviceResult
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 from tests.support.waiting import patient
 
@@ -49,6 +49,7 @@ class Bench:
     def __init__(self) -> None:
         self.now = 100.0
         self.finished: list[Action] = []
+        self.woken: list[Hashable] = []
         self.store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=10)
         self.store.put_reading(node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1"), taken=100.0))
         self.dispatcher = self.build()
@@ -59,7 +60,7 @@ class Bench:
         self.second = self.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),))
 
     def build(self, **changes: Any) -> Dispatcher:
-        return build_dispatcher(self.store, lambda: self.now, self.finished, **changes)
+        return build_dispatcher(self.store, lambda: self.now, self.finished, wake=self.woken.append, **changes)
 
     def put(self, pid: int, **changes: Any) -> ReportingProcess:
         self.sequence += 1

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
-from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.clear_question import can_ask, confirmed, engine_waits, waits_for
-from gpumem_exporter.cli.clear_requests import ExpectedClear, joined, send_all
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.units import human_bytes
+from gpumem_exporter.cli.api_client import ExporterApi, has_settled, read_rights, rights_line
+from gpumem_exporter.cli.clear import ExpectedClear, can_ask, confirmed, engine_waits, joined, send_all, waits_for
 from gpumem_exporter.cli.options import (
-    ACTION_OPTIONS,
     ANSWER_GRACE_SECONDS,
+    action_options,
     action_request,
     connection_options,
     open_api,
@@ -25,9 +27,6 @@ from gpumem_exporter.cli.options import (
 )
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
-from gpumem_exporter.cli.rights import read_rights, rights_line
-from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.units import human_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ def _click_command(command: ActionCommand) -> click.Command:
         help=f"{command.summary}\n\n{command.description}",
         epilog=f"\b\nExamples:\n{command.examples}",
     )
-    @option_group(*own, _wait_option, target_options, ACTION_OPTIONS[command.action], connection_options)
+    @option_group(*own, _wait_option, target_options, action_options(command.action), connection_options)
     def run(**values: Any) -> int:
         return _run(command.action, **values)
 
@@ -172,21 +171,24 @@ def _run(
     body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
     dry_run = body["dry_run"]
     asks = action == "empty_cache" and target == {"all": True} and not (yes or dry_run or as_json) and can_ask()
-    waits = _EngineWaits(silent=as_json)
+    observe = (lambda _: None) if as_json else _engine_waits_printer()
     with open_api(url, token_file) as api:
+        expected = None
         if asks:
             # The exporter suggests a mode for each process, unless --mode or --group is given.
             expected = confirmed(api, body, free_mode=values["mode"] is None and not values["group"])
             if expected is None:
                 return FAILED
-            wait_seconds = _wait_seconds(wait_seconds, *expected.requests)
+        if wait_seconds is None:
+            requests = expected.requests if expected else [body]
+            wait_seconds = max(float(request["deadline_seconds"]) for request in requests) + ANSWER_GRACE_SECONDS
+        if expected:
             with _waiting_shown(expected):
-                documents = send_all(api, expected, wait_seconds=wait_seconds, observe=waits.show)
+                documents = send_all(api, expected, wait_seconds=wait_seconds, observe=observe)
         else:
-            wait_seconds = _wait_seconds(wait_seconds, body)
-            documents = [api.act(body, wait_seconds=wait_seconds, observe=waits.show)]
+            documents = [api.act(body, wait_seconds=wait_seconds, observe=observe)]
         if wait_seconds > 0:
-            documents = [_settled(api, each, progress=on_terminal) if _settles(each) else each for each in documents]
+            documents = [_settled(api, each, progress=on_terminal) for each in documents]
         document = joined(documents)
         rights = {} if as_json else read_rights(api)
     if as_json:
@@ -201,12 +203,6 @@ def _run(
     return exit_code(document, waited=wait_seconds > 0)
 
 
-def _wait_seconds(given: float | None, *requests: Mapping[str, Any]) -> float:
-    if given is not None:
-        return given
-    return max(float(request["deadline_seconds"]) for request in requests) + ANSWER_GRACE_SECONDS
-
-
 @contextlib.contextmanager
 def _waiting_shown(expected: ExpectedClear) -> Iterator[None]:
     """Show what a clear waits for, meanwhile."""
@@ -219,41 +215,38 @@ def _waiting_shown(expected: ExpectedClear) -> Iterator[None]:
         yield
 
 
-class _EngineWaits:
-    """Prints to stderr for which inference engines an action waits, each once."""
+def _engine_waits_printer() -> Callable[[Mapping[str, Any]], None]:
+    """Return a function that prints to stderr for which inference engines an action waits, each once."""
+    printed: set[str] = set()
 
-    def __init__(self, *, silent: bool) -> None:
-        self._silent = silent
-        self._shown: set[str] = set()
-
-    def show(self, document: Mapping[str, Any]) -> None:
-        """Print the engines that were not printed before."""
-        for sentence in () if self._silent else engine_waits(document):
-            if sentence not in self._shown:
-                self._shown.add(sentence)
+    def print_new(document: Mapping[str, Any]) -> None:
+        for sentence in engine_waits(document):
+            if sentence not in printed:
+                printed.add(sentence)
                 print(f"{sentence} --force does not wait.", file=sys.stderr)
 
-
-def _settles(document: Mapping[str, Any]) -> bool:
-    return bool(document.get("settling") and document.get("freed_bytes"))
+    return print_new
 
 
 def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> dict[str, Any]:
     """Wait until it is known how much of the freed memory stays free. Ctrl-C ends the wait."""
+    if not (document.get("settling") and document.get("freed_bytes")):
+        return document
     from gpumem_exporter.cli.render.terminal import open_console
 
     settle_seconds, freed = document["settle_seconds"], human_bytes(document["freed_bytes"])
     status = open_console().status("") if progress else None
+    started = time.monotonic()
 
-    def show_progress(elapsed_seconds: float) -> None:
+    def show_progress(_action: Mapping[str, Any]) -> None:
         if status is not None:
-            seconds = f"{min(elapsed_seconds, settle_seconds):.0f} of {settle_seconds:g} s"
+            seconds = f"{min(time.monotonic() - started, settle_seconds):.0f} of {settle_seconds:g} s"
             status.update(f"Freed {freed}. Waiting to see how much of it stays free: {seconds}")
 
     wait_seconds = settle_seconds + ANSWER_GRACE_SECONDS
     try:
         with status or contextlib.nullcontext():
-            return api.wait_until_settled(document, wait_seconds=wait_seconds, observe=show_progress)
+            return api.wait(document, until=has_settled, wait_seconds=wait_seconds, observe=show_progress)
     except KeyboardInterrupt:
         return document
 

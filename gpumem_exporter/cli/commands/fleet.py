@@ -18,7 +18,7 @@ from gpumem_exporter.cli.fleet.options import (
 )
 from gpumem_exporter.cli.fleet.overview import Overview, read_overview
 from gpumem_exporter.cli.fleet.prometheus import print_warnings
-from gpumem_exporter.cli.options import ACTION_OPTIONS, interval_option
+from gpumem_exporter.cli.options import action_options, interval_option
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 
@@ -74,7 +74,7 @@ class _Commands(click.Group):
         return list(self.commands)
 
 
-@click.group(cls=_Commands, epilog=_EXAMPLES)
+@click.group(cls=_Commands, epilog=_EXAMPLES, no_args_is_help=False)
 def fleet() -> None:
     """Show many nodes, and act on them by a query."""
 
@@ -128,7 +128,7 @@ def _add_action(command: ActionCommand) -> None:
         help=f"{command.summary}\n\n{acts}{ranks}{devices}",
         epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=query, reason=reason),
     )
-    @ACTION_OPTIONS[command.action]
+    @action_options(command.action)
     @selection_options
     @fleet_options
     def run(query: str, max_processes: int, **values: Any) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
+from gpumem_exporter.cli.api_client import read_rights, rights_line
 from gpumem_exporter.cli.node import read_live
 from gpumem_exporter.cli.options import connection_options, open_api, pop_target, target_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
-from gpumem_exporter.cli.rights import read_rights, rights_line
 
 _EXAMPLES = """\b
 Examples:

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.options import connection_options, open_api, option_group
 from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.terminal import print_json
-from gpumem_exporter.errors import ConfigurationError
 
 _RELEASE_EXAMPLES = """\b
 Examples:

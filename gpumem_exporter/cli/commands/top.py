@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import (
     action_token,
@@ -20,8 +22,6 @@ from gpumem_exporter.cli.options import (
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import SORTS, View
-from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader

@@ -10,10 +10,10 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
+from gpumem_client.wire.units import human_seconds
 from gpumem_exporter.cli.fleet.overview import Overview
 from gpumem_exporter.cli.live import LiveApp
 from gpumem_exporter.cli.render.terminal import plain
-from gpumem_exporter.units import human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

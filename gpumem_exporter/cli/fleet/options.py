@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import click
 
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.options import access_options, action_token, option_group, read_token
-from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.wire.trust import Trust
 
 _EVERY_EXPORTER = 'up{job="gpumem"}'
 _HEADER_NAME_PUNCTUATION = "!#$%&'*+-.^_`|~"

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.http import shown_url
+from gpumem_client.wire.units import counted, human_bytes
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.fleet.requests import Fleet
@@ -15,8 +17,6 @@ from gpumem_exporter.cli.render.layout import Column, Layout, chosen
 from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, cache_sentence, errors_of
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.core.ledger import sum_of_known
-from gpumem_exporter.units import counted, human_bytes
-from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.units import UNKNOWN, human_ratio, human_seconds
 from gpumem_exporter.cli.render.bars import (
     DRIVER_SEGMENTS,
     SEGMENTS,
@@ -17,7 +18,6 @@ from gpumem_exporter.cli.render.bars import (
 from gpumem_exporter.cli.render.layout import Column
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.core.ledger import sum_of_known
-from gpumem_exporter.units import UNKNOWN, human_ratio, human_seconds
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.units import counted, human_bytes
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.units import counted, human_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.units import UNKNOWN, human_bytes, short_bytes
 from gpumem_exporter.cli.render.terminal import plain
-from gpumem_exporter.units import UNKNOWN, human_bytes, short_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text

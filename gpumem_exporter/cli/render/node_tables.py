@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.units import UNKNOWN, counted, human_bytes
 from gpumem_exporter.cli.render.columns import DEVICE_COLUMNS, PROCESS_COLUMNS, legend, rows_of
 from gpumem_exporter.cli.render.layout import Layout, chosen
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.core.ledger import CATEGORIES, sum_of_known
-from gpumem_exporter.units import UNKNOWN, counted, human_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

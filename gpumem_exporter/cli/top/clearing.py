@@ -7,15 +7,24 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.clear_question import engine_waits, notes, processes_named, stays_free, waits_for, when
-from gpumem_exporter.cli.clear_requests import expect, joined, send_all
+from gpumem_exporter.cli.clear import (
+    engine_waits,
+    expect,
+    joined,
+    notes,
+    processes_named,
+    send_all,
+    stays_free,
+    waits_for,
+    when,
+)
 from gpumem_exporter.cli.live import in_daemon_thread
 from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons, summary
-from gpumem_exporter.errors import GpumemError
 
 Row = Mapping[str, Any]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from gpumem_client.wire.http import shown_url
+from gpumem_client.wire.units import counted, human_seconds
 from gpumem_exporter.cli.render.columns import DEVICE_COLUMNS, PROCESS_COLUMNS, legend
 from gpumem_exporter.cli.render.event_table import event_table
 from gpumem_exporter.cli.render.layout import Layout
@@ -12,8 +14,6 @@ from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, NO_PROCESS, clea
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
-from gpumem_exporter.units import counted, human_seconds
-from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

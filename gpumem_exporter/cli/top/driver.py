@@ -8,7 +8,7 @@ import time
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import NvmlUnavailableError
-from gpumem_exporter.host import LinuxHost
+from gpumem_exporter.host.linux import LinuxHost
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 from gpumem_exporter.nvml.reader import NodeReader
 from gpumem_exporter.server.api.documents import devices_document, processes_document

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node import Node, concerns, read_live
 from gpumem_exporter.cli.render.columns import rows_of
-from gpumem_exporter.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError, NvmlError
+from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader

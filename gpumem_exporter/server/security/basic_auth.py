@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.access_rules import Rule
 from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.security.web_access import WebAccess
-from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = ["BasicAuth"]
 

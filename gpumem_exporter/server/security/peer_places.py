@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from gpumem_client.wire.peer import SocketOwner
 from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.host.sockets import SocketHolders
 from gpumem_exporter.server.security.peer import Peer, own_places
-from gpumem_exporter.wire.peer import SocketOwner
 
 __all__ = ["UNSEEN", "PeerPlace", "PeerPlaces"]
 

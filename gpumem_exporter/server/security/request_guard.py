@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.peer import Peer
-from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = [
     "ACTIONS_PATH",

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.server.security.cipher_suites import TLS12_SUITES
 from gpumem_exporter.server.security.web_config import Pem, Tls
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.server.security.file_refresher import file_version
 from gpumem_exporter.server.security.password_users import Users
 from gpumem_exporter.server.security.tls_context import create_context

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter import __version__
+from gpumem_exporter.cli.main import main
+from gpumem_exporter.cli.program import COMMANDS, PROGRAM, one_line
+
+
+def _exits_with_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int) -> str:
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(PROGRAM)
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith("\n")
+    return captured.err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{PROGRAM} {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
+def test_the_help_lists_every_command_with_examples(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    listed = out.partition("Commands:")[2].partition("Examples:")[0]
+    assert [line.split()[0] for line in listed.strip().splitlines()] == list(COMMANDS)
+    assert "gpumem-exporter serve --demo" in out
+    assert "..." not in listed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_each_command_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    examples = out.partition("Examples:\n")[2]
+    assert examples.strip().startswith(f"{PROGRAM} {command}")
+    assert out.lower().startswith(f"usage: {PROGRAM} {command}")  # argparse writes it small
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong", "right"),
+    [
+        (["claer"], "'claer'", "'clear'"),
+        (["dance"], "'dance'", ", ".join(COMMANDS)),
+        (["--verbose", "info"], "--verbose", "--help"),
+        (["info", "--jsn"], "--jsn", "--json"),
+        (["info", "now"], "now", "info --help"),
+        (["clear", "--pid", "many"], "--pid many", "integer"),
+        (["clear", "--pid", "0"], "--pid", "1"),
+        (["clear", "--pid"], "--pid", "gpumem-exporter clear --help"),
+        (["clear"], "target", "--all"),
+        (["clear", "--all", "--gpu", "0"], "--gpu", "--all"),
+        (["gc", "--all", "--deadline", "0"], "--deadline", "over 0"),
+        (["reset-peak", "--all", "--wait", "-1"], "--wait", "0 or more"),
+        (["info", "--url", "ftp://node:9844"], "ftp://node:9844", "http://host:port"),
+        (["info", "--token-file", "/nonexistent/token"], "/nonexistent/token", "No such file"),
+        (["serve", "--web.listen-adress", ":1"], "--web.listen-adress", "--web.listen-address"),
+        (["serve", "--report.interval", "soon"], "--report.interval", "number"),
+        (["serve", "--web.listen-address", "nowhere"], "nowhere", "HOST:PORT"),
+        (["serve", "--config.file", "/nonexistent/c.yaml"], "/nonexistent/c.yaml", "No such file"),
+        (["run"], "command", "gpumem-exporter run --"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_one_line(
+    arguments: list[str], wrong: str, right: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = _exits_with_one_line(capsys, arguments, 2)
+    assert wrong in line
+    assert right in line
+
+
+def test_ctrl_c_exits_with_130_and_prints_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpumem_exporter.cli.api_client.ExporterApi.get", interrupted)
+    assert main(["info", "--url", "unix:///nonexistent.sock"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_message_is_one_printable_line() -> None:
+    assert one_line("two\n  lines\tand \x1b[31mred") == "two lines and ?[31mred"

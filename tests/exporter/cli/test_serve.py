@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from gpumem_exporter.cli.main import main
+from gpumem_exporter.server.settings import Settings
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
+    """Replace the server, and record what it would serve."""
+    calls: list[tuple[Settings, bool]] = []
+    stand_in = ModuleType("gpumem_exporter.server.serve")
+
+    def run(settings: Settings, *, demo: bool = False) -> int:
+        calls.append((settings, demo))
+        return 0
+
+    stand_in.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"GPUMEM_{name.upper()}", raising=False)
+    monkeypatch.delenv("GPUMEM_CONFIG_FILE", raising=False)
+    return calls
+
+
+def test_without_flags_the_defaults_apply(served: list[tuple[Settings, bool]]) -> None:
+    assert main(["serve"]) == 0
+    assert served == [(Settings(), False)]
+
+
+def test_every_flag_reaches_its_setting(served: list[tuple[Settings, bool]]) -> None:
+    flags = {
+        "--web.listen-socket": "/s",
+        "--web.telemetry-path": "/m",
+        "--collect.interval": "2",
+        "--report.interval": "0.5",
+        "--report.expiry": "7",
+        "--action.allow": "empty_cache",
+        "--log.level": "debug",
+        "--log.format": "json",
+    }
+    addresses = ["--web.listen-address", "127.0.0.1:1", "--web.listen-address", "[::1]:2"]
+    arguments = [*addresses, *(word for flag in flags.items() for word in flag)]
+    assert main(["serve", "--demo", "--web.hide-identities", "--report.max-processes=9", *arguments]) == 0
+    settings = Settings(
+        web_listen_address=("127.0.0.1:1", "[::1]:2"),
+        web_listen_socket="/s",
+        web_telemetry_path="/m",
+        web_hide_identities=True,
+        collect_interval=2.0,
+        report_interval=0.5,
+        report_expiry=7.0,
+        report_max_processes=9,
+        action_allow=("empty_cache",),
+        log_level="debug",
+        log_format="json",
+    )
+    assert served == [(settings, True)]
+
+
+def test_an_empty_flag_overrides_the_environment(
+    served: list[tuple[Settings, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUMEM_WEB_LISTEN_SOCKET", "/of/environment")
+    monkeypatch.setenv("GPUMEM_ACTION_ALLOW", "empty_cache")
+    assert main(["serve", "--web.listen-socket", "", "--action.allow", ""]) == 0
+    assert served[0][0].web_listen_socket == ""
+    assert served[0][0].action_allow == ()

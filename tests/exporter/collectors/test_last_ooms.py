@@ -1,0 +1,226 @@
+"""The series of the last out-of-memory errors: which errors they show, their values, and their lifetime."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
+from gpumem_exporter.core.samples import DeviceReading
+from gpumem_exporter.events import Event, Query, Storage, last_ooms
+from tests.support import recorder_bench
+from tests.support.builders import MIB, UUIDS, device, sample
+from tests.support.exposition_builders import exposition
+from tests.support.recorder_bench import RecorderBench
+
+NAMES = ("timestamp_seconds", *(f"{name}_bytes" for name in ("requested", "device_free", "limit", "allocated")))
+NAMES += tuple(f"{name}_bytes" for name in ("reserved", "reclaimable", "fragmented"))
+
+
+def oom(number: int = 1, uuid: str = UUIDS[0], **changes: Any) -> Any:
+    return recorder_bench.oom(number, uuid, **{"requested_bytes": 1000 + number, **changes})
+
+
+class Bench(RecorderBench):
+    """A recorder with a metrics page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer = exposition()
+
+    def recall(self, *events: Event) -> None:
+        self.store.restore_ooms(last_ooms(events, self.now, self.unix))
+
+    def page(self) -> str:
+        return self.writer.render(self.snapshot(), openmetrics=False).decode()
+
+    def lines(self) -> list[str]:
+        return [line for line in self.page().splitlines() if line.startswith("gpumem_last_oom_")]
+
+    def shown(self, name: str = "requested_bytes") -> dict[str, str]:
+        """Return the text of each series' value by pid; each pid has at most one."""
+        lines = [line for line in self.lines() if line.startswith(f"gpumem_last_oom_{name}{{")]
+        found = {line.split('pid="')[1].split('"')[0]: line.rsplit(" ", 1)[1] for line in lines}
+        assert len(found) == len(lines)
+        return found
+
+
+def test_the_series_have_the_values_of_the_event() -> None:
+    bench = Bench()
+    bench.reading(device(gpu="3"))
+    bench.unix = 1_700_000_000.123
+    then = dataclasses.replace(sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), requested_bytes=7 * MIB)
+    error = oom(requested_bytes=9, device_free_bytes=5, limit_bytes=2**53 + 1, age_seconds=0.7, sample=then)
+    bench.report(7, error, workload="llm", rank="2")
+    (event,) = bench.log.of("oom")
+    values = {**event.detail["allocator"], **event.detail, "timestamp": event.time_unix_seconds}
+    values = {name.removesuffix("_bytes"): value for name, value in values.items()}
+    labels = f'{{gpu="3",uuid="{UUIDS[0]}",pid="7@1",workload="llm",rank="2"}}'
+    assert bench.lines() == [f"gpumem_last_oom_{name}{labels} {values[name.rpartition('_')[0]]!r}" for name in NAMES]
+    assert (values["requested"], values["limit"], values["fragmented"]) == (9, 2**53 + 1, 2 * MIB)
+    assert values["timestamp"] == 1_700_000_000.123 - 0.7
+
+
+def test_an_unknown_value_is_absent() -> None:
+    bench = Bench()
+    bench.report(7, oom(requested_bytes=None), oom(2, UUIDS[1], sample=sample(UUIDS[1], MIB)))
+    (first,) = [line for line in bench.lines() if UUIDS[0] in line]
+    assert first.startswith('gpumem_last_oom_timestamp_seconds{gpu="",')
+    second = [line.split("{")[0].removeprefix("gpumem_last_oom_") for line in bench.lines() if UUIDS[1] in line]
+    assert second == [name for name in NAMES if name not in ("device_free_bytes", "limit_bytes")]
+
+
+# --- lifetime
+
+
+def test_an_error_is_shown_for_an_hour_by_the_monotonic_clock_even_after_its_process_exits() -> None:
+    bench = Bench()
+    bench.report(7, oom(age_seconds=100.0))
+    bench.report(8, oom(age_seconds=4000.0))
+    assert bench.shown().keys() == {"7@1"}
+    for process in bench.snapshot().processes:
+        bench.store.forget(process.key)
+    for step in (1e6, -2e6):
+        bench.unix += step
+        assert bench.shown() == {"7@1": "1001"}
+    bench.wait(SHOWN_SECONDS - 100)
+    assert bench.shown() == {"7@1": "1001"}
+    bench.wait(0.001)
+    assert bench.lines() == []
+
+
+def test_the_error_of_a_lost_device_keeps_its_index() -> None:
+    bench = Bench()
+    bench.reading(device(gpu="3"))
+    bench.report(7, oom())
+    for later in ((DeviceReading("5", UUIDS[0], error="lost"),), ()):
+        bench.wait(1)
+        bench.reading(*later)
+        assert bench.lines()
+        assert all('{gpu="3",' in line for line in bench.lines())
+
+
+# --- selection
+
+
+def test_the_last_error_of_a_process_and_device_is_shown() -> None:
+    bench = Bench()
+    bench.report(7, oom(1), oom(2, UUIDS[1]), sequence=1)
+    before = bench.lines()
+    bench.wait(1)
+    bench.report(7, oom(1, requested_bytes=0), oom(2, UUIDS[1], requested_bytes=0), sequence=2)
+    assert bench.lines() == before
+    assert [line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line] == ["1001", "1002"]
+    bench.report(7, oom(3), oom(1), oom(3, requested_bytes=0), sequence=3)
+    assert sorted(line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line) == ["1002", "1003"]
+
+
+def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
+    bench = Bench()
+    for pid in range(1, MAX_SHOWN + 11):
+        bench.report(pid, oom(), session=str(pid))
+        bench.wait(1)
+    assert bench.shown().keys() == {f"{pid}@1" for pid in range(11, MAX_SHOWN + 11)}
+    bench.report(999, oom(age_seconds=MAX_SHOWN + 5.0), session="late")
+    assert bench.shown().keys() == {f"{pid}@1" for pid in range(11, MAX_SHOWN + 11)}
+    bench.report(11, oom(2), session="11", sequence=2)  # the oldest process now has the newest error
+    bench.report(1000, oom(), session="1000")
+    assert bench.shown().keys() == {"11@1", *(f"{pid}@1" for pid in range(13, MAX_SHOWN + 11)), "1000@1"}
+
+
+# --- after a restart
+
+
+def test_stored_errors_are_shown_after_a_restart_with_their_first_time_and_values() -> None:
+    before = Bench()
+    before.reading(device(gpu="3"))
+    then = sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB)
+    before.report(7, oom(1), oom(2, age_seconds=1 / 3, device_free_bytes=2**62 + 1, sample=then))
+    before.report(8, oom(1), session="other")
+    storage = Storage(None, retention_seconds=1e10, max_bytes=64 << 20, wall_clock=lambda: 1e9)
+    storage.append(before.log.events)
+    before.wait(0.3)
+    after = Bench()
+    after.now, after.unix = 5.0, before.unix + 10
+    after.report(7, oom(2, age_seconds=9.0))  # not acknowledged before the restart, so it is reported again
+    after.report(9, oom(1), session="since")
+    reported_again = after.shown("timestamp_seconds")["7@1"]
+
+    after.recall(*storage.read(Query(types=("oom",), newest_of_each=True)).events)
+
+    storage.close()
+    assert after.shown() == {"7@1": "1002", "8@1": "1001", "9@1": "1001"}
+    assert after.shown("timestamp_seconds")["7@1"] == before.shown("timestamp_seconds")["7@1"] != reported_again
+    assert [line for line in after.lines() if 'pid="9@1"' not in line] == before.lines()
+    after.wait(SHOWN_SECONDS - 10.3 - 1 / 3)
+    assert after.shown().keys() == {"7@1", "8@1", "9@1"}
+    after.wait(0.4)
+    assert after.shown().keys() == {"9@1"}
+
+
+# --- random order
+
+
+def test_an_owner_with_many_errors_hides_none_of_another() -> None:
+    store = Bench().store
+    of_ada = [last_oom(pid=str(pid), owner="1001", happened_seconds=float(-pid)) for pid in range(1, 11)]
+    store.put_ooms(of_ada)
+    for pid in range(1000, 1000 + 2 * MAX_SHOWN):
+        store.put_ooms([last_oom(pid=str(pid), owner="c" * 64, happened_seconds=0.0)])
+    shown = store.snapshot(0.0).ooms
+    assert len(shown) == MAX_SHOWN
+    assert {oom.pid for oom in of_ada} <= {oom.pid for oom in shown}
+
+
+def last_oom(**changes: Any) -> LastOom:
+    known = {"gpu": "0", "uuid": UUIDS[0], "workload": "w", "rank": "", "session": "s", "number": 1}
+    return LastOom(**{**known, "happened_unix_seconds": 1e9, **changes})
+
+
+_ooms = st.builds(
+    LastOom,
+    gpu=st.sampled_from(["0", "1", ""]),
+    uuid=st.sampled_from(UUIDS[:2]),
+    pid=st.sampled_from(["1", "2", "1@5"]),
+    workload=st.sampled_from(["w", 'x"y']),
+    rank=st.just(""),
+    session=st.sampled_from(["a", "b"]),
+    number=st.integers(1, 3),
+    happened_seconds=st.floats(-2 * SHOWN_SECONDS, 0),
+    happened_unix_seconds=st.floats(1e9, 2e9),
+    requested_bytes=st.none() | st.integers(0, 2**63),
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "recall"]), st.lists(_ooms, max_size=4)), max_size=8),
+    st.lists(st.floats(0, SHOWN_SECONDS), max_size=3).map(sorted),
+)
+def test_series_are_unique_and_of_the_last_hour(taken: list[tuple[str, list[LastOom]]], times: list[float]) -> None:
+    bench = Bench()
+    last: dict[tuple[str, str], LastOom] = {}
+    for how, ooms in taken:
+        (bench.store.put_ooms if how == "put" else bench.store.restore_ooms)(ooms)
+        for each in ooms:
+            known = last.get((each.uuid, each.pid))
+            same = known is not None and known.session == each.session
+            if how == "put":
+                wins = known is None or not same or each.number > known.number
+            else:
+                wins = known is None or (same and each.number >= known.number)
+            if wins:
+                last[each.uuid, each.pid] = each
+    for bench.now in times:
+        families = {family.name: family.samples for family in text_string_to_metric_families(bench.page())}
+        samples = families.get("gpumem_last_oom_timestamp_seconds", [])
+        series = {(found.labels["uuid"], found.labels["pid"]): found.value for found in samples}
+        assert len(series) == len(samples)
+        assert series == {
+            key: each.happened_unix_seconds
+            for key, each in last.items()
+            if bench.now - each.happened_seconds <= SHOWN_SECONDS
+        }

@@ -1,0 +1,243 @@
+"""Pod and container of a process: the ids from its cgroup, the names from the kubelet's device assignments."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.core.samples import NodeReading, ProcessFacts
+from gpumem_exporter.host.cgroups import container_id, pod_uid
+from gpumem_exporter.host.pod_resources import PodResources
+from gpumem_exporter.host.pods import Container, DeviceAssignments, device_uuid, name_containers
+from tests.support.builders import UUIDS, device, node
+from tests.support.waiting import wait_for
+
+ID = "3f2a9c0d" * 8
+UID = "0a1b2c3d-1111-2222-3333-444455556666"
+SYSTEMD_UID = UID.replace("-", "_")
+STATIC_UID = "5f4dcc3b5aa765d61d8327deb882cf99"
+
+CGROUPS = {
+    "v2, systemd, containerd, burstable": (
+        f"0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{ID}.scope"
+    ),
+    "v2, systemd, containerd, guaranteed": (
+        f"0::/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/cri-containerd-{ID}.scope"
+    ),
+    "v2, systemd, CRI-O, best effort": (
+        f"0::/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod{SYSTEMD_UID}.slice/crio-{ID}.scope"
+    ),
+    "v2, systemd, CRI-O, its container's own cgroup": (
+        f"0::/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-{ID}.scope/container"
+    ),
+    "v2, systemd, Docker": f"0::/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/docker-{ID}.scope",
+    "v2, cgroupfs, containerd": f"0::/kubepods/burstable/pod{UID}/{ID}",
+    "v2, cgroupfs, CRI-O": f"0::/kubepods/burstable/pod{UID}/crio-{ID}",
+    "v2, cgroupfs, Docker": f"0::/kubepods/besteffort/pod{UID}/{ID}",
+    "v2, seen from a cgroup namespace": (
+        f"0::/../../kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{ID}.scope"
+    ),
+    "v2, a kubelet in a container": (
+        f"0::/docker/{'9' * 64}/kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{SYSTEMD_UID}.slice"
+        f"/cri-containerd-{ID}.scope"
+    ),
+    "v1, cgroupfs, Docker": (
+        f"12:pids:/kubepods/burstable/pod{UID}/{ID}\n11:memory:/kubepods/burstable/pod{UID}/{ID}\n"
+        f"1:name=systemd:/kubepods/burstable/pod{UID}/{ID}"
+    ),
+    "v1, cgroupfs, containerd": f"4:memory:/kubepods/pod{UID}/{ID}\n0::/",
+    "v1, systemd, containerd": (
+        "11:devices:/kubepods.slice/kubepods-burstable.slice"
+        f"/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{ID}.scope\n1:name=systemd:/"
+    ),
+    "v1, systemd, CRI-O": f"3:cpu,cpuacct:/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-{ID}.scope",
+    "v1, containerd uses cgroupfs and the kubelet systemd": (
+        f"10:cpuset:/system.slice/containerd.service/kubepods-besteffort-pod{SYSTEMD_UID}.slice:cri-containerd:{ID}"
+    ),
+}
+
+
+@pytest.mark.parametrize("cgroup", CGROUPS.values(), ids=CGROUPS)
+def test_the_pod_uid_and_the_container_id_are_read_from_the_cgroup(cgroup: str) -> None:
+    assert (pod_uid(cgroup + "\n"), container_id(cgroup + "\n")) == (UID, ID)
+
+
+def test_a_static_pods_uid_is_a_hash() -> None:
+    for cgroup in (
+        f"0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{STATIC_UID}.slice/cri-containerd-{ID}.scope",
+        f"0::/kubepods/burstable/pod{STATIC_UID}/{ID}",
+    ):
+        assert (pod_uid(cgroup), container_id(cgroup)) == (STATIC_UID, ID)
+
+
+@pytest.mark.parametrize(
+    "cgroup",
+    [
+        "0::/",
+        f"0::/docker/{ID}",
+        f"0::/system.slice/docker-{ID}.scope",
+        f"0::/machine.slice/libpod-{ID}.scope/container",
+        f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope",
+        f"0::/kubepods/besteffort/pod{UID[:-1]}/{ID}",
+        f"0::/kubepods/besteffort/mypod{UID}/{ID}",
+        "0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0",
+    ],
+)
+def test_a_process_outside_of_pods_has_no_pod_uid(cgroup: str) -> None:
+    assert pod_uid(cgroup) == ""
+
+
+# The names
+
+
+TRAINER = Container("ml", "llm-0", "trainer")
+SIDECAR = Container("ml", "llm-0", "sidecar")
+SERVER = Container("web", "chat-0", "server")
+QUERIED = 5000
+
+
+def facts(pid: int, container: str, pod: str, started: int = 100) -> ProcessFacts:
+    return ProcessFacts(pid, started, container_id=container, k8s_pod_uid=pod)
+
+
+def reading(*processes: ProcessFacts, on: dict[int, tuple[int, ...]]) -> NodeReading:
+    """A reading with these processes; `on` has the devices of each by pid."""
+    devices = [
+        device(uuid, gpu=str(i), processes={pid: 1 for pid, where in on.items() if i in where})
+        for i, uuid in enumerate(UUIDS)
+    ]
+    return dataclasses.replace(node(*devices), facts={process.pid: process for process in processes})
+
+
+def given(**by_device: tuple[Container, ...]) -> DeviceAssignments:
+    by_uuid = {UUIDS[int(name[1:])]: frozenset(containers) for name, containers in by_device.items()}
+    return DeviceAssignments(QUERIED, by_uuid)
+
+
+def named(reading: NodeReading, given: DeviceAssignments) -> dict[int, tuple[str, str, str]]:
+    after, _ = name_containers(reading, given)
+    return {
+        pid: (found.k8s_namespace, found.k8s_pod, found.k8s_container)
+        for pid, found in after.facts.items()
+        if found.k8s_namespace or found.k8s_pod or found.k8s_container
+    }
+
+
+def test_the_container_of_a_device_is_that_of_its_processes() -> None:
+    known = reading(facts(1, "c1", "p1"), facts(2, "c1", "p1"), facts(3, "c2", "p2"), on={1: (0, 1), 2: (1,), 3: (2,)})
+    assert named(known, given(d0=(TRAINER,), d1=(TRAINER,), d2=(SERVER,))) == {
+        1: ("ml", "llm-0", "trainer"),
+        2: ("ml", "llm-0", "trainer"),
+        3: ("web", "chat-0", "server"),
+    }
+
+
+def test_the_devices_of_all_processes_of_a_container_are_combined() -> None:
+    known = reading(facts(1, "c1", "p1"), facts(2, "c1", "p1"), on={1: (0,), 2: (1,)})
+    shared = given(d0=(TRAINER, SERVER), d1=(TRAINER,))
+    assert named(known, shared) == {1: ("ml", "llm-0", "trainer"), 2: ("ml", "llm-0", "trainer")}
+
+
+@pytest.mark.parametrize(
+    ("known", "assignments"),
+    [
+        pytest.param(
+            reading(facts(1, "c1", "p1"), on={1: (0,)}), given(), id="the kubelet assigned the device to no container"
+        ),
+        pytest.param(reading(facts(1, "c1", "p1"), on={1: (0,)}), given(d0=(TRAINER, SERVER)), id="time slicing"),
+        pytest.param(reading(facts(1, "c1", ""), on={1: (0,)}), given(d0=(TRAINER,)), id="a container in no pod"),
+        pytest.param(reading(facts(1, "", ""), on={1: (0,)}), given(d0=(TRAINER,)), id="a process of the host"),
+        pytest.param(
+            reading(facts(1, "c1", "p1"), facts(2, "c2", "p2"), on={1: (0,), 2: (0,)}),
+            given(d0=(TRAINER,)),
+            id="one of two does not use the kubelet",
+        ),
+        pytest.param(
+            reading(facts(1, "c1", "p1"), on={1: (0, 1)}), given(d0=(TRAINER,), d1=(SERVER,)), id="no one has both"
+        ),
+        pytest.param(
+            reading(facts(1, "c1", "p1"), facts(2, "c2", "p1"), on={1: (0,), 2: (1,)}),
+            given(d0=(TRAINER,), d1=(SERVER,)),
+            id="two names for one pod",
+        ),
+        pytest.param(
+            reading(facts(1, "c1", "p1"), facts(2, "c2", "p2"), on={1: (0,), 2: (1,)}),
+            given(d0=(TRAINER,), d1=(SIDECAR,)),
+            id="one name for two pods",
+        ),
+        pytest.param(
+            reading(facts(1, "c1", "p1", started=QUERIED), on={1: (0,)}), given(d0=(TRAINER,)), id="newer than the list"
+        ),
+        pytest.param(
+            reading(facts(1, "c1", "p1", started=0), on={1: (0,)}), given(d0=(TRAINER,)), id="unknown start time"
+        ),
+    ],
+)
+def test_ambiguous_containers_have_no_name(known: NodeReading, assignments: DeviceAssignments) -> None:
+    assert named(known, assignments) == {}
+
+
+def test_two_containers_of_one_pod_that_share_a_device_have_the_pods_name() -> None:
+    known = reading(facts(1, "c1", "p1"), facts(2, "c2", "p1"), on={1: (0,), 2: (0,)})
+    assert named(known, given(d0=(TRAINER, SIDECAR))) == {1: ("ml", "llm-0", ""), 2: ("ml", "llm-0", "")}
+
+
+def test_a_device_of_a_resource_claim_is_found_by_its_minor_number() -> None:
+    known = reading(facts(1, "c1", "p1"), facts(2, "c2", "p2"), facts(3, "c3", "p3"), on={1: (0, 1), 2: (2,), 3: (3,)})
+    minors = (5, 4, 0, None)  # not in NVML's order
+    devices = tuple(dataclasses.replace(each, minor=minor) for each, minor in zip(known.devices, minors, strict=False))
+    claimed = {name: frozenset((who,)) for name, who in (("gpu-4", TRAINER), ("gpu-5", TRAINER), ("gpu-0", SERVER))}
+    assert named(dataclasses.replace(known, devices=devices), DeviceAssignments(QUERIED, claimed)) == {
+        1: ("ml", "llm-0", "trainer"),
+        2: ("web", "chat-0", "server"),
+    }
+
+
+def test_a_container_newer_than_the_list_is_detected() -> None:
+    for started, unknown in ((QUERIED - 1, False), (QUERIED, True)):
+        _, found = name_containers(reading(facts(1, "c1", "p1", started=started), on={1: (0,)}), given(d0=(TRAINER,)))
+        assert found is unknown
+
+
+@pytest.mark.parametrize(
+    ("device_id", "uuid"),
+    [
+        (UUIDS[0], UUIDS[0]),
+        (f"{UUIDS[0]}::3", UUIDS[0]),
+        ("MIG-4f2a9c0d-0000-1111-2222-333344445555", "MIG-4f2a9c0d-0000-1111-2222-333344445555"),
+        ("nvidia0", None),
+        ("0", None),
+    ],
+)
+def test_the_uuid_is_read_from_the_device_id_of_the_plugin(device_id: str, uuid: str | None) -> None:
+    assert device_uuid(device_id) == uuid
+
+
+def test_an_expired_answer_of_the_kubelet_is_not_used(tmp_path: Path) -> None:
+    socket = tmp_path / "kubelet.sock"
+    socket.touch()
+    now = [100.0]
+
+    def query(path: Path, deadline_seconds: float) -> DeviceAssignments:
+        return given(d0=(TRAINER,))
+
+    pods = PodResources(socket, query=query, clock=lambda: now[0])
+    known = reading(facts(1, "c1", "p1"), on={1: (0,)})
+    assert pods.name(known).facts[1].k8s_pod == ""
+    pods.start()
+    try:
+        wait_for(lambda: pods.name(known).facts[1].k8s_pod == "llm-0", "the pod's name")
+    finally:
+        pods.stop()
+    now[0] += 90
+    assert pods.name(known).facts[1].k8s_pod == ""
+
+
+def test_without_a_kubelet_there_are_no_queries(tmp_path: Path) -> None:
+    absent = {"GPUMEM_POD_RESOURCES_SOCKET": str(tmp_path / "absent" / "kubelet.sock")}
+    assert PodResources.of_this_node(absent) is None
+    pods = PodResources.of_this_node({"GPUMEM_POD_RESOURCES_SOCKET": str(tmp_path / "kubelet.sock")})
+    assert pods is not None
+    assert pods.socket == tmp_path / "kubelet.sock"

@@ -1,0 +1,439 @@
+"""The provider with the real pynvml, and its structures and errors, on a scripted libnvidia-ml."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from gpumem_exporter import errors
+from gpumem_exporter.core.samples import DeviceMemory
+from gpumem_exporter.nvml import driver_library as library_module
+from gpumem_exporter.nvml.provider import DeviceIdentity
+from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
+from gpumem_exporter.nvml.return_codes import RETURN_CODES
+
+GIB = 1 << 30
+NOT_AVAILABLE = (1 << 64) - 1
+
+
+class Gpu:
+    """A scripted GPU or MIG device."""
+
+    def __init__(self, uuid: str, *, name: str = "NVIDIA H100 80GB HBM3", migs: list[Gpu | None] | None = None) -> None:
+        self.uuid = uuid
+        self.name = name
+        self.migs = migs
+        self.total, self.reserved, self.free, self.used = 80 * GIB, GIB, 60 * GIB, 19 * GIB
+        self.percent = 50
+        self.processes: list[tuple[int, int]] = []
+        self.codes: dict[str, int] = {}
+
+
+class Library:
+    """A scripted libnvidia-ml.so.1. `codes` makes a function fail for all GPUs, a GPU's `codes` for that GPU."""
+
+    def __init__(self, *gpus: Gpu) -> None:
+        self.gpus = list(gpus)
+        self.codes: dict[str, int] = {}
+        self.missing: set[str] = set()
+        self.calls: list[str] = []
+        self._handle = 4711
+
+    def __getattr__(self, name: str) -> Any:
+        function = None if name in self.missing else getattr(type(self), f"_{name.removeprefix('nvml')}", None)
+        if function is None:
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            if name in self.codes:
+                return self.codes[name]
+            if arguments and isinstance(arguments[0], ctypes._Pointer):
+                gpu = self._gpu(arguments[0])
+                if name in gpu.codes or "*" in gpu.codes:
+                    return gpu.codes.get(name, gpu.codes.get("*", 0))
+                arguments = (gpu, *arguments[1:])
+            return function(self, *arguments) or 0
+
+        call.__name__ = name
+        return call
+
+    def _all(self) -> list[Gpu]:
+        return [part for gpu in self.gpus for part in (gpu, *(mig for mig in gpu.migs or () if mig))]
+
+    def _gpu(self, handle: Any) -> Gpu:
+        address = ctypes.cast(handle, ctypes.c_void_p).value
+        return next(gpu for gpu in self._all() if id(gpu) == address)
+
+    def _point(self, handle: Any, gpu: Gpu) -> None:
+        ctypes.memmove(handle, struct.pack("@P", id(gpu)), struct.calcsize("@P"))
+
+    def _InitWithFlags(self, flags: int) -> None: ...  # noqa: N802 - NVML's own names, here and below
+
+    def _Shutdown(self) -> None: ...  # noqa: N802
+
+    def _SystemGetDriverVersion(self, text: Any, size: Any) -> None:  # noqa: N802
+        text.value = b"580.159.04"
+
+    def _DeviceGetCount_v2(self, count: Any) -> None:  # noqa: N802
+        count._obj.value = len(self.gpus)
+
+    def _DeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:  # noqa: N802
+        gpu = self.gpus[index.value]
+        self._point(handle, gpu)
+        return gpu.codes.get("handle", 0)
+
+    def _DeviceGetUUID(self, gpu: Gpu, text: Any, size: Any) -> None:  # noqa: N802
+        text.value = gpu.uuid.encode()
+
+    def _DeviceGetName(self, gpu: Gpu, text: Any, size: Any) -> None:  # noqa: N802
+        text.value = gpu.name.encode()
+
+    def _DeviceGetPciInfo_v3(self, gpu: Gpu, info: Any) -> None:  # noqa: N802
+        info._obj.busId = f"00000000:{self.gpus.index(gpu) + 1:02X}:00.0".encode()
+
+    def _DeviceGetMinorNumber(self, gpu: Gpu, minor: Any) -> None:  # noqa: N802
+        minor._obj.value = 4 - self.gpus.index(gpu)
+
+    def _DeviceGetMemoryInfo_v2(self, gpu: Gpu, info: Any) -> None:  # noqa: N802
+        memory = info._obj
+        memory.total, memory.reserved, memory.free, memory.used = gpu.total, gpu.reserved, gpu.free, gpu.used
+
+    def _DeviceGetMemoryInfo(self, gpu: Gpu, info: Any) -> None:  # noqa: N802
+        memory = info._obj
+        memory.total, memory.free, memory.used = gpu.total, gpu.free, gpu.used + gpu.reserved
+
+    def _DeviceGetComputeRunningProcesses_v3(self, gpu: Gpu, count: Any, buffer: Any) -> None:  # noqa: N802
+        data = b"".join(struct.pack("@IQII", pid, used, 0, 0) for pid, used in gpu.processes)
+        count._obj.value = len(gpu.processes)
+        ctypes.memmove(buffer, data, len(data))
+
+    def _DeviceGetUtilizationRates(self, gpu: Gpu, rates: Any) -> None:  # noqa: N802
+        rates._obj.gpu = gpu.percent
+
+    def _DeviceGetMigMode(self, gpu: Gpu, current: Any, pending: Any) -> int:  # noqa: N802
+        current._obj.value = gpu.migs is not None
+        return 0
+
+    def _DeviceGetMaxMigDeviceCount(self, gpu: Gpu, count: Any) -> None:  # noqa: N802
+        count._obj.value = 7
+
+    def _DeviceGetMigDeviceHandleByIndex(self, gpu: Gpu, index: Any, handle: Any) -> int:  # noqa: N802
+        slots = [*(gpu.migs or ()), *[None] * 7]
+        mig = slots[index.value]
+        if mig is None:
+            return 6
+        self._point(handle, mig)
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    scripted = Library(Gpu("GPU-0"), Gpu("GPU-1"))
+    monkeypatch.setattr(pynvml, "nvmlLib", scripted)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return scripted
+
+
+@pytest.fixture
+def provider(library: Library) -> PynvmlProvider:
+    opened = PynvmlProvider()
+    opened.open()
+    return opened
+
+
+def uuids(provider: PynvmlProvider) -> list[str]:
+    return [identity.uuid for identity in provider.devices()]
+
+
+def test_every_return_code_of_pynvml_is_in_the_table() -> None:
+    known = {name: value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
+    assert len(known) > 25
+    undecided = {name for name, value in known.items() if value not in RETURN_CODES}
+    assert undecided == set()
+    assert {name: f"NVML_ERROR_{RETURN_CODES[value].name}" for name, value in known.items()} == {n: n for n in known}
+
+
+def test_devices_are_in_the_drivers_order_with_their_identity(provider: PynvmlProvider) -> None:
+    assert provider.devices() == (
+        DeviceIdentity("0", "GPU-0", "NVIDIA H100 80GB HBM3", "00000000:01:00.0", 4),
+        DeviceIdentity("1", "GPU-1", "NVIDIA H100 80GB HBM3", "00000000:02:00.0", 3),
+    )
+
+
+def test_a_device_with_a_new_index_is_identified_by_its_uuid(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    library.gpus[0].free, library.gpus[1].free = 10 * GIB, 20 * GIB
+    library.gpus.reverse()
+    assert [(identity.gpu, identity.uuid) for identity in provider.devices()] == [("0", "GPU-1"), ("1", "GPU-0")]
+    assert provider.read_memory("GPU-0").free_bytes == 10 * GIB
+
+
+def test_a_device_that_is_no_longer_listed_is_not_read(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    library.gpus.pop()
+    provider.devices()
+    with pytest.raises(errors.NvmlDeviceLostError):
+        provider.read_memory("GPU-1")
+
+
+def test_memory_is_read_with_the_second_version_of_the_call(provider: PynvmlProvider) -> None:
+    provider.devices()
+    assert provider.read_memory("GPU-0") == DeviceMemory(80 * GIB, 19 * GIB, 60 * GIB, GIB)
+
+
+@pytest.mark.parametrize("how", ["missing", 3, 13, 25])
+def test_without_the_second_version_reserved_is_unknown_and_counts_as_used(
+    provider: PynvmlProvider, library: Library, how: str | int
+) -> None:
+    if how == "missing":
+        library.missing.add("nvmlDeviceGetMemoryInfo_v2")
+    else:
+        library.codes["nvmlDeviceGetMemoryInfo_v2"] = int(how)
+    provider.devices()
+    assert provider.read_memory("GPU-0") == DeviceMemory(80 * GIB, 20 * GIB, 60 * GIB, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((80, 1, 60, 20), DeviceMemory(80, 19, 60, 1)),
+        ((80, 1, 60, NOT_AVAILABLE), DeviceMemory(80, 19, 60, 1)),
+        ((80, NOT_AVAILABLE, 60, 19), DeviceMemory(80, 20, 60, None)),
+        ((80, 30, 60, 19), DeviceMemory(80, 20, 60, None)),
+        ((80, 0, 80, 0), DeviceMemory(80, 0, 80, 0)),
+        ((80, 20, 60, 0), DeviceMemory(80, 0, 60, 20)),
+    ],
+)
+def test_inconsistent_values_are_computed_from_total_and_free(
+    provider: PynvmlProvider, library: Library, values: tuple[int, int, int, int], expected: DeviceMemory
+) -> None:
+    provider.devices()
+    gpu = library.gpus[0]
+    gpu.total, gpu.reserved, gpu.free, gpu.used = values
+    memory = provider.read_memory("GPU-0")
+    assert memory == expected
+    assert memory.used_bytes + memory.free_bytes + (memory.reserved_bytes or 0) == memory.total_bytes
+
+
+@pytest.mark.parametrize("values", [(0, 0, 0, 0), (80, 0, 81, 0), (80, 0, NOT_AVAILABLE, 0), (NOT_AVAILABLE,) * 4])
+def test_invalid_total_and_free_values_are_rejected(
+    provider: PynvmlProvider, library: Library, values: tuple[int, int, int, int]
+) -> None:
+    provider.devices()
+    gpu = library.gpus[0]
+    gpu.total, gpu.reserved, gpu.free, gpu.used = values
+    with pytest.raises(errors.NvmlNotSupportedError):
+        provider.read_memory("GPU-0")
+
+
+@pytest.mark.parametrize("percent", [101, 0xFFFFFFFF])
+def test_a_utilization_that_is_not_a_percentage_is_rejected(
+    provider: PynvmlProvider, library: Library, percent: int
+) -> None:
+    provider.devices()
+    library.gpus[0].percent = percent
+    with pytest.raises(errors.NvmlNotSupportedError):
+        provider.read_utilization_ratio("GPU-0")
+
+
+def test_a_lost_device_is_listed_with_its_error(provider: PynvmlProvider, library: Library) -> None:
+    library.gpus[0].codes = {"*": 15}
+    broken, healthy = provider.devices()
+    assert (broken.gpu, broken.uuid) == ("0", "")
+    assert re.search(r"^nvmlDeviceGetUUID: .*\bNVML_ERROR_GPU_IS_LOST\b", broken.error)
+    assert (healthy.uuid, healthy.error) == ("GPU-1", "")
+    with pytest.raises(errors.NvmlDeviceLostError):
+        provider.read_memory("GPU-0")
+
+
+def test_a_device_whose_handle_this_user_may_not_get_is_not_listed(provider: PynvmlProvider, library: Library) -> None:
+    library.gpus[0].codes = {"handle": 4}
+    assert uuids(provider) == ["GPU-1"]
+
+
+def test_nvml_unavailable_for_one_device_affects_that_device_only(provider: PynvmlProvider, library: Library) -> None:
+    library.gpus[0].codes = {"*": 1}
+    assert uuids(provider) == ["", "GPU-1"]
+    library.gpus[1].codes = {"handle": 1}
+    with pytest.raises(errors.NvmlUnavailableError):
+        provider.devices()
+
+
+def test_a_gpu_with_mig_on_is_replaced_by_its_mig_devices(provider: PynvmlProvider, library: Library) -> None:
+    small, large = Gpu("MIG-a", name="NVIDIA A100 MIG 1g.5gb"), Gpu("MIG-b", name="NVIDIA A100 MIG 3g.20gb")
+    library.gpus[1].migs = [small, None, large]
+    small.codes = {"nvmlDeviceGetUtilizationRates": 3}
+    small.free = 5 * GIB
+    assert provider.devices()[1:] == (
+        DeviceIdentity("1:0", "MIG-a", "NVIDIA A100 MIG 1g.5gb", "00000000:02:00.0", None, "1g.5gb", "GPU-1"),
+        DeviceIdentity("1:2", "MIG-b", "NVIDIA A100 MIG 3g.20gb", "00000000:02:00.0", None, "3g.20gb", "GPU-1"),
+    )
+    assert provider.read_memory("MIG-a").free_bytes == 5 * GIB
+    with pytest.raises(errors.NvmlNotSupportedError):
+        provider.read_utilization_ratio("MIG-a")
+
+
+def test_a_failing_mig_device_does_not_affect_its_siblings(provider: PynvmlProvider, library: Library) -> None:
+    library.gpus[1].migs = [Gpu("MIG-a"), Gpu("MIG-b")]
+    library.gpus[1].migs[0].codes = {"*": 15}
+    assert [(identity.gpu, identity.uuid, bool(identity.error)) for identity in provider.devices()] == [
+        ("0", "GPU-0", False),
+        ("1:0", "", True),
+        ("1:1", "MIG-b", False),
+    ]
+
+
+@pytest.mark.parametrize("code", [3, 4, 13])
+def test_a_gpu_without_mig_support_is_one_device(provider: PynvmlProvider, library: Library, code: int) -> None:
+    library.codes["nvmlDeviceGetMigMode"] = code
+    assert uuids(provider) == ["GPU-0", "GPU-1"]
+
+
+@pytest.mark.parametrize("code", [1, 4, 9, 12, 15, 18, 999])
+def test_any_initialization_error_makes_nvml_unavailable(
+    library: Library, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_module, "_dlclose", lambda handle: None)
+    library.codes["nvmlInitWithFlags"] = code
+    with pytest.raises(errors.NvmlUnavailableError, match=f"nvmlInit: .*NVML_ERROR_{RETURN_CODES[code].name}"):
+        PynvmlProvider().open()
+
+
+def test_without_the_library_nvml_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "CDLL", no_library)
+    with pytest.raises(errors.NvmlUnavailableError, match=r"\blibnvidia-ml\.so\.1\b"):
+        PynvmlProvider().open()
+
+
+def test_a_library_with_another_version_than_the_driver_is_loaded_again(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unloaded: list[int] = []
+    monkeypatch.setattr(library_module, "_dlclose", unloaded.append)
+    library.codes["nvmlInitWithFlags"] = 18
+    provider = PynvmlProvider()
+    with pytest.raises(errors.NvmlUnavailableError, match=r"NVML_ERROR_LIB_RM_VERSION_MISMATCH|version"):
+        provider.open()
+    assert unloaded == [4711]
+    replaced = Library(Gpu("GPU-9"))
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: replaced)
+    provider.open()
+    assert uuids(provider) == ["GPU-9"]
+
+
+def test_unloading_removes_a_real_library_from_the_process(tmp_path: Path) -> None:
+    ctypes.CDLL("libm.so.6")  # any library: a copy of it is loaded only here
+    (original, *_) = re.findall(r"/\S*libm\.so\S*", Path("/proc/self/maps").read_text())
+    copy = tmp_path / "libcopy.so"
+    copy.write_bytes(Path(original).read_bytes())
+    loaded = ctypes.CDLL(str(copy))
+
+    module = SimpleNamespace(nvmlLib=loaded, _nvmlGetFunctionPointer_cache={"nvmlInit": object()})
+    assert str(copy) in Path("/proc/self/maps").read_text()
+    library_module.unload_library(module)
+    assert str(copy) not in Path("/proc/self/maps").read_text()
+    assert (module.nvmlLib, module._nvmlGetFunctionPointer_cache) == (None, {})
+
+
+def test_a_release_unloads_the_library_and_the_next_open_loads_the_current_one(
+    provider: PynvmlProvider, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unloaded: list[int] = []
+    monkeypatch.setattr(library_module, "_dlclose", unloaded.append)
+    provider.release()
+    provider.release()
+    assert (library.calls.count("nvmlShutdown"), unloaded) == (1, [4711])
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: Library(Gpu("GPU-9")))
+    provider.open()
+    assert uuids(provider) == ["GPU-9"]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)", "NVIDIA Jetson AGX Orin"])
+@pytest.mark.parametrize("values", ["not supported", "none"])
+def test_an_integrated_gpu_without_memory_values_has_those_of_the_host(
+    library: Library, tmp_path: Path, name: str, values: str
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  125492480 kB\nMemFree:  100 kB\nMemAvailable:  118744156 kB\nCached:  7 kB\n")
+    shared = Gpu("GPU-0", name=name)
+    if values == "none":
+        shared.total = shared.free = shared.used = shared.reserved = 0
+    else:
+        shared.codes = {"nvmlDeviceGetMemoryInfo": 3, "nvmlDeviceGetMemoryInfo_v2": 3}
+    library.gpus = [shared, Gpu("GPU-1")]
+    provider = PynvmlProvider(meminfo=meminfo)
+    provider.open()
+    provider.devices()
+    total, available = 125492480 * 1024, 118744156 * 1024
+    assert provider.read_memory("GPU-0") == DeviceMemory(total, total - available, available, None, of_host=True)
+    assert not provider.read_memory("GPU-1").of_host
+
+
+def test_an_integrated_gpu_with_memory_values_keeps_them(library: Library, tmp_path: Path) -> None:
+    library.gpus = [Gpu("GPU-0", name="NVIDIA GB10")]
+    provider = PynvmlProvider(meminfo=tmp_path / "none")
+    provider.open()
+    provider.devices()
+    assert provider.read_memory("GPU-0") == DeviceMemory(80 * GIB, 19 * GIB, 60 * GIB, GIB)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("NVIDIA H100 80GB HBM3", 3, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB100", 3, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB10", 4, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB10", 15, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB10", 3, "MemTotal: 9 kB\n"),
+    ],
+    ids=["not integrated", "a name that only starts like it", "no permission", "lost", "an old kernel"],
+)
+def test_other_gpus_never_get_the_hosts_memory(
+    library: Library, tmp_path: Path, name: str, code: int, text: str
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(text)
+    library.gpus = [Gpu("GPU-0", name=name)]
+    provider = PynvmlProvider(meminfo=meminfo)
+    provider.open()
+    provider.devices()
+    library.gpus[0].codes = {"nvmlDeviceGetMemoryInfo": code, "nvmlDeviceGetMemoryInfo_v2": code}
+    with pytest.raises(RETURN_CODES[code].error):
+        provider.read_memory("GPU-0")
+
+
+def test_every_call_raises_only_errors_of_this_package(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    for code in RETURN_CODES:
+        library.codes = {
+            "nvmlDeviceGetCount_v2": code,
+            "nvmlDeviceGetMemoryInfo": code,
+            "nvmlDeviceGetMemoryInfo_v2": code,
+            "nvmlDeviceGetUtilizationRates": code,
+            "nvmlSystemGetDriverVersion": code,
+        }
+        if code != 7:
+            library.codes["nvmlDeviceGetComputeRunningProcesses_v3"] = code
+            with pytest.raises(RETURN_CODES[code].error):
+                provider.read_processes("GPU-0")
+        for call in (
+            provider.devices,
+            provider.driver_version,
+            lambda: provider.read_memory("GPU-0"),
+            lambda: provider.read_utilization_ratio("GPU-0"),
+        ):
+            with pytest.raises(RETURN_CODES[code].error):
+                call()

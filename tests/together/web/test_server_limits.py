@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gpumem_exporter.server.http.uvicorn_server import Limits
+from tests.support.builders import UUIDS, report, sample
+from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
+from tests.support.waiting import eventually, patient
+
+LIMITS = Limits(max_connections=16, request_seconds=0.4, unread_seconds=0.4)
+GET = b"GET /-/healthy HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[RunningExporter]:
+    with running_exporter(limits=LIMITS) as running:
+        yield running
+
+
+def connect(exporter: RunningExporter) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", exporter.port), timeout=patient(30))
+
+
+def read_to_the_end(sock: socket.socket) -> bytes:
+    received = b""
+    try:
+        while piece := sock.recv(65536):
+            received += piece
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def assert_problem(answer: tuple[int, dict[str, str], bytes], status: int) -> None:
+    assert answer[0] == status
+    assert answer[1]["content-type"] == "application/problem+json"
+    assert json.loads(answer[2])["status"] == status
+
+
+def test_a_connection_without_a_request_is_closed(exporter: RunningExporter) -> None:
+    started = time.monotonic()
+    with connect(exporter) as sock:
+        assert read_to_the_end(sock) == b""
+    assert time.monotonic() - started > 0.3
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /metrics?",
+        b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Long: ",
+        b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 1000\r\n\r\n{",
+    ],
+)
+def test_a_slow_request_is_answered_with_408(exporter: RunningExporter, head: bytes) -> None:
+    with connect(exporter) as sock:
+        sock.sendall(head)
+        sock.settimeout(0.05)
+        started = time.monotonic()
+        answer = b""
+        while not answer and time.monotonic() - started < patient(30):
+            try:
+                sock.sendall(b"x")
+                answer = sock.recv(65536)
+            except TimeoutError:
+                continue
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"application/problem+json" in answer
+
+
+def test_a_request_that_waits_for_a_command_has_no_timeout(exporter: RunningExporter) -> None:
+    started = time.monotonic()
+    answer = exporter.report(report(1, devices=(sample(),), hold_seconds=5.0))
+    assert answer.status == 200
+    assert time.monotonic() - started >= 1.0 > LIMITS.request_seconds
+
+
+def test_a_connection_is_kept_between_requests(exporter: RunningExporter) -> None:
+    with connect(exporter) as sock:
+        for _ in range(3):
+            sock.sendall(GET)
+            assert read_answer(sock)[0] == 200
+            time.sleep(1.5 * LIMITS.request_seconds)  # longer than the timeout of a request
+
+
+def test_headers_over_the_limit_are_answered_with_431(exporter: RunningExporter) -> None:
+    for size, status in ((60_000, 200), (66_000, 431)):
+        with connect(exporter) as sock:
+            sock.sendall(GET[:-2] + b"X-Long: " + b"x" * size + b"\r\n\r\n")
+            assert read_answer(sock)[0] == status
+
+
+@pytest.mark.parametrize(
+    "line", [b"X-Long: " + b"x" * 10_000_000, b"".join(b"X-%d: y\r\n" % i for i in range(1_000_000))]
+)
+def test_endless_headers_are_cut_off(exporter: RunningExporter, line: bytes) -> None:
+    with connect(exporter) as sock:
+        try:
+            sock.sendall(GET[:-2] + line)
+        except (ConnectionResetError, BrokenPipeError):
+            return
+        assert b"431" in read_to_the_end(sock)[:20]
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"\x00" * 100])
+def test_bytes_that_are_not_http_are_answered_with_400(exporter: RunningExporter, garbage: bytes) -> None:
+    with connect(exporter) as sock:
+        sock.sendall(garbage)
+        answer = read_to_the_end(sock)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"application/problem+json" in answer
+
+
+def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy() -> None:
+    limits = Limits(max_connections=8)  # half of them for one user
+    with running_exporter(limits=limits, report_interval=20, report_expiry=60) as exporter:
+        body = b'{"action":"empty_cache","target":{"all":true},"wait_seconds":60}'
+        head = b"POST /api/v1/actions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        exporter.report(report(1, devices=(sample(UUIDS[0]),)))
+        eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 0)
+        with contextlib.ExitStack() as stack:
+            for _ in range(4):
+                sock = stack.enter_context(connect(exporter))
+                sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            eventually(lambda: len(exporter.runtime.held_requests), lambda count: count == 4)
+            with connect(exporter) as sock:
+                sock.sendall(GET)
+                answer = read_answer(sock)
+                assert_problem(answer, 503)
+                assert int(answer[1]["retry-after"]) > 0
+        eventually(lambda: exporter.get("/-/healthy").status, lambda status: status == 200)
+
+
+def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
+    with running_exporter(limits=Limits(max_connections=8)) as exporter, contextlib.ExitStack() as stack:
+        idle = []
+        for _ in range(4):
+            idle.append(stack.enter_context(connect(exporter)))
+            idle[-1].sendall(GET)
+            assert read_answer(idle[-1])[0] == 200
+        # A connection counts as idle after a second; until then a new one gets 503.
+        eventually(lambda: exporter.get("/metrics").status, lambda status: status == 200)
+        assert [_is_closed(sock) for sock in idle] == [True, False, False, False]
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    sock.settimeout(0.05)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_a_client_that_does_not_read_its_reply_is_disconnected() -> None:
+    limits = Limits(max_connections=16, unread_seconds=0.4)
+    with running_exporter(limits=limits, report_interval=3600, report_expiry=7200) as exporter:
+        for pid in range(1, 301):
+            exporter.report(report(pid, devices=tuple(sample(uuid, pid) for uuid in UUIDS[:2])))
+        assert len(exporter.get("/metrics").body) > 500_000
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(patient(30))
+            sock.connect(("127.0.0.1", exporter.port))
+            sock.sendall(GET.replace(b"/-/healthy", b"/metrics") * 8)
+            eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 1)
+            eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 0)
+            assert exporter.get("/-/healthy").status == 200
+
+
+def test_pipelined_requests_beyond_the_limit_close_the_connection(exporter: RunningExporter) -> None:
+    with connect(exporter) as sock:
+        sock.sendall(GET * 2 + GET[:-2] + b"Connection: close\r\n\r\n")
+        assert read_to_the_end(sock).count(b"HTTP/1.1 200") == 3
+    with connect(exporter) as sock:
+        sock.sendall(GET * 2000)
+        assert read_to_the_end(sock).count(b"HTTP/1.1 200") <= 1 + LIMITS.pipelined_requests

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import urllib.request
+from base64 import b64encode
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import bcrypt
+import jsonschema
+import pytest
+
+from tests.support.builders import UUIDS, report, sample
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.waiting import eventually
+
+
+class Page(HTMLParser):
+    """The links and the text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.text = ""
+        self._silent = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._silent = tag in ("script", "style")
+        self.links += [value or "" for name, value in attrs if name == "href" and tag == "a"]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._silent = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent:
+            self.text += data
+
+
+def test_all_links_of_the_page_work(exporter: RunningExporter) -> None:
+    answer = exporter.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    links = [link for link in Page(answer.body.decode()).links if not link.startswith("#")]
+    assert {"/metrics", "/health", "/api/v1/devices", "/api/v1/processes", "/openapi.json"} <= set(links)
+    assert {link: exporter.get(link).status for link in links} == dict.fromkeys(links, 200)
+    assert exporter.runtime.version.encode() in answer.body
+
+
+def test_an_unchanged_page_is_not_sent_again(exporter: RunningExporter) -> None:
+    first = exporter.get("/")
+    again = exporter.get("/", If_None_Match=first.headers["etag"])
+    assert (again.status, again.body) == (304, b"")
+    assert again.headers["content-security-policy"] == first.headers["content-security-policy"]
+    with urllib.request.urlopen(urllib.request.Request(exporter.url, headers={"Accept-Encoding": "gzip"})) as packed:
+        assert gzip.decompress(packed.read()) == first.body
+
+
+def test_only_a_demo_is_labeled_as_a_demo(exporter: RunningExporter) -> None:
+    assert "demo" not in Page(exporter.get("/").body.decode()).text.lower()
+    provider = ScriptedProvider()
+    provider.source = "demo"
+    with running_exporter(provider=provider) as demo:
+        assert "demo" in Page(demo.get("/").body.decode()).text.lower()
+        assert demo.document("/health")["source"] == "demo"
+        assert demo.sample("gpumem_exporter_build_info", source="demo") == 1
+
+
+def test_the_openapi_document_has_every_route(exporter: RunningExporter) -> None:
+    document = exporter.document("/openapi.json")
+    assert {(path, method) for path, methods in document["paths"].items() for method in methods} == {
+        ("/metrics", "get"),
+        ("/health", "get"),
+        ("/-/healthy", "get"),
+        ("/-/ready", "get"),
+        ("/api/v1/devices", "get"),
+        ("/api/v1/processes", "get"),
+        ("/api/v1/caller", "get"),
+        ("/api/v1/jobs/{job_id}", "get"),
+        ("/api/v1/reports", "post"),
+        ("/api/v1/actions", "get"),
+        ("/api/v1/actions", "post"),
+        ("/api/v1/actions/{action_id}", "get"),
+        ("/api/v1/actions/{action_id}", "delete"),
+        ("/api/v1/alerts", "post"),
+        ("/-/reload", "post"),
+        ("/api/v1/nvml/release", "post"),
+        ("/api/v1/nvml/attach", "post"),
+        ("/api/v1/events", "get"),
+        ("/api/v1/live", "get"),
+    }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/health",
+        "/api/v1/devices",
+        "/api/v1/processes",
+        "/api/v1/events",
+        "/api/v1/live",
+        "/api/v1/caller",
+        "/api/v1/actions",
+        "/api/v1/actions/{action_id}",
+    ],
+)
+def test_each_reply_has_the_described_keys_and_types(exporter: RunningExporter, path: str) -> None:
+    exporter.report(report(4711, devices=(sample(UUIDS[0]),), step=3))
+    action = json.loads(exporter.act(action="empty_cache", target={"pid": 4711}, dry_run=True).body)
+    description = exporter.document("/openapi.json")
+    answer = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    schema = closed({**answer, "components": description["components"]})
+    reply = exporter.document(path.replace("{action_id}", action["id"]))
+    jsonschema.Draft202012Validator(schema).validate(reply)
+
+
+def test_errors_have_the_described_keys_and_types(exporter: RunningExporter) -> None:
+    components = exporter.document("/openapi.json")["components"]
+    schema = closed({"$ref": "#/components/schemas/Problem", "components": components})
+    for path, status in (("/nothing", 404), ("/api/v1/events?limit=0", 422)):
+        jsonschema.Draft202012Validator(schema).validate(problem(exporter.get(path), status))
+
+
+def closed(schema: Any) -> Any:
+    """The schema, but an object with described properties may have no others."""
+    if isinstance(schema, dict):
+        made = {key: closed(value) for key, value in schema.items()}
+        return {**made, "additionalProperties": False} if isinstance(schema.get("properties"), dict) else made
+    return [closed(part) for part in schema] if isinstance(schema, list) else schema
+
+
+def test_every_referenced_schema_exists(exporter: RunningExporter) -> None:
+    text = exporter.get("/openapi.json").body.decode()
+    schemas = json.loads(text)["components"]["schemas"]
+    pointed = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert pointed <= set(schemas)
+    assert {"ActionBody", "AlertsBody", "TargetBody", "Report", "Reply", "Problem"} <= pointed
+    assert "devices" in json.dumps(schemas["Report"])
+
+
+CREDENTIALS = {
+    "actionToken": "Bearer act",
+    "reportToken": "Bearer report",
+    "password": f"Basic {b64encode(b'ada:x').decode()}",
+}
+
+
+@pytest.mark.parametrize("users", [False, True], ids=["without users", "with users"])
+@pytest.mark.parametrize("tokens", [(), ("action",), ("report",), ("action", "report")], ids="-".join)
+def test_the_described_credentials_are_those_that_open_each_route(
+    tmp_path: Path, tokens: tuple[str, ...], users: bool
+) -> None:
+    flags = {}
+    for name, token in (("action", "act"), ("report", "report")):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(token)
+        if name in tokens:
+            flags[f"{name}_token_file"] = str(tmp_path / name)
+    if users:
+        config = {"basic_auth_users": {"ada": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}}
+        (tmp_path / "web.yml").write_text(json.dumps(config))
+        flags["web_config_file"] = str(tmp_path / "web.yml")
+    with running_exporter(ready=False, **flags) as exporter:
+        anything = CREDENTIALS["password"] if users else ""
+        description = json.loads(exporter.get("/openapi.json", Authorization=anything).body)
+        schemes = description["components"]["securitySchemes"]
+        assert {name: schemes[name]["scheme"] for name in schemes} == {
+            "actionToken": "bearer",
+            "reportToken": "bearer",
+            **({"password": "basic"} if users else {}),
+        }
+        for path, operations in description["paths"].items():
+            for method, operation in operations.items():
+                described = [set(alternative) for alternative in operation["security"]]
+                for credential in (None, *CREDENTIALS):
+                    headers = {} if credential is None else {"Authorization": CREDENTIALS[credential]}
+                    body = [] if method == "post" else None
+                    answer = exporter.request(method.upper(), re.sub(r"{\w+}", "x", path), body, **headers)
+                    admitted = not described or set() in described or {credential} in described
+                    assert (answer.status != 401) is admitted, (method, path, credential, described, answer.status)
+
+
+@pytest.mark.parametrize(
+    "path", ["/nope", "/metrics/", "/api/v1/reports/x", "//", "/health%2f", "/docs/", "/docs/x.js", "/redoc"]
+)
+def test_an_unknown_path_is_a_404_problem(exporter: RunningExporter, path: str) -> None:
+    problem(exporter.get(path), 404)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/health", "GET, HEAD"),
+        ("POST", "/api/v1/devices", "GET, HEAD"),
+        ("GET", "/api/v1/reports", "POST"),
+        ("OPTIONS", "/api/v1/actions", "GET, HEAD, POST"),
+        ("PUT", "/api/v1/actions", "GET, HEAD, POST"),
+        ("DELETE", "/api/v1/actions", "GET, HEAD, POST"),
+        ("PUT", "/api/v1/actions/0", "DELETE, GET, HEAD"),
+        ("GET", "/api/v1/nvml/release", "POST"),
+        ("POST", "/openapi.json", "GET, HEAD"),
+        ("PUT", "/", "GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_is_a_405_problem_with_every_method_of_the_path(
+    exporter: RunningExporter, method: str, path: str, allowed: str
+) -> None:
+    answer = exporter.request(method, path)
+    assert allowed in problem(answer, 405)["detail"]
+    assert answer.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/health", "/api/v1/devices", "/nope"])
+def test_every_reply_has_security_headers(exporter: RunningExporter, path: str) -> None:
+    headers = exporter.get(path, Origin="http://evil.example").headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert headers["x-frame-options"] == "DENY"
+    assert "access-control-allow-origin" not in headers
+    assert "server" not in headers
+
+
+def test_an_internal_error_shows_no_details(
+    exporter: RunningExporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(now_seconds: float) -> None:
+        raise RuntimeError("s3cret inside")
+
+    monkeypatch.setattr(exporter.runtime.store, "snapshot", broken)
+    document = problem(exporter.get("/api/v1/devices"), 500)
+    assert "s3cret" not in json.dumps(document)
+    eventually(lambda: "s3cret inside" in caplog.text)

@@ -1,0 +1,238 @@
+"""`gpumem-plan`: batch size, gradient accumulation and memory of a job before it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.planning.configuration import apply, backup_of, diff, parse_map, planned_text, restore
+from gpumem_toolkit.planning.description import Description
+from gpumem_toolkit.planning.devices import parse_bytes, parse_gpu, smallest_gpu
+from gpumem_toolkit.planning.job import Job, parse_tensor
+from gpumem_toolkit.planning.plan import Plan, Target
+from gpumem_toolkit.planning.planner import plan_in_worker, profile_in_worker
+from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, named
+
+_DESCRIPTION = """\
+Predict the GPU memory of a training job before it runs.
+
+Builds the model in a separate process and simulates a few training steps, which needs no GPU and
+almost no memory. The tensors have no values; a model of PyTorch's allocator places them. --profile
+measures on a GPU instead. Without a model, describe a transformer by its dimensions.
+
+Exit code 1: not even a batch of one sample fits, or --batch does not.
+"""
+
+_EXAMPLES = """\
+Examples:
+  %(prog)s train:make_model --input 'float32[B,3,224,224]' --target 'int64[B]' \\
+      --optimizer adamw --precision bf16 --gpu 80GiB --target-effective-batch 512
+  %(prog)s --layers 32 --hidden 4096 --sequence 4096 --parameters 7e9 --precision pure-bf16 --gpu h200
+  %(prog)s train:make_model --input 'int64[B,1024]' --gpu h100-80gb --batch 8 --accumulation 2
+  %(prog)s train:make_model --input 'int64[B,1024]' --profile --batch 4
+  %(prog)s train:make_model --input 'float32[B,256]' --gpu 24GiB \\
+      --apply config.yaml --map train.batch_size=batch --map train.accumulation=accumulation
+  %(prog)s --restore config.yaml
+  %(prog)s train:make_model --input 'float32[B,256]' --gpu 24GiB --json > plan.json
+  gpumem-run --plan plan.json -- python train.py    # exports the error of the plan
+"""
+
+_PLANNED = ("batch", "accumulation", "effective_batch")
+"""The values of a plan that `--map` assigns to keys."""
+
+_PROFILED_BATCH = 8
+_INTERRUPTED = 130
+"""Ended by Ctrl-C: 128 plus the number of the signal, as in a shell."""
+
+
+def main(words: Sequence[str] | None = None, program: str = "gpumem-plan") -> int:
+    """Run the command and return its exit code: 0, 1 (the job does not fit), or 2 with one line on standard error.
+
+    Args:
+        words: the words after the program's name; by default, the words of this process.
+        program: the name in the help and in errors.
+    """
+    try:
+        parser = _parser(program)
+        options = parser.parse_args(words)
+        if options.help:
+            parser.print_help()
+            return 0
+        return _restore_files(options.restore) if options.restore else _plan_and_apply(options)
+    except ConfigurationError as error:
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
+
+
+def _parser(program: str) -> ArgumentParser:
+    parser = _Parser(
+        program,
+        usage="%(prog)s [OPTIONS] [MODULE:FACTORY]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=partial(RawDescriptionHelpFormatter, max_help_position=34, width=100),
+        add_help=False,
+        allow_abbrev=False,
+    )
+
+    def flag(name: str, text: str, **settings: Any) -> None:
+        parser.add_argument(name, action="store_true", help=text, **settings)
+
+    def value(name: str, text: str, kind: type = str, default: Any = None, metavar: str = "", **settings: Any) -> None:
+        shown = text if default in (None, []) else f"{text}  [default: %(default)s]"
+        metavar = metavar or f"<{kind.__name__}>"
+        parser.add_argument(name, help=shown, type=kind, default=default, metavar=metavar, **settings)
+
+    several = partial(value, action="append", default=[])
+    parser.add_argument("model", nargs="?", metavar="MODULE:FACTORY", help="A callable that returns the nn.Module.")
+    several("--input", "An argument of the model: float32[B,3,224,224].", metavar="TENSOR")
+    several("--target", "An argument of the loss after the output: int64[B].", metavar="TENSOR")
+    value("--loss", "auto, cross_entropy, mse, mean, sum, output, or MODULE:FUNCTION.", default="auto")
+    optimizers = (
+        "An optimizer of torch.optim such as adamw, adamw8bit, described (--optimizer-option bytes=2.06: state per "
+        "trainable parameter), none, or MODULE:FACTORY."
+    )
+    value("--optimizer", optimizers, default="adamw")
+    several("--optimizer-option", "Such as fused=true or momentum=0.9.", metavar="NAME=VALUE")
+    value("--precision", "fp32; bf16 or fp16 (autocast); pure-bf16 or pure-fp16.", default="fp32")
+    value("--attention", "auto, flash, efficient, math or cudnn.", default="auto")
+    value("--convolution", "cudnn, or native if cuDNN is off.", default="cudnn")
+    flag("--checkpointing", "Recompute the repeated blocks.")
+    loops = "script: out = model(...); out.loss.backward(); trainer: the output is dropped before backward."
+    value("--loop", loops, default="script")
+    value("--layers", "Without a model: number of transformer blocks.", int)
+    value("--hidden", "Without a model: width of the transformer.", int)
+    value("--sequence", "Tokens of one sample.", int)
+    value("--parameters", "Number of parameters: 7e9.", float)
+    value("--vocabulary", "Number of different tokens.", int, 32000)
+    value("--gpu", "80GiB, h100-80gb, ... Default: this node's smallest GPU.", metavar="SIZE|NAME")
+    value("--overhead", "Memory of context and driver. Default: 768MiB.", metavar="SIZE")
+    value("--margin", "Part of the free memory that the plan uses.", float, 0.85)
+    value("--target-effective-batch", "Samples in one optimizer step over all devices.", int)
+    batches = (
+        "Plan this batch size instead of the largest. With --profile: the larger batch size measured, default "
+        f"{_PROFILED_BATCH}."
+    )
+    value("--batch", batches, int)
+    value("--accumulation", "Backward passes before each step of the optimizer.", int, 1)
+    value("--devices", "Data-parallel processes.", int, 1)
+    value("--multiple-of", "Batch sizes are multiples of this number.", int, 1)
+    changes = "Also plan changes that save memory; takes longer.  [default: changes]"
+    parser.add_argument("--changes", action=BooleanOptionalAction, default=True, help=changes)
+    flag("--profile", "Measure two steps on this machine's first GPU.")
+    value("--timeout", "Time limit of the plan.", float, TIMEOUT_SECONDS, "SECONDS")
+    several("--apply", "Write the plan into a .yaml or .toml file; keeps FILE.backup.", Path, metavar="FILE")
+    several("--map", "The key that receives batch, accumulation or effective_batch.", metavar="KEY=VALUE")
+    flag("--dry-run", "With --apply: show the change, write nothing.")
+    several("--restore", "Restore FILE from its backup; plans nothing.", Path, metavar="FILE")
+    flag("--json", "Print JSON, sizes in bytes.")
+    parser.add_argument("-h", "--help", action="store_true", help="Show this message and exit.")
+    return parser
+
+
+def _plan_and_apply(options: Namespace) -> int:
+    if bool(options.apply) != bool(options.map):
+        raise ConfigurationError("--apply FILE and --map KEY=VALUE must be used together")
+    # Planning can take minutes: first check that the files can be changed.
+    _planned_texts(options, dict.fromkeys(_PLANNED, 1))
+    plan = _plan(options)
+    print(json.dumps(plan.as_dict(), indent=2) if options.json else plan)
+    if not plan.fits:
+        return 1
+    # With --json, standard output has only the JSON document.
+    _change_files(options, plan, sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+def _plan(options: Namespace) -> Plan:
+    described = options.model is None
+    job = _described_job(options) if described else _coded_job(options)
+    overhead = None if options.overhead is None else parse_bytes(options.overhead)
+    gpu = smallest_gpu(overhead) if options.gpu is None else parse_gpu(options.gpu, overhead)
+    chosen = None if options.profile else options.batch
+    target = Target(options.target_effective_batch, options.devices, options.margin, options.multiple_of, chosen)
+    if options.profile:
+        measured = _PROFILED_BATCH if options.batch is None else options.batch
+        return profile_in_worker(job, gpu, target, batch=measured, timeout_seconds=options.timeout)
+    source = "description" if described else "model"
+    return plan_in_worker(job, gpu, target, source=source, changes=options.changes, timeout_seconds=options.timeout)
+
+
+def _change_files(options: Namespace, plan: Plan, output: IO[str]) -> None:
+    """Print the changes of each file. Write the files after all of them have been checked."""
+    texts = _planned_texts(options, {name: getattr(plan, name) for name in _PLANNED})
+    for path, before, after in texts:
+        print(diff(path, before, after) or f"{path} already has these values\n", end="", file=output)
+    for path, before, after in () if options.dry_run else texts:
+        if before != after:
+            apply(path, before, after)
+            print(f"changed {path}; the previous version is {backup_of(path)}", file=output)
+
+
+def _planned_texts(options: Namespace, planned: Mapping[str, int]) -> list[tuple[Path, str, str]]:
+    """Return the path of each file and its text before and after the change."""
+    values = parse_map(options.map, planned)
+    return [(path, *planned_text(path, values)) for path in options.apply]
+
+
+def _restore_files(paths: Sequence[Path]) -> int:
+    for path in paths:
+        restore(path)
+        print(f"restored {path}")
+    return 0
+
+
+def _coded_job(options: Namespace) -> Job:
+    if options.layers is not None or options.parameters is not None:
+        raise ConfigurationError("use either a model or --layers and --parameters, not both")
+    if not options.input:
+        raise ConfigurationError("no --input; give the model's arguments, such as --input 'float32[B,3,224,224]'")
+    inputs, targets = (tuple(map(parse_tensor, texts)) for texts in (options.input, options.target))
+    return Job(named(options.model), inputs, targets, _name_or_callable(options.loss), **_job_options(options))
+
+
+def _described_job(options: Namespace) -> Job:
+    if options.layers is None or options.hidden is None or options.sequence is None:
+        raise ConfigurationError("use MODULE:FACTORY, or describe a transformer: --layers, --hidden and --sequence")
+    count = None if options.parameters is None else int(options.parameters)
+    description = Description(options.layers, options.hidden, options.sequence, count, options.vocabulary)
+    return description.job(**_job_options(options))
+
+
+def _job_options(options: Namespace) -> dict[str, Any]:
+    same = ("precision", "attention", "convolution", "accumulation", "checkpointing", "loop")
+    return {
+        "optimizer": _name_or_callable(options.optimizer),
+        "optimizer_options": dict(map(_named_value, options.optimizer_option)),
+        **{name: getattr(options, name) for name in same},
+    }
+
+
+def _name_or_callable(text: str) -> Any:
+    return named(text) if ":" in text else text
+
+
+def _named_value(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise ConfigurationError(f"invalid --optimizer-option {text!r}: write NAME=VALUE, such as momentum=0.9")
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return name, words[value.lower()]
+    try:
+        return name, float(value) if any(c in value for c in ".e") else int(value)
+    except ValueError:
+        return name, value
