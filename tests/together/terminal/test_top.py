@@ -110,7 +110,7 @@ def test_the_sizes_on_the_screen_are_those_of_the_exporter(
         (line,) = [line for line in terminal.lines if re.match(rf"{device['gpu']} +[HA]100", line)]
         assert line.endswith(short_bytes(device["memory"]["total_bytes"]))
     assert terminal.lines[1].startswith("DEMO")
-    assert terminal.lines[-1].startswith(" q quit")
+    terminal.until(lambda: terminal.lines[-1].startswith(" q quit"), "the keys")
     assert max(map(len, terminal.lines)) <= columns
 
 
