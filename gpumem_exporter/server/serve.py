@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from gpumem_exporter.collectors.instruments import process_registry
-from gpumem_exporter.host import Host, LinuxHost
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host import Host
+from gpumem_exporter.host.linux import LinuxHost
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app

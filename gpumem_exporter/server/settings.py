@@ -219,6 +219,6 @@ def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
 
         WebAccess(Path(settings.web_config_file))
     if settings.policy_file:
-        from gpumem_exporter.actions.policy.file import read_policy
+        from gpumem_exporter.actions.policy.rules import read_policy
 
         read_policy(Path(settings.policy_file), allowed=settings.action_allow)
