@@ -43,14 +43,8 @@ class Column:
 class Layout:
     """The columns that fit in a width, and their cells. A cell has the width of its column and a gap.
 
-    All rows set the widths, so that the columns do not move when a list is scrolled or filtered.
-
-    Args:
-        columns: from left to right.
-        rows: all rows.
-        width: the columns of the terminal.
-        compact: sizes such as `1.5G` instead of `1.5 GiB`.
-        keep: the name of a column that is always shown.
+    All rows set the widths, so that the columns do not move when a list is scrolled or filtered. `compact` shows sizes
+    such as `1.5G` instead of `1.5 GiB`. `keep` is the name of a column that is always shown.
     """
 
     def __init__(

@@ -54,16 +54,16 @@ _LONG_PAGE = 20
 use only the lines that the processes leave free."""
 
 
+def _keys(down: str, up: str, first: str, last: str) -> list[BindingType]:
+    """Return the keys of `less` for actions of a list."""
+    keys = {"j": down, "k": up, "space": "page_down", "g,home": first, "G,end": last}
+    return [Binding(key, action, show=False) for key, action in keys.items()]
+
+
 class ProcessTable(DataTable[Text]):
     """The rows of processes. The selected process stays selected when the order changes."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "cursor_down", show=False),
-        Binding("k", "cursor_up", show=False),
-        Binding("space", "page_down", show=False),
-        Binding("g,home", "scroll_top", show=False),
-        Binding("G,end", "scroll_bottom", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = _keys("cursor_down", "cursor_up", "scroll_top", "scroll_bottom")
 
     def __init__(self) -> None:
         super().__init__(cursor_type="row", cell_padding=0)
@@ -114,20 +114,13 @@ class ProcessTable(DataTable[Text]):
 class Events(VerticalScroll):
     """The last events."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "scroll_down", show=False),
-        Binding("k", "scroll_up", show=False),
-        Binding("space", "page_down", show=False),
-        Binding("g", "scroll_home", show=False),
-        Binding("G", "scroll_end", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = _keys("scroll_down", "scroll_up", "scroll_home", "scroll_end")
 
     def __init__(self) -> None:
         super().__init__()
         self.text = Static()
 
     def compose(self) -> ComposeResult:
-        """Return the widget of the text."""
         yield self.text
 
 
@@ -144,19 +137,15 @@ class Question(ModalScreen[bool]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """Return the widget of the question."""
         yield Static(plain(self._text))
 
     def on_mount(self) -> None:
-        """Let the question end without an answer."""
         self.set_timer(_QUESTION_SECONDS, self.action_no)
 
-    def action_no(self) -> None:
-        """Answer no."""
+    def action_no(self) -> None:  # a timer would wait for the result of a lambda
         self.dismiss(False)
 
     def on_key(self, event: events.Key) -> None:
-        """Answer."""
         event.stop()
         self.dismiss(event.key in ("y", "Y"))
 
@@ -165,25 +154,15 @@ class Help(ModalScreen[None]):
     """The keys and the words. Any key returns."""
 
     def compose(self) -> ComposeResult:
-        """Return the widget of the help."""
         yield Static(table("", (("any key returns", "left"), ("", "wrap")), _HELP))
 
     def on_key(self, event: events.Key) -> None:
-        """Return."""
         event.stop()
         self.dismiss()
 
 
 class NodeTop(LiveApp[Reading]):
-    """Devices, processes and events of one node.
-
-    Args:
-        read: reads the node.
-        first: the first reading.
-        view: the first order and filter.
-        interval_seconds: seconds between two readings.
-        open_api: returns the API of the exporter at an address.
-    """
+    """Devices, processes and events of one node. `open_api` returns the API of the exporter at an address."""
 
     CSS = """
     * { scrollbar-size-vertical: 1; }
@@ -229,7 +208,6 @@ class NodeTop(LiveApp[Reading]):
         self._clearing = Clearing(open_api, lambda text: self.push_screen_wait(Question(text)), self.note)
 
     def compose(self) -> ComposeResult:
-        """Return the widgets, from top to bottom."""
         yield self._header
         yield self._warnings
         with VerticalScroll(id="devices", can_focus=False):
@@ -242,7 +220,6 @@ class NodeTop(LiveApp[Reading]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Hide what is not needed yet."""
         self._note.display = False
         self._filter.value = self.view.text
         self._filter.display = bool(self.view.text)
@@ -278,15 +255,12 @@ class NodeTop(LiveApp[Reading]):
         return not self._shows_events or action not in ("sort", "reverse", "filter", "clear")
 
     def action_help(self) -> None:
-        """Show the keys and the words."""
         self.push_screen(Help())
 
     def action_sort(self, step: int) -> None:
-        """Sort by the next column."""
         self._look(replace(self.view, sort=SORTS[(SORTS.index(self.view.sort) + step) % len(SORTS)], reverse=False))
 
     def action_reverse(self) -> None:
-        """Reverse the order."""
         self._look(replace(self.view, reverse=not self.view.reverse))
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
@@ -304,11 +278,9 @@ class NodeTop(LiveApp[Reading]):
         self._filter.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Apply the filter."""
         self._look(replace(self.view, text=event.value))
 
     def on_input_submitted(self) -> None:
-        """Keep the filter."""
         self._filter.display = bool(self._filter.value)
         self._processes.focus()
 
@@ -318,7 +290,6 @@ class NodeTop(LiveApp[Reading]):
         self.run_worker(self._clearing.clear_or_cancel(self._processes.selected, url))
 
     def action_events(self) -> None:
-        """Switch between events and processes."""
         self._shows_events = not self._shows_events
         self.show()
         (self._events if self._shows_events else self._processes).focus()
