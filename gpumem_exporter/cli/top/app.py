@@ -11,6 +11,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.coordinate import Coordinate
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
@@ -68,7 +69,8 @@ class ProcessTable(DataTable[Text]):
     def __init__(self) -> None:
         super().__init__(cursor_type="row", cell_padding=0)
         self._listed: list[Mapping[str, Any]] = []
-        self._widths: list[object] = []
+        self._shown: list[tuple[Text, int]] = []
+        """The headings and their widths."""
         self._chosen: tuple[object, object] | None = None
 
     @property
@@ -80,11 +82,10 @@ class ProcessTable(DataTable[Text]):
         """Show rows. Only the cells that differ are drawn again, and the list stays where it was scrolled to."""
         with self.prevent(DataTable.RowHighlighted):
             headings = layout.heading(view.column, view.mark)
-            widths: list[object] = [
-                (heading, width) for heading, (_, width) in zip(headings, layout.columns, strict=True)
-            ]
-            if widths != self._widths:
-                self._widths = widths
+            shown = [(heading, width) for heading, (_, width) in zip(headings, layout.columns, strict=True)]
+            moved = shown != self._shown
+            if moved:
+                self._shown = shown
                 self.clear(columns=True)
                 for heading, (column, width) in zip(headings, layout.columns, strict=True):
                     self.add_column(heading, width=width + 1, key=column.name)
@@ -95,15 +96,14 @@ class ProcessTable(DataTable[Text]):
                 if index >= self.row_count:
                     self.add_row(*cells)
                     continue
-                for position, (shown, cell) in enumerate(zip(self.get_row_at(index), cells, strict=True)):
-                    if shown != cell:
-                        self.update_cell_at((index, position), cell)  # type: ignore[arg-type]
+                for position, (old, new) in enumerate(zip(self.get_row_at(index), cells, strict=True)):
+                    if old != new:
+                        self.update_cell_at(Coordinate(index, position), new)
             self._listed = rows
-            known: dict[object, int] = {
-                (row["pid"], row["uuid"]): index for index, row in reversed(list(enumerate(rows)))
-            }
             # After the selected process exits, the next one is selected.
-            self.move_cursor(row=known.get(self._chosen, min(self.cursor_row, max(0, len(rows) - 1))), scroll=False)
+            index = min(self.cursor_row, max(0, len(rows) - 1))
+            known = [index for index, row in enumerate(rows) if (row["pid"], row["uuid"]) == self._chosen]
+            self.move_cursor(row=known[0] if known else index, scroll=moved)
 
     def on_data_table_row_highlighted(self) -> None:
         """Remember what the user selects."""
