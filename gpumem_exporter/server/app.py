@@ -38,8 +38,8 @@ from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
-from gpumem_exporter.server.security.file_refresher import FileRefresher
 from gpumem_exporter.server.security.request_guard import Guard
+from gpumem_exporter.server.security.tokens import FileRefresher
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.api_page import api_page_router
 from gpumem_exporter.server.web.live import Audience, LiveState, live_router
@@ -260,17 +260,8 @@ def _add_guards(app: FastAPI, runtime: Runtime) -> None:
         callers=runtime.callers,
         on_report_refused=runtime.instruments.count_report,
         loopback_only=all(parse_listen_address(each).is_loopback for each in runtime.settings.web_listen_address),
+        web=runtime.web,
     )
-    if runtime.web is not None:
-        from gpumem_exporter.server.security.basic_auth import BasicAuth
-
-        app.add_middleware(
-            BasicAuth,
-            access=runtime.web,
-            reports=runtime.reports_rule,
-            actions=runtime.callers.rule,
-            on_report_refused=runtime.instruments.count_report,
-        )
 
 
 def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:

@@ -29,10 +29,10 @@ from gpumem_exporter.server.api.report_schema import ReportReader, shortened
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.held_requests import GONE, Ended, Holds
+from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import FieldError, ProblemError
 from gpumem_exporter.server.http.turns import Turns
 from gpumem_exporter.server.report_log import ReportLog
-from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.security.report_sender import ReportedProcess, ReportSenders
 from gpumem_exporter.wire.protocol import (
     MAX_COMPONENTS,
@@ -120,7 +120,7 @@ class Ingest:
             ProblemError: the report is invalid or cannot be stored.
         """
         report = await self._parse(body, scope)
-        reported = await self._identify(report, Peer.of(scope))
+        reported = await self._identify(report, scope["state"]["peer"])
         short = self._shorten(report, reported)
         process = self._store(short, reported)
         self._instruments.count_report("accepted" if short is report else "shortened")

@@ -1,18 +1,20 @@
-"""The connections of all clients, counted from accept, and which of them makes room for a new one."""
+"""The clients and their limits: connections, counted from accept, and what they make the exporter keep.
+
+When connections or a budget in bytes are used up, the owner with the most loses first.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from starlette.types import Scope
 
-from gpumem_exporter.server.security.peer import Peer
-
-__all__ = ["Connection", "Connections", "Owner", "owner_of"]
+from gpumem_exporter.server.http.peer import Peer
 
 Owner: TypeAlias = str
 """A user of this machine or a container, as `Place.share` names them, or another machine by its address."""
@@ -22,14 +24,42 @@ _IDLE_SECONDS = 1.0
 _REFUSALS = 64
 """The number of connections beyond the limit that are kept until they are answered with 503. Others are closed."""
 
+PIECE_BYTES = 128 << 10
+"""A longer reply is sent in pieces of this size, so that a slow client's copy of it is never larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of clients."""
+
+    max_connections: int
+    """Half of them may be of one user or machine."""
+    pipelined_requests: int = 8
+    """The number of requests that may wait for an earlier one; with more, the connection is closed."""
+    bodies_bytes: int = 16 << 20
+    """The size of all bodies of unanswered requests together."""
+    unread_bytes: int = 24 << 20
+    """The size of all replies that clients have not read."""
+    head_bytes: int = 64 << 10
+    """The size of request line and headers."""
+    request_seconds: float = 10.0
+    """The time until a whole request has arrived, headers and body."""
+    handshake_seconds: float = 3.0
+    """The time for a TLS handshake, from accept."""
+    unread_seconds: float = 30.0
+    """The time until a client reads its reply."""
+    handshakes: int = 64
+    """The number of TLS handshakes at the same time; a quarter of them may be of one user or machine."""
+    bodies: int = 16
+    """The number of long bodies that are received at the same time; a quarter of them may be of one user or machine."""
+    reads: int = 4
+    """The number of documents of the API that are read at the same time, at most one by one user or machine."""
+
 
 def owner_of(peer: Peer) -> Owner:
-    """Return the owner of a connection.
-
-    For local users see `Place.share`; in which container a TCP connection was made is not known yet. An IPv6 network of
-    64 bits is one owner: its machines have all addresses.
-    """
+    """Return the owner of a connection. An IPv6 network of 64 bits is one owner: its machines have all addresses."""
     if peer.uid is not None:
+        # In which container a TCP connection was made is not known yet: its place is unknown.
         return peer.place.share(peer.uid)
     if ":" in peer.host:
         return ipaddress.IPv6Address(peer.host.partition("%")[0]).packed[:8].hex()
@@ -38,22 +68,17 @@ def owner_of(peer: Peer) -> Owner:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One connection.
-
-    Attributes:
-        peer: the process or machine at the other end.
-        owner: the user or machine that it counts for.
-        close: closes it at once.
-        waiting_since_seconds: when the exporter began to wait for its client, which has no request or has not finished
-            sending one; None while the exporter works on a request.
-        refused: it is beyond the limit, and its first request is answered with 503.
-    """
+    """One connection."""
 
     peer: Peer
     owner: Owner
     close: Callable[[], object] = lambda: None
+    """Closes it at once."""
     waiting_since_seconds: float | None = None
+    """When the exporter began to wait for its client, which has no request or has not finished sending one; None while
+    the exporter works on a request."""
     refused: bool = False
+    """It is beyond the limit, and its first request is answered with 503."""
 
     @classmethod
     def of(cls, scope: Scope) -> Connection | None:
@@ -76,10 +101,6 @@ class Connections:
 
     An owner has at most half of the connections. When all are taken, the owner with the most loses the connection
     that has waited longest for its client: a connection without a request, or with a request that is not finished.
-
-    Args:
-        limit: the maximum number of connections.
-        clock: monotonic seconds.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -167,3 +188,120 @@ class Connections:
     def _close(self, connection: Connection) -> None:
         self.remove(connection)
         connection.close()
+
+
+def _heaviest(amounts: Mapping[Connection, int]) -> Connection:
+    """Return the connection with the most bytes of the owner with the most bytes."""
+    totals: Counter[Owner] = Counter()
+    for connection, amount in amounts.items():
+        totals[connection.owner] += amount
+    owner = max(totals, key=totals.__getitem__)
+    return max((each for each in amounts if each.owner == owner), key=amounts.__getitem__)
+
+
+class RequestBodies:
+    """The budget of the bodies of all unanswered requests. Used on the event loop only."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._total_bytes = 0
+        self._amounts: dict[Connection, int] = {}
+        self._reject: dict[Connection, Callable[[], None]] = {}
+
+    def add(self, connection: Connection, size: int, reject: Callable[[], None]) -> None:
+        """Count a part of a body. `reject` drops all bodies of this connection and calls `free`."""
+        self._total_bytes += size
+        self._amounts[connection] = self._amounts.get(connection, 0) + size
+        self._reject[connection] = reject
+        if self._total_bytes > self._limit_bytes:
+            self._reject[_heaviest(self._amounts)]()
+
+    def free(self, connection: Connection) -> None:
+        """Forget the bodies of a connection, if there are any."""
+        self._total_bytes -= self._amounts.pop(connection, 0)
+        self._reject.pop(connection, None)
+
+
+@dataclass(slots=True)
+class _Unread:
+    """What the client of one connection has not read."""
+
+    body: bytes = b""
+    """The long reply that is being sent; the same object for all readers of a page."""
+    buffered_bytes: int = 0
+    """In the transport, which does not take more."""
+
+
+class UnreadReplies:
+    """The budget of the replies that clients have not read. Used on the event loop only.
+
+    A page counts once, whatever the number of its readers.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._unread: dict[Connection, _Unread] = {}
+        self._readers: Counter[int] = Counter()
+        """The number of readers of each long reply, by its identity."""
+        self.total_bytes = 0
+
+    def send(self, connection: Connection, body: bytes) -> None:
+        """Count a long reply before it is sent, and close other connections if that is too much."""
+        self._unread.setdefault(connection, _Unread()).body = body
+        self._readers[id(body)] += 1
+        if self._readers[id(body)] == 1:
+            self.total_bytes += len(body)
+            self._close_heaviest()
+
+    def sent(self, connection: Connection) -> None:
+        """Forget the long reply of a connection: the transport has taken it, or the connection has ended."""
+        unread = self._unread.get(connection)
+        if unread is not None:
+            self._drop_body(unread)
+            self._forget_if_empty(connection, unread)
+
+    def buffer(self, connection: Connection, buffered_bytes: int) -> None:
+        """Note how many bytes the transport of a connection keeps; 0 when its client has read them."""
+        if buffered_bytes == 0 and connection not in self._unread:
+            return
+        unread = self._unread.setdefault(connection, _Unread())
+        self.total_bytes += buffered_bytes - unread.buffered_bytes
+        unread.buffered_bytes = buffered_bytes
+        self._forget_if_empty(connection, unread)
+        self._close_heaviest()
+
+    def forget(self, connection: Connection) -> None:
+        """Forget everything of a connection that has ended."""
+        unread = self._unread.pop(connection, None)
+        if unread is not None:
+            self._drop_body(unread)
+            self.total_bytes -= unread.buffered_bytes
+
+    def _drop_body(self, unread: _Unread) -> None:
+        body, unread.body = unread.body, b""
+        if body:
+            self._readers[id(body)] -= 1
+            if not self._readers[id(body)]:
+                del self._readers[id(body)]
+                self.total_bytes -= len(body)
+
+    def _forget_if_empty(self, connection: Connection, unread: _Unread) -> None:
+        if not unread.body and not unread.buffered_bytes:
+            self._unread.pop(connection, None)
+
+    def _close_heaviest(self) -> None:
+        while self.total_bytes > self._limit_bytes and len(self._unread) > 1:
+            amounts = {each: len(unread.body) + unread.buffered_bytes for each, unread in self._unread.items()}
+            heaviest = _heaviest(amounts)
+            self.forget(heaviest)
+            heaviest.close()
+
+
+class Clients:
+    """What all clients together have."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.connections = Connections(limits.max_connections)
+        self.bodies = RequestBodies(limits.bodies_bytes)
+        self.unread = UnreadReplies(limits.unread_bytes)

@@ -10,41 +10,32 @@ from typing import Any
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.server.http.addresses import is_loopback
+from gpumem_exporter.server.http.peer import Peer, PeerPlaces
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.peer import Peer
-from gpumem_exporter.server.security.peer_places import PeerPlaces
 from gpumem_exporter.server.security.tokens import TokenFile
-
-__all__ = ["Callers", "OwnNames", "Rule"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The clients that may use a group of routes: with a token file those with its token, otherwise local users.
-
-    Args:
-        what: the subject of the routes, for messages: "actions".
-        flag: the flag of the token file.
-        token: required from every client; None admits every user of this machine.
-    """
+    """The clients that may use a group of routes: with a token file the clients with its token, else local users."""
 
     what: str
+    """The subject of the routes, for messages: "actions"."""
     flag: str
+    """The flag of the token file."""
     token: TokenFile | None
+    """Required from every client; None admits every user of this machine."""
 
     def admit(self, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
-        """Check a client.
-
-        Raises:
-            ProblemError: 401 for a missing or wrong token; 403 if the exporter has no token and cannot identify the
-                user.
-        """
-        problem = self.refusal(peer, headers)
-        if problem is not None:
+        """Raise the ProblemError of a client that is refused."""
+        if (problem := self.refusal(peer, headers)) is not None:
             raise problem
 
     def refusal(self, peer: Peer, headers: Mapping[bytes, bytes]) -> ProblemError | None:
-        """Return why a client is refused; None if it is admitted."""
+        """Return why a client is refused; None if it is admitted.
+
+        401: a missing or wrong token. 403: the exporter has no token and cannot identify the user.
+        """
         if self.token is not None:
             return None if self.matches_token(headers) else self._unauthorized(headers)
         if peer.uid is not None:
@@ -79,21 +70,18 @@ class Callers:
 
     The token grants every right. Without a token file, root and the exporter's own user have every right if they are
     in the exporter's PID and user namespace and in no container; any other user of this machine may act on its own
-    processes, and in a container only on those in the same container. A caller in an unknown place has no rights.
-
-    Args:
-        rule: the rule for actions.
-        owner_uid: the uid of the exporter.
-        places: finds the places of callers over TCP.
+    processes, and in a container only on processes in the same container. A caller in an unknown place has no rights.
     """
 
     rule: Rule
+    """For actions."""
     owner_uid: int = field(default_factory=os.geteuid)
+    """The uid of the exporter."""
     places: PeerPlaces = field(default_factory=PeerPlaces)
 
     async def of(self, scope: Mapping[str, Any]) -> Caller:
         """Return the caller of an ASGI request. It has no rights if the rule refuses the request."""
-        peer = Peer.of(scope)
+        peer: Peer = scope["state"]["peer"]
         caller = _identified(peer)
         if self.rule.refusal(peer, dict(scope["headers"])) is not None:
             return caller
@@ -118,7 +106,7 @@ class Callers:
 
     def refusal(self, caller: Caller, scope: Mapping[str, Any]) -> ProblemError | None:
         """Return why a caller has no rights; None if it has some."""
-        problem = self.rule.refusal(Peer.of(scope), dict(scope["headers"]))
+        problem = self.rule.refusal(scope["state"]["peer"], dict(scope["headers"]))
         if problem is not None or caller.rights is not Rights.NONE:
             return problem
         return ProblemError(
@@ -129,11 +117,7 @@ class Callers:
         )
 
     def require_all(self, caller: Caller, what: str) -> None:
-        """Refuse a caller that may only act on its own processes.
-
-        Raises:
-            ProblemError: 403.
-        """
+        """Raise a ProblemError (403) for a caller that may only act on its own processes."""
         if caller.rights is Rights.ALL:
             return
         users = "root" if self.owner_uid == 0 else f"root and uid {self.owner_uid}"
@@ -162,9 +146,6 @@ class OwnNames:
 
     In a DNS rebinding attack, another site's name resolves to this machine's address; the name reveals the attack. An
     IP address cannot be rebound, so every IP address is accepted.
-
-    Args:
-        names: the machine's names and those of `--web.listen-address`.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -184,11 +165,7 @@ class OwnNames:
         return True
 
     def require_own_page(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse a request that a browser marks as made by another site's page.
-
-        Raises:
-            ProblemError: 403.
-        """
+        """Raise a ProblemError (403) for a request that a browser marks as made by another site's page."""
         origin = headers.get(b"origin")
         if origin is not None:
             scheme, separator, authority = origin.decode("latin-1").lower().partition("://")
@@ -201,11 +178,7 @@ class OwnNames:
             raise ProblemError(403, "requests from other sites' web pages are refused")
 
     def require_own_host(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse a request for another host name.
-
-        Raises:
-            ProblemError: 403.
-        """
+        """Raise a ProblemError (403) for a request for another host name."""
         host = headers.get(b"host", b"")
         if host and host.decode("latin-1") not in self:
             raise ProblemError(

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.errors import ForeignProcessError
 from gpumem_exporter.host import Host
-from gpumem_exporter.server.security.peer import Peer
-from gpumem_exporter.server.security.peer_places import PeerPlace, PeerPlaces
+from gpumem_exporter.server.http.peer import Peer, PeerPlace, PeerPlaces
 from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["ReportSenders", "ReportedProcess"]

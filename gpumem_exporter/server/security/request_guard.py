@@ -6,29 +6,19 @@ The guard reads the whole body within its limit. The route gets it from its firs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
-from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.wire.protocol import REPORTS_PATH
 
-__all__ = [
-    "ACTIONS_PATH",
-    "ALERTS_PATH",
-    "EVENTS_PATH",
-    "JOBS_PATH",
-    "MAX_ALERTS_BYTES",
-    "MAX_BODY_BYTES",
-    "MAX_REPORT_BYTES",
-    "NVML_PATH",
-    "RELOAD_PATH",
-    "Guard",
-    "is_restricted",
-]
+if TYPE_CHECKING:
+    from gpumem_exporter.server.security.web_access import WebAccess  # loaded only if there is a web configuration
 
 ACTIONS_PATH = "/api/v1/actions"
 ALERTS_PATH = "/api/v1/alerts"
@@ -45,27 +35,25 @@ MAX_BODY_BYTES = 64 << 10
 """The largest body on the other routes."""
 
 
+_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
+"""Headers of proxies: the connection is then the proxy's, not the caller's, on a socket too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The middleware.
-
-    Args:
-        app: the next application.
-        own_names: the names that `Host` and `Origin` may have.
-        reports: the rule for reports.
-        callers: identifies the callers of actions, the audit log and events.
-        on_report_refused: called with the outcome of a refused report: `unauthorized`, `too_large`, `busy` or
-            `invalid`.
-        loopback_only: whether the exporter listens on loopback alone. Its clients then use names of this machine, and a
-            request for another name is a web page's (DNS rebinding): it reads nothing.
-    """
+    """The middleware. It sets `peer` in the request's state, and `caller` on the routes of actions and events."""
 
     app: ASGIApp
     own_names: OwnNames
     reports: Rule
     callers: Callers
     on_report_refused: Callable[[str], None]
+    """Called with the outcome of a refused report: `unauthorized`, `too_large`, `busy` or `invalid`."""
     loopback_only: bool = False
+    """Whether the exporter listens on loopback alone. Its clients then use names of this machine, and a request for
+    another name is a web page's (DNS rebinding): it reads nothing."""
+    web: WebAccess | None = None
+    """The users of the TCP addresses, from `--web.config.file`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on an admitted request; answer others with a problem."""
@@ -73,16 +61,12 @@ class Guard:
             await self.app(scope, receive, send)
             return
         path, method = scope["path"], scope["method"]
-        is_report = path == REPORTS_PATH
         try:
-            if is_report or is_restricted(path):
-                await self._admit(scope, path)
-                if method == "POST":
-                    receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
-            elif self.loopback_only:
-                self._require_own_host(scope)
+            guarded = await self._admit(scope, path)
+            if guarded and method == "POST":
+                receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
         except ProblemError as problem:
-            if is_report:
+            if path == REPORTS_PATH:
                 self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
             await problem.response()(scope, receive, send)
             return
@@ -92,32 +76,50 @@ class Guard:
             scope = {**scope, "method": "GET"}  # the server sends no body
         await self.app(scope, receive, send)
 
-    def _require_own_host(self, scope: Scope) -> None:
-        headers = dict(scope["headers"])
-        if Peer.of(scope).host and not self.callers.rule.matches_token(headers):
-            self.own_names.require_own_host(headers)
+    async def _admit(self, scope: Scope, path: str) -> bool:
+        """Return whether the request is for a route that changes something or shows events.
 
-    async def _admit(self, scope: Scope, path: str) -> None:
-        headers = dict(scope["headers"])
+        Raises:
+            ProblemError: the request is refused.
+        """
+        headers, state = dict(scope["headers"]), scope.setdefault("state", {})
+        peer = state.get("peer") or Peer()
+        if not _FORWARDED.isdisjoint(headers):
+            peer = Peer(peer.host)
+        state["peer"] = peer
+        await self._require_password(path, peer, headers)
         rule = self.reports if path == REPORTS_PATH else self.callers.rule
+        if path != REPORTS_PATH and not is_restricted(path):
+            if self.loopback_only and peer.host and not rule.matches_token(headers):
+                self.own_names.require_own_host(headers)
+            return False
         self.own_names.require_own_page(headers)
         if rule.token is None:
             # A client with the token is not a web page, and may use any name of the exporter.
             self.own_names.require_own_host(headers)
         if path == REPORTS_PATH:
-            rule.admit(Peer.of(scope), headers)
+            rule.admit(peer, headers)
         else:
-            caller = await self.callers.admit(scope)
+            state["caller"] = caller = await self.callers.admit(scope)
             if path in (ALERTS_PATH, RELOAD_PATH) or path.startswith(NVML_PATH + "/"):
                 self.callers.require_all(caller, path)
-            scope.setdefault("state", {})["caller"] = caller
         # A reload has no body, so its Content-Type does not matter.
         if scope["method"] == "POST" and path != RELOAD_PATH:
-            media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            if media_type != b"application/json":
-                raise ProblemError(415, "expected JSON with `Content-Type: application/json`")
-            if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-                raise ProblemError(415, "expected a body without Content-Encoding")
+            _require_json(headers)
+        return True
+
+    async def _require_password(self, path: str, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
+        """Restrict every route over TCP to the users, as Prometheus' own exporters do.
+
+        The unix socket is exempt: the kernel identifies its clients. A request has either a password or a token in its
+        one `Authorization` header. The token of actions opens every route, the token of reports only their route. A
+        password does not replace a token.
+        """
+        if self.web is None or not len(self.web.users) or peer.on_unix_socket:
+            return
+        if self.callers.rule.matches_token(headers) or (path == REPORTS_PATH and self.reports.matches_token(headers)):
+            return
+        await self.web.users.authenticate(headers.get(b"authorization", b""))
 
 
 _LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES}
@@ -133,6 +135,14 @@ def is_restricted(path: str) -> bool:
     return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
         (ACTIONS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
     )
+
+
+def _require_json(headers: Mapping[bytes, bytes]) -> None:
+    # A web page cannot send this media type to another site without that site's permission.
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise ProblemError(415, "expected JSON with `Content-Type: application/json`")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise ProblemError(415, "expected a body without Content-Encoding")
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

@@ -21,7 +21,6 @@ from gpumem_exporter.server.http.held_requests import RELEASED, Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames
-from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.web.history import History
 from gpumem_exporter.server.web.live_document import live_document
 from gpumem_exporter.server.web.page import Page
@@ -166,7 +165,7 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events, each when the client has read enough of the previous one."""
         try:
-            with self._streams.follow(owner_of(Peer.of(scope))) as following:
+            with self._streams.follow(owner_of(scope["state"]["peer"])) as following:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 ended = await self._holds.until(self._send_events(following, send), receive)
         except TooManyStreamsError as error:

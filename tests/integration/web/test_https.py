@@ -22,8 +22,8 @@ import trustme
 
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.errors import ExporterUnreachableError, ExporterUntrustedError
+from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
-from gpumem_exporter.server.http.uvicorn_server import Limits
 from gpumem_exporter.server.serve import demo_url
 from gpumem_exporter.wire.http import Answer, Connection
 from tests.conftest import StartExporter

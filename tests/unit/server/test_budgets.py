@@ -3,9 +3,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from gpumem_exporter.server.http.budgets import PIECE_BYTES, PacedReplies, RequestBodies, UnreadReplies
-from gpumem_exporter.server.http.connections import Connection, Owner
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.connections import (
+    PIECE_BYTES,
+    Connection,
+    Limits,
+    Owner,
+    RequestBodies,
+    UnreadReplies,
+)
+from gpumem_exporter.server.http.peer import Peer
+from gpumem_exporter.server.http.turns import FairRequests
 
 
 def connection(owner: Owner, closed: list[Connection]) -> Connection:
@@ -80,8 +87,14 @@ def test_a_long_reply_is_sent_in_pieces() -> None:
         counted.append(unread.total_bytes)
         sent.append(message)
 
-    scope = {"type": "http", "state": {"connection": Connection(Peer(), 1)}}
-    asyncio.run(PacedReplies(app, unread)(scope, send, send))  # type: ignore[arg-type]
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/metrics",
+        "headers": [],
+        "state": {"connection": Connection(Peer(), 1)},
+    }
+    asyncio.run(FairRequests(app, Limits(8), unread)(scope, send, send))  # type: ignore[arg-type]
     _, *pieces = sent
     assert b"".join(piece["body"] for piece in pieces) == body
     assert max(len(piece["body"]) for piece in pieces) == PIECE_BYTES

@@ -14,8 +14,8 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import ActionRequest, Target
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.runtime import Runtime, build_runtime
-from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.settings import load_settings
 from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, Report, to_wire
 from tests.support.builders import UUIDS, device, node, report, sample

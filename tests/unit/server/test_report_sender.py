@@ -12,7 +12,7 @@ import pytest
 
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.errors import ForeignProcessError
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.security.report_sender import ReportedProcess, ReportSenders
 from gpumem_exporter.wire.protocol import ProcessIdentity
 from tests.support.builders import NobodyHost, identity
