@@ -15,8 +15,10 @@ RUN python -m venv --without-pip /opt/gpumem \
     && python -m venv --without-pip /opt/build \
     && python -m pip --python /opt/build/bin/python install --require-hashes -r build-requirements.txt
 COPY pyproject.toml README.md LICENSE ./
+COPY client client
 COPY gpumem_exporter gpumem_exporter
 RUN /opt/build/bin/hatchling build -t wheel -d /dist \
+    && (cd client && /opt/build/bin/hatchling build -t wheel -d /dist) \
     && python -m pip --python /opt/gpumem/bin/python install --no-deps /dist/*.whl
 
 FROM ${PYTHON_IMAGE}

@@ -18,12 +18,12 @@ from demo import demo
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
+from gpumem_client.wire.errors import ExporterError
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.top.cells import join_lines
 from gpumem_exporter.cli.top.frame import Display, draw
 from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import View
-from gpumem_exporter.errors import ExporterError
 
 COLUMNS, LINES = 134, 40
 LEAST_REPORTING = 12

@@ -21,8 +21,8 @@ from functools import cache
 from typing import Any
 
 from benchmarks.snapshots import identity, report
-from gpumem_exporter import procfs
-from gpumem_exporter.wire.protocol import (
+from gpumem_client.wire import procfs
+from gpumem_client.wire.protocol import (
     REPORTS_PATH,
     CommandResult,
     DeviceResult,

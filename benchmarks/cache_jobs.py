@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gpumem_exporter import client
+import gpumem_client as client
 
 __all__ = ["JOBS", "run"]
 

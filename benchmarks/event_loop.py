@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.snapshots import GIB, identity, report, uuid
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
 from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.wire.http import Connection
-from gpumem_exporter.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.running_exporter import ScriptedProvider, running_exporter
 
 STEP_SECONDS = 0.001

@@ -21,9 +21,9 @@ from tests.support.paths import REPOSITORY
 IMPORT_RATIO = 1.5
 IMPORTS = {
     "import asyncio": "import asyncio",
-    "import gpumem_exporter.client": "from gpumem_exporter import client",
-    "the same, and start()": "from gpumem_exporter import client; client.start()",
-    "the same, start() and stop()": "from gpumem_exporter import client; client.start(); client.stop()",
+    "import gpumem_client": "import gpumem_client as client",
+    "the same, and start()": "import gpumem_client as client; client.start()",
+    "the same, start() and stop()": "import gpumem_client as client; client.start(); client.stop()",
 }
 TIMED = "import time; started = time.thread_time(); {}; print(1e3 * (time.thread_time() - started))"
 
@@ -46,7 +46,7 @@ def main() -> int:
     base, imported, started, stopped = (statistics.median(values) for values in times.values())
     beside = "import asyncio"
     rows = [
-        compared("import gpumem_exporter.client", imported, "ms", beside, base, IMPORT_RATIO),
+        compared("import gpumem_client", imported, "ms", beside, base, IMPORT_RATIO),
         compared("the same, and start()", started, "ms", beside, base),
         compared("the same, start() and stop()", stopped, "ms", beside, base),
     ]

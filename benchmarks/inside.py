@@ -21,7 +21,7 @@ def sample_costs(devices: int, rounds: int, pause_seconds: float) -> dict[str, l
     A pause before each one leaves the CPU caches cold, as in a program that is sampled once a second.
     Without a pause each runs 20 times in a row.
     """
-    from gpumem_exporter.client.allocator.allocator import Allocator  # other versions have it elsewhere
+    from gpumem_client.allocator.allocator import Allocator  # other versions have it elsewhere
 
     allocator = Allocator.attach()
     if allocator is None:
@@ -89,7 +89,7 @@ class PlainPosts:
 
 def start_steps() -> None:
     """Make a step every 0.1 s in a thread, and hold a tensor for half of each."""
-    from gpumem_exporter import client
+    import gpumem_client as client
 
     def step() -> None:
         while True:

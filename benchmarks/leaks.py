@@ -18,7 +18,7 @@ from itertools import islice
 
 from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.place import Place
-from gpumem_exporter.client.leaks.trend import Trend
+from gpumem_toolkit.leaks.trend import Trend
 from tests.support.seeded_runs import SHAPES, Shape, allocated, hard_shapes
 
 FOUND_STEPS = 200
@@ -30,13 +30,13 @@ LEAK_STEPS = 2000
 WINDOW = 256
 
 COSTS = """
-from gpumem_exporter import client as gpumem
-from gpumem_exporter.client.leaks.detector import LeakDetector
+import gpumem_toolkit as toolkit
+from gpumem_toolkit.leaks.detector import LeakDetector
 import time
 torch.empty(1, device="cuda")
 clock = time.thread_time
 detector = LeakDetector(lambda leak: None)
-guard = gpumem.oom_guard(batch_size=8)
+guard = toolkit.oom_guard(batch_size=8)
 def guarded():
     with guard:
         pass

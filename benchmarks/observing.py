@@ -24,10 +24,10 @@ PHASE_RATIO = 2.0
 
 WATCHED = """
 import gc, time, statistics
-from gpumem_exporter import client as gpumem
-from gpumem_exporter.client.measure.components import Watch
-from gpumem_exporter.client.measure.observed import Observed
-from gpumem_exporter.client.hooks.steps import Steps
+import gpumem_toolkit as toolkit
+from gpumem_toolkit.measure.components import Watch
+from gpumem_client.phases.observed import Observed
+from gpumem_client.hooks.steps import Steps
 
 class Kept(torch.optim.Optimizer):
     def step(self, closure=None):
@@ -80,7 +80,7 @@ result["counted"] = counted
 """
 
 PHASES = """
-from gpumem_exporter import client as gpumem
+import gpumem_client as gpumem
 import time
 torch.empty(1, device="cuda")
 clock = time.thread_time

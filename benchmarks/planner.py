@@ -21,11 +21,11 @@ from typing import Any
 
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.planner_jobs import JOBS
-from gpumem_exporter.training.planning.devices import DEFAULT_OVERHEAD_BYTES, Gpu
-from gpumem_exporter.training.planning.job import Job, parse_tensor
-from gpumem_exporter.training.planning.plan import Target
-from gpumem_exporter.training.planning.planner import plan_job
-from gpumem_exporter.training.planning.search import Sizing
+from gpumem_toolkit.planning.devices import DEFAULT_OVERHEAD_BYTES, Gpu
+from gpumem_toolkit.planning.job import Job, parse_tensor
+from gpumem_toolkit.planning.plan import Target
+from gpumem_toolkit.planning.planner import plan_job
+from gpumem_toolkit.planning.search import Sizing
 from tests.emulation.node import GIB, EmulatedNode
 from tests.support.paths import REPOSITORY
 

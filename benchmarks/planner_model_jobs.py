@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gpumem_exporter.training.planning.job import Job, parse_tensor
+from gpumem_toolkit.planning.job import Job, parse_tensor
 
 __all__ = ["JOBS", "ModelJob", "job", "train"]
 

@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.planner_model_jobs import JOBS, job, train
-from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.training.planning.search import Sizing
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.planning.search import Sizing
 from tests.emulation.node import GIB, EmulatedNode
 from tests.support.paths import REPOSITORY
 

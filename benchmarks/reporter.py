@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show
 from benchmarks.constant import ConstantServer
 from benchmarks.place import Place, compiling_once, thread_seconds
-from gpumem_exporter.cli.commands.run import injected_environment
+from gpumem_client.run import injected_environment
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY

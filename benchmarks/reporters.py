@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from benchmarks.place import Http
 from benchmarks.snapshots import GIB, identity, report
-from gpumem_exporter import procfs
-from gpumem_exporter.wire.protocol import REPORTS_PATH, ProcessIdentity, to_wire
+from gpumem_client.wire import procfs
+from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, to_wire
 
 __all__ = ["HELD_BYTES", "Stand", "probe", "report_bodies", "report_body", "report_for_ever"]
 

@@ -36,8 +36,8 @@ from benchmarks.constant import ConstantServer
 from benchmarks.place import Http, Place, cpu_seconds, open_files
 from benchmarks.relay import Relay
 from benchmarks.reporters import Stand, report_bodies, report_body
+from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
-from gpumem_exporter.wire.protocol import REPORTS_PATH
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
@@ -13,7 +14,6 @@ from gpumem_exporter.core.samples import (
     ProcessMemory,
     ReportingProcess,
 )
-from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 
 __all__ = ["GIB", "identity", "node", "report", "reporting", "uuid"]
 

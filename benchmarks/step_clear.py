@@ -23,7 +23,7 @@ OTHERS_RATIO = 1.3
 
 SET_UP = """
 import time
-from gpumem_exporter import client
+import gpumem_client as client
 client.start(workload="steps")
 
 def hundred(steps):

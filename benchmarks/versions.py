@@ -133,10 +133,7 @@ def imports(given: argparse.Namespace, progress: Progress, place: Place, sides: 
     return [_compared("client: CPU of the import", times, "ms")]
 
 
-_IMPORT = (
-    "import time; started = time.thread_time(); import gpumem_exporter.client;"
-    "print(1e3 * (time.thread_time() - started))"
-)
+_IMPORT = "import time; started = time.thread_time(); import gpumem_client;print(1e3 * (time.thread_time() - started))"
 
 
 def scrapes(given: argparse.Namespace, progress: Progress, place: Place, sides: Sequence[Side]) -> list[Row]:

@@ -8,6 +8,7 @@
 venv=${GPUMEM_VENV:-.venv}
 python=$venv/bin/python
 tools=.cache/tools
+packages="--editable ./client --editable ./toolkit --editable ."
 
 say() { printf 'gpumem: %s\n' "$*" >&2; }
 fail() { say "$@" && exit 1; }
@@ -51,22 +52,22 @@ make_venv() {
     fail "$base cannot create a virtual environment: run 'apt-get install python3-venv' as root, then run this again"
 }
 
-# install_project GROUP...: installs this project, editable, with these dependency groups, unless that was done before.
+# install_project GROUP...: installs the three packages, editable, with these dependency groups, unless that was done before.
 install_project() {
     stamp=$venv/.installed$(printf -- '-%s' run "$@")
-    wanted="$PWD $("$python" --version) $(cksum <pyproject.toml)"
+    wanted="$PWD $("$python" --version) $(cat pyproject.toml client/pyproject.toml toolkit/pyproject.toml | cksum)"
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
-    say "installing gpumem-exporter into $venv${*:+ with the dependency groups: $*}"
+    say "installing the three packages into $venv${*:+ with the dependency groups: $*}"
     for group in "$@"; do
         shift
         set -- "$@" --group "$group"
     done
     # uv installs torch, several GB, in half a minute; pip takes minutes and is the fallback.
-    if [ $# -gt 0 ] && find_uv && "$uv" pip install --quiet --compile-bytecode --python "$python" "$@" --editable .; then
+    if [ $# -gt 0 ] && find_uv && "$uv" pip install --quiet --compile-bytecode --python "$python" "$@" $packages; then
         :
     elif "$python" -m pip --version >/dev/null 2>&1; then
         [ $# -eq 0 ] || "$python" -m pip install --quiet --upgrade 'pip>=25.1' || fail "pip cannot be updated"
-        "$python" -m pip install --quiet "$@" --editable . || fail "the installation failed; see the lines above"
+        "$python" -m pip install --quiet "$@" $packages || fail "the installation failed; see the lines above"
     else
         fail "neither uv nor pip could install into $venv; see the lines above"
     fi

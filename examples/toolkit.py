@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from gpumem_exporter import client as gpumem
-from gpumem_exporter import training
+import gpumem_client as gpumem
+import gpumem_toolkit as toolkit
 
 PAST, FUTURE = 256, 64
 """Points of a wave: the model's input and its output."""
@@ -68,10 +68,10 @@ class Job:
         phase = 6.28 * torch.rand(batch, 1, device=self.device)
         return torch.sin(phase + torch.arange(PAST + FUTURE, device=self.device) / 5).split((PAST, FUTURE), dim=1)
 
-    def plan(self) -> training.Plan:
+    def plan(self) -> toolkit.Plan:
         """Predict the memory before the first allocation."""
         gpu = f"{torch.cuda.get_device_properties(0).total_memory >> 20}MiB" if self.device.type == "cuda" else "24GiB"
-        planned = training.plan(
+        planned = toolkit.plan(
             self.make_model,
             f"float32[B,{PAST}]",
             gpu,
@@ -84,7 +84,7 @@ class Job:
         print(f"planned for {gpu}: {planned.accumulation} × {planned.batch} samples a step, {peak:.0f} MiB at the peak")
         return planned
 
-    def try_batch_sizes(self, planned: training.Plan) -> int:
+    def try_batch_sizes(self, planned: toolkit.Plan) -> int:
         """Check the plan on the device with a temporary model, and return a batch size that fits."""
         model = self.make_model().to(self.device)
         optimizer = self.make_optimizer(model)
@@ -95,24 +95,24 @@ class Job:
             mse_loss(model(inputs), targets).backward()
             optimizer.step()
 
-        found = training.find_batch_size(step, start=planned.batch, maximum=planned.batch, margin=0.0)
+        found = toolkit.find_batch_size(step, start=planned.batch, maximum=planned.batch, margin=0.0)
         print(found)
-        gpumem.release_model(model, optimizer)
+        toolkit.release_model(model, optimizer)
         return max(size for size in range(1, int(found) + 1) if self.effective_batch % size == 0)
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, epochs: int) -> list[Tensor]:
         """Train, and return the losses on the CPU."""
-        accumulator = training.GradientAccumulator(
+        accumulator = toolkit.GradientAccumulator(
             model, optimizer, effective_batch=self.effective_batch, micro_batch=batch, clip_norm=1.0
         )
         loader = DataLoader(range(self.samples), batch_size=batch)
-        seen = gpumem.milestones(model, optimizer)  # logs the memory after the first steps and each epoch
-        gpumem.watch(model, optimizer)  # exports parameters, gradients, optimizer state and the rest
-        gpumem.leak_detector(on_leak=print)
-        gpumem.auto_clean(fragmentation=0.3, min_bytes=1 << 30)  # between steps, if it frees enough
+        seen = toolkit.milestones(model, optimizer)  # logs the memory after the first steps and each epoch
+        toolkit.watch(model, optimizer)  # exports parameters, gradients, optimizer state and the rest
+        toolkit.leak_detector(on_leak=print)
+        toolkit.auto_clean(fragmentation=0.3, min_bytes=1 << 30)  # between steps, if it frees enough
         losses = []
 
-        @gpumem.oom_guard(batch_size=batch)  # explains an out-of-memory error
+        @toolkit.oom_guard(batch_size=batch)  # explains an out-of-memory error
         def train_batch(inputs: Tensor, targets: Tensor) -> None:
             with gpumem.phase("forward"), accumulator.forward():
                 loss = mse_loss(model(inputs), targets)
@@ -128,7 +128,7 @@ class Job:
                 train_batch(*self.waves(len(numbers)))
             gpumem.log_summary(f"epoch {epoch}")
         print(f"{accumulator.steps} steps of {self.effective_batch}, the last loss {losses[-1].item():.3f}")
-        return gpumem.to_cpu(losses)
+        return toolkit.to_cpu(losses)
 
 
 def main() -> None:
@@ -157,12 +157,12 @@ def run(job: Job, epochs: int, folder: Path) -> None:
         model = job.make_model().to(job.device)
         optimizer = job.make_optimizer(model)
     job.train(model, optimizer, batch, epochs)
-    print(gpumem.summary())
+    print(gpumem.memory_summary())
 
     # Look for savings.
     inputs, targets = job.waves(batch)
     print(
-        training.compare_checkpointing(
+        toolkit.compare_checkpointing(
             model,
             inputs,
             loss=lambda outputs: mse_loss(outputs, targets),
@@ -170,19 +170,19 @@ def run(job: Job, epochs: int, folder: Path) -> None:
             simulate=job.device.type == "cpu",
         )
     )
-    print(gpumem.recommend_allocator_settings())
-    print(gpumem.lingering_tensors(max_groups=5))
+    print(toolkit.recommend_allocator_settings())
+    print(toolkit.lingering_tensors(max_groups=5))
     gpumem.snapshot(folder / "memory.pickle")  # for https://pytorch.org/memory_viz
 
     # Save and use the model.
-    print(training.save_checkpoint(folder / "last.pt", model=model, optimizer=optimizer))
-    with training.inference_mode(model):
+    print(toolkit.save_checkpoint(folder / "last.pt", model=model, optimizer=optimizer))
+    with toolkit.inference_mode(model):
         print(f"loss in evaluation {mse_loss(model(inputs), targets).item():.3f}")
-    print(training.optimize_model(model, dtype=torch.bfloat16, example=inputs))
+    print(toolkit.optimize_model(model, dtype=torch.bfloat16, example=inputs))
 
     # Release all memory.
-    gpumem.release_model(model, optimizer)
-    print(gpumem.deep_clean())
+    toolkit.release_model(model, optimizer)
+    print(toolkit.deep_clean())
     gpumem.stop()
 
 

@@ -11,7 +11,7 @@ import argparse
 import torch
 from torch import nn
 
-from gpumem_exporter import client as gpumem
+import gpumem_client as gpumem
 
 
 class Model(nn.Module):

@@ -1,9 +1,8 @@
 """Shows how each byte of GPU memory is used, and which of it can be released.
 
 Importing this package imports nothing else. Each command imports the parts of the exporter that it needs.
-`gpumem_exporter.client`, which runs inside training processes, needs the standard library only.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = ["__version__"]

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marked = item.get_closest_marker("timeout")
         seconds = marked.args[0] if marked else TIMEOUT_SECONDS
         item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
-    items.sort(key=lambda item: "/unit/" in item.location[0])
+    items.sort(key=lambda item: item.location[0].startswith(("tests/exporter", "tests/client", "tests/toolkit")))
 
 
 @pytest.hookimpl(wrapper=True)

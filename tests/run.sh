@@ -3,7 +3,7 @@
 #
 #   sh tests/run.sh                          everything, in parallel; prints the 30 slowest tests
 #   sh tests/run.sh --quick                  unit and cheap contract tests: no torch, no browser, no Prometheus
-#   sh tests/run.sh tests/unit -k ledger     arguments go to pytest, which then runs in one process
+#   sh tests/run.sh tests/exporter -k ledger  arguments go to pytest, which then runs in one process
 #
 # Run as root, it also installs the system packages that are missing; otherwise it prints which to install.
 # Environment: GPUMEM_TEST_WORKERS, the number of parallel workers (default: CPUs + 1, at most 8).
@@ -27,7 +27,7 @@ make_venv "$venv"
 if [ "${1:-}" = --quick ]; then
     shift
     install_project quick
-    exec "$python" -m pytest $parallel tests/unit tests/contract -m "not tools and not slow" "$@"
+    exec "$python" -m pytest $parallel tests/exporter tests/client tests/toolkit tests/contract -m "not tools and not slow" "$@"
 fi
 
 install_project test

@@ -11,7 +11,9 @@ lock() {
     "$uv" pip compile --quiet --upgrade --universal --python-version 3.10 --generate-hashes --no-annotate \
         --custom-compile-command "sh deploy/image/lock.sh" "$@"
 }
-lock --extra kubernetes --extra web --output-file deploy/image/requirements.txt pyproject.toml
+# The image builds the client of this repository.
+lock --extra kubernetes --extra web --no-emit-package gpumem-client --output-file deploy/image/requirements.txt \
+    pyproject.toml
 build=$(mktemp)
 trap 'rm -f "$build"' EXIT
 # Python 3.10 has no tomllib, so this reads the one line that lists them.

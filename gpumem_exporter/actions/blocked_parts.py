@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from gpumem_client.wire.protocol import CommandResult, ReasonCode
 from gpumem_exporter.actions.engine_starts import RELEASING, StartGuard, devices_of, refusal, waits
 from gpumem_exporter.actions.group import group_step
 from gpumem_exporter.actions.lifecycle import CommandPart, PartState, RunningAction, TerminationPart
@@ -15,7 +16,6 @@ from gpumem_exporter.actions.results import host_pids
 from gpumem_exporter.core.samples import ProcessKey, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import GroupIncompleteError
-from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 
 __all__ = ["BlockedParts"]
 

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gpumem_client.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
 from gpumem_exporter.actions.blocked_parts import BlockedParts
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dry_run import expected_refusal
@@ -54,7 +55,6 @@ from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionNotAllowedError, TooManyActionsError
-from gpumem_exporter.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
 
 __all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "SILENT_GRACE_SECONDS", "Dispatcher"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from gpumem_client.wire.protocol import CommandResult, ReasonCode
+from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.results import unsupported
 from gpumem_exporter.actions.targets import SelectedProcess
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.units import human_bytes
-from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 
 __all__ = ["expected_refusal"]
 

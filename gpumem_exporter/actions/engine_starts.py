@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gpumem_client.wire.protocol import CommandResult, ReasonCode
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.model import EngineWait
 from gpumem_exporter.actions.permission import may_act_on
@@ -18,7 +19,6 @@ from gpumem_exporter.actions.selection import Selection
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.errors import ActionForbiddenError
-from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 
 __all__ = ["RELEASING", "StartGuard", "describe", "devices_of", "refusal", "starts_of_selection", "waits"]
 

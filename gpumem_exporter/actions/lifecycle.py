@@ -25,13 +25,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeVar
 
+from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
 from gpumem_exporter.actions.engine_starts import StartGuard
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.results import GpuLabels, TerminationTarget, as_shown, command_results, termination_results
 from gpumem_exporter.actions.targets import SelectedProcess
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
-from gpumem_exporter.wire.protocol import Command, CommandResult, ReasonCode
 
 __all__ = [
     "ActionState",

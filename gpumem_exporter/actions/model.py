@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from gpumem_client.wire.protocol import SnapshotFile
 from gpumem_exporter.actions.caller import share_of
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.ledger import sum_of_known
-from gpumem_exporter.wire.protocol import SnapshotFile
 
 __all__ = ["Action", "ActionResult", "EngineWait", "SubmittedAction"]
 

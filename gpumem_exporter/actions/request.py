@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_exporter.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
+from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 
 __all__ = [
     "ACTIONS",

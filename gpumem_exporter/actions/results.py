@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, ReasonCode
 from gpumem_exporter.actions.model import ActionResult
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, DeviceSample, ReasonCode
 
 __all__ = [
     "TerminationTarget",

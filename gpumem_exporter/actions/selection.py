@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.group import group_of, group_step
 from gpumem_exporter.actions.mismatch import known_names, mismatch, unknown_names
@@ -15,7 +16,6 @@ from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, list
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
-from gpumem_exporter.units import counted
 
 __all__ = ["Selection", "select"]
 

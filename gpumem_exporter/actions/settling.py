@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from gpumem_client.wire.protocol import CommandResult, StillFree
 from gpumem_exporter.actions.lifecycle import CommandPart, RunningAction
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
-from gpumem_exporter.wire.protocol import CommandResult, StillFree
 
 __all__ = ["SETTLING_GRACE_SECONDS", "Settlements"]
 

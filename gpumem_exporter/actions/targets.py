@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = [
     "ListedProcess",

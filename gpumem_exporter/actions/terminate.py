@@ -12,8 +12,8 @@ import os
 import signal
 from dataclasses import replace
 
+from gpumem_client.wire.protocol import CommandResult, ReasonCode
 from gpumem_exporter.host import Host
-from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 
 __all__ = ["TERMINATE_GRACE_SECONDS", "Terminator"]
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.request import (
     DEFAULT_DEADLINE_SECONDS,
     SELECTORS,
@@ -16,7 +17,6 @@ from gpumem_exporter.actions.request import (
     mode_for,
 )
 from gpumem_exporter.cli.options import comma_separated
-from gpumem_exporter.errors import ConfigurationError
 
 __all__ = [
     "ANSWER_GRACE_SECONDS",

@@ -10,14 +10,14 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpumem_exporter.errors import (
+from gpumem_client.wire.errors import (
     ConfigurationError,
     ExporterAnswerError,
     ExporterUnreachableError,
     ExporterUntrustedError,
 )
-from gpumem_exporter.wire.http import Answer, Connection, shown_url
-from gpumem_exporter.wire.trust import Trust
+from gpumem_client.wire.http import Answer, Connection, shown_url
+from gpumem_client.wire.trust import Trust
 
 __all__ = ["ExporterApi", "has_ended", "has_settled"]
 

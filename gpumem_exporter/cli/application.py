@@ -13,9 +13,9 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.options import new_application
 from gpumem_exporter.cli.program import COMMANDS, INTERRUPTED, PROGRAM
-from gpumem_exporter.errors import ConfigurationError
 
 __all__ = ["invoke"]
 

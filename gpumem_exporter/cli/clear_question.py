@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gpumem_client.wire.units import counted, human_bytes
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.clear_requests import ExpectedClear, expect
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.node_tables import WORTH_SAYING
-from gpumem_exporter.units import counted, human_bytes
 
 __all__ = ["can_ask", "confirmed", "engine_waits", "notes", "processes_named", "stays_free", "waits_for", "when"]
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
 from gpumem_exporter.cli.api_client import ExporterApi, has_ended
 from gpumem_exporter.core.ledger import sum_of_known
-from gpumem_exporter.errors import ExporterAnswerError
 
 __all__ = ["ExpectedClear", "expect", "joined", "send_all"]
 

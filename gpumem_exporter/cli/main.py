@@ -13,9 +13,9 @@ import os
 import sys
 from collections.abc import Sequence
 
+from gpumem_client.wire.errors import ConfigurationError, GpumemError
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.program import COMMANDS, FAILED, INTERRUPTED, PROGRAM, WRONG_USAGE, one_line
-from gpumem_exporter.errors import ConfigurationError, GpumemError
 
 __all__ = ["main"]
 
@@ -74,7 +74,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"{PROGRAM} {__version__}")
         return 0
     if first == "run":
-        from gpumem_exporter.cli.commands.run import run
+        from gpumem_client.run import run
 
         return run(words[1:])
     try:

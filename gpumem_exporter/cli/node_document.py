@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gpumem_client.wire.errors import ExporterUnreachableError
+from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.errors import ExporterUnreachableError
-from gpumem_exporter.wire.http import shown_url
 
 __all__ = ["devices_and_processes", "read_node"]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError
 
 __all__ = [
     "AccessOptions",
@@ -74,7 +74,7 @@ class ConnectionOptions(AccessOptions):
         """Return the addresses to try, in order."""
         if self.url is not None:
             return (self.url,)
-        from gpumem_exporter.client.reporter.settings import exporter_urls
+        from gpumem_client.reporter.settings import exporter_urls
 
         return exporter_urls(environ)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gpumem_client.wire.errors import ExporterAnswerError
+from gpumem_client.wire.units import counted
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.errors import ExporterAnswerError
-from gpumem_exporter.units import counted
 
 __all__ = ["read_rights", "rights_line"]
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import ReportingProcess
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["TORCH", "AllocatorSource"]
 

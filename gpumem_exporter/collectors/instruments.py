@@ -12,13 +12,13 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.utils import floatToGoString
 
+from gpumem_client.wire.protocol import OUTCOMES
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.model import RESULTS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Samples, Series, Subject
 from gpumem_exporter.events.model import EVENT_TYPES, Event
-from gpumem_exporter.wire.protocol import OUTCOMES
 
 __all__ = ["ALERT_OUTCOMES", "Instruments", "process_registry"]
 

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import (
     DeviceMemory,
@@ -36,7 +37,6 @@ from gpumem_exporter.core.samples import (
     ReportingProcess,
     Snapshot,
 )
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = [
     "CATEGORIES",

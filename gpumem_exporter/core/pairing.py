@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["Pairing"]
 

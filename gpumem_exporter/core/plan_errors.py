@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumem_exporter.wire.protocol import DeviceSample
+from gpumem_client.wire.protocol import DeviceSample
 
 __all__ = ["FULL_STEPS", "plan_error_ratio"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from gpumem_exporter.wire.protocol import Report
+from gpumem_client.wire.protocol import Report
 
 __all__ = ["page_bytes", "share_bytes"]
 

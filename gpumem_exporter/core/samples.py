@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from gpumem_client.wire.protocol import Report
 from gpumem_exporter.core.place import UNKNOWN, Place
-from gpumem_exporter.wire.protocol import Report
 
 __all__ = [
     "IDENTITY_FIELDS",

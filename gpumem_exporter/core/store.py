@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from gpumem_client.wire.protocol import Report
 from gpumem_exporter.core.last_ooms import LastOoms
 from gpumem_exporter.core.pairing import Pairing
 from gpumem_exporter.core.place import UNKNOWN, Place
@@ -24,7 +25,6 @@ from gpumem_exporter.core.report_size import page_bytes, share_bytes
 from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.core.starting_engines import StartingEngines
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
-from gpumem_exporter.wire.protocol import Report
 
 __all__ = ["Store"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from yaml.nodes import Node

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.demo.device import SimulatedDevice
@@ -15,7 +16,6 @@ from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.errors import NvmlDeviceLostError
 from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["DemoNode"]
 

@@ -11,12 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from gpumem_exporter.client.commands.settling import Settling
-from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
-from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.demo.device import SimulatedDevice
-from gpumem_exporter.demo.slot import DeviceSlot, Tensor
-from gpumem_exporter.wire.protocol import (
+from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
+from gpumem_client.commands.settling import Settling
+from gpumem_client.wire.protocol import (
     MODES,
     Command,
     CommandResult,
@@ -26,6 +23,9 @@ from gpumem_exporter.wire.protocol import (
     Reply,
     Report,
 )
+from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.demo.device import SimulatedDevice
+from gpumem_exporter.demo.slot import DeviceSlot, Tensor
 
 __all__ = ["SimulatedProcess", "Tensor"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
+from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
 from gpumem_exporter.demo.process import SimulatedProcess, Tensor
 
 __all__ = [

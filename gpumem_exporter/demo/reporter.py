@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, WireError
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, reply_from_wire, to_wire
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import Simulation
-from gpumem_exporter.errors import ExporterAnswerError, ExporterError, WireError
-from gpumem_exporter.wire.http import Connection
-from gpumem_exporter.wire.protocol import REPORTS_PATH, CommandResult, reply_from_wire, to_wire
 
 __all__ = ["NodeReporter"]
 

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
+from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE
+from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter import __version__
-from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.device import build_devices
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
-from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE
-from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["TICK_SECONDS", "Simulation"]
 

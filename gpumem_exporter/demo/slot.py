@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
-from gpumem_exporter.client.allocator.idle_cache import IdleCache
-from gpumem_exporter.client.allocator.unmapped import Unmapped, held_by_driver
-from gpumem_exporter.core.allocator_model import Block, CachingAllocator
+from gpumem_client.allocator.idle_cache import IdleCache
+from gpumem_client.allocator.simulated import Block, CachingAllocator
+from gpumem_client.allocator.unmapped import Unmapped, held_by_driver
+from gpumem_client.wire.protocol import DeviceResult, DeviceSample
 from gpumem_exporter.demo.device import SimulatedDevice
-from gpumem_exporter.wire.protocol import DeviceResult, DeviceSample
 
 __all__ = ["DeviceSlot", "MemoryUse", "Tensor"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
+from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
 from gpumem_exporter.demo.process import SimulatedProcess, Tensor
 
 __all__ = ["mixture_of_experts_training", "pipeline_training", "pretraining", "varying_length_training"]

@@ -16,7 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gpumem_exporter.errors import StorageError
+from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query
 from gpumem_exporter.events.storage import Storage
 from gpumem_exporter.nvml.failure_log import FailureLog

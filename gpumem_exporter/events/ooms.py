@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from gpumem_client.wire.protocol import DeviceSample, OutOfMemory
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import LastOom, ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
-from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
 __all__ = ["OomDeduplicator", "last_ooms"]
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.naming import command_of
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.usage import DeviceUsage
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["NameOf", "ProcessHistory"]
 

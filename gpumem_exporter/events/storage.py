@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query, detail_json
 
 __all__ = ["FILE_NAME", "MEMORY_BYTES", "Storage"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpumem_exporter.wire.protocol import DeviceSample
+from gpumem_client.wire.protocol import DeviceSample
 
 __all__ = ["DeviceUsage"]
 

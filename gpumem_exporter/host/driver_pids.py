@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE, pid_namespace
 from gpumem_exporter.core.samples import NodeReading
-from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE, pid_namespace
 
 __all__ = ["DriverPids"]
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpumem_exporter.procfs import parse_stat_start_time, parse_stat_state
+from gpumem_client.wire.procfs import parse_stat_start_time, parse_stat_state
 
 __all__ = ["HiddenError", "ProcEntries"]
 

@@ -10,13 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumem_exporter.core.place import Place
-from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.host.containers import container_id, pod_uid
-from gpumem_exporter.host.entries import HiddenError, ProcEntries
-from gpumem_exporter.host.namespaces import PidTranslator
-from gpumem_exporter.host.places import Places
-from gpumem_exporter.procfs import (
+from gpumem_client.wire.procfs import (
     describe_command,
     known_ray_job_id,
     parse_stat_parent,
@@ -26,7 +20,13 @@ from gpumem_exporter.procfs import (
     split_cmdline,
     started_by_multiprocessing,
 )
-from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
+from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
+from gpumem_exporter.core.place import Place
+from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.host.containers import container_id, pod_uid
+from gpumem_exporter.host.entries import HiddenError, ProcEntries
+from gpumem_exporter.host.namespaces import PidTranslator
+from gpumem_exporter.host.places import Places
 
 __all__ = ["LinuxHost"]
 

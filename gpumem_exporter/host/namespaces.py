@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
+from gpumem_client.wire.procfs import pid_namespace
+from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
-from gpumem_exporter.procfs import pid_namespace
-from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["PidTranslator"]
 

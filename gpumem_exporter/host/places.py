@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpumem_client.wire.procfs import pid_namespace
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.host.containers import container_ids, user_of_slice
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
-from gpumem_exporter.procfs import pid_namespace
 
 __all__ = ["Places"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["Host"]
 

@@ -13,10 +13,10 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from gpumem_client.wire.peer import SocketOwner
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.host.places import Places
-from gpumem_exporter.wire.peer import SocketOwner
 
 __all__ = ["SocketHolders"]
 

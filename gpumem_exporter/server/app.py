@@ -15,6 +15,7 @@ from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.host import Host
@@ -45,7 +46,6 @@ from gpumem_exporter.server.web.api_page import api_page_router
 from gpumem_exporter.server.web.live import Audience, LiveState, live_router
 from gpumem_exporter.server.web.page import Page, page_router
 from gpumem_exporter.server.web.streams import Streams
-from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = ["create_app"]
 

@@ -12,6 +12,15 @@ from typing import Any
 
 from starlette.types import Receive
 
+from gpumem_client.wire.protocol import (
+    MAX_COMPONENTS,
+    MAX_LABEL_LENGTH,
+    MAX_PHASES,
+    Command,
+    Reply,
+    Report,
+    to_wire,
+)
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
@@ -34,15 +43,6 @@ from gpumem_exporter.server.http.problems import FieldError, ProblemError
 from gpumem_exporter.server.http.turns import Turns
 from gpumem_exporter.server.report_log import ReportLog
 from gpumem_exporter.server.security.report_sender import ReportedProcess, ReportSenders
-from gpumem_exporter.wire.protocol import (
-    MAX_COMPONENTS,
-    MAX_LABEL_LENGTH,
-    MAX_PHASES,
-    Command,
-    Reply,
-    Report,
-    to_wire,
-)
 
 __all__ = ["Ingest"]
 

@@ -11,6 +11,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
+from gpumem_client.wire.protocol import REPORTS_PATH, Reply
 from gpumem_exporter.server.api.action_schema import ActionDocument, ActionsDocument
 from gpumem_exporter.server.api.alert_schema import AlertsBody
 from gpumem_exporter.server.api.alerts import AlertsDocument
@@ -25,7 +26,6 @@ from gpumem_exporter.server.api.state import DevicesDocument, ProcessesDocument
 from gpumem_exporter.server.http.problems import Problem, problems
 from gpumem_exporter.server.security.request_guard import is_restricted
 from gpumem_exporter.server.web.live import LiveDocument
-from gpumem_exporter.wire.protocol import REPORTS_PATH, Reply
 
 __all__ = ["Credentials", "describe"]
 

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import expected, shown
-from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.config_file import read_config_file
 from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.security.tokens import TokenFile

@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 _STEPPING = """
 import os, threading, time
-from gpumem_exporter import client
+import gpumem_client as client
 step_number = 0
 while not os.path.exists(stop):
     step_number += 1

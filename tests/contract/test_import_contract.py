@@ -5,30 +5,26 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
-import gpumem_exporter
+import pytest
+
+from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
 FORBIDDEN = (
     *("anyio", "fastapi", "httpx", "prometheus_client", "pydantic", "pynvml", "rich", "starlette", "typer", "uvicorn"),
     *("click", "httptools", "uvloop", "yaml", "torch", "numpy"),
 )
-PACKAGE_ROOT = Path(gpumem_exporter.__file__).parent
-GUEST_MODULES = [
-    *("gpumem_exporter", "gpumem_exporter.errors", "gpumem_exporter.procfs", "gpumem_exporter.units"),
-    *sorted(
-        ".".join(path.relative_to(PACKAGE_ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
-        for folder in ("client", "wire")
-        for path in (PACKAGE_ROOT / folder).rglob("*.py")
-        if "bootstrap" not in path.parts
-    ),
-]
+CLIENT = REPOSITORY / "client" / "gpumem_client"
+GUEST_MODULES = sorted(
+    ".".join(path.relative_to(CLIENT.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in CLIENT.rglob("*.py")
+    if "bootstrap" not in path.parts
+)
 
 PUBLIC_NAMES = (
-    "auto_clean clear_cache deep_clean leak_detector lingering_tensors log_summary memory_context milestones oom_guard"
-    " phase recommend_allocator_settings release_model reset_peak set_memory_fraction snapshot start step stop summary"
-    " to_cpu watch"
+    "clear_cache log_summary memory_context memory_summary phase reset_peak set_memory_fraction snapshot"
+    " start step stop"
 )
 
 REFUSING_FINDER = f"""
@@ -48,7 +44,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=patient(60),
         check=False,
-        cwd=PACKAGE_ROOT.parent,
+        cwd=REPOSITORY,
     )
 
 
@@ -60,9 +56,10 @@ def test_every_module_of_the_client_imports_without_other_packages() -> None:
 
 def test_private_modules_are_imported_only_in_their_package() -> None:
     offenders = []
-    for folder in ("gpumem_exporter", "tests", "benchmarks", "examples"):
-        for path in (PACKAGE_ROOT.parent / folder).rglob("*.py"):
-            package = ".".join(path.relative_to(PACKAGE_ROOT.parent).parent.parts)
+    for folder in ("gpumem_exporter", "client", "toolkit", "tests", "benchmarks", "examples"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            root = REPOSITORY / folder if folder in ("client", "toolkit") else REPOSITORY
+            package = ".".join(path.relative_to(root).parent.parts)
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
@@ -75,24 +72,32 @@ def _is_private_elsewhere(name: str, package: str) -> bool:
     """Return whether `name` has a private part of this project outside of `package`."""
     parts = name.split(".")
     private = [index for index, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
-    return parts[0] == "gpumem_exporter" and bool(private) and ".".join(parts[: private[0]]) != package
+    return parts[0].startswith("gpumem_") and bool(private) and ".".join(parts[: private[0]]) != package
 
 
-def test_the_client_imports_nothing_of_the_exporter() -> None:
+def test_the_client_imports_nothing_of_the_other_packages() -> None:
     done = run_python(
-        "import sys, gpumem_exporter.client\n"
-        "gpumem_exporter.client.start()\n"
-        "print(*sorted(name for name in sys.modules if name.startswith('gpumem_exporter.')))"
+        f"{REFUSING_FINDER}\nimport gpumem_client\ngpumem_client.start()\n"
+        "print(*sorted(name for name in sys.modules if name.startswith(('gpumem_exporter', 'gpumem_toolkit'))))"
     )
-    allowed = tuple(f"gpumem_exporter.{name}" for name in ("client", "errors", "procfs", "units", "wire"))
-    assert done.returncode == 0, done.stderr
-    assert [name for name in done.stdout.split() if not name.startswith(allowed)] == []
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("client", "gpumem_client"), ("client.api", "gpumem_toolkit"), ("training", "gpumem_toolkit")]
+)
+def test_a_module_of_version_0_2_says_where_it_went(old: str, new: str) -> None:
+    done = run_python(f"import gpumem_exporter.{old}")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError")
+    assert new in last
 
 
 def test_starting_a_reporter_neither_imports_torch_nor_starts_a_thread() -> None:
     done = run_python(
         "import sys, threading\n"
-        "from gpumem_exporter import client\n"
+        "import gpumem_client as client\n"
         "client.start('w'); client.start('w'); client.step()\n"
         "assert 'torch' not in sys.modules, 'torch'\n"
         "assert threading.active_count() == 1, threading.enumerate()\n"
@@ -102,13 +107,13 @@ def test_starting_a_reporter_neither_imports_torch_nor_starts_a_thread() -> None
 
 
 def test_the_public_names_of_the_client() -> None:
-    done = run_python("from gpumem_exporter import client; print(*client.__all__)")
+    done = run_python("import gpumem_client as client; print(*client.__all__)")
     assert done.stdout.strip() == PUBLIC_NAMES
 
 
 def test_public_names_of_the_client_are_imported_on_first_use_and_without_torch() -> None:
     done = run_python(
-        f"{REFUSING_FINDER}\nfrom gpumem_exporter import client\n"
+        f"{REFUSING_FINDER}\nimport gpumem_client as client\n"
         "print(len([name for name in client.__all__ if name in vars(client)]))\n"
         "assert all(callable(getattr(client, name)) for name in client.__all__)"
     )

@@ -16,6 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.collectors.catalog import METRICS, SCRAPED
@@ -34,7 +35,6 @@ from gpumem_exporter.core.samples import (
     Snapshot,
 )
 from gpumem_exporter.events import Event
-from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 from tests.support.paths import DATA
 from tests.support.waiting import patient
 

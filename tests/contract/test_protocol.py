@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.errors import WireError
-from gpumem_exporter.server.api.report_schema import ReportReader
-from gpumem_exporter.wire.protocol import (
+from gpumem_client.wire.errors import WireError
+from gpumem_client.wire.protocol import (
     Command,
     DeviceSample,
     ProcessIdentity,
@@ -18,6 +17,7 @@ from gpumem_exporter.wire.protocol import (
     reply_from_wire,
     to_wire,
 )
+from gpumem_exporter.server.api.report_schema import ReportReader
 
 REPLY = Reply(
     commands=(Command("a", "empty_cache", 29.5, ("GPU-1",), True), Command("b", "reset_peak", 1.0)),

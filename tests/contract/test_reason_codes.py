@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from gpumem_exporter.wire.protocol import ReasonCode
+from gpumem_client.wire.protocol import ReasonCode
 from tests.support.paths import REPOSITORY
 
 TEXTS = frozenset({"reason", "detail", "why"})

@@ -47,7 +47,7 @@ def locked(name: str) -> dict[str, set[Version]]:
         (
             "requirements.txt",
             [
-                *PYPROJECT["project"]["dependencies"],
+                *(text for text in PYPROJECT["project"]["dependencies"] if not text.startswith("gpumem-client")),
                 *PYPROJECT["project"]["optional-dependencies"]["kubernetes"],
                 *PYPROJECT["project"]["optional-dependencies"]["web"],
             ],

@@ -160,20 +160,20 @@ class Worker:
     # The client
 
     def start_client(self, **arguments: Any) -> None:
-        """Call `gpumem_exporter.client.start(...)`."""
-        from gpumem_exporter import client
+        """Call `gpumem_client.start(...)`."""
+        import gpumem_client as client
 
         client.start(**arguments)
 
     def stop_client(self) -> None:
-        """Call `gpumem_exporter.client.stop()`."""
-        from gpumem_exporter import client
+        """Call `gpumem_client.stop()`."""
+        import gpumem_client as client
 
         client.stop()
 
     def client_step(self) -> None:
-        """Call `gpumem_exporter.client.step()`."""
-        from gpumem_exporter import client
+        """Call `gpumem_client.step()`."""
+        import gpumem_client as client
 
         client.step()
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpumem_exporter import training
-from gpumem_exporter.client.hooks.steps import process_steps
-from gpumem_exporter.errors import ConfigurationError
+import gpumem_toolkit as toolkit
+from gpumem_client.hooks.steps import process_steps
+from gpumem_client.wire.errors import ConfigurationError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -97,7 +97,7 @@ def against_whole(name: str, sizes: list[int], clip: float | None, left_out: lis
     kept = [batch for number, batch in enumerate(batches) if number not in left_out]
     whole, net = model(), model()
     expected = train_whole(whole, name, windows_of(kept, 3), clip, 3)
-    accumulator = training.GradientAccumulator(
+    accumulator = toolkit.GradientAccumulator(
         net, optimizer_of(name, net), effective_batch=12, micro_batch=4, clip_norm=clip
     )
     heard: list[Any] = []
@@ -131,7 +131,7 @@ def in_low_precision(dtype_name: str) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if dtype is torch.float16 else None
-    accumulator = training.GradientAccumulator(
+    accumulator = toolkit.GradientAccumulator(
         net, optimizer_of("sgd", net), effective_batch=16, micro_batch=4, autocast=dtype, scaler=scaler
     )
     train_accumulated(accumulator, net, batches)
@@ -142,7 +142,7 @@ def overflowing() -> dict[str, Any]:
     """Train with a loss scale that overflows in float16 until it has been reduced twice."""
     net = model(torch.float32)
     optimizer = optimizer_of("sgd", net)
-    accumulator = training.GradientAccumulator(
+    accumulator = toolkit.GradientAccumulator(
         net,
         optimizer,
         effective_batch=8,
@@ -167,7 +167,7 @@ def overflowing() -> dict[str, Any]:
         "moved": moved,
         "counted": [accumulator.steps, accumulator.skipped_steps, len(heard)],
         "default": accumulator.scaler.is_enabled(),
-        "scaled_by_default": training.GradientAccumulator(
+        "scaled_by_default": toolkit.GradientAccumulator(
             net, optimizer, effective_batch=8, micro_batch=4, autocast=torch.float16
         ).scaler.get_scale(),
     }
@@ -179,11 +179,11 @@ def of_another_size() -> list[str]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("gpumem_exporter.training")
+    log = logging.getLogger("gpumem_toolkit")
     log.addHandler(handler)
     for sizes, effective in (([2] * 8, 8), ([4, 4, 4, 3], 8), ([4, 3, 4, 4], 8), ([4, 4, 3], 4)):
         optimizer = optimizer_of("sgd", net)
-        accumulator = training.GradientAccumulator(net, optimizer, effective_batch=effective, micro_batch=4)
+        accumulator = toolkit.GradientAccumulator(net, optimizer, effective_batch=effective, micro_batch=4)
         train_accumulated(accumulator, net, micro_batches(sizes))
     log.removeHandler(handler)
     return lines
@@ -207,7 +207,7 @@ def refusals() -> dict[str, str]:
 
     def refused(name: str, kind: type[Exception], **arguments: Any) -> None:
         try:
-            training.GradientAccumulator(net, optimizer, **({"effective_batch": 8, "micro_batch": 4} | arguments))
+            toolkit.GradientAccumulator(net, optimizer, **({"effective_batch": 8, "micro_batch": 4} | arguments))
         except kind as error:
             results[name] = str(error)
 
@@ -222,7 +222,7 @@ def refusals() -> dict[str, str]:
     refused("a part", ConfigurationError, clip_norm=1.0)
     net = model()
 
-    accumulator = training.GradientAccumulator(net, optimizer, effective_batch=8, micro_batch=4)
+    accumulator = toolkit.GradientAccumulator(net, optimizer, effective_batch=8, micro_batch=4)
 
     def raised(name: str, kind: type[Exception], action: Any) -> None:
         try:
@@ -247,7 +247,7 @@ def interrupted() -> dict[str, Any]:
     batches = micro_batches([4] * 5)
     whole, net = model(), model()
     optimizer = optimizer_of("sgd", net)
-    accumulator = training.GradientAccumulator(net, optimizer, effective_batch=8, micro_batch=4)
+    accumulator = toolkit.GradientAccumulator(net, optimizer, effective_batch=8, micro_batch=4)
 
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -279,7 +279,7 @@ def interrupted() -> dict[str, Any]:
         accumulator.backward(loss, samples=len(x))
         break
     whole.load_state_dict(net.state_dict())
-    reference = training.GradientAccumulator(whole, optimizer_of("sgd", whole), effective_batch=8, micro_batch=4)
+    reference = toolkit.GradientAccumulator(whole, optimizer_of("sgd", whole), effective_batch=8, micro_batch=4)
     optimizer.state.clear()
     train_accumulated(accumulator, net, batches[:3])
     train_accumulated(reference, whole, batches[:3])
@@ -295,7 +295,7 @@ def on_device() -> dict[str, Any]:
         return net, torch.optim.AdamW(net.parameters())
 
     net, optimizer = net_and_optimizer()
-    accumulator = training.GradientAccumulator(
+    accumulator = toolkit.GradientAccumulator(
         net, optimizer, effective_batch=65536, micro_batch=4096, autocast=torch.float16, clear_cache_every=1
     )
     for x in accumulator.batches(torch.empty(4096, 512, device="cuda") for _ in range(32)):

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpumem_exporter import training
-from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.training import CheckpointingComparison
+import gpumem_toolkit as toolkit
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit import CheckpointingComparison
 
-compare = training.compare_checkpointing
+compare = toolkit.compare_checkpointing
 
 
 class Block(nn.Module):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumem_exporter import training
-from gpumem_exporter.errors import ConfigurationError
+import gpumem_toolkit as toolkit
+from gpumem_client.wire.errors import ConfigurationError
 
 MIB = 1 << 20
 
@@ -55,31 +55,31 @@ def inference() -> dict[str, Any]:
     modes = [module.training for module in model.modules()]
     result: dict[str, Any] = {}
 
-    @training.inference_mode(model, autocast=torch.bfloat16)
+    @toolkit.inference_mode(model, autocast=torch.bfloat16)
     def predict(depth: int = 0) -> torch.Tensor:
         result["modes within"] = [module.training for module in model.modules()]
         return predict(depth - 1) if depth else model(batch)
 
     with heard() as lines:
         output = predict(depth=2)
-        with training.inference_mode(model) as use:
+        with toolkit.inference_mode(model) as use:
             again = model(batch)
     result["lines"] = lines
     result["dtypes"] = [str(output.dtype), str(again.dtype)]
     result["inference"] = [output.is_inference(), again.is_inference()]
     result["devices"] = list(use.devices)
     try:
-        with training.inference_mode(model):
+        with toolkit.inference_mode(model):
             raise KeyError("in the block")
     except KeyError:
         result["modes after"] = [module.training for module in model.modules()] == modes
     result["gradients"] = model(batch).requires_grad
-    result["autocast"] = refused(lambda: training.inference_mode(model, autocast=torch.int8))
+    result["autocast"] = refused(lambda: toolkit.inference_mode(model, autocast=torch.int8))
 
     def later() -> Iterator[int]:
         yield 1
 
-    result["generator"] = refused(lambda: training.inference_mode(model)(later))
+    result["generator"] = refused(lambda: toolkit.inference_mode(model)(later))
     return result
 
 
@@ -89,7 +89,7 @@ def optimizing() -> dict[str, Any]:
     modes = [module.training for module in model.modules()]
     mean = model[1].running_mean.tolist()
     with heard() as lines:
-        change = training.optimize_model(model, dtype=torch.bfloat16, channels_last=True, example=batch)
+        change = toolkit.optimize_model(model, dtype=torch.bfloat16, channels_last=True, example=batch)
     result = {
         "text": str(change),
         "logged": "\n".join(lines) == str(change),
@@ -111,11 +111,11 @@ def optimizing() -> dict[str, Any]:
         "reset without example": {"dtype": torch.float16, "reset_peaks": True},
     }
     result["refused"] = {
-        name: refused(lambda options=options: training.optimize_model(model, **options))  # type: ignore[misc]
+        name: refused(lambda options=options: toolkit.optimize_model(model, **options))  # type: ignore[misc]
         for name, options in refusals.items()
     }
-    result["refused"]["no convolution"] = refused(lambda: training.optimize_model(nn.Linear(2, 2), channels_last=True))
-    result["refused"]["no parameters"] = refused(lambda: training.optimize_model(nn.ReLU(), dtype=torch.float16))
+    result["refused"]["no convolution"] = refused(lambda: toolkit.optimize_model(nn.Linear(2, 2), channels_last=True))
+    result["refused"]["no parameters"] = refused(lambda: toolkit.optimize_model(nn.ReLU(), dtype=torch.float16))
     return result
 
 
@@ -131,7 +131,7 @@ class WithNothing(nn.Module):
 
 
 def optimizing_zeros() -> dict[str, Any]:
-    change = training.optimize_model(WithNothing(), dtype=torch.bfloat16, example=torch.randn(4, 8))
+    change = toolkit.optimize_model(WithNothing(), dtype=torch.bfloat16, example=torch.randn(4, 8))
     return {"difference": change.output_difference_ratio}
 
 
@@ -141,7 +141,7 @@ def on_device() -> dict[str, Any]:
     model(batch).sum().backward()
     model.zero_grad()
     torch.cuda.reset_peak_memory_stats()
-    with heard() as lines, training.inference_mode(model) as use:
+    with heard() as lines, toolkit.inference_mode(model) as use:
         model(batch)
     result: dict[str, Any] = {
         "inference": [use.before_bytes, use.after_bytes, use.peak_bytes, use.exact],
@@ -150,12 +150,12 @@ def on_device() -> dict[str, Any]:
     result["allocated"] = torch.cuda.memory_allocated()
     torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")  # a higher peak than that of the forward passes
     highest = torch.cuda.max_memory_allocated()
-    change = training.optimize_model(model, dtype=torch.bfloat16, example=batch)
+    change = toolkit.optimize_model(model, dtype=torch.bfloat16, example=batch)
     result["kept"] = torch.cuda.max_memory_allocated() == highest
     result["weights"] = [change.weights_before_bytes, change.weights_after_bytes]
     result["fell"] = change.allocated_before_bytes - change.allocated_after_bytes
     result["measured fell"] = result["allocated"] - torch.cuda.memory_allocated()
-    back = training.optimize_model(model, dtype=torch.float32, example=batch.bfloat16(), reset_peaks=True)
+    back = toolkit.optimize_model(model, dtype=torch.float32, example=batch.bfloat16(), reset_peaks=True)
     used = (change.forward_before, change.forward_after, back.forward_before)
     result["peaks"] = [each.peak_bytes for each in used]
     result["exact"] = [each.exact for each in used]

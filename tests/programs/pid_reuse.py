@@ -11,9 +11,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from gpumem_exporter.procfs import pid_namespace, start_time_ticks
-from gpumem_exporter.wire.http import Connection
-from gpumem_exporter.wire.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
+from gpumem_client.wire.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import Program
 from tests.support.exporter_process import ExporterProcess

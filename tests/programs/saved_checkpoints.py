@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumem_exporter import training
-from gpumem_exporter.errors import GpumemError
-from gpumem_exporter.training import saving
+import gpumem_toolkit as toolkit
+from gpumem_client.wire.errors import GpumemError
+from gpumem_toolkit import saving
 
 MIB = 1 << 20
 
-save = training.save_checkpoint
+save = toolkit.save_checkpoint
 
 
 def load(path: Path | str) -> Any:

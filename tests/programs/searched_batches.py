@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumem_exporter import client, training
-from gpumem_exporter.errors import ConfigurationError, NoBatchSizeError
+import gpumem_toolkit as toolkit
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.errors import NoBatchSizeError
 
 MIB = 1 << 20
 UNIT = 256
@@ -48,11 +49,11 @@ def found() -> dict[str, Any]:
     resets: list[Any] = []
     reset = torch._C._cuda_resetPeakMemoryStats
     torch._C._cuda_resetPeakMemoryStats = resets.append
-    search = training.find_batch_size(step, start=1000, multiple_of=UNIT, margin=0)
+    search = toolkit.find_batch_size(step, start=1000, multiple_of=UNIT, margin=0)
     first = torch.cuda.max_memory_allocated()
     step(UNIT)  # creates the gradients, as after a search
     before = torch.cuda.memory_stats()
-    again = training.find_batch_size(step, start=60000, multiple_of=UNIT, margin=0.1)
+    again = toolkit.find_batch_size(step, start=60000, multiple_of=UNIT, margin=0.1)
     after = torch.cuda.memory_stats()
     step(UNIT)
     left = torch.cuda.memory_allocated()
@@ -90,8 +91,8 @@ def filling() -> dict[str, Any]:
             buffer.append(torch.empty(size * MIB // 10, dtype=torch.uint8, device="cuda"))
         torch.empty(size * MIB, dtype=torch.uint8, device="cuda")
 
-    search = training.find_batch_size(step, start=64)
-    short = training.find_batch_size(step, start=64, max_runs=2)
+    search = toolkit.find_batch_size(step, start=64)
+    short = toolkit.find_batch_size(step, start=64, max_runs=2)
     tries = [[each.size, each.fits, each.runs] for each in search.tries]
     trains = [runs(step, size, 50) for size in (search.size, short.size)]
     return {"size": search.size, "largest": search.largest, "tries": tries, "trains": trains}
@@ -100,7 +101,7 @@ def filling() -> dict[str, Any]:
 def guarded() -> dict[str, Any]:
     """Run out of memory in a guard, after a higher peak than that of any guarded run without an error."""
     step = training_step()
-    found = training.find_batch_size(step, start=4 * UNIT, multiple_of=UNIT, margin=0)
+    found = toolkit.find_batch_size(step, start=4 * UNIT, multiple_of=UNIT, margin=0)
 
     def advised(guard: Any, ran: list[int]) -> int | None:
         train = guard(step)
@@ -113,10 +114,10 @@ def guarded() -> dict[str, Any]:
         return None
 
     # The line of a guard identifies its block.
-    guard = client.oom_guard(batch_size=lambda size: size, free_frames=True)
+    guard = toolkit.oom_guard(batch_size=lambda size: size, free_frames=True)
     proposed = {"after a search": advised(guard, [found.size // 4, found.size // 8])}
     step(found.size)  # leaves a cache into which all smaller batches fit
-    guard = client.oom_guard(batch_size=lambda size: size, free_frames=True)
+    guard = toolkit.oom_guard(batch_size=lambda size: size, free_frames=True)
     proposed["with a full cache"] = advised(guard, [found.size // 2, found.size // 4])
     trains = [runs(step, size or 0, 3) for size in proposed.values()]
     return {"found": found.size, "proposed": proposed, "trains": trains}
@@ -134,7 +135,7 @@ def ends() -> dict[str, Any]:
             raise wrong
 
     try:
-        training.find_batch_size(fails, start=4, runs=1)
+        toolkit.find_batch_size(fails, start=4, runs=1)
     except ValueError as error:
         results["own error"] = [error is wrong, getattr(error, "__notes__", []), list(sizes)]
 
@@ -147,15 +148,15 @@ def ends() -> dict[str, Any]:
         return step
 
     try:
-        training.find_batch_size(takes(4096), start=4)
+        toolkit.find_batch_size(takes(4096), start=4)
     except NoBatchSizeError as error:
         results["none fits"] = [str(error), type(error.__cause__).__name__, *getattr(error.__cause__, "__notes__", [])]
     results["left"] = torch.cuda.memory_allocated()
-    results["maximum"] = int(training.find_batch_size(takes(1), start=4, maximum=50, margin=0))
-    bounded = training.find_batch_size(takes(1), start=1, max_tries=3, margin=0)
+    results["maximum"] = int(toolkit.find_batch_size(takes(1), start=4, maximum=50, margin=0))
+    bounded = toolkit.find_batch_size(takes(1), start=1, max_tries=3, margin=0)
     results["bounded"] = [bounded.size, len(bounded.tries)]
     try:
-        training.find_batch_size(takes(4096), start=64, max_tries=2)
+        toolkit.find_batch_size(takes(4096), start=64, max_tries=2)
     except NoBatchSizeError as error:
         results["bounded, none fits"] = str(error)
 
@@ -165,7 +166,7 @@ def ends() -> dict[str, Any]:
         except torch.OutOfMemoryError as error:
             raise RuntimeError("in the data loader") from error
 
-    results["wrapped"] = int(training.find_batch_size(wraps, start=4096, maximum=4096, margin=0)) < 4096
+    results["wrapped"] = int(toolkit.find_batch_size(wraps, start=4096, maximum=4096, margin=0)) < 4096
     return results
 
 
@@ -182,7 +183,7 @@ def refusals() -> list[str]:
         {"max_runs": 0},
     ):
         try:
-            training.find_batch_size(lambda size: None, **arguments)  # type: ignore[arg-type]
+            toolkit.find_batch_size(lambda size: None, **arguments)  # type: ignore[arg-type]
         except ConfigurationError as error:
             results.append(str(error))
     return results
@@ -190,5 +191,5 @@ def refusals() -> list[str]:
 
 def without_cuda() -> dict[str, Any]:
     sizes: list[int] = []
-    search = training.find_batch_size(sizes.append, start=30, multiple_of=8)
+    search = toolkit.find_batch_size(sizes.append, start=30, multiple_of=8)
     return {"size": int(search), "sizes": sizes, "printed": str(search), "largest": search.largest}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpumem_exporter import client
+import gpumem_toolkit as toolkit
 from tests.emulation.torch_worker import set_allocator_settings
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ def _model(layers: int = 6) -> torch.nn.Module:
 
 def _train(model: torch.nn.Module, batches: list[int]) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = client.oom_guard(on_oom=keep)
+    guard = toolkit.oom_guard(on_oom=keep)
     for size in batches:
         guard.batch_size = size
         with guard:
@@ -77,7 +77,7 @@ def optimizer(advice: Any) -> None:
     smaller = advice is not None and advice.kind == "optimizer_state"
     chosen = torch.optim.Adafactor(model.parameters()) if smaller else torch.optim.AdamW(model.parameters())
     model(torch.empty(8, 8192, device="cuda")).sum().backward()
-    with client.oom_guard(on_oom=keep):
+    with toolkit.oom_guard(on_oom=keep):
         chosen.step()
 
 
@@ -86,7 +86,7 @@ def data_transfer(advice: Any) -> None:
     data = torch.empty(1_000, MIB, dtype=torch.uint8)
     ballast = torch.empty(6_500 * MIB, dtype=torch.uint8, device="cuda")
     model = torch.nn.Linear(1, 1).to("cuda")
-    with client.oom_guard(on_oom=keep):
+    with toolkit.oom_guard(on_oom=keep):
         if advice is not None and advice.kind == "pieces":
             for start in range(0, len(data), 64):
                 model(data[start : start + 64].to("cuda", non_blocking=True)[:, :1].float())
@@ -101,7 +101,7 @@ def fragmentation(advice: Any) -> None:
     if advice is not None and advice.kind == "expandable_segments":
         set_allocator_settings("expandable_segments:True")
     try:
-        with client.oom_guard(on_oom=keep):
+        with toolkit.oom_guard(on_oom=keep):
             large = [torch.empty(700 * MIB, dtype=torch.uint8, device="cuda") for _ in range(9)]
             del large
             # A small tensor stays in each cached segment.
@@ -121,7 +121,7 @@ def fragmentation(advice: Any) -> None:
 def other_process(advice: Any) -> None:
     """A job that fits an empty device. The caller starts another process there and ends it as advised."""
     model = _model()
-    with client.oom_guard(on_oom=keep):
+    with toolkit.oom_guard(on_oom=keep):
         model(torch.empty(50_000, WIDTH, device="cuda")).sum().backward()
 
 
@@ -130,7 +130,7 @@ def leak(advice: Any) -> None:
     model = _model(2)
     history = []
 
-    @client.oom_guard(on_oom=keep, batch_size=lambda batch: len(batch))
+    @toolkit.oom_guard(on_oom=keep, batch_size=lambda batch: len(batch))
     def step(batch: torch.Tensor) -> None:
         output = model(batch)
         output.sum().backward()
@@ -144,7 +144,7 @@ def huge_request(advice: Any) -> None:
     """Computes the distances of all pairs at once."""
     points = torch.empty(60_000, 64, device="cuda")
     rows = 2_000 if advice is not None and advice.kind == "split_request" else len(points)
-    with client.oom_guard(on_oom=keep):
+    with toolkit.oom_guard(on_oom=keep):
         for start in range(0, len(points), rows):
             torch.mm(points[start : start + rows], points.T).amin()
 

@@ -16,8 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from gpumem_exporter import training
-from gpumem_exporter.errors import ConfigurationError, RankFailedError
+import gpumem_toolkit as toolkit
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.errors import RankFailedError
 from tests.programs.accumulated_steps import (
     Batch,
     difference,
@@ -69,7 +70,7 @@ def accumulate(rank: int) -> dict[str, Any]:
     for name, wrap, every in (("ddp", ddp, False), ("ddp every batch", ddp, True), ("fsdp", fsdp, False)):
         net = model()
         wrapped, averaged = wrap(net)
-        accumulator = training.GradientAccumulator(
+        accumulator = toolkit.GradientAccumulator(
             wrapped,
             optimizer_of("sgd", wrapped),
             effective_batch=16,
@@ -90,7 +91,7 @@ def accumulate(rank: int) -> dict[str, Any]:
     return results
 
 
-def leave_a_window(accumulator: training.GradientAccumulator, net: nn.Module, batches: list[Batch]) -> None:
+def leave_a_window(accumulator: toolkit.GradientAccumulator, net: nn.Module, batches: list[Batch]) -> None:
     """The gradient is still local to this rank and must not be in the next window."""
     for x, y in accumulator.batches(batches):
         with accumulator.forward():
@@ -103,13 +104,13 @@ def misuse() -> dict[str, Any]:
     net = nn.parallel.DistributedDataParallel(model())
     optimizer = optimizer_of("sgd", net)
     results: dict[str, Any] = {}
-    accumulator = training.GradientAccumulator(net, optimizer, effective_batch=24, micro_batch=4)
+    accumulator = toolkit.GradientAccumulator(net, optimizer, effective_batch=24, micro_batch=4)
     results["left out"] = caught(lambda: train_accumulated(accumulator, net, micro_batches([4, 4]), left_out=(1,)))
     results["uneven"] = caught(
-        lambda: training.GradientAccumulator(net, optimizer, effective_batch=12, micro_batch=4),
+        lambda: toolkit.GradientAccumulator(net, optimizer, effective_batch=12, micro_batch=4),
     )
     # Each rank trains an unwrapped model independently.
-    results["alone"] = training.GradientAccumulator(
+    results["alone"] = toolkit.GradientAccumulator(
         model(), optimizer, effective_batch=12, micro_batch=4
     ).accumulation_steps
     return results
@@ -129,7 +130,7 @@ def search(rank: int) -> dict[str, Any]:
     alone = [dist.new_group([number]) for number in range(2)]
 
     def find(**arguments: Any) -> Any:
-        return training.find_batch_size(step, **{"start": 4096, "multiple_of": UNIT, "margin": 0, **arguments})
+        return toolkit.find_batch_size(step, **{"start": 4096, "multiple_of": UNIT, "margin": 0, **arguments})
 
     together, apart = find(), find(process_group=alone[rank])
 
@@ -143,7 +144,7 @@ def search(rank: int) -> dict[str, Any]:
         "apart": apart.size,
         "fits": [each.fits for each in together.tries],
         "out_of_memory": sorted({number for each in together.tries for number in each.ranks_out_of_memory}),
-        "failed": caught(lambda: training.find_batch_size(fails_on_rank_1, start=4096)),
+        "failed": caught(lambda: toolkit.find_batch_size(fails_on_rank_1, start=4096)),
         "unlike": caught(lambda: find(start=4096 + rank)),
         "foreign": caught(lambda: find(process_group=alone[1 - rank])),
         "still together": find().size,

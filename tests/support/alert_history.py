@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from fastapi import FastAPI
 
+from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
@@ -30,7 +31,6 @@ from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.settings import load_settings
-from gpumem_exporter.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), reverse=True)

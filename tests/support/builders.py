@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import (
@@ -16,7 +17,6 @@ from gpumem_exporter.core.samples import (
     ProcessMemory,
     ReportingProcess,
 )
-from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 
 MIB = 1 << 20
 UNLIMITED = RateLimits(per_caller=10**9, per_process=10**9, clock=lambda: 0.0)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from gpumem_client.wire.protocol import MODES, CommandResult, DeviceResult
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
@@ -15,7 +16,6 @@ from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.wire.protocol import MODES, CommandResult, DeviceResult
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 from tests.support.waiting import patient
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumem_exporter.errors import ExporterUnreachableError
-from gpumem_exporter.wire.http import Answer, Connection
+from gpumem_client.wire.errors import ExporterUnreachableError
+from gpumem_client.wire.http import Answer, Connection
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
 from tests.support.zygote import EXPORTER, ForkedProcess, fork_program

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 
+from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import (
@@ -19,7 +20,6 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 
 MIB = 2**20
 UUID = "GPU-0"

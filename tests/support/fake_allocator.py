@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumem_exporter.wire.protocol import DeviceSample
+from gpumem_client.wire.protocol import DeviceSample
 
 
 class FakeAllocator:

@@ -16,7 +16,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, sync_playwright
 
-from gpumem_exporter.wire.protocol import REPORTS_PATH, to_wire
+from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.ports import free_port

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gpumem_exporter.errors import ExporterUnreachableError
-from gpumem_exporter.procfs import pid_namespace, start_time_ticks
-from gpumem_exporter.wire.http import Connection
-from gpumem_exporter.wire.protocol import REPORTS_PATH, Report, to_wire
+from gpumem_client.wire.errors import ExporterUnreachableError
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
+from gpumem_client.wire.protocol import REPORTS_PATH, Report, to_wire
 from tests.support.builders import report
 from tests.support.waiting import patient, wait_for
 

@@ -18,8 +18,8 @@ PARAMETERS_BYTES = 4 * (256 * 256 + 256) * 4
 
 TRAINING = """
 import contextlib, gc
-from gpumem_exporter import client as gpumem
-from gpumem_exporter.client.measure import components as component_counts
+import gpumem_toolkit as toolkit
+from gpumem_toolkit.measure import components as component_counts
 component_counts._SLICE_SECONDS = 60.0  # on a machine of any speed a count takes one step
 
 def make(device="cuda:0", **options):

@@ -7,6 +7,7 @@ from itertools import starmap
 
 from hypothesis import strategies as st
 
+from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
@@ -19,7 +20,6 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 
 __all__ = ["SNAPSHOTS"]
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, Recorder, last_ooms
-from gpumem_exporter.wire.protocol import OutOfMemory
 from tests.support.builders import UUIDS, node, report
 
 __all__ = ["RecordedLog", "RecorderBench", "oom"]

@@ -16,6 +16,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpumem_client.wire.http import Answer, Connection
+from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import NvmlUnavailableError
@@ -27,8 +29,6 @@ from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.serve import build_server
 from gpumem_exporter.server.settings import load_settings
-from gpumem_exporter.wire.http import Answer, Connection
-from gpumem_exporter.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from tests.support.builders import MIB, UUIDS
 from tests.support.waiting import eventually, patient
 

@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.policy.model import (
     DEFAULT_COOLDOWN_SECONDS,
     DEFAULT_STILL_FREE_SECONDS,
@@ -29,7 +30,6 @@ from gpumem_exporter.actions.request import (
     mode_for,
 )
 from gpumem_exporter.core.yaml_file import YamlReader, is_scalar, line_of
-from gpumem_exporter.wire.protocol import MODES
 
 if TYPE_CHECKING:
     from yaml.nodes import Node

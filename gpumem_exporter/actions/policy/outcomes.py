@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gpumem_client.wire.protocol import ReasonCode
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.model import Rule
 from gpumem_exporter.actions.policy.quantities import shown_quantity
 from gpumem_exporter.actions.policy.rule_state import Decision, RuleState, UnhelpfulAction
-from gpumem_exporter.wire.protocol import ReasonCode
 
 __all__ = ["Outcomes", "Stop"]
 

@@ -11,9 +11,9 @@ from math import nan
 from types import MappingProxyType
 from typing import NamedTuple
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["FIELDS", "Field", "IdleClock", "Observation", "observations"]
 

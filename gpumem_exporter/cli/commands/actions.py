@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.cli.action_options import (
     ANSWER_GRACE_SECONDS,
     ClearOptions,
@@ -29,7 +30,6 @@ from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.cli.rights import read_rights, rights_line
-from gpumem_exporter.units import human_bytes
 
 __all__ = ["ACTION_COMMANDS", "ActionCommand", "build", "exit_code"]
 

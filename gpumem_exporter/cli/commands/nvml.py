@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.terminal import print_json
-from gpumem_exporter.errors import ConfigurationError
 
 __all__ = ["build"]
 

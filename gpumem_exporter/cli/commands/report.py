@@ -10,10 +10,10 @@ from urllib.parse import quote
 
 import typer
 
+from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_seconds
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
-from gpumem_exporter.units import UNKNOWN, counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

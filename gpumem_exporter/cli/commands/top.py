@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.action_options import SelectorOptions
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, command_from_options
@@ -16,8 +18,6 @@ from gpumem_exporter.cli.render.terminal import open_console, print_json, requir
 from gpumem_exporter.cli.top.rows import SORTS
 from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import View
-from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader

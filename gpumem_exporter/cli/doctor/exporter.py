@@ -9,13 +9,13 @@ from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_client.wire.http import shown_url
+from gpumem_client.wire.units import counted
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
-from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
-from gpumem_exporter.units import counted
-from gpumem_exporter.wire.http import shown_url
 
 __all__ = [
     "check_actions",

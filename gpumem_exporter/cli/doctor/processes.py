@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gpumem_client.wire.units import counted
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
-from gpumem_exporter.units import counted
 
 __all__ = ["check_pid_namespace", "check_reporters"]
 
@@ -32,7 +32,7 @@ def check_reporters(processes: Sequence[Document]) -> Iterator[Finding]:
     if reporting:
         yield Finding("reporters", PASS, f"{counted(len(reporting), 'process reports', 'processes report')}{without}")
     elif not silent:
-        fix = "start training with `gpumem-exporter run -- CMD`, or call gpumem_exporter.client.start()"
+        fix = "start training with `gpumem-exporter run -- CMD`, or call gpumem_client.start()"
         yield Finding("reporters", WARN, f"no process reports{without}", fix)
 
 

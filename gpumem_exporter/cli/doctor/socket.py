@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+from gpumem_client.wire.peer import PeerCredentials, unix_peer, user_name
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
-from gpumem_exporter.wire.peer import PeerCredentials, unix_peer, user_name
 
 __all__ = ["check_socket", "socket_path", "socket_peer"]
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.units import UNKNOWN
 from gpumem_exporter.cli.action_options import (
     ANSWER_GRACE_SECONDS,
     RequestOptions,
@@ -36,7 +37,6 @@ from gpumem_exporter.cli.render.terminal import open_console, plain, print_json,
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
-from gpumem_exporter.units import UNKNOWN
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

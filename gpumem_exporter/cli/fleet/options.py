@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.options import AccessOptions, read_token
-from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.wire.trust import Trust
 
 __all__ = ["FleetOptions", "OverviewOptions", "SelectionOptions"]
 

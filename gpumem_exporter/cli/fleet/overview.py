@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.http import shown_url
+from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_ratio
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.fleet.requests import Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, exporters_of
 from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, cache_sentence, device_name, errors_of
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.units import UNKNOWN, counted, human_bytes, human_ratio
-from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

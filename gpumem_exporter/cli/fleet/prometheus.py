@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.errors import ConfigurationError, PrometheusError
+from gpumem_exporter.errors import PrometheusError
 
 if TYPE_CHECKING:
     from urllib.request import OpenerDirector

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, ExporterUntrustedError
+from gpumem_client.wire.http import shown_url
+from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.api_client import ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess
-from gpumem_exporter.errors import ExporterAnswerError, ExporterError, ExporterUntrustedError
-from gpumem_exporter.wire.http import shown_url
-from gpumem_exporter.wire.trust import Trust
 
 __all__ = ["ExporterRequest", "Fleet", "failed_row", "result_rows", "run_parallel"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.wire.http import shown_url
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.http import shown_url
 
 __all__ = [
     "Exporter",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.units import UNKNOWN, human_bytes, human_seconds
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.units import UNKNOWN, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

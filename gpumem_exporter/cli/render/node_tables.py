@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_ratio, human_seconds
 from gpumem_exporter.cli.render.ledger_bar import draw_bar, key_of, segments_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.core.ledger import CATEGORIES
-from gpumem_exporter.units import UNKNOWN, counted, human_bytes, human_ratio, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

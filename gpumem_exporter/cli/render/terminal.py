@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

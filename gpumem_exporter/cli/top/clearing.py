@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
 from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS
 from gpumem_exporter.cli.api_client import ExporterApi
@@ -16,7 +17,6 @@ from gpumem_exporter.cli.clear_requests import ExpectedClear, expect, joined, se
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons, summary
 from gpumem_exporter.cli.top.rows import Row
-from gpumem_exporter.errors import GpumemError
 
 __all__ = ["Clearing", "Note", "OpenApi"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.units import UNKNOWN, human_ratio, short_bytes
 from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, Segment, draw_bar, key_of, segments_of
 from gpumem_exporter.cli.render.node_tables import device_name
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import cell, line, scarce_style, width_of
 from gpumem_exporter.cli.top.history import SPAN_SECONDS, Past, Point
 from gpumem_exporter.core.ledger import sum_of_known
-from gpumem_exporter.units import UNKNOWN, human_ratio, short_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text

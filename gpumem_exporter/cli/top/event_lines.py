@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.units import counted, human_bytes
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import cell, line, width_of
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
-from gpumem_exporter.units import counted, human_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -6,6 +6,8 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpumem_client.wire.http import shown_url
+from gpumem_client.wire.units import human_seconds
 from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, clear_summary, driver_error
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import beside, cell, line
@@ -16,8 +18,6 @@ from gpumem_exporter.cli.top.process_lines import process_lines
 from gpumem_exporter.cli.top.rows import descends
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
-from gpumem_exporter.units import human_seconds
-from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:
     from rich.text import Text

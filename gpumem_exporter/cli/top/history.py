@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any
 
-from gpumem_exporter.errors import ExporterAnswerError, ExporterError
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterError
 
 __all__ = ["SPAN_SECONDS", "Events", "History", "Past", "Point"]
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpumem_client.wire.units import UNKNOWN, human_seconds, short_bytes
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import cell, line, width_of
 from gpumem_exporter.cli.top.rows import SORTS, Row, descends
 from gpumem_exporter.cli.top.view import View
-from gpumem_exporter.units import UNKNOWN, human_seconds, short_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from gpumem_client.wire.errors import ExporterError, ExporterUnreachableError
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node_document import devices_and_processes, read_node
 from gpumem_exporter.cli.selection import concerns, require_known, selected
 from gpumem_exporter.cli.top.history import Events, History, Past
 from gpumem_exporter.cli.top.rows import Row, rows_of
-from gpumem_exporter.errors import ExporterError, ExporterUnreachableError, NvmlError
+from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from gpumem_exporter.errors import GpumemError
+from gpumem_client.wire.errors import GpumemError
 
 __all__ = ["Known", "Watcher"]
 

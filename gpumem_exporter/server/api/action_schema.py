@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import NotRequired, TypedDict
 
+from gpumem_client.wire.protocol import MAX_INTEGER, MODES
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.actions.request import (
@@ -23,7 +24,6 @@ from gpumem_exporter.actions.request import (
 )
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, few_fields
 from gpumem_exporter.server.logs import iso_time
-from gpumem_exporter.wire.protocol import MAX_INTEGER, MODES
 
 __all__ = [
     "ActionBody",

@@ -14,14 +14,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
+from gpumem_client.wire.errors import StorageError
+from gpumem_client.wire.protocol import ReasonCode
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
-from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import Event, Query, Recorder
 from gpumem_exporter.events.actions import read_action, read_requested
 from gpumem_exporter.server.api.event_writes import read_all_events, wait_until_kept
-from gpumem_exporter.wire.protocol import ReasonCode
 
 __all__ = ["Audit"]
 

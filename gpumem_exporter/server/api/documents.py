@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.permission import may_act_on
 from gpumem_exporter.actions.targets import gpu_labels
@@ -27,7 +28,6 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
 

@@ -7,7 +7,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import replace
 
-from gpumem_exporter.errors import StorageError
+from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.events import Event, EventLog, Page, Query
 
 __all__ = ["KEPT_SECONDS", "READ_SECONDS", "read_all_events", "read_events", "wait_until_kept"]

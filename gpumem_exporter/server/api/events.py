@@ -11,9 +11,9 @@ from fastapi import Query as QueryParameters
 from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
+from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
-from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import EVENT_TYPES, Event, EventLog, Page, Query
 from gpumem_exporter.server.api.event_writes import read_events
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response

@@ -10,13 +10,13 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from typing_extensions import TypedDict
 
+from gpumem_client.wire.units import counted
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.events import EventLog, EventLogStatus
 from gpumem_exporter.host.driver_pids import DriverPids
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.replies import json_reply, json_response
-from gpumem_exporter.units import counted
 
 __all__ = ["Health", "HealthDocument", "health_document", "health_router"]
 

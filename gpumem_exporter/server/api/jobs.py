@@ -9,14 +9,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Response
 from typing_extensions import TypedDict
 
-from gpumem_exporter.errors import StorageError
+from gpumem_client.wire.errors import StorageError
+from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.events import Event, EventLog, Query, Recorder
 from gpumem_exporter.server.api.event_writes import read_events
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.request_guard import JOBS_PATH
-from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
 __all__ = ["jobs_router"]
 

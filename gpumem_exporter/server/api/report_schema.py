@@ -18,9 +18,8 @@ from typing import Any
 
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
-from gpumem_exporter.procfs import known_ray_job_id
-from gpumem_exporter.server.http.problems import FieldError, ProblemError, field_errors
-from gpumem_exporter.wire.protocol import (
+from gpumem_client.wire.procfs import known_ray_job_id
+from gpumem_client.wire.protocol import (
     MAX_COMPONENTS,
     MAX_INTEGER,
     MAX_LABEL_LENGTH,
@@ -31,6 +30,7 @@ from gpumem_exporter.wire.protocol import (
     DeviceSample,
     Report,
 )
+from gpumem_exporter.server.http.problems import FieldError, ProblemError, field_errors
 
 __all__ = ["MAX_DEVICES", "ReportReader", "report_core_schema", "shortened"]
 

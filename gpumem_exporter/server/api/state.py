@@ -8,12 +8,12 @@ from typing import Any, get_type_hints
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
 from gpumem_exporter.server.api.documents import devices_document, processes_document
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.access_rules import Callers
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["DevicesDocument", "ProcessesDocument", "state_router"]
 

@@ -7,9 +7,9 @@ import ctypes
 import logging
 from collections.abc import Callable, Mapping
 
+from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import EventLog, Query, last_ooms
 from gpumem_exporter.server.api.event_writes import read_all_events
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
@@ -21,7 +22,7 @@ from gpumem_exporter.actions.policy.outcomes import Stop
 from gpumem_exporter.actions.policy.rule_state import Decision
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
-from gpumem_exporter.errors import ActionRefusedError, ConfigurationError
+from gpumem_exporter.errors import ActionRefusedError
 from gpumem_exporter.events import EventLog
 from gpumem_exporter.events.actions import policy_stopped_event
 

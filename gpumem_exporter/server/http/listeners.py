@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gpumem_exporter.errors import GpumemError
+from gpumem_client.wire.errors import GpumemError
+from gpumem_client.wire.peer import tcp_listener_owner, unix_peer, user_name
 from gpumem_exporter.server.http.addresses import ListenAddress, parse_listen_address
-from gpumem_exporter.wire.peer import tcp_listener_owner, unix_peer, user_name
 
 __all__ = ["BindError", "Listeners", "SocketFile", "bind"]
 

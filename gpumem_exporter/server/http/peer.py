@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+from gpumem_client.wire.peer import PeerCredentials, SocketOwner, peer_pidfd, tcp_peer_owner, unix_peer
+from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.host.places import Places
 from gpumem_exporter.host.sockets import SocketHolders
-from gpumem_exporter.procfs import start_time_ticks
 from gpumem_exporter.server.http.addresses import is_loopback
-from gpumem_exporter.wire.peer import PeerCredentials, SocketOwner, peer_pidfd, tcp_peer_owner, unix_peer
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from typing_extensions import NotRequired, TypedDict
 
-from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
+from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 
 __all__ = [
     "FieldError",

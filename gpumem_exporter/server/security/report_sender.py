@@ -20,11 +20,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.errors import ForeignProcessError
 from gpumem_exporter.host import Host
 from gpumem_exporter.server.http.peer import Peer, PeerPlace, PeerPlaces
-from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["ReportSenders", "ReportedProcess"]
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
-from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 if TYPE_CHECKING:
     from gpumem_exporter.server.security.web_access import WebAccess  # loaded only if there is a web configuration

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.server.security.tokens import file_version
 from gpumem_exporter.server.security.users import Users
 from gpumem_exporter.server.security.web_config import Tls, WebConfig, read_web_config

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.documents import SeenProcess, devices_document, processes_document, seen_processes
 from gpumem_exporter.server.api.health import HealthDocument
-from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["COLUMNS", "live_document"]
 

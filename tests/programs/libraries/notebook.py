@@ -6,7 +6,7 @@ from jupyter_client.manager import start_new_kernel
 
 CELLS = (
     """
-from gpumem_exporter import client as gpumem
+import gpumem_client as gpumem
 gpumem.start(workload="notebook-alice")
 """,
     """

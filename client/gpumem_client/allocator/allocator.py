@@ -1,0 +1,275 @@
+"""PyTorch's caching allocator in this process: its values, and operations such as `empty_cache`.
+
+A value is None if the allocator does not have it (cudaMallocAsync, a pluggable allocator, an older torch).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gpumem_client.allocator import torch_access
+from gpumem_client.allocator.captures import Captures
+from gpumem_client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
+from gpumem_client.allocator.memory_limits import environment_limit
+from gpumem_client.allocator.reclaimable import Reclaimable, known
+from gpumem_client.allocator.settings import in_force
+from gpumem_client.allocator.torch_access import DeviceState
+from gpumem_client.allocator.unmapped import Unmapped, can_unmap, held_by_driver, unmapped_in
+from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_client.phases.observed import Observed, process_observed
+from gpumem_client.wire.errors import CommandRefusedError
+from gpumem_client.wire.protocol import DeviceSample, ReasonCode
+
+__all__ = ["Allocator"]
+
+
+class Allocator:
+    """The allocator. Only one thread at a time may use it, except for methods that say otherwise."""
+
+    def __init__(self, torch: Any, observed: Observed | None = None) -> None:
+        self._torch = torch
+        self._statistics = torch_access.Statistics(torch)
+        self._uuids: dict[int, str] = {}
+        self._environment_limits: dict[int, int | None] = {}
+        self._observed = observed or Observed()
+        self._captures = Captures(torch_access.current_stream_is_capturing(torch))
+        self._stop_watching = self._captures.watch()
+        self.torch_version = str(getattr(torch, "__version__", ""))
+        self._large_pages = {_large_page(in_force(os.environ)[1]) or LARGE_PAGE_BYTES}
+        self._noticed_settings = ""
+        self._notice_page_size()
+        self._reclaimable = Reclaimable(self._walk, self._captures.version)
+
+    @classmethod
+    def attach(cls) -> Allocator | None:
+        """Return the allocator if CUDA is initialized in this process, otherwise None."""
+        torch = torch_access.initialized_torch()
+        return None if torch is None else cls(torch, process_observed())
+
+    @property
+    def settings(self) -> str:
+        """The allocator's settings in force; before torch 2.10 the value of PYTORCH_CUDA_ALLOC_CONF."""
+        settings = torch_access.allocator_settings(self._torch)
+        return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") if settings is None else settings
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured in any thread of this process (see `Captures`)."""
+        return self._captures.under_way
+
+    @property
+    def flushing(self) -> bool:
+        """Whether another thread runs `empty_cache()`: reading statistics would wait for it, with the GIL.
+
+        A flush by the allocator itself, before the last attempt of an allocation, is not recognized.
+        """
+        codes = {
+            getattr(getattr(sys.modules.get(name), "empty_cache", None), "__code__", None)
+            for name in ("torch.cuda.memory", "torch.accelerator.memory")
+        }
+        return any(frame.f_code in codes for frame in sys._current_frames().values())  # noqa: SLF001
+
+    def observe_ooms(self, observer: OutOfMemoryObserver) -> bool:
+        """Attach an observer of out-of-memory errors. Returns False if the allocator has none."""
+        return torch_access.attach_oom_observer(self._torch, observer)
+
+    def detach(self) -> None:
+        """Remove the hook on graph captures."""
+        self._stop_watching()
+
+    def devices(self) -> list[int]:
+        """Return the indices of the devices on which this process has a context. Any thread may call this."""
+        return self._statistics.devices()
+
+    def uuid(self, index: int) -> str:
+        """Return the device's UUID as NVML writes it; empty before torch 2.5."""
+        uuid = self._uuids.get(index)
+        if uuid is None:
+            properties = self._torch.cuda.get_device_properties(index)
+            raw = str(getattr(properties, "uuid", ""))
+            prefix = "MIG-" if "MIG" in str(properties.name).split() else "GPU-"
+            uuid = self._uuids[index] = prefix + raw if raw else ""
+        return uuid
+
+    def state(self, index: int) -> DeviceState | None:
+        """Return the device's statistics, or None if the allocator keeps none. Any thread may call this."""
+        return self._statistics.state(index)
+
+    def unmapped(self, index: int, state: DeviceState | None) -> Unmapped | None:
+        """Return the memory in these statistics that the driver does not hold; None if unknown. Walks over no heap."""
+        if state is None or not can_unmap():
+            return None
+        pool_segments = self._reclaimable.pool_segments(index, state)
+        return None if pool_segments is None else unmapped_in(pool_segments)
+
+    def samples(self) -> tuple[DeviceSample, ...]:
+        """Return a sample of each device that this process uses and that has a known UUID."""
+        self._notice_page_size()
+        devices = self.devices()
+        states = {index: self._observed.look(index, self.state) for index in devices if self.uuid(index)}
+        self._reclaimable.look({index: state for index, state in states.items() if state is not None})
+        nccl_bytes = torch_access.nccl_bytes(devices)
+        return tuple(self._sample(index, state, nccl_bytes.get(index)) for index, state in states.items())
+
+    def unused(self) -> Iterator[DeviceSample]:
+        """Yield of each device only what the idle cache needs. Does not walk over the heap."""
+        for index in self.devices():
+            reading = self._unused(index) if self.uuid(index) else None
+            if reading is not None:
+                yield reading
+
+    def sample_now(self, index: int) -> DeviceSample:
+        """Return one device's sample without a walk over the heap. Any thread may call this."""
+        return self._sample(index, self.state(index))
+
+    def sample_at_oom(self, index: int) -> DeviceSample:
+        """Return the sample for an out-of-memory observer. Any thread may call this.
+
+        Torch releases all reclaimable memory before it calls an observer, except while a graph is captured.
+        """
+        state = self.state(index)
+        sample = self._sample(index, state)
+        if state is None or self._reclaimable.exact_from_statistics(index, state):
+            return sample
+        return replace(sample, reclaimable_bytes=None if self.capturing or sample.reserved_bytes is None else 0)
+
+    def pinned_host_bytes(self) -> int | None:
+        """Return the bytes of pinned host memory that torch's host allocator keeps; None before torch 2.7."""
+        return torch_access.pinned_host_bytes(self._torch)
+
+    def free_bytes(self, index: int) -> int | None:
+        """Return the device's free memory (`cudaMemGetInfo`), for a device with a context."""
+        try:
+            free: int = self._torch.cuda.cudart().cudaMemGetInfo(index)[0]
+        except RuntimeError:
+            return None
+        return free
+
+    def empty_cache(self) -> None:
+        """Release every wholly free segment of every device. Waits for pending frees of other streams."""
+        self._torch.cuda.empty_cache()
+
+    def reset_peak(self, index: int) -> None:
+        """Reset the peaks of one device to the current values."""
+        self._observed.reset_peaks(index, self.state, self._statistics.reset_peaks)
+
+    def total_bytes(self, index: int) -> int:
+        """Return the device's memory as CUDA reports it: a memory fraction is a fraction of this."""
+        total: int = self._torch.cuda.get_device_properties(index).total_memory
+        return total
+
+    def set_memory_fraction(self, index: int, fraction: float) -> None:
+        """Limit what the allocator may reserve to a fraction of the device; releases nothing."""
+        self._torch.cuda.set_per_process_memory_fraction(fraction, index)
+
+    def memory_limit_bytes(self, index: int) -> int | None:
+        """Return the most that this process may use on a device; None if no limit is known. Any thread may call this.
+
+        Torch releases without `get_per_process_memory_fraction` do not report the memory fraction.
+        """
+        try:
+            fraction: float = self._torch.cuda.get_per_process_memory_fraction(index)
+        except (AttributeError, RuntimeError):
+            fraction = 1.0
+        of_fraction = int(fraction * self.total_bytes(index)) if fraction < 1 else None
+        if index not in self._environment_limits:
+            self._environment_limits[index] = environment_limit(os.environ, index)
+        limits = (of_fraction, self._environment_limits[index])
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def allocations(self, index: int) -> tuple[int, int] | None:
+        """Return how many blocks of a device were ever allocated and freed; None if they are not counted."""
+        counted = (self.state(index) or {}).get("allocation", {})
+        return (counted["allocated"], counted["freed"]) if counted else None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all segments, blocks and traces, as memory_viz reads them.
+
+        Raises:
+            CommandRefusedError: this allocator has no snapshot.
+        """
+        try:
+            return torch_access.take_snapshot(self._torch)
+        except (AttributeError, RuntimeError) as error:
+            raise CommandRefusedError(
+                f"this allocator has no snapshot: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
+            ) from None
+
+    def _notice_page_size(self) -> None:
+        settings = self.settings
+        if settings != self._noticed_settings:
+            self._noticed_settings = settings
+            page = _large_page(settings)
+            if page is not None:
+                self._large_pages.add(page)
+
+    def _walk(self) -> Mapping[int, Heap] | None:
+        try:
+            snapshot = self._torch.cuda.memory_snapshot
+            # Traces (which 2.11 and later can leave out) may have hundreds of thousands of entries.
+            has_traces = "include_traces" in inspect.signature(snapshot).parameters
+            segments = snapshot(include_traces=False) if has_traces else snapshot()
+        except (AttributeError, RuntimeError):
+            return None
+        # Read after the snapshot: a dead pool stays dead. A pool that died during the snapshot counts as dead.
+        heaps = read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
+        self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
+        return heaps
+
+    def _unused(self, index: int) -> DeviceSample | None:
+        state = self.state(index)
+        if state is None:
+            return None
+        peak = known(state, "allocated_bytes", "peak")
+        return DeviceSample(
+            uuid=self.uuid(index),
+            reserved_bytes=known(state, "reserved_bytes"),
+            allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", peak),
+            reclaimable_bytes=self._reclaimable.unused_bytes(index, state),
+            alloc_retries=state.get("num_alloc_retries"),
+            segments_freed=known(state, "segment", "freed"),
+        )
+
+    def _sample(self, index: int, state: DeviceState | None, nccl_bytes: int | None = None) -> DeviceSample:
+        uuid = self.uuid(index)
+        if state is None:
+            return DeviceSample(uuid, nccl_bytes=nccl_bytes)
+        private = state.get("private_pools_bytes")
+        segments = state.get("segment", {})
+        allocated_peak = known(state, "allocated_bytes", "peak")
+        sample = DeviceSample(
+            uuid=uuid,
+            allocated_bytes=known(state, "allocated_bytes"),
+            reserved_bytes=known(state, "reserved_bytes"),
+            active_bytes=known(state, "active_bytes"),
+            inactive_split_bytes=known(state, "inactive_split_bytes"),
+            requested_bytes=known(state, "requested_bytes"),
+            allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", allocated_peak),
+            reserved_peak_bytes=self._observed.lifted(index, "reserved_bytes", known(state, "reserved_bytes", "peak")),
+            private_pools_bytes=self._reclaimable.private_bytes(index, state) if private is None else private,
+            reclaimable_bytes=self._reclaimable.bytes(index, state),
+            alloc_retries=state.get("num_alloc_retries"),
+            ooms=state.get("num_ooms"),
+            segments_allocated=segments.get("allocated"),
+            segments_freed=segments.get("freed"),
+            cache_flushes=state.get("num_sync_all_streams"),
+            peak_resets=None if allocated_peak is None else self._observed.peak_resets(index),
+            nccl_bytes=nccl_bytes,
+            memory_limit_bytes=self.memory_limit_bytes(index),
+            phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
+            component_bytes=self._observed.components(index),
+        )
+        unmapped = self.unmapped(index, state)
+        return sample if unmapped is None else held_by_driver(sample, unmapped)
+
+
+def _large_page(settings: str) -> int | None:
+    """Return the page size of expandable segments in the large pool, in bytes, if the settings have one (2.10+)."""
+    found = re.search(r"\blarge_segment_size_mb:(\d+)", settings.replace(" ", ""))
+    return int(found[1]) << 20 if found else None

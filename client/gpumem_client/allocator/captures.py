@@ -1,0 +1,110 @@
+"""CUDA graphs: whether one is being captured, and which private pools no graph uses any more.
+
+A pool that PyTorch made for a graph is used by graphs alone: by that graph, and by those that were captured into the
+same pool later. The pool is dead once all of them are deleted or reset. PyTorch does not report that. The memory of a
+dead pool stays reserved until the cache is emptied, and looks like the memory of a pool in use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+from gpumem_client.allocator.heap import PoolId
+from gpumem_client.hooks.graph_captures import listen_to_captures, running_captures
+
+__all__ = ["Captures"]
+
+
+class Captures:
+    """Watches the captures of this process. Only one thread may use it; any thread may call the two listener methods.
+
+    Args:
+        capturing: whether the current stream of the calling thread is being captured.
+    """
+
+    def __init__(self, capturing: Callable[[], bool]) -> None:
+        self._capturing = capturing
+        self._incomplete: dict[int, weakref.ref[Any]] = {}
+        """Graphs whose capture is running or has failed."""
+        self._users: dict[PoolId, list[weakref.ref[Any]]] = {}
+        self._dead: set[PoolId] = set()
+        self._deaths = 0
+
+    def watch(self) -> Callable[[], None]:
+        """Start watching. Returns a function that stops it."""
+        return listen_to_captures(self)
+
+    def capture_started(self, graph: Any) -> None:
+        """Note the start of a capture. The hook calls this in the capturing thread."""
+        self._incomplete[id(graph)] = weakref.ref(graph)
+
+    def capture_ended(self, graph: Any, *, complete: bool) -> None:
+        """Note the end of a capture, also after a failure. The hook calls this in the capturing thread."""
+        if not complete:
+            return
+        pool = _pool(graph)
+        if pool is not None and pool[1] == 0:  # (n, 0) was made for a graph, (0, n) by the user's code
+            self._users.setdefault(pool, []).append(weakref.ref(graph))
+        self._incomplete.pop(id(graph), None)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a graph is being captured in any thread of this process.
+
+        The hook reports the captures that `torch.cuda.CUDAGraph` makes. The current stream of the calling thread is
+        also checked: its capture may have started before the hook was installed. No stream is changed.
+        """
+        return bool(running_captures()) or self._may_be_capturing()
+
+    def dead_pools(self) -> Collection[PoolId]:
+        """Return the private pools that no graph uses.
+
+        A pool that the user's code made (`MemPool`, `graph_pool_handle`) is never among them, because its users are
+        unknown. The result is empty while the capture of a graph is running or has failed: the graph may use any pool.
+        """
+        self._update()
+        return () if self._incomplete else self._dead
+
+    def version(self) -> tuple[int, bool]:
+        """Return a value that changes whenever `dead_pools` changes."""
+        self._update()
+        return self._deaths, bool(self._incomplete)
+
+    def keep_only(self, present: Collection[PoolId]) -> None:
+        """Forget the dead pools that are not among these, which still have memory."""
+        self._dead.intersection_update(present)
+
+    def _update(self) -> None:
+        for key, graph in list(self._incomplete.items()):
+            if graph() is None:
+                self._incomplete.pop(key, None)
+        for pool, users in list(self._users.items()):
+            while users and _pool(users[-1]()) != pool:
+                users.pop()
+            if not users:
+                del self._users[pool]
+                self._dead.add(pool)
+                self._deaths += 1
+
+    def _may_be_capturing(self) -> bool:
+        """Whether this thread's stream is being captured, or the driver refuses to answer.
+
+        During some captures the driver rejects a query of the legacy stream (cudaErrorStreamCaptureImplicit).
+        """
+        try:
+            return self._capturing()
+        except RuntimeError:
+            return True
+
+
+def _pool(graph: Any) -> PoolId | None:
+    """Return the pool that a graph uses; None if the graph was deleted or reset."""
+    if graph is None:
+        return None
+    try:
+        first, second = graph.pool()
+    except RuntimeError:
+        return None
+    return int(first), int(second)

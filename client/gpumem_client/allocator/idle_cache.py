@@ -1,0 +1,86 @@
+"""Keeps the idle cache of each device: the smallest reclaimable value of the last minute.
+
+A reading shows the cache at one moment, so what happens between two readings is missed, with two exceptions:
+
+- A peak of the allocated bytes that differs from the one at the last reading was reached in between. Not more than
+  reserved − peak was reclaimable then. This shows each burst that sets a new peak, and each interval between the resets
+  of a program that resets its peaks. Otherwise the peak is an old one and shows nothing.
+- An allocation that the allocator retried released all reclaimable memory first. So 0 bytes were reclaimable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpumem_client.wire.protocol import DeviceSample
+
+__all__ = ["IDLE_CACHE_SECONDS", "IdleCache"]
+
+IDLE_CACHE_SECONDS = 60.0
+"""The window of the idle cache."""
+_GAP_SHARE = 0.5
+"""After a longer gap between two readings, as a share of the window, the window starts again."""
+
+
+@dataclass(slots=True)
+class _Device:
+    """The readings of one device."""
+
+    since_seconds: float
+    last: DeviceSample
+    last_seconds: float
+    minima: tuple[tuple[float, int], ...] = ()
+    """Times and values of the readings that are not above any later reading. The first one is the minimum."""
+
+
+class IdleCache:
+    """The smallest reclaimable value of each device within a window. One thread at a time may call `note`.
+
+    Args:
+        window_seconds: the length of the window.
+
+    Attributes:
+        retried_seconds: when a reading last showed that the allocator had retried an allocation.
+    """
+
+    def __init__(self, window_seconds: float = IDLE_CACHE_SECONDS) -> None:
+        self.retried_seconds = float("-inf")
+        self._window_seconds = window_seconds
+        self._devices: dict[str, _Device] = {}
+
+    def note(self, reading: DeviceSample, now_seconds: float) -> None:
+        """Add a reading. If its reclaimable value is unknown, the window of its device starts again."""
+        reclaimable = reading.reclaimable_bytes
+        device = self._devices.get(reading.uuid)
+        if reclaimable is None:
+            self._devices.pop(reading.uuid, None)
+            return
+        if device is None or now_seconds - device.last_seconds > _GAP_SHARE * self._window_seconds:
+            device = self._devices[reading.uuid] = _Device(now_seconds, reading, now_seconds)
+        least = min(reclaimable, self._least_since(device.last, reading, now_seconds))
+        device.last, device.last_seconds = reading, now_seconds
+        kept = [(seconds, value) for seconds, value in self._recent(device, now_seconds) if value < least]
+        device.minima = (*kept, (now_seconds, least))
+
+    def bytes(self, uuid: str, now_seconds: float) -> int | None:
+        """Return the idle cache of a device; None before the first reading is as old as the window. Thread-safe."""
+        device = self._devices.get(uuid)
+        if device is None or now_seconds - device.since_seconds < self._window_seconds:
+            return None
+        return next((value for _, value in self._recent(device, now_seconds)), None)
+
+    def _least_since(self, before: DeviceSample, now: DeviceSample, now_seconds: float) -> int:
+        """Return an upper bound for the smallest reclaimable value between two readings, as the second one shows it."""
+        if (now.alloc_retries or 0) > (before.alloc_retries or 0):
+            self.retried_seconds = now_seconds
+            return 0
+        # The peak counts memory that is unmapped, so the reserved bytes must count it too.
+        reserved, peak = (now.reserved_bytes or 0) + (now.unmapped_bytes or 0), now.allocated_peak_bytes
+        if peak is None or peak == before.allocated_peak_bytes or now.segments_freed != before.segments_freed:
+            return reserved
+        return max(0, reserved - peak)
+
+    def _recent(self, device: _Device, now_seconds: float) -> Iterator[tuple[float, int]]:
+        """Yield the minima within the window."""
+        return (entry for entry in device.minima if entry[0] >= now_seconds - self._window_seconds)

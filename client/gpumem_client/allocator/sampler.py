@@ -1,0 +1,231 @@
+"""Takes samples of the allocator: at the end of a step while steps run, otherwise in the reporter's thread.
+
+A sample in the training thread at the end of a step never meets that thread's own cache flush. A sample in another
+thread may, and would stop the interpreter until the flush ends. So the reporter's thread samples only while no step
+runs or if the next step is late, never at the same time as a step, and not while another thread runs `empty_cache()`.
+
+The idle cache is the exception, because the cache is at its largest between two steps: the reporter's thread also reads
+it at random moments of a step. The training thread does not wait for such a reading. After the allocator retried an
+allocation there is none for a while: flushes come in series, and 0 bytes of the cache are idle then in any case.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS, IdleCache
+from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.hooks.steps import OneStep
+from gpumem_client.wire.protocol import DeviceSample
+
+__all__ = ["Sample", "Sampler"]
+
+_LEAD, _LEAD_STEPS = 0.1, 1.25
+"""A step samples in the last tenth of the interval before the next report, or later. If steps are long, it samples in
+the last 1.25 steps before the report, so that at least one step ends in that time."""
+_QUIET_STEPS = 3.0
+"""Steps have stopped if none has ended for this multiple of the last step's duration…"""
+_QUIET_SECONDS_MIN, _QUIET_SECONDS_MAX = 2.0, 60.0
+"""…within these bounds."""
+_RATE_STEPS = 9
+"""The step time is the median of this many steps, so that one that waited for an evaluation does not count."""
+_FLUSH_SECONDS_MAX = 10.0
+"""While the cache is being emptied the last sample is reported again, up to this age."""
+_READING_SECONDS = 0.5
+"""The mean time between two readings of the cache…"""
+_READING_SHARE = 20_000
+"""…or this multiple of the CPU time of a reading, if that is longer: 0.005 % of a core."""
+_RETRY_SECONDS = 30.0
+"""For this time after the allocator retried an allocation, the reporter's thread reads nothing while steps run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The allocator's state at one time."""
+
+    taken_seconds: float
+    """Time on the monotonic clock."""
+    devices: tuple[DeviceSample, ...]
+    pinned_host_bytes: int | None
+    step: int | None
+
+
+class Sampler:
+    """Takes samples of one process' allocator.
+
+    `on_step` runs in the user's threads, everything else in the reporter's. `swallow` gets the errors of `on_step`.
+    The window of the idle cache is `idle_cache_seconds`.
+
+    Attributes:
+        at_step: called in the user's thread at the end of each step, with its number; must not raise.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        *,
+        swallow: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
+        idle_cache_seconds: float = IDLE_CACHE_SECONDS,
+    ) -> None:
+        self.at_step: Callable[[int], None] = lambda _: None
+        self._allocator = allocator
+        self._boundary = guest_safety(swallow)
+        self._clock = clock
+        self._busy = threading.Lock()
+        self._latest: Sample | None = None
+        self._wanted_from_seconds = 0.0
+        self._reported_seconds = 0.0
+        self._steps = 0
+        self._last_step_seconds: float | None = None
+        self._step_seconds = 0.0
+        self._recent_step_seconds = [0.0] * _RATE_STEPS
+        self._one_step = OneStep()
+        self._idle_cache = IdleCache(idle_cache_seconds)
+        self._next_reading_seconds = 0.0
+        self._random = random.Random()  # noqa: S311 - a separate generator leaves the user's seeded one unchanged
+
+    def on_step(self, optimizer: Any) -> None:
+        """Called after a step of an optimizer, or with None for a mark of the user's code. Never raises.
+
+        Once the user's code has marked a step, only its marks count.
+        """
+        with self._boundary:
+            if self._one_step.ends(optimizer):
+                self._stepped()
+
+    @property
+    def step(self) -> int | None:
+        """The number of steps that have ended; None before the first. Any thread may read it."""
+        return self._steps or None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median duration of the last steps; None while none run. Any thread may read it."""
+        recent = [seconds for seconds in self._recent_step_seconds if seconds > 0]
+        return statistics.median(recent) if recent and self.steps_run() else None
+
+    def current(self, next_report_seconds: float) -> Sample:
+        """Return the sample to report now, and schedule the next one.
+
+        While steps run, this is the sample of the last step that took one. If no steps run, or if that sample was
+        reported already and the next step is late, a new sample is taken. If another thread empties the cache at that
+        time, the last sample is returned instead, or one without devices if the last one is too old.
+        """
+        latest, steps_run = self._latest, self.steps_run()
+        if latest is None or not steps_run or self._late(latest):
+            latest = self._last_known(latest) if self._allocator.flushing else self.take()
+        else:
+            self._read()
+        now = self._clock()
+        if not steps_run or self._wanted_from_seconds > now:  # otherwise a requested sample waits for a step
+            lead = max((next_report_seconds - now) * _LEAD, (self.step_seconds or 0.0) * _LEAD_STEPS)
+            self._wanted_from_seconds = next_report_seconds - lead
+        self._reported_seconds = now
+        return self._with_idle_cache(latest)
+
+    def read_when_due(self) -> float:
+        """Read the cache if its random time has come. Return the seconds until the next reading."""
+        if self._clock() >= self._next_reading_seconds:
+            self._read()
+        return max(0.0, self._next_reading_seconds - self._clock())
+
+    def outdated(self) -> None:
+        """Drop the last sample: a command has changed the heap."""
+        self._latest = None
+
+    def take(self) -> Sample:
+        """Take a sample now, in this thread."""
+        with self._busy:
+            return self._look()
+
+    def exclusively(self) -> threading.Lock:
+        """Return the lock that keeps steps from sampling. It is held while a command runs; no step waits for it."""
+        return self._busy
+
+    def steps_run(self) -> bool:
+        """Whether the last step ended only a few step times ago. Any thread may call this."""
+        if self._last_step_seconds is None:
+            return False
+        patience = min(max(_QUIET_STEPS * self._step_seconds, _QUIET_SECONDS_MIN), _QUIET_SECONDS_MAX)
+        return self._clock() - self._last_step_seconds < patience
+
+    def _late(self, latest: Sample) -> bool:
+        """Whether the last sample was reported already, and the next step is late: there may be no further step."""
+        now = self._clock()
+        step_seconds = max(self._step_seconds, self.step_seconds or 0.0)
+        late = self._last_step_seconds is not None and now - self._last_step_seconds > _LEAD_STEPS * step_seconds
+        return late and latest.taken_seconds < self._reported_seconds and self._calm(now)
+
+    def _calm(self, now: float) -> bool:
+        """Whether no flush is expected: the allocator has retried no allocation for a while."""
+        return now - self._idle_cache.retried_seconds > _RETRY_SECONDS
+
+    def _stepped(self) -> None:
+        now = self._clock()
+        if self._last_step_seconds is not None:
+            self._step_seconds = now - self._last_step_seconds
+            self._recent_step_seconds[self._steps % _RATE_STEPS] = self._step_seconds
+        self._last_step_seconds = now
+        self._steps += 1
+        if now >= self._wanted_from_seconds and self._busy.acquire(blocking=False):
+            try:
+                self._look()
+                self._wanted_from_seconds = float("inf")
+            finally:
+                self._busy.release()
+        self.at_step(self._steps)
+
+    def _look(self) -> Sample:
+        sample = Sample(
+            taken_seconds=self._clock(),
+            devices=self._allocator.samples(),
+            pinned_host_bytes=self._allocator.pinned_host_bytes(),
+            step=self.step,
+        )
+        self._latest = sample
+        for device in sample.devices:
+            self._idle_cache.note(device, sample.taken_seconds)
+        return sample
+
+    def _read(self) -> None:
+        """Read the cache at this moment, unless that could wait for another thread."""
+        now, started = self._clock(), time.thread_time()
+        if self._calm(now) and not self._allocator.flushing and self._busy.acquire(blocking=False):
+            try:
+                for reading in self._allocator.unused():
+                    self._idle_cache.note(reading, now)
+            finally:
+                self._busy.release()
+        self._plan_reading(time.thread_time() - started)
+
+    def _plan_reading(self, cost_seconds: float) -> None:
+        pause = max(_READING_SECONDS, cost_seconds * _READING_SHARE)
+        self._next_reading_seconds = self._clock() + pause * self._random.uniform(0.5, 1.5)
+
+    def _with_idle_cache(self, sample: Sample) -> Sample:
+        now = self._clock()
+        devices = [(device, self._idle_cache.bytes(device.uuid, now)) for device in sample.devices]
+        # The sample of a step may be older than the window.
+        return replace(
+            sample,
+            devices=tuple(
+                device
+                if idle is None or device.reclaimable_bytes is None
+                else replace(device, idle_cache_bytes=min(idle, device.reclaimable_bytes))
+                for device, idle in devices
+            ),
+        )
+
+    def _last_known(self, latest: Sample | None) -> Sample:
+        now = self._clock()
+        if latest is not None and now - latest.taken_seconds < _FLUSH_SECONDS_MAX:
+            return latest
+        return Sample(taken_seconds=now, devices=(), pinned_host_bytes=None, step=self.step)

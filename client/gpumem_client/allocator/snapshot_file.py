@@ -1,0 +1,180 @@
+"""Writes PyTorch's memory snapshot for https://pytorch.org/memory_viz, and summarizes it.
+
+The exporter receives the path, the size and a summary. It never reads the file, which is a pickle. This module does not
+start or stop the recording of the allocator's history. If a history was recorded, the file contains it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import pickle
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.allocator.attached import attached, no_cuda
+from gpumem_client.wire.errors import CommandRefusedError
+from gpumem_client.wire.protocol import MAX_TEXT_LENGTH, ReasonCode, SnapshotBlock, SnapshotFile, SnapshotSegment
+
+__all__ = ["snapshot", "snapshot_folder", "write_file", "write_snapshot"]
+
+_KEPT_FILES = 64
+_TRACE_ENTRIES_MAX = 50_000
+"""The file keeps this number of the newest history entries per device; an entry with its stack takes kilobytes."""
+_PICKLE_PROTOCOL = 4
+"""memory_viz rejected protocol 5 until May 2026."""
+_SHOWN = 10
+_ALIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
+
+
+def snapshot(path: str | os.PathLike[str]) -> Path | None:
+    """Write every segment and block of the allocator, and the history if it is recorded. Returns the file's path.
+
+    The file is a pickle as `torch.cuda.memory._dump_snapshot` writes it: open it at https://pytorch.org/memory_viz or
+    with `python -m torch.cuda._memory_viz`. The file is complete or missing, never partial. The call keeps the GIL for
+    about 1.5 µs per block, and for seconds with a long history of stacks. Without CUDA it writes nothing and returns
+    None.
+
+    Raises:
+        OSError: the file cannot be written.
+        CommandRefusedError: this allocator has no snapshot.
+    """
+    allocator = attached()
+    if allocator is None:
+        no_cuda("snapshot")
+        return None
+    target = Path(path)
+    write_file(target, allocator.snapshot())
+    return target
+
+
+def snapshot_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return GPUMEM_SNAPSHOT_DIR, or a folder of this user's own among the temporary files."""
+    folder = environ.get("GPUMEM_SNAPSHOT_DIR", "").strip()
+    return Path(folder) if folder else _own_folder()
+
+
+def _own_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"gpumem-snapshots-{os.getuid()}"
+
+
+def _age_order(file: Path) -> float:
+    """Return the time of the file; 0 if another process has removed it."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def write_snapshot(allocator: Allocator) -> SnapshotFile:
+    """Take a snapshot and write it into `snapshot_folder()`, where the last 64 are kept.
+
+    Keeps the GIL for about half a microsecond per block.
+
+    Raises:
+        CommandRefusedError: there is no snapshot, the folder is another user's, or the file cannot be written.
+    """
+    taken = allocator.snapshot()
+    taken["device_traces"] = [trace[-_TRACE_ENTRIES_MAX:] for trace in taken.get("device_traces", ())]
+    try:
+        file = _next_file(snapshot_folder())
+        size = write_file(file, taken)
+    except OSError as error:
+        raise CommandRefusedError(f"the snapshot cannot be written: {error}", ReasonCode.SNAPSHOT_NOT_WRITTEN) from None
+    return _summary(allocator, taken, file, size)
+
+
+def _next_file(folder: Path) -> Path:
+    """Return a name for a new file in the folder, and remove the oldest snapshots there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder == _own_folder():
+        # Another user may have created the path before: as a folder that others may write to, or as a link.
+        owner = folder.lstat()
+        alone = owner.st_uid == os.getuid() and not stat.S_IMODE(owner.st_mode) & 0o077
+        if not (alone and stat.S_ISDIR(owner.st_mode)):
+            raise CommandRefusedError(
+                f"{folder} is not a private folder of this user; set GPUMEM_SNAPSHOT_DIR to a private folder",
+                ReasonCode.SNAPSHOT_NOT_WRITTEN,
+            )
+    snapshots = sorted(folder.glob("gpumem-*.pickle"), key=_age_order)
+    for old in snapshots[: max(0, len(snapshots) + 1 - _KEPT_FILES)]:
+        with contextlib.suppress(OSError):
+            old.unlink()
+    taken = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    return folder / f"gpumem-{os.getpid()}-{taken}-{time.monotonic_ns()}.pickle"
+
+
+def write_file(file: Path, taken: dict[str, Any]) -> int:
+    """Write a complete file that only this user may read. Returns its bytes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            pickle.dump(taken, stream, protocol=_PICKLE_PROTOCOL)
+            size = stream.tell()
+        part.replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    return size
+
+
+def _summary(allocator: Allocator, taken: Mapping[str, Any], file: Path, size: int) -> SnapshotFile:
+    segments = taken["segments"]
+    blocks = [(segment, block) for segment in segments for block in segment["blocks"]]
+    alive = (pair for pair in blocks if pair[1]["state"] in _ALIVE)
+    largest = heapq.nlargest(_SHOWN, alive, key=lambda pair: pair[1]["size"])
+    split = (one for segment in segments if (one := _partly_free(allocator, segment)) is not None)
+    return SnapshotFile(
+        path=str(file.absolute()).encode("utf-8", "replace").decode(),
+        size_bytes=size,
+        segments=len(segments),
+        blocks=len(blocks),
+        has_frames=any(block.get("frames") for _, block in blocks),
+        largest=tuple(
+            SnapshotBlock(
+                uuid=allocator.uuid(segment["device"]),
+                size_bytes=block["size"],
+                requested_bytes=block.get("requested_size"),
+                frame=_user_frame(block.get("frames") or ()),
+            )
+            for segment, block in largest
+        ),
+        emptiest=tuple(heapq.nlargest(_SHOWN, split, key=lambda one: one.size_bytes - one.allocated_bytes)),
+    )
+
+
+def _partly_free(allocator: Allocator, segment: Mapping[str, Any]) -> SnapshotSegment | None:
+    free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+    if not free or len(free) == len(segment["blocks"]):
+        return None
+    return SnapshotSegment(
+        uuid=allocator.uuid(segment["device"]),
+        size_bytes=segment["total_size"],
+        allocated_bytes=segment["allocated_size"],
+        largest_free_bytes=max(free),
+        free_blocks=len(free),
+    )
+
+
+def _user_frame(frames: Iterable[Mapping[str, Any]]) -> str:
+    """Return the innermost Python frame outside of torch, otherwise the innermost frame."""
+    first = ""
+    for frame in frames:
+        file = str(frame.get("filename", ""))
+        text = f"{file}:{frame.get('line', 0)} {frame.get('name', '')}"[-MAX_TEXT_LENGTH:]
+        if file.endswith((".py", ">")) and f"{os.sep}torch{os.sep}" not in file:  # `<stdin>`, `<ipython-input-…>`
+            return text
+        first = first or text
+    return first

@@ -1,0 +1,238 @@
+"""Runs the exporter's commands in this process and measures their effect."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.allocator.reclaimable import known
+from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.allocator.snapshot_file import write_snapshot
+from gpumem_client.allocator.torch_access import DeviceState
+from gpumem_client.allocator.unmapped import Unmapped
+from gpumem_client.commands.settling import Settling
+from gpumem_client.hooks.guest_safety import raised_by_signal_handler
+from gpumem_client.wire.errors import CommandRefusedError
+from gpumem_client.wire.protocol import Command, CommandResult, DeviceResult, ReasonCode, SnapshotFile
+from gpumem_client.wire.units import human_bytes
+
+__all__ = ["Executor", "refused_during_capture"]
+
+_REMEMBERED = 64
+"""The number of results to keep, so that a command that arrives twice runs once."""
+_NOT_SUPPORTED = "does not yet support"
+"""Part of torch's error message if a pluggable allocator or cudaMallocAsync lacks a feature."""
+
+
+class _Before(NamedTuple):
+    """A device before a command."""
+
+    state: DeviceState | None
+    unmapped: Unmapped
+    free_bytes: int | None
+
+
+class Executor:
+    """Runs commands, one at a time, in the thread that calls it.
+
+    Args:
+        allocator: the allocator that the commands act on.
+        sampler: does not sample while a command runs.
+        clock: monotonic seconds.
+
+    Attributes:
+        settling: learns of each clear.
+    """
+
+    def __init__(self, allocator: Allocator, sampler: Sampler, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._allocator = allocator
+        self._sampler = sampler
+        self._clock = clock
+        self.settling = Settling()
+        # Reentrant: a signal handler may end a step while its thread holds the lock.
+        self._results_lock = threading.RLock()
+        self._results: OrderedDict[str, CommandResult] = OrderedDict()
+        self._runners: dict[str, Callable[[Command], SnapshotFile | None]] = {
+            "empty_cache": self._empty_cache,
+            "collect_garbage": self._collect_garbage,
+            "reset_peak": self._reset_peak,
+            "snapshot": self._snapshot,
+            "set_memory_fraction": self._set_memory_fraction,
+        }
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        """The actions that this reporter supports."""
+        return tuple(self._runners)
+
+    def known(self, command_id: str) -> CommandResult | None:
+        """Return the result of a finished command; None for any other."""
+        with self._results_lock:
+            return self._results.get(command_id)
+
+    def run(self, command: Command, *, expires_seconds: float) -> CommandResult:
+        """Run a command in this thread, or repeat the result of one that has run. Does not raise.
+
+        Args:
+            command: the command.
+            expires_seconds: the latest start, on the monotonic clock.
+        """
+        with self._sampler.exclusively():
+            return self._run_once(command, expires_seconds)
+
+    def run_if_free(self, command: Command, *, expires_seconds: float) -> CommandResult | None:
+        """Run a command like `run`, but return None if another command or a sample is running, instead of waiting."""
+        lock = self._sampler.exclusively()
+        if not lock.acquire(blocking=False):
+            return None
+        try:
+            return self._run_once(command, expires_seconds)
+        finally:
+            lock.release()
+
+    def settle(self, result: CommandResult) -> CommandResult:
+        """Record the result of a command, so that the command does not run again."""
+        with self._results_lock:
+            self._results[result.id] = result
+            while len(self._results) > _REMEMBERED:
+                self._results.popitem(last=False)
+        return result
+
+    def _run_once(self, command: Command, expires_seconds: float) -> CommandResult:
+        known = self.known(command.id)
+        if known is not None:
+            return known
+        if self._clock() >= expires_seconds:
+            late = "the deadline passed before the command started"
+            return self.settle(CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED))
+        result = self._run(command)
+        self._sampler.outdated()
+        if command.action == "empty_cache" and result.outcome == "done":
+            settle_seconds = command.settle_seconds
+            self.settling.cleared(result, self._clock() + settle_seconds if settle_seconds > 0 else None)
+        return self.settle(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
+
+    def _run(self, command: Command) -> CommandResult:
+        runner = self._runners.get(command.action)
+        if runner is None:
+            supported = f"this reporter supports {', '.join(self._runners)}"
+            return CommandResult(command.id, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
+        if self._allocator.capturing:
+            # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer.
+            return refused_during_capture(command)
+        started = self._clock()
+        try:
+            before = self._measure(command.uuids)
+            started = self._clock()
+            snapshot = runner(command)
+            duration = self._clock() - started
+            devices = tuple(self._compare(i, measured) for i, measured in before.items() if self._allocator.uuid(i))
+        except CommandRefusedError as error:
+            return CommandResult(command.id, "refused", str(error), error.reason_code)
+        except Exception as error:  # an error of torch or of a finalizer is this command's result
+            if raised_by_signal_handler(error):
+                raise
+            return _failed(command, error, self._clock() - started)
+        return CommandResult(command.id, "done", duration_seconds=duration, devices=devices, snapshot=snapshot)
+
+    def _empty_cache(self, command: Command) -> None:
+        if command.collect_garbage:
+            self._collect_garbage(command)
+        self._allocator.empty_cache()
+
+    def _collect_garbage(self, _command: Command) -> None:
+        gc.collect()
+
+    def _reset_peak(self, command: Command) -> None:
+        for index in self._measured(command.uuids):
+            self._allocator.reset_peak(index)
+
+    def _snapshot(self, _command: Command) -> SnapshotFile:
+        return write_snapshot(self._allocator)
+
+    def _set_memory_fraction(self, command: Command) -> None:
+        fraction = command.fraction
+        if fraction is None or not 0 < fraction <= 1:
+            raise CommandRefusedError(
+                f"invalid fraction {fraction}: it must be over 0 and at most 1", ReasonCode.INVALID_FRACTION
+            )
+        devices = self._measured(command.uuids)
+        for index in () if command.force else devices:
+            reserved = known(self._allocator.state(index), "reserved_bytes")
+            cap = int(fraction * self._allocator.total_bytes(index))
+            if reserved is not None and reserved > cap:
+                # The cap would release nothing, and the next allocation that does not fit the cache would fail.
+                raise CommandRefusedError(
+                    f"{self._allocator.uuid(index)}: {human_bytes(reserved)} are reserved, which is more than"
+                    f" {fraction:g} of the device ({human_bytes(cap)}); clear the cache first, or use force",
+                    ReasonCode.RESERVED_EXCEEDS_FRACTION,
+                )
+        for index in devices:
+            self._allocator.set_memory_fraction(index, fraction)
+
+    def _measured(self, uuids: tuple[str, ...]) -> list[int]:
+        """Return the device indices for these uuids; all of the process's devices if there are no uuids."""
+        return [index for index in self._allocator.devices() if not uuids or self._allocator.uuid(index) in uuids]
+
+    def _measure(self, uuids: tuple[str, ...]) -> dict[int, _Before]:
+        return {index: self._before(index) for index in self._measured(uuids)}
+
+    def _before(self, index: int) -> _Before:
+        state = self._allocator.state(index)
+        unmapped = self._allocator.unmapped(index, state) or Unmapped(0, 0)
+        return _Before(state, unmapped, self._allocator.free_bytes(index))
+
+    def _compare(self, index: int, before: _Before) -> DeviceResult:
+        after = self._allocator.state(index)
+        reserved, allocated = before.unmapped  # no command maps or unmaps the memory of live tensors
+        return DeviceResult(
+            uuid=self._allocator.uuid(index),
+            reserved_before_bytes=_held(before.state, "reserved_bytes", reserved),
+            reserved_after_bytes=_held(after, "reserved_bytes", reserved),
+            allocated_before_bytes=_held(before.state, "allocated_bytes", allocated),
+            allocated_after_bytes=_held(after, "allocated_bytes", allocated),
+            freed_bytes=_freed(before.state, after),
+            device_free_before_bytes=before.free_bytes,
+            device_free_after_bytes=self._allocator.free_bytes(index),
+        )
+
+
+def refused_during_capture(command: Command) -> CommandResult:
+    """Return the result of a command that cannot run because a CUDA graph is being captured."""
+    return CommandResult(command.id, "refused", "a CUDA graph is being captured", ReasonCode.CUDA_GRAPH_CAPTURE)
+
+
+def _failed(command: Command, error: Exception, duration_seconds: float) -> CommandResult:
+    reason = f"{type(error).__name__}: {error}"[:500]
+    if _NOT_SUPPORTED in str(error):
+        code, outcome = ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR, "unsupported"
+    else:
+        code, outcome = ReasonCode.EXCEPTION, "failed"
+    return CommandResult(command.id, outcome, reason, code, duration_seconds)
+
+
+def _held(state: DeviceState | None, name: str, unmapped_bytes: int) -> int | None:
+    """Return a value of the statistics without the memory that the driver does not hold."""
+    value = known(state, name)
+    return None if value is None else max(0, value - unmapped_bytes)
+
+
+def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:
+    """Return the bytes that were released to the driver: the growth of the allocator's counter of freed reserved bytes.
+
+    The difference of the reserved bytes would miss what another thread reserved meanwhile. It is used only without the
+    counter (cudaMallocAsync), or if the user's code has reset the counter (`reset_accumulated_memory_stats`).
+    """
+    freed_before, freed_after = known(before, "reserved_bytes", "freed"), known(after, "reserved_bytes", "freed")
+    if freed_before is not None and freed_after is not None and freed_after >= freed_before:
+        return freed_after - freed_before
+    reserved_before, reserved_after = known(before, "reserved_bytes"), known(after, "reserved_bytes")
+    if reserved_before is None or reserved_after is None:
+        return None
+    return max(0, reserved_before - reserved_after)

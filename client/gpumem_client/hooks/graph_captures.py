@@ -1,0 +1,140 @@
+"""Calls at the start and the end of each CUDA graph capture, in the thread that captures.
+
+The hook replaces the two methods of `torch.cuda.CUDAGraph` that start and end a capture, in every release of torch.
+Torch's own hooks (2.14 and later) do not run if ending a capture fails.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gpumem_client.hooks.guest_safety import guest_safety
+
+__all__ = ["CaptureHook", "CaptureListener", "listen_to_captures", "running_captures"]
+
+_ENDS = ("capture_end_pre", "capture_end")
+"""Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first."""
+
+
+class CaptureListener(Protocol):
+    """Receives a call around each capture. Its errors are swallowed."""
+
+    def capture_started(self, graph: Any) -> None:
+        """Note that a capture into this graph starts."""
+
+    def capture_ended(self, graph: Any, *, complete: bool) -> None:
+        """Note that the capture has ended. It is incomplete if starting or ending it has failed."""
+
+
+class CaptureHook:
+    """The replaced methods, shared by all listeners of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant: a finalizer may remove a listener while its thread holds the lock
+        self._listeners: tuple[CaptureListener, ...] = ()
+        self._started: dict[int, weakref.ref[Any]] = {}
+        """The graphs that are being captured."""
+        self._graph_class: Any = None
+        self._originals: dict[str, Any] = {}
+        self._replacements: dict[str, Any] = {}
+
+    def add(self, listener: CaptureListener) -> None:
+        """Add a listener, and report the running captures to it. The first listener installs the hook."""
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+            if self._graph_class is None:
+                self.install()
+        for graph in self.running():
+            listener.capture_started(graph)
+
+    def running(self) -> list[Any]:
+        """Return the graphs that are being captured. Any thread may call this."""
+        return [graph for reference in list(self._started.values()) if (graph := reference()) is not None]
+
+    def discard(self, listener: CaptureListener) -> None:
+        """Stop calling the listener. The last one removes the hook."""
+        with self._lock:
+            self._listeners = tuple(each for each in self._listeners if each is not listener)
+            if not self._listeners:
+                self.remove()
+
+    def install(self) -> None:
+        """Replace the methods, if this torch has them."""
+        self._graph_class = getattr(sys.modules.get("torch.cuda.graphs"), "CUDAGraph", None)
+        end = next((name for name in _ENDS if name in vars(self._graph_class or object)), None)
+        if end is None or "capture_begin" not in vars(self._graph_class):
+            return
+        self._originals = {name: vars(self._graph_class)[name] for name in ("capture_begin", end)}
+        self._replacements = {
+            "capture_begin": self._around_begin(self._originals["capture_begin"]),
+            end: self._around_end(self._originals[end]),
+        }
+        for name, replacement in self._replacements.items():
+            setattr(self._graph_class, name, replacement)
+
+    def remove(self) -> None:
+        """Restore the methods. If another library has wrapped a method since, it stays and calls no listener."""
+        for name, replacement in self._replacements.items():
+            if vars(self._graph_class).get(name) is replacement:
+                setattr(self._graph_class, name, self._originals[name])
+        self._graph_class, self._originals, self._replacements = None, {}, {}
+        self._started.clear()
+
+    def _around_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
+            try:
+                self._starts(graph)
+                return original(graph, *arguments, **named)
+            except BaseException:
+                self._ended(graph, complete=False)
+                raise
+
+        return capture_begin
+
+    def _around_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def capture_end(graph: Any, *arguments: Any, **named: Any) -> Any:
+            complete = False
+            try:
+                result = original(graph, *arguments, **named)
+                complete = True
+                return result
+            finally:
+                self._ended(graph, complete=complete)
+
+        return capture_end
+
+    @guest_safety()
+    def _starts(self, graph: Any) -> None:
+        self._started[id(graph)] = weakref.ref(graph)
+        for listener in self._listeners:
+            listener.capture_started(graph)
+
+    @guest_safety()
+    def _ended(self, graph: Any, *, complete: bool) -> None:
+        self._started.pop(id(graph), None)
+        for listener in self._listeners:
+            listener.capture_ended(graph, complete=complete)
+
+
+_hook = CaptureHook()
+
+
+def running_captures() -> list[Any]:
+    """Return the graphs that are being captured in any thread; empty if nothing listens."""
+    return _hook.running()
+
+
+def listen_to_captures(listener: CaptureListener) -> Callable[[], None]:
+    """Call the listener around each capture; returns a function that ends the calls.
+
+    The first listener installs the hook; the removal of the last one restores torch's methods.
+    """
+    _hook.add(listener)
+    return functools.partial(_hook.discard, listener)

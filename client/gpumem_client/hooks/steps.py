@@ -1,0 +1,203 @@
+"""Calls at the end of each training step, in the thread that made it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from gpumem_client.allocator.torch_access import uncompiled
+from gpumem_client.hooks.cuda_start import when_cuda_starts
+from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.log import log
+from gpumem_client.process_state import once
+
+__all__ = ["OneStep", "Steps", "no_training", "process_steps"]
+
+_ABANDONED_STEPS = 8
+"""An optimizer counts as unused if it makes no step while others make this number of steps."""
+
+
+class _Thread(threading.local):
+    trains = True
+    """Whether an optimizer step of this thread is a training step."""
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def no_training() -> Iterator[None]:
+    """Ignore the optimizer steps of this thread within the context: none counts as a training step."""
+    before, _thread.trains = _thread.trains, False
+    try:
+        yield
+    finally:
+        _thread.trains = before
+
+
+class OneStep:
+    """Recognizes the ends of steps among the calls of a listener.
+
+    If a step has several optimizers, the first one counts, until it is deleted or makes no more steps. After the user's
+    code has marked a step, only its marks count. The first mark counts only if no step of an optimizer has counted
+    before: otherwise it marks the end of the optimizer's last step.
+    """
+
+    def __init__(self) -> None:
+        self._by_hand = False
+        self._counted: weakref.ref[Any] | None = None
+        self._others = 0
+
+    def ends(self, optimizer: Any) -> bool:
+        """Whether this call is the end of a step; `optimizer` is None for a mark."""
+        if optimizer is None:
+            counts = self._by_hand or self._counted is None
+            self._by_hand = True
+            return counts
+        if self._by_hand:
+            return False
+        counted = self._counted() if self._counted is not None else None
+        if counted is not optimizer:
+            self._others += 1
+            if counted is not None and self._others < _ABANDONED_STEPS:
+                return False
+            self._counted = weakref.ref(optimizer)
+        self._others = 0
+        return True
+
+
+class Steps:
+    """The ends of steps: those of any optimizer of `torch.optim`, and those that the user's code marks.
+
+    A listener's first error is logged, and the listener is not called again. Any thread may call any method.
+
+    All listeners share one hook in PyTorch. PyTorch iterates over its hooks at the end of an optimizer's step, and a
+    change of the hooks would raise there: `install` and `remove` do nothing while an optimizer steps.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: dict[object, Callable[[Any], None]] = {}
+        """Guarded by no lock, because another thread could hold it when the process forks. Each access is one operation
+        of `dict`, which is atomic in Python, even without a GIL."""
+        self._changing = threading.Lock()
+        """Held while the hook is installed or removed. No thread waits for it."""
+        self._handle: Any = None
+        self._stop_waiting: Callable[[], None] | None = None
+
+    def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
+        """Call `callback(optimizer)` after each step, and `callback(None)` after a mark.
+
+        PyTorch reports the steps of optimizers from 2.1 on. If `listen` is called within an optimizer's step, the calls
+        start with the next mark, listener or report.
+
+        Returns:
+            A function that ends the calls. The hook stays in PyTorch until `remove`.
+        """
+        key = object()
+        self._listeners[key] = callback
+        self.install()
+        return lambda: self._stop(key)
+
+    def install(self) -> None:
+        """Install the hook if there is a listener. Does nothing while an optimizer is in a step."""
+        if self._handle is not None or not self._listeners or not self._changing.acquire(blocking=False):
+            return
+        try:
+            if self._handle is None:
+                self._install()
+        finally:
+            self._changing.release()
+
+    def _install(self) -> None:
+        optimizers = sys.modules.get("torch.optim.optimizer")
+        if optimizers is None:
+            if self._stop_waiting is None:  # torch is not imported yet
+                self._stop_waiting = when_cuda_starts(self.install)
+            return
+        register = getattr(optimizers, "register_optimizer_step_post_hook", None)
+        if register is not None and not _an_optimizer_steps(optimizers):
+            self._handle = register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer)))
+
+    def remove(self) -> bool:
+        """Remove the hook if there is no listener.
+
+        Returns:
+            False while an optimizer steps: then the hook stays, and does nothing, until another call removes it.
+        """
+        if self._listeners:
+            return True
+        if not self._changing.acquire(blocking=False):
+            return False
+        try:
+            stop_waiting, self._stop_waiting = self._stop_waiting, None
+            if stop_waiting is not None:
+                stop_waiting()
+            if self._handle is not None:
+                if _an_optimizer_steps(sys.modules.get("torch.optim.optimizer")):
+                    return False
+                self._handle.remove()
+                self._handle = None
+        finally:
+            self._changing.release()
+        self.install()  # for a listener that another thread has added meanwhile
+        return True
+
+    def mark(self) -> None:
+        """Report the end of a step that no optimizer made."""
+        if self._listeners:
+            self.install()
+            self._report(None)
+
+    def _report(self, optimizer: Any) -> None:
+        if not _thread.trains:
+            return
+        # A list of keys only: a list of pairs allocates tracked objects, which may start a garbage collection. Before
+        # Python 3.12 that may end a watch, which removes its listener from this dictionary.
+        for key in list(self._listeners):
+            listener = self._listeners.get(key)
+            if listener is not None:
+                with guest_safety(functools.partial(self._failed, key)):
+                    listener(optimizer)
+
+    def _failed(self, key: object, error: Exception) -> None:
+        self._stop(key)
+        log.warning("a listener to steps failed and is not called again: %r", error)
+
+    def _stop(self, key: object) -> None:
+        self._listeners.pop(key, None)
+
+
+def _uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., None]:
+    """Return the hook in a form that `torch.compile` does not trace when a compiled function makes a step.
+
+    The first call of that form imports what it needs. So the form is used only if torch's optimizers use it, too.
+    """
+    uses_it = hasattr(getattr(getattr(optimizers, "Optimizer", None), "add_param_group", None), "__wrapped__")
+    return uncompiled(hook) if uses_it else hook
+
+
+def _an_optimizer_steps(optimizers: Any) -> bool:
+    """Whether a thread is in the function that makes an optimizer's step and walks over its hooks."""
+    file = getattr(optimizers, "__file__", "")
+
+    def steps(frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code.co_filename == file and frame.f_code.co_name == "wrapper":
+                return True
+            frame = frame.f_back
+        return False
+
+    # A variable with these frames would be a reference cycle, because the frame of this function is among them. The
+    # cycle would keep the callers' tensors until a garbage collection.
+    return any(map(steps, sys._current_frames().values()))  # noqa: SLF001 - no public function shows other threads
+
+
+def process_steps() -> Steps:
+    """Return the steps of this process."""
+    return once("steps", Steps)

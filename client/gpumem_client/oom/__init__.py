@@ -1,0 +1,1 @@
+"""Out-of-memory errors: their messages, and the observer that counts them."""

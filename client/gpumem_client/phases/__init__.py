@@ -1,0 +1,1 @@
+"""Phases and peaks: what the memory of a process was at most, by phase and component."""

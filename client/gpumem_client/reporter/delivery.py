@@ -1,0 +1,198 @@
+"""Posts reports to the exporter and reads its replies."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+from collections.abc import Callable, Iterator
+
+from gpumem_client.log import log
+from gpumem_client.reporter.error_log import ErrorLog
+from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.wakeup import Wakeup
+from gpumem_client.wire.errors import (
+    ConfigurationError,
+    ExporterAnswerError,
+    ExporterError,
+    ExporterUnreachableError,
+    ExporterUntrustedError,
+    WireError,
+)
+from gpumem_client.wire.http import Connection, shown_url
+from gpumem_client.wire.protocol import REPORTS_PATH, Reply, Report, reply_from_wire, to_wire
+
+__all__ = ["Delivery", "Outcome"]
+
+_ANSWER_MARGIN_SECONDS = 5.0
+"""The exporter counts as unreachable if a reply takes this much longer than the agreed hold."""
+_FAREWELL_SECONDS = 0.25
+_MAX_REPLY_BYTES = 256 << 10
+_NOT_ALLOWED = (401, 403)
+"""Statuses after which the next address is tried: an exporter may accept over loopback what its socket rejects."""
+_UNACCEPTABLE = (413, 422)
+_UNREACHABLE = "no exporter"
+_UNTRUSTED = "no reports are sent"
+
+
+class Outcome(enum.Enum):
+    """The outcome of a report."""
+
+    ACCEPTED = enum.auto()
+    FAILED = enum.auto()
+    """No exporter has answered, or its answer was no valid reply."""
+    REFUSED = enum.auto()
+    """The exporter does not accept this process' reports now."""
+    REJECTED = enum.auto()
+    """The exporter will never accept this report's content."""
+
+
+class Delivery:
+    """The connection to the first exporter that accepts reports. For the reporter's thread, except `interrupt`."""
+
+    def __init__(self, settings: ReporterSettings, wakeup: Wakeup, errors: ErrorLog) -> None:
+        self._settings = settings
+        self._wakeup = wakeup
+        self._errors = errors
+        self._connection: Connection | None = None
+        self._accepted_by = ""
+        """The address of the exporter that accepted the last report."""
+        wakeup.interrupt = self.interrupt
+
+    def deliver(self, report: Report, while_waiting: Callable[[], float] | None = None) -> tuple[Outcome, Reply | None]:
+        """Post a report and return the reply, or None after an error, which is logged once.
+
+        Args:
+            report: the report.
+            while_waiting: called during the wait for the reply (see `Connection.request`).
+        """
+        self._reconnect_as_new_user(report)
+        try:
+            reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds, while_waiting)
+        except ExporterUnreachableError as error:
+            if not self._wakeup.woken:
+                # A missing exporter is normal and not logged by default. An untrusted exporter needs an operator.
+                if isinstance(error, ExporterUntrustedError):
+                    self._errors.note(_UNTRUSTED, error)
+                else:
+                    self._errors.note(_UNREACHABLE, error, level=logging.INFO)
+            return Outcome.FAILED, None
+        except ExporterAnswerError as error:
+            self._errors.note(f"the exporter refused a report ({error.status})", error)
+            return Outcome.REJECTED if error.status in _UNACCEPTABLE else Outcome.REFUSED, None
+        except (WireError, ValueError) as error:
+            self._errors.note("the exporter's reply is invalid", error)
+            return Outcome.FAILED, None
+        except (OSError, ConfigurationError) as error:
+            self._errors.note("cannot report", error)
+            return Outcome.FAILED, None
+        if self._connection is not None and self._connection.url != self._accepted_by:
+            self._accepted_by = self._connection.url
+            log.debug("reports go to %s", shown_url(self._accepted_by))
+        self._errors.clear(_UNREACHABLE)
+        self._errors.clear(_UNTRUSTED)
+        return Outcome.ACCEPTED, reply
+
+    def interrupt(self) -> None:
+        """End the wait for a reply. Any thread may call this."""
+        connection = self._connection
+        if connection is not None:
+            connection.interrupt()
+
+    def farewell(self, report: Report) -> None:
+        """Post the final report on a new connection, since the stop has interrupted the old one."""
+        if self._connection is None:
+            return  # no exporter was reached
+        self._connection.close()
+        self._connection = self._connect(self._connection.url, _FAREWELL_SECONDS)
+        try:
+            self._post(report, _FAREWELL_SECONDS)
+        except (ExporterError, WireError, ValueError, OSError) as error:
+            self._errors.note("the final report was not delivered", error, level=logging.INFO)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _reconnect_as_new_user(self, report: Report) -> None:
+        """Connect again if this process has changed its user, as with `os.setuid`.
+
+        The owner of a process is the user of its connection. So the former user's process ends here, otherwise the
+        exporter would count the memory of both until the former one expires.
+        """
+        connection = self._connection
+        if connection is None or not connection.of_another_user:
+            return
+        ended = Report(report.process, report.sequence, final=True)
+        try:
+            connection.request(
+                *("POST", REPORTS_PATH, _body(ended), self._headers()), timeout_seconds=_FAREWELL_SECONDS
+            )
+        except (ExporterError, OSError) as error:
+            self._errors.note("the report as the former user was not delivered", error, level=logging.INFO)
+        connection.close()
+        self._connection = None
+
+    def _headers(self) -> dict[str, str]:
+        return {"Content-Type": "application/json", **self._settings.authorization()}
+
+    def _post(self, report: Report, timeout_seconds: float, while_waiting: Callable[[], float] | None = None) -> Reply:
+        headers, body = self._headers(), _body(report)
+        refusal: ExporterError = ExporterUnreachableError("the reporter stops")
+        for connection in self._candidates():
+            try:
+                answer = connection.request(
+                    "POST",
+                    REPORTS_PATH,
+                    body,
+                    headers,
+                    timeout_seconds=timeout_seconds,
+                    while_waiting=while_waiting,
+                )
+                if answer.status == 200:
+                    return reply_from_wire(json.loads(answer.body))
+                refusal = ExporterAnswerError(answer.status, _detail(answer.body))
+                if answer.status not in _NOT_ALLOWED:
+                    break
+            except ExporterUnreachableError as error:
+                if not isinstance(refusal, ExporterUntrustedError):  # the more useful of two errors
+                    refusal = error
+            if not self._wakeup.stopping:
+                connection.close()
+                self._connection = None
+        try:
+            raise refusal
+        finally:
+            del refusal  # would be a reference cycle with this frame after every failed report
+
+    def _candidates(self) -> Iterator[Connection]:
+        """Yield the working connection, otherwise a new one to each address in turn."""
+        if self._connection is not None:
+            yield self._connection
+            return
+        for url in self._settings.urls:
+            if not self._wakeup.stopping:
+                self._connection = self._connect(url, _ANSWER_MARGIN_SECONDS)
+                yield self._connection
+
+    def _connect(self, url: str, timeout_seconds: float) -> Connection:
+        return Connection(
+            url,
+            timeout_seconds=timeout_seconds,
+            trust=self._settings.trust,
+            trusted_only=True,
+            max_answer_bytes=_MAX_REPLY_BYTES,
+        )
+
+
+def _body(report: Report) -> bytes:
+    return json.dumps(to_wire(report), separators=(",", ":")).encode()
+
+
+def _detail(body: bytes) -> str:
+    """Return the detail of an RFC 9457 problem, or the start of any other body."""
+    try:
+        return str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

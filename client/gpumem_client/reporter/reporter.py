@@ -1,0 +1,171 @@
+"""The reporter of a process: starts its thread when CUDA starts, and ends it with the interpreter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from gpumem_client.hooks.cuda_start import when_cuda_starts
+from gpumem_client.hooks.lifecycle import after_fork_in_child, at_exit
+from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_client.hooks.steps import Steps, process_steps
+from gpumem_client.log import log
+from gpumem_client.process_state import once
+from gpumem_client.reporter.error_log import ErrorLog
+from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.worker import Worker
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.protocol import OutOfMemory
+
+__all__ = ["Reporter", "process_reporter"]
+
+_FAREWELL_SECONDS = 0.3
+"""The longest that `stop`, or an ending interpreter, waits for the final report."""
+_COMMAND_SECONDS = 3.0
+"""The longest that an ending interpreter waits for a command that runs in the reporter's thread."""
+
+
+class Reporter:
+    """Reports this process' allocator to an exporter.
+
+    Until the user's code initializes CUDA there is no thread and no connection. Any thread may call any method. After
+    `start` nothing raises into the user's code, and only `stop` waits for the network, for a limited time. A forked
+    child has no thread; if it can use CUDA, it reports for itself once it does.
+
+    Args:
+        steps: the process' steps.
+        on_error: called with each error before it is swallowed; for tests.
+    """
+
+    def __init__(self, steps: Steps, *, on_error: Callable[[str, BaseException], None] | None = None) -> None:
+        self._steps = steps
+        self._on_error = on_error
+        # Reentrant: a signal handler or a finalizer may stop the reporter while its thread has the lock.
+        self._lock = threading.RLock()
+        self._settings: ReporterSettings | None = None
+        self._worker: Worker | None = None
+        self._last_worker: Worker | None = None
+        self._observer = OutOfMemoryObserver()
+        self._waiting_for_cuda = False
+        self._stop_waiting: Callable[[], None] | None = None
+        self._stop_listening: Callable[[], None] | None = None
+        self._process_hooks: list[Callable[[], None]] = []
+        """Functions that remove the calls at exit and after a fork."""
+
+    def start(self, settings: ReporterSettings) -> None:
+        """Report as soon as CUDA is initialized. Has no effect while the reporter runs.
+
+        Raises:
+            ConfigurationError: an exporter URL is none of `http://host:port`, `https://host:port` and `unix:///path`.
+        """
+        for url in settings.urls:
+            Connection(url, timeout_seconds=1.0).close()
+        with self._lock:
+            if self._settings is not None or settings.disabled:
+                return
+            self._settings = settings
+            if not self._process_hooks:
+                self._process_hooks = [at_exit(self._end), after_fork_in_child(self._forget_parent)]
+            wait, self._waiting_for_cuda = not self._waiting_for_cuda, True
+        for each in settings.ignored:
+            log.warning("start: %s", each)
+        if wait:
+            self._stop_waiting = when_cuda_starts(self._cuda_started)
+
+    def stop(self, timeout_seconds: float = _FAREWELL_SECONDS) -> None:
+        """Send the final report, end the thread, and remove every hook; `start` may be called again.
+
+        A hook that cannot be removed now does nothing until it is removed: the hook on optimizer steps after the
+        running step, the calls at exit and after a fork when the reporter's thread ends.
+
+        Args:
+            timeout_seconds: the longest wait for the final report.
+        """
+        self._stop_reporting(timeout_seconds)
+        self._remove_process_hooks(None)
+
+    def latest_oom(self) -> tuple[float, OutOfMemory] | None:
+        """Return the last out-of-memory error that was observed, and its monotonic time."""
+        worker = self._worker
+        return worker.latest_oom if worker is not None else None
+
+    def _stop_reporting(self, timeout_seconds: float) -> None:
+        with self._lock:
+            worker, self._worker = self._worker, None
+            self._settings = None
+            self._waiting_for_cuda = False
+            stops = self._stop_waiting, self._stop_listening
+            self._stop_waiting = self._stop_listening = None
+        for stop in stops:
+            if stop is not None:
+                stop()
+        self._steps.remove()
+        if worker is not None:
+            worker.stop(timeout_seconds)
+
+    def _remove_process_hooks(self, ended: Worker | None) -> None:
+        """Remove the calls at exit and after a fork, if this process does not report and no thread does.
+
+        Args:
+            ended: the worker whose ending thread calls this; None for other callers.
+        """
+        with self._lock:
+            last = self._last_worker
+            if self._settings is None and (last is None or last is ended or not last.alive):
+                hooks, self._process_hooks, self._last_worker = self._process_hooks, [], None
+                for remove in hooks:
+                    remove()
+
+    def _end(self) -> None:
+        """End the reporter at the interpreter's exit.
+
+        Up to Python 3.13, a thread that returns from PyTorch into an interpreter that has ended aborts the process
+        (`terminate called without an active exception`). So this waits for a running command.
+        """
+        self._process_hooks = []  # Python iterates over its calls at exit and must not be changed
+        self._stop_reporting(_FAREWELL_SECONDS)
+        worker, self._last_worker = self._last_worker, None
+        if worker is not None:
+            worker.disable(_COMMAND_SECONDS)
+
+    def _cuda_started(self) -> None:
+        with self._lock:
+            self._waiting_for_cuda = False
+            if self._settings is None or self._worker is not None:
+                return
+            errors = ErrorLog(self._on_error)
+            # Stored before its start, so that a concurrent `stop` ends it.
+            worker = self._worker = self._last_worker = Worker(
+                self._settings, errors, self._observer, self._steps, ended=self._remove_process_hooks
+            )
+            try:
+                worker.start()
+            except (RuntimeError, MemoryError) as error:  # too many threads, or the interpreter is ending
+                self._worker = self._settings = None
+                errors.note("this process is not reported", error)
+        stop_listening: Callable[[], None] | None = self._steps.listen(self._on_step)
+        with self._lock:
+            if self._worker is worker and self._stop_listening is None:
+                self._stop_listening, stop_listening = stop_listening, None
+        if stop_listening is not None:  # the reporter has been stopped, or no thread could be started
+            stop_listening()
+            self._steps.remove()
+
+    def _on_step(self, optimizer: Any) -> None:
+        worker = self._worker
+        sampler = worker.sampler if worker is not None else None
+        if sampler is not None:
+            sampler.on_step(optimizer)
+
+    def _forget_parent(self) -> None:
+        """Drop the parent's lock, thread, hooks and connection in a forked child."""
+        self._lock = threading.RLock()
+        worker, self._worker, self._last_worker = self._worker, None, None
+        if worker is not None:
+            worker.abandon()
+
+
+def process_reporter() -> Reporter:
+    """Return the reporter of this process."""
+    return once("reporter", lambda: Reporter(process_steps()))

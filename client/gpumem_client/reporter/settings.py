@@ -1,0 +1,103 @@
+"""The reporter's settings: the labels of `run`, otherwise the arguments of `start()`, otherwise the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
+from gpumem_client.reporter.plan import AnyPlan, chosen_plan
+from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
+from gpumem_client.wire.trust import Trust
+
+__all__ = ["DEFAULT_URLS", "ReporterSettings", "exporter_urls"]
+
+DEFAULT_URLS = ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
+"""The addresses to try, in this order, without GPUMEM_EXPORTER_URL."""
+_RANKS = (("GPUMEM_RANK", ""), ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+"""Variables with a rank and with the number of ranks. Only srun sets SLURM_STEP_NUM_TASKS."""
+
+
+def exporter_urls(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the exporter's addresses in the order of the attempts: GPUMEM_EXPORTER_URL, or the defaults."""
+    url = environ.get("GPUMEM_EXPORTER_URL", "").strip()
+    return (url,) if url else DEFAULT_URLS
+
+
+@dataclass(frozen=True, slots=True)
+class ReporterSettings:
+    """The settings of one reporter: argument, otherwise environment, otherwise default.
+
+    Below `gpumem-exporter run`, the environment's workload and rank come before the arguments: the operator who starts
+    a job names it, not the script.
+    """
+
+    urls: tuple[str, ...]
+    workload: str
+    rank: str
+    token: str
+    token_file: str
+    disabled: bool
+    trust: Trust
+    plan: AnyPlan | None = None
+    world_size: int | None = None
+    """The number of ranks, if `rank` comes from a launcher."""
+    idle_cache_seconds: float = IDLE_CACHE_SECONDS
+    """The window of the idle cache."""
+    ignored: tuple[str, ...] = ()
+    """Of each argument of `start()` that has no effect below `run`, a text for the log."""
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        workload: str | None = None,
+        rank: str | int | None = None,
+        url: str | None = None,
+        plan: AnyPlan | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> ReporterSettings:
+        """Combine arguments and environment. Labels are cut to `MAX_LABEL_LENGTH` characters.
+
+        Raises:
+            ConfigurationError: GPUMEM_EXPORTER_USER is not a user of this machine.
+        """
+        world_size = None
+        ignored = []
+        if environ.get("GPUMEM_INJECT") == "1":  # below `run`
+            for name, argument in (("workload", workload), ("rank", rank)):
+                label = environ.get(f"GPUMEM_{name.upper()}")
+                if label and argument is not None and str(argument) != label:
+                    ignored.append(f"{name}={argument!r} has no effect: `gpumem-exporter run` has set it to {label!r}")
+            workload, rank = environ.get("GPUMEM_WORKLOAD") or workload, environ.get("GPUMEM_RANK") or rank
+        if rank is None:
+            name, size = next((names for names in _RANKS if environ.get(names[0])), ("", ""))
+            rank, world_size = environ.get(name, ""), _count(environ.get(size, ""))
+        return cls(
+            urls=(url,) if url else exporter_urls(environ),
+            workload=(workload if workload is not None else environ.get("GPUMEM_WORKLOAD", ""))[:MAX_LABEL_LENGTH],
+            rank=str(rank)[:MAX_LABEL_LENGTH],
+            token=environ.get("GPUMEM_REPORT_TOKEN", "").strip(),
+            token_file=environ.get("GPUMEM_REPORT_TOKEN_FILE", "").strip(),
+            disabled=environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on"),
+            trust=Trust.from_environment(environ),
+            plan=chosen_plan(plan, environ),
+            world_size=world_size,
+            ignored=tuple(ignored),
+        )
+
+    def authorization(self) -> dict[str, str]:
+        """Return the header with the report token. Reads the file on each call, so that a rotated token takes effect.
+
+        Raises:
+            OSError: the token file cannot be read.
+        """
+        token = self.token or (Path(self.token_file).read_text().strip() if self.token_file else "")
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _count(text: str) -> int | None:
+    """Return a number of ranks, or None if the text is not a positive number."""
+    return int(text) or None if text.isascii() and text.isdecimal() and len(text) < 10 else None

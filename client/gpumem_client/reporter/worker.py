@@ -1,0 +1,160 @@
+"""The reporter's one thread: waits until CUDA is initialized, reports, and leaves no hook behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_client.hooks.steps import Steps
+from gpumem_client.oom.observer import OutOfMemoryLog
+from gpumem_client.reporter.delivery import Delivery
+from gpumem_client.reporter.error_log import ErrorLog
+from gpumem_client.reporter.loop import ReportLoop
+from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.wakeup import Wakeup
+from gpumem_client.wire.protocol import OutOfMemory
+
+__all__ = ["Worker"]
+
+_CUDA_POLL_SECONDS = 0.05
+_UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
+"""The number of times that an ending reporter tries to remove the hook on steps, which fails during a step, and the
+seconds between two tries."""
+
+
+class Worker:
+    """Reports one process until it is stopped. `start` starts the thread.
+
+    Args:
+        settings: the exporter's addresses and the labels.
+        errors: logs errors.
+        observer: the process' observer of out-of-memory errors.
+        steps: the process' steps; the caller listens to them.
+        ended: called with the worker at the end of its thread.
+    """
+
+    def __init__(
+        self,
+        settings: ReporterSettings,
+        errors: ErrorLog,
+        observer: OutOfMemoryObserver,
+        steps: Steps,
+        *,
+        ended: Callable[[Worker], None],
+    ) -> None:
+        self._settings = settings
+        self._errors = errors
+        self._observer = observer
+        self._steps = steps
+        self._ended = ended
+        self._wakeup = Wakeup()
+        self._delivery = Delivery(settings, self._wakeup, errors)
+        self._ooms = OutOfMemoryLog(self._wakeup.wake)
+        self._allocator: Allocator | None = None
+        self._loop: ReportLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
+        self._started_by = 0
+
+    @property
+    def sampler(self) -> Sampler | None:
+        """The sampler, which receives the user's steps; None before CUDA is initialized and after the end."""
+        loop = self._loop
+        return None if loop is None else loop.sampler
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    @property
+    def latest_oom(self) -> tuple[float, OutOfMemory] | None:
+        """The last out-of-memory error and its monotonic time. Any thread may read it."""
+        return self._ooms.latest
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._started_by = threading.get_native_id()
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Send the final report and end; returns after `timeout_seconds` at the latest."""
+        self._wakeup.stop()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_seconds)
+
+    def disable(self, timeout_seconds: float) -> None:
+        """Take no sample and run no command from now on. Waits at most `timeout_seconds` for a running one."""
+        sampler = self.sampler
+        if sampler is not None:
+            sampler.exclusively().acquire(timeout=timeout_seconds)  # never released
+
+    def abandon(self) -> None:
+        """Remove the parent's hooks in a forked child, where the thread does not exist.
+
+        A sample there would show the parent's bytes, or wait forever for a lock that was held during the fork. Closing
+        the copy of the connection leaves the parent's open.
+        """
+        self._observer.listener = None
+        if self._allocator is not None:
+            self._allocator.detach()
+        self._delivery.close()
+
+    def _run(self) -> None:
+        if threading.get_native_id() != self._started_by:  # equal under greenlets: this is a user's thread
+            _block_signals()
+        try:
+            self._report()
+        finally:
+            self._remove_step_hook()
+            self._ended(self)
+
+    def _report(self) -> None:
+        self._allocator = allocator = self._wait_for_cuda()
+        if allocator is None:
+            return
+        with self._errors.swallowed("reporter stopped"):
+            self._loop = loop = ReportLoop(
+                self._settings, allocator, self._delivery, self._wakeup, self._ooms, self._errors
+            )
+            listener = self._observer.listener = loop.note_oom
+            try:
+                self._observer.install(allocator.observe_ooms)
+                loop.run(self._steps)
+            finally:
+                self._loop = None
+                self._observer.remove(listener)
+        allocator.detach()
+        self._delivery.close()
+
+    def _wait_for_cuda(self) -> Allocator | None:
+        """Attach to the allocator, as soon as the initialization of CUDA that started this thread has ended."""
+        while not self._wakeup.stopping:
+            with self._errors.swallowed("cannot read the allocator"):
+                allocator = Allocator.attach()
+                if allocator is not None:
+                    return allocator
+            self._wakeup.wait(_CUDA_POLL_SECONDS)
+        return None
+
+    def _remove_step_hook(self) -> None:
+        """Remove the hook on steps if `stop` could not, because an optimizer was stepping."""
+        with self._errors.swallowed("the hook on optimizer steps stays"):
+            for _ in range(_UNHOOK_TRIES):
+                if not self._wakeup.stopping or self._steps.remove():
+                    break
+                time.sleep(_UNHOOK_SECONDS)
+
+
+def _block_signals() -> None:
+    """Leave all signals to the user's threads.
+
+    Otherwise a signal that they have blocked, to wait for it with `sigwait`, could reach this thread and end the
+    process. So could SIGPIPE with its default action, when the exporter ends. Signals of faults are not blocked.
+    """
+    faults = {getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "FPE", "ILL", "ABRT", "TRAP", "SYS")}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)

@@ -1,0 +1,202 @@
+"""`run`: start a command with the reporter injected into every Python process below it.
+
+The bootstrap directory, which contains a `sitecustomize`, goes in front of PYTHONPATH. Every Python interpreter that
+inherits the environment imports it at its start. The command then replaces this process, so that signals, exit code
+and process ID are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import getopt
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gpumem_client.wire.errors import ConfigurationError
+
+NOT_EXECUTABLE = 126
+NOT_FOUND = 127
+"""The exit codes of env(1) and of shells."""
+
+SUMMARY = "Start a command with the reporter injected into it."
+
+HELP = f"""\
+Usage: gpumem-exporter run [OPTIONS] -- CMD [ARG]...
+
+  {SUMMARY}
+
+  No code changes: the reporter starts in every Python process below CMD when the process initializes CUDA, also below
+  torchrun and in spawned or forked workers. A process without CUDA spends less than a millisecond. CMD replaces this
+  process, so signals and exit code are its own. Python with -I or -E ignores PYTHONPATH and gets no reporter.
+
+Options:
+  --workload NAME  Label of the processes' series (GPUMEM_WORKLOAD).
+  --url URL        The exporter: http://host:port, https://host:port or unix:///path/to.sock (GPUMEM_EXPORTER_URL).
+                   Default: unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.
+  --rank RANK      Rank label (GPUMEM_RANK). Not needed below torchrun and Slurm, and with torch.distributed.
+  --plan FILE      The plan of each process (gpumem-exporter plan ... --json > FILE). The exporter then also exports the
+                   error of the plan (GPUMEM_PLAN).
+  --allocator KEY:VALUE,...
+                   Settings of PyTorch's CUDA allocator, checked and added to PYTORCH_CUDA_ALLOC_CONF, such as
+                   expandable_segments:True,garbage_collection_threshold:0.8.
+  -h, --help       Show this message and exit.
+
+Examples:
+  gpumem-exporter run -- python train.py --lr 3e-4
+  gpumem-exporter run --workload llm-pretrain -- torchrun --nproc-per-node 8 train.py
+  gpumem-exporter run --allocator expandable_segments:True -- python train.py
+  gpumem-exporter run --plan plan.json -- python train.py
+  gpumem-exporter run --url unix:///run/gpumem/exporter.sock -- bash job.sh
+  GPUMEM_DISABLED=1 gpumem-exporter run -- python train.py    # no reporter
+
+Exit code: that of CMD; 2 wrong usage; 126 CMD cannot be executed; 127 CMD is not found.
+"""
+
+_VARIABLES = {
+    "--workload": "GPUMEM_WORKLOAD",
+    "--url": "GPUMEM_EXPORTER_URL",
+    "--rank": "GPUMEM_RANK",
+    "--plan": "GPUMEM_PLAN",
+}
+
+
+def main() -> int:
+    """Run the command line of `gpumem-run` and return its exit code."""
+    try:
+        return run(sys.argv[1:])
+    except ConfigurationError as error:
+        print(f"gpumem-run: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Replace this process by the command in `arguments`. Returns only if that fails.
+
+    Raises:
+        ConfigurationError: an option is invalid, or there is no command.
+    """
+    names = ["help", "workload=", "url=", "rank=", "plan=", "allocator="]
+    try:
+        options, command = getopt.getopt(list(arguments), "h", names)
+    except getopt.GetoptError as error:
+        raise ConfigurationError(
+            f"{error}; the options are --workload, --url, --rank, --plan and --allocator,"
+            " and the command follows after `--`"
+        ) from error
+    if any(name in ("-h", "--help") for name, _ in options):
+        print(HELP, end="")
+        return 0
+    if not command or not command[0]:
+        raise ConfigurationError("no command; give one, such as gpumem-exporter run -- python train.py")
+    given = {_VARIABLES[name]: value for name, value in options if name in _VARIABLES}
+    given |= _allocator_settings([value for name, value in options if name == "--allocator"])
+    _require_url(given.get("GPUMEM_EXPORTER_URL"))
+    if "GPUMEM_PLAN" in given:
+        given["GPUMEM_PLAN"] = _require_plan(given["GPUMEM_PLAN"])
+    environment = injected_environment({**_given_environment(), **given}, _bootstrap_directory())
+    return _replace_process(command, environment)
+
+
+def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str, str]:
+    """Return an environment in which Python starts the reporter: `bootstrap` is the first entry of PYTHONPATH.
+
+    The other entries keep their order. An empty entry stands for the working directory: an existing one stays, and
+    none is added.
+    """
+    inherited = environ.get("PYTHONPATH", "")
+    entries = [entry for entry in inherited.split(os.pathsep) if entry != bootstrap] if inherited else []
+    return {**environ, "PYTHONPATH": os.pathsep.join([bootstrap, *entries]), "GPUMEM_INJECT": "1"}
+
+
+def _given_environment() -> dict[str, str]:
+    """The environment at the start of this process.
+
+    In the C locale the interpreter sets LC_CTYPE (PEP 538). The command must not inherit it.
+    """
+    environment = dict(os.environ)
+    with contextlib.suppress(OSError):
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+        environment.pop("LC_CTYPE", None)
+        for entry in given:
+            if entry.startswith(b"LC_CTYPE="):
+                environment["LC_CTYPE"] = os.fsdecode(entry.partition(b"=")[2])
+    return environment
+
+
+def _bootstrap_directory() -> str:
+    directory = Path(__file__).resolve().parent / "bootstrap"
+    if not (directory / "sitecustomize.py").is_file():
+        raise ConfigurationError(
+            f"{directory} has no sitecustomize.py: the installation is broken; install gpumem-client again"
+        )
+    if os.pathsep in str(directory):
+        raise ConfigurationError(
+            f"PYTHONPATH cannot contain {directory} because of its {os.pathsep!r}; install in another directory"
+        )
+    return str(directory)
+
+
+def _allocator_settings(lines: Sequence[str]) -> dict[str, str]:
+    if not lines:
+        return {}
+    from gpumem_client.allocator.settings import environment_with
+
+    return environment_with(os.environ, ",".join(lines))
+
+
+def _require_url(url: str | None) -> None:
+    if url is None:
+        return
+    from gpumem_client.wire.http import Connection
+
+    Connection(url, timeout_seconds=1.0).close()
+
+
+def _require_plan(path: str) -> str:
+    """Check the plan and return its absolute path: the command may change the working directory."""
+    from gpumem_client.reporter.plan import planned_peak_bytes
+
+    planned_peak_bytes(path)
+    return str(Path(path).absolute())
+
+
+def _replace_process(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _restore_signals()
+    try:
+        os.execvpe(command[0], list(command), dict(environment))  # noqa: S606 - this is the purpose of `run`
+    except OSError as error:
+        return _cannot_run(command[0], error)
+
+
+def _restore_signals() -> None:
+    """Restore the signals that the interpreter ignores: they would stay ignored after exec."""
+    for name in ("SIGPIPE", "SIGXFSZ"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_IGN:
+            with contextlib.suppress(OSError, ValueError):
+                signal.signal(number, signal.SIG_DFL)
+
+
+def _cannot_run(program: str, error: OSError) -> int:
+    missing = error.errno == errno.ENOENT or (error.errno == errno.ENOTDIR and os.sep not in program)
+    if missing and shutil.which(program) is not None:
+        reason, code = "the interpreter in its first line is missing", NOT_EXECUTABLE
+    elif missing:
+        where = "" if os.sep in program else " in PATH"
+        reason, code = f"not found{where}", NOT_FOUND
+    else:
+        reason, code = (error.strerror or str(error)).lower(), NOT_EXECUTABLE
+    printable = "".join(c if c.isprintable() else "?" for c in program)
+    print(f"gpumem-exporter run: {printable}: {reason}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

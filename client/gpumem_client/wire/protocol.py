@@ -1,0 +1,498 @@
+"""The messages between a reporter and its exporter, as frozen dataclasses.
+
+A reporter posts a `Report` to `POST /api/v1/reports`. The `Reply` has the commands for the process; their results are
+in its next report. The exporter may hold the reply until there is a command or until the report interval has passed.
+
+Compatibility: a reader ignores unknown fields and uses the default of a missing field, so minor versions can be mixed.
+`PROTOCOL_VERSION` increases only when that is not sufficient.
+
+Sizes are bytes and `*_seconds` are seconds. None means unknown, never zero. Training processes import this module, so
+it uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from gpumem_client.wire.errors import WireError
+
+__all__ = [
+    "MAX_COMMANDS",
+    "MAX_COMPONENTS",
+    "MAX_INTEGER",
+    "MAX_LABEL_LENGTH",
+    "MAX_PHASES",
+    "MAX_TEXT_LENGTH",
+    "MODES",
+    "OUTCOMES",
+    "PROTOCOL_VERSION",
+    "REPORTS_PATH",
+    "Command",
+    "CommandResult",
+    "DeviceResult",
+    "DeviceSample",
+    "OutOfMemory",
+    "ProcessIdentity",
+    "ReasonCode",
+    "Reply",
+    "Report",
+    "SnapshotBlock",
+    "SnapshotFile",
+    "SnapshotSegment",
+    "StillFree",
+    "reply_from_wire",
+    "to_wire",
+]
+
+PROTOCOL_VERSION = 1
+REPORTS_PATH = "/api/v1/reports"
+
+MAX_INTEGER = 2**63 - 1
+"""The largest number in a report."""
+MAX_COMMANDS = 64
+"""The maximum number of commands in one reply. Others follow in the next one."""
+MAX_TEXT_LENGTH = 256
+"""The maximum length of a text in characters. Reporters cut longer ones; the exporter rejects them."""
+MAX_LABEL_LENGTH = 128
+"""The maximum length of a label value in characters: workload, rank, phase, component. Reporters and the exporter cut
+longer ones."""
+MAX_PHASES = 16
+"""The maximum number of phases of a device. Reporters and the exporter leave out others."""
+MAX_COMPONENTS = 16
+"""The maximum number of components of a device. The exporter leaves out others."""
+
+MODES = ("now", "step", "idle")
+"""When a command runs. `now`: on the reporter's thread, when it arrives. `step`: in the training thread, at the end of
+a step. `idle`: on the reporter's thread, after some seconds without a step or an allocation."""
+
+OUTCOMES = ("done", "refused", "failed", "expired", "unsupported", "gone")
+"""How a command can end in one process."""
+
+
+class ReasonCode(str, Enum):
+    """The reason for a command's outcome, for programs. The text beside it is for people.
+
+    A reader accepts other codes as well: another version may send them.
+    """
+
+    # From the process that received the command.
+    CUDA_GRAPH_CAPTURE = "cuda_graph_capture"
+    DEADLINE_PASSED = "deadline_passed"
+    NO_STEP_ENDED = "no_step_ended"
+    NOT_IDLE = "not_idle"
+    STEP_PASSED = "step_passed"
+    QUEUE_FULL = "queue_full"
+    UNKNOWN_ACTION = "unknown_action"
+    UNKNOWN_MODE = "unknown_mode"
+    NOT_SUPPORTED_BY_ALLOCATOR = "not_supported_by_allocator"
+    INVALID_FRACTION = "invalid_fraction"
+    RESERVED_EXCEEDS_FRACTION = "reserved_exceeds_fraction"
+    SNAPSHOT_NOT_WRITTEN = "snapshot_not_written"
+    EXCEPTION = "exception"
+    SIGNAL_HANDLER = "signal_handler"
+
+    # From the process or from the exporter.
+    CANCELLED = "cancelled"
+    PROCESS_EXITED = "process_exited"
+
+    # From the exporter.
+    GROUP_INCOMPLETE = "group_incomplete"
+    GROUP_RANK_LATE = "group_rank_late"
+    NOT_FETCHED = "not_fetched"
+    NO_RESULT = "no_result"
+    EXPORTER_RESTARTED = "exporter_restarted"
+    WOULD_TERMINATE = "would_terminate"
+    ENDED_BY_SIGTERM = "ended_by_sigterm"
+    ENDED_BY_SIGKILL = "ended_by_sigkill"
+    SURVIVED_SIGKILL = "survived_sigkill"
+    UNKNOWN_HOST_PID = "unknown_host_pid"
+    NOT_ATTESTED = "not_attested"
+    NOT_LISTED = "not_listed"
+    UNKNOWN_START_TIME = "unknown_start_time"
+    PROTECTED_PROCESS = "protected_process"
+    NOT_PERMITTED = "not_permitted"
+    SIGNAL_FAILED = "signal_failed"
+    PIDFD_UNAVAILABLE = "pidfd_unavailable"
+    ENGINE_STARTING = "engine_starting"
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """The reporting process: (`pid_namespace`, `pid`, `start_time_ticks`). Rank and workload are only labels."""
+
+    pid: int
+    """In the process's own PID namespace."""
+    start_time_ticks: int
+    """Field 22 of /proc/self/stat: clock ticks after boot, the same in every PID namespace."""
+    pid_namespace: int
+    """Inode of /proc/self/ns/pid; 0 if it cannot be read."""
+    session: str
+    """Random for each reporter: distinguishes the reporters before and after a restart or an exec in one process."""
+    session_started_seconds: float
+    """CLOCK_MONOTONIC when the reporter started. If a process has two sessions, the later one represents it."""
+    workload: str = ""
+    rank: str = ""
+    command: str = ""
+    """Program and script without arguments, because arguments may contain secrets."""
+    torch_version: str = ""
+    allocator_settings: str = ""
+    client_version: str = ""
+    slurm_job_id: str = ""
+    """SLURM_JOB_ID of its environment."""
+    ray_job_id: str = ""
+    """The job of a Ray worker or driver, from Ray itself, otherwise RAY_JOB_ID of its environment."""
+    world_size: int | None = None
+    """The number of ranks, at least 1, from the launcher that set the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """The allocator of one device at one time, in the words of `torch.cuda.memory_stats` (`.all.`, `.current`)."""
+
+    uuid: str
+    """As NVML spells it: `GPU-…` or `MIG-…`."""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    active_bytes: int | None = None
+    inactive_split_bytes: int | None = None
+    requested_bytes: int | None = None
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    private_pools_bytes: int | None = None
+    """Reserved by live private pools (CUDA graphs, `torch.cuda.MemPool`)."""
+    reclaimable_bytes: int | None = None
+    """What `empty_cache()` would release to the driver now, including memory that waits for another stream.
+
+    Exact if PyTorch's statistics suffice (classic segments, no private pool) or if the heap was walked for this
+    sample. A large heap that keeps changing is not walked each time: then it is reserved − allocated − what the last
+    walk found to be not releasable. That walk is at most 500 times its cost ago: 5 s at 20,000 blocks. None for larger
+    heaps, for pages of unknown size, and for allocators with too few statistics.
+
+    Cache in a private pool counts once nothing can use the pool any more. The value may therefore be too low after a
+    graph was freed under torch before 2.14, or if tensors outlive their `MemPool`, until the next `empty_cache()`.
+    """
+    idle_cache_bytes: int | None = None
+    """The smallest reclaimable value of the last 60 s: cache that the program did not need for a minute.
+
+    It comes from samples, from up to two further readings per second at random moments, and from peaks and retries of
+    the allocator. It is above the true minimum by at most what the program used only between two readings. None for the
+    first 60 s, and if `reclaimable_bytes` is None.
+    """
+    unmapped_bytes: int | None = None
+    """Bytes that PyTorch counts as reserved and the driver does not hold: torch_memory_saver and vLLM's sleep mode
+    release the pages of live tensors. The reserved, allocated, reclaimable and private bytes are without them. None if
+    they are not known, and in a process that has loaded no such library."""
+    alloc_retries: int | None = None
+    ooms: int | None = None
+    segments_allocated: int | None = None
+    """`segment.all.allocated`: segments allocated from the driver since the start."""
+    segments_freed: int | None = None
+    """`segment.all.freed`: segments released to the driver since the start."""
+    cache_flushes: int | None = None
+    """`num_sync_all_streams`: flushes of the cache, requested or forced."""
+    peak_resets: int | None = None
+    """The number of resets of the peaks that the reporter has seen, by any code."""
+    planned_reserved_peak_bytes: int | None = None
+    """The planned `reserved_peak_bytes`. A plan is for one device: here, the process's device with the highest peak."""
+    nccl_bytes: int | None = None
+    """Device memory of NCCL's communicators, which PyTorch's allocator does not count. None before torch 2.15."""
+    memory_limit_bytes: int | None = None
+    """The most that the process may use on the device: the smallest of the memory fraction of its allocator and of the
+    limits that HAMi and KAI set in its environment. None if there is no limit or none is known."""
+    phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The highest known peak of allocated bytes in each named phase; a lower bound where it is not exact."""
+    component_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Allocated bytes by component: parameters, gradients, optimizer_state, other."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """An allocation that failed even after PyTorch released its cache. The program may have caught the error."""
+
+    uuid: str
+    number: int
+    """Counts the errors of a session from 1, so that an error that is sent twice is recognized."""
+    age_seconds: float = 0.0
+    """Seconds between the error and the report, on the reporter's monotonic clock."""
+    requested_bytes: int | None = None
+    """What the allocator requested from the driver, rounded up to a segment. None if the error was only counted."""
+    device_free_bytes: int | None = None
+    """Free memory of the device at that time, from the driver."""
+    limit_bytes: int | None = None
+    """The device's memory, or the part of it that the process's memory fraction allows."""
+    step: int | None = None
+    phase: str = ""
+    """The phase of the allocation; empty outside of phases and where the phase is not certain."""
+    sample: DeviceSample | None = None
+    """The device's allocator at that time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceResult:
+    """What a command did to one device of one process. `freed_bytes` is what it released to the driver."""
+
+    uuid: str
+    reserved_before_bytes: int | None = None
+    reserved_after_bytes: int | None = None
+    allocated_before_bytes: int | None = None
+    allocated_after_bytes: int | None = None
+    freed_bytes: int | None = None
+    device_free_before_bytes: int | None = None
+    """From `cudaMemGetInfo`, for the whole device: other processes change it too."""
+    device_free_after_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StillFree:
+    """How much of what a command freed on one device the process has not reserved again after the settling time."""
+
+    id: str
+    """The command."""
+    uuid: str
+    still_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFile:
+    """A memory snapshot that a process has written for https://pytorch.org/memory_viz, and its summary."""
+
+    path: str
+    """As the process sees it: in a container, the path in that container."""
+    size_bytes: int
+    segments: int
+    blocks: int
+    has_frames: bool
+    """Whether it has the stack frames of allocations, because the allocator's history was recorded."""
+    largest: tuple[SnapshotBlock, ...] = ()
+    """The largest blocks in use, largest first."""
+    emptiest: tuple[SnapshotSegment, ...] = ()
+    """The segments with the most free bytes that a live block keeps from being released."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotBlock:
+    """One block in use."""
+
+    uuid: str
+    size_bytes: int
+    requested_bytes: int | None = None
+    frame: str = ""
+    """The user's innermost frame that allocated it, `file:line function`; empty if it was not recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSegment:
+    """One segment that has free blocks between live ones."""
+
+    uuid: str
+    size_bytes: int
+    allocated_bytes: int
+    largest_free_bytes: int
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """The result of a command in one process."""
+
+    id: str
+    outcome: str
+    """One of `OUTCOMES`."""
+    reason: str = ""
+    """The reason for the outcome, for people; empty if there is nothing to explain."""
+    reason_code: str | None = None
+    """The reason for programs, usually a `ReasonCode`; None without a reason, and from older reporters."""
+    duration_seconds: float | None = None
+    devices: tuple[DeviceResult, ...] = ()
+    step: int | None = None
+    """The step after which it ran; None before the first step."""
+    thread_id: int | None = None
+    """The native id of the thread in which it ran."""
+    snapshot: SnapshotFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a reporter sends: the last sample, and the results of commands since the last report."""
+
+    process: ProcessIdentity
+    sequence: int
+    """Increases by one with each report of a session, so that a report that overtook another is recognized."""
+    protocol: int = PROTOCOL_VERSION
+    sample_age_seconds: float = 0.0
+    """The age of the sample when it was sent, on the reporter's monotonic clock."""
+    devices: tuple[DeviceSample, ...] = ()
+    pinned_host_bytes: int | None = None
+    """Pinned host memory of the process's caching host allocator."""
+    step: int | None = None
+    results: tuple[CommandResult, ...] = ()
+    still_free: tuple[StillFree, ...] = ()
+    """For commands with `settle_seconds`, in a later report than the result."""
+    ooms: tuple[OutOfMemory, ...] = ()
+    """The errors since the last report."""
+    actions: tuple[str, ...] = ()
+    """The actions that this reporter supports."""
+    modes: tuple[str, ...] = ("now",)
+    """The modes that it supports, of `MODES`."""
+    waiting: tuple[str, ...] = ()
+    """Ids of the commands that wait in the process for a step or an idle time; they need not be sent again."""
+    step_seconds: float | None = None
+    """The median duration of the last steps; None before the second step, and after a long time without one."""
+    hold_seconds: float = 0.0
+    """The maximum time that the exporter may hold the reply; 0 requests an immediate reply."""
+    final: bool = False
+    """The reporter stops: the exporter forgets this process immediately."""
+    engine_starting: bool | None = None
+    """Whether the inference engine in the process starts, so that memory released on its devices spoils its start.
+    False once it has started; None without an engine that the reporter knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A request to a reporter. It may be sent twice: a reporter remembers ids and repeats the result."""
+
+    id: str
+    action: str
+    deadline_seconds: float
+    """Seconds left when the reply was sent. A command that has not started by then does not run."""
+    uuids: tuple[str, ...] = ()
+    """The target devices; empty for all. `empty_cache` acts on every device: torch cannot limit it to one."""
+    collect_garbage: bool = False
+    """Run Python's garbage collector first, which runs the program's finalizers."""
+    mode: str = "now"
+    """One of `MODES`."""
+    at_step: int | None = None
+    """In mode `step`: run after exactly this step. None: after the next one."""
+    fraction: float | None = None
+    """For `set_memory_fraction`: the share of each device that the allocator may reserve, over 0 and at most 1."""
+    force: bool = False
+    """Set the fraction even if more is reserved already."""
+    settle_seconds: float = 0.0
+    """For `empty_cache`: report how much of the freed memory is still free after this time. 0: do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The exporter's reply to a report."""
+
+    commands: tuple[Command, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    """Ids of commands that must not start any more."""
+    report_interval_seconds: float = 1.0
+    protocol: int = PROTOCOL_VERSION
+
+
+_FIELD_NAMES: dict[type, tuple[str, ...]] = {
+    cls: tuple(f.name for f in fields(cls))
+    for cls in (
+        ProcessIdentity,
+        DeviceSample,
+        OutOfMemory,
+        DeviceResult,
+        StillFree,
+        SnapshotBlock,
+        SnapshotSegment,
+        SnapshotFile,
+        CommandResult,
+        Report,
+        Command,
+        Reply,
+    )
+}
+
+
+def to_wire(message: Report | Reply) -> dict[str, Any]:
+    """Convert a message to what `json.dumps` accepts, without the unknown and empty fields."""
+    return _object(message)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name in _FIELD_NAMES[type(value)]:
+        item = getattr(value, name)
+        if item is None or item == "" or item == () or item == {}:
+            continue
+        if type(item) in _FIELD_NAMES:
+            item = _object(item)
+        elif type(item) is tuple:
+            item = [_object(part) if type(part) in _FIELD_NAMES else part for part in item]
+        out[name] = item
+    return out
+
+
+def reply_from_wire(document: Any) -> Reply:
+    """Read an exporter's reply, of this or a compatible version.
+
+    Raises:
+        WireError: the document is not a reply.
+    """
+    reply = _mapping(document, "")
+    commands = reply.get("commands", [])
+    if not isinstance(commands, list):
+        raise WireError("must be an array", "commands")
+    if len(commands) > MAX_COMMANDS:
+        raise WireError(f"must have at most {MAX_COMMANDS} items", "commands")
+    interval = _number(reply, "report_interval_seconds", "", default=1.0)
+    if interval <= 0:
+        raise WireError("must be over 0", "report_interval_seconds")
+    return Reply(
+        commands=tuple(_command(item, f"commands.{i}") for i, item in enumerate(commands)),
+        cancelled=_texts(reply, "cancelled", ""),
+        report_interval_seconds=interval,
+        protocol=int(_number(reply, "protocol", "", default=PROTOCOL_VERSION)),
+    )
+
+
+def _command(item: Any, where: str) -> Command:
+    command = _mapping(item, where)
+    at_step = _optional_number(command, "at_step", where)
+    return Command(
+        id=_text(command, "id", where),
+        action=_text(command, "action", where),
+        deadline_seconds=_number(command, "deadline_seconds", where),
+        uuids=_texts(command, "uuids", where),
+        collect_garbage=command.get("collect_garbage") is True,
+        mode=_text(command, "mode", where) if "mode" in command else "now",
+        at_step=None if at_step is None else int(at_step),
+        fraction=_optional_number(command, "fraction", where),
+        force=command.get("force") is True,
+        settle_seconds=_number(command, "settle_seconds", where, default=0.0),
+    )
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise WireError("must be an object", where)
+    return value
+
+
+def _text(mapping: dict[str, Any], name: str, where: str) -> str:
+    value = mapping.get(name)
+    if not isinstance(value, str) or not value:
+        raise WireError("must be a string that is not empty", f"{where}.{name}".lstrip("."))
+    return value
+
+
+def _texts(mapping: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
+    value = mapping.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise WireError("must be an array of strings", f"{where}.{name}".lstrip("."))
+    return tuple(value)
+
+
+def _optional_number(mapping: dict[str, Any], name: str, where: str) -> float | None:
+    return None if mapping.get(name) is None else _number(mapping, name, where)
+
+
+def _number(mapping: dict[str, Any], name: str, where: str, default: float | None = None) -> float:
+    value = mapping.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise WireError("must be a finite number", f"{where}.{name}".lstrip("."))
+    return float(value)

@@ -1,0 +1,122 @@
+"""Which exporters a client accepts: whom it sends reports and tokens, and whose commands it runs.
+
+Any user of a machine may listen on a free port, or at a path in a folder of their own. The kernel shows whose process
+answers (`wire.peer`); another machine needs a certificate.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.peer import tcp_listener_owner, tcp_peer_owner, unix_peer
+
+__all__ = ["Trust"]
+
+_WRITABLE_BY_OTHERS = 0o022
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """The users whose exporters are accepted. Immutable.
+
+    Attributes:
+        uids: Users whose process may be an exporter: root, the own user, and GPUMEM_EXPORTER_USER.
+        insecure: Whether an exporter on another machine needs no certificate: GPUMEM_EXPORTER_INSECURE=1.
+    """
+
+    uids: frozenset[int]
+    insecure: bool = False
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Trust:
+        """Return the settings in the environment.
+
+        Raises:
+            ConfigurationError: GPUMEM_EXPORTER_USER is not a user of this machine.
+        """
+        uids = {0, os.geteuid()}
+        user = environ.get("GPUMEM_EXPORTER_USER", "").strip()
+        if user:
+            uids.add(_uid(user))
+        return cls(frozenset(uids), environ.get("GPUMEM_EXPORTER_INSECURE", "").strip() == "1")
+
+    def objection(self, sock: socket.socket, path: str) -> str:
+        """Return why the server at the other end is not accepted; empty if it is.
+
+        Args:
+            sock: a connection without TLS. A certificate has been verified before, so TLS needs no other check.
+            path: the path of a unix socket; empty for TCP.
+        """
+        if path:
+            peer = unix_peer(sock).uid
+            return "" if _assigned_by_root(os.path.dirname(path), peer) else self._objection_to(peer)  # noqa: PTH120
+        uid, on_this_machine = _tcp_server(sock)
+        if uid is not None:
+            return self._objection_to(uid)
+        if self.insecure:
+            return ""
+        if on_this_machine:
+            return "the kernel does not show its user: use the unix socket or https, or set GPUMEM_EXPORTER_INSECURE=1"
+        return "it is on another machine and has no certificate: use https, or set GPUMEM_EXPORTER_INSECURE=1"
+
+    def _objection_to(self, uid: int) -> str:
+        if uid in self.uids:
+            return ""
+        return (
+            f"it runs as uid {uid}, which is neither root nor this user: set GPUMEM_EXPORTER_USER={uid} if it is the "
+            "node's exporter"
+        )
+
+
+def _uid(user: str) -> int:
+    if user.isascii() and user.isdecimal():
+        return int(user)
+    import pwd  # only for a name
+
+    try:
+        return pwd.getpwnam(user).pw_uid
+    except KeyError:
+        raise ConfigurationError(
+            f"invalid GPUMEM_EXPORTER_USER {user!r}: expected the name or the uid of a user of this machine"
+        ) from None
+
+
+def _assigned_by_root(folder: str, uid: int) -> bool:
+    """Return whether root gave this folder to the user, and no other user can replace it.
+
+    It belongs to the user, every parent to root, and only the owners may write to them. /run/gpumem of the image, of
+    Compose and of the systemd unit is such a folder.
+    """
+    folder = os.path.realpath(folder)
+    owner = uid
+    while True:
+        try:
+            status = os.stat(folder)  # noqa: PTH116 - the client does not import pathlib
+        except OSError:
+            return False
+        if status.st_uid != owner or status.st_mode & _WRITABLE_BY_OTHERS:
+            return False
+        parent = os.path.dirname(folder)  # noqa: PTH120
+        if parent == folder:
+            return True
+        folder, owner = parent, 0
+
+
+def _tcp_server(sock: socket.socket) -> tuple[int | None, bool]:
+    """Return the uid of the server, if the kernel knows it, and whether it is on this machine."""
+    try:
+        server, client = sock.getpeername(), sock.getsockname()
+    except OSError:
+        return None, False
+    accepted = tcp_peer_owner(sock)
+    if accepted is not None:
+        return accepted.uid, True
+    if server[0] != client[0] and not server[0].startswith(("127.", "::ffff:127.")) and server[0] != "::1":
+        return None, False  # the kernel takes a connection to an address of this machine from the same address
+    # A connection that waits to be accepted belongs to the socket that listens.
+    listener = tcp_listener_owner(server[:2])
+    return (None if listener is None else listener.uid), True

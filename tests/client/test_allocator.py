@@ -1,0 +1,140 @@
+"""The allocator with the C modules of several releases of torch and of several backends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumem_client.allocator.allocator import Allocator
+
+MIB = 1 << 20
+
+
+def _stat(current: int, freed: int = 0) -> dict[str, Any]:
+    return {"all": {"current": current, "peak": current, "allocated": current + freed, "freed": freed}}
+
+
+class C:
+    """`torch._C` of a release. One device has 100 MiB reserved, 40 of them allocated and 10 in split blocks."""
+
+    def __init__(self) -> None:
+        self.pools: dict[tuple[int, int], int] | None = {}
+        self.reserved = 100 * MIB
+        self.settings = ""
+
+    def _cuda_hasPrimaryContext(self, index: int) -> bool:  # noqa: N802 - torch's name
+        return index == 0
+
+    def _statistics(self) -> dict[str, Any]:
+        return {
+            "reserved_bytes": _stat(self.reserved),
+            "allocated_bytes": _stat(40 * MIB),
+            "active_bytes": _stat(40 * MIB),
+            "inactive_split_bytes": _stat(10 * MIB),
+            "requested_bytes": _stat(39 * MIB),
+            "segment": _stat(4),
+            "num_device_alloc": 4,
+            "num_ooms": 0,
+        }
+
+    def _cuda_memoryStats(self, index: int) -> dict[str, Any]:  # noqa: N802 - torch's name
+        pools = (
+            {}
+            if self.pools is None
+            else {"reserved_bytes_by_private_pools": {p: _stat(b) for p, b in self.pools.items()}}
+        )
+        return {**self._statistics(), **pools}
+
+    def _cuda_hostMemoryStats(self) -> dict[str, Any]:  # noqa: N802 - torch's name
+        return {"allocated_bytes": {"current": 7}}
+
+
+class NewC(C):
+    """`torch._C` with the function that 2.10 added."""
+
+    def _accelerator_getAllocatorSettings(self) -> str:  # noqa: N802 - torch's name
+        return self.settings
+
+
+class Torch:
+    """A torch whose snapshot has one classic segment per pool, wholly free except that of the default pool."""
+
+    __version__ = "2.x"
+
+    def __init__(self, c: C, backend: str = "native") -> None:
+        self._C = c
+        self.snapshots = 0
+        self.private: dict[tuple[int, int], int] = {}
+        self.cuda = SimpleNamespace(
+            device_count=lambda: 2,
+            get_allocator_backend=lambda: backend,
+            get_device_properties=lambda index: SimpleNamespace(uuid=f"uuid-{index}", name="NVIDIA H100"),
+            memory_snapshot=self._snapshot,
+        )
+
+    def _snapshot(self, mempool_id: Any = None, include_traces: bool = True) -> list[dict[str, Any]]:
+        assert not include_traces
+        self.snapshots += 1
+        free = self._C.reserved - 50 * MIB - sum(self.private.values())
+        segments = [((0, 0), 50 * MIB, 40 * MIB), ((0, 0), free, 0)] + [(p, b, 0) for p, b in self.private.items()]
+        return [
+            {
+                "device": 0,
+                "address": 0,
+                "total_size": size,
+                "allocated_size": allocated,
+                "segment_pool_id": pool,
+                "blocks": [],
+            }
+            for pool, size, allocated in segments
+        ]
+
+
+def test_an_old_torch_reports_what_it_has() -> None:
+    torch = Torch(C())
+    torch._C.pools = None
+    allocator = Allocator(torch)
+    for _ in range(10):
+        (sample,) = allocator.samples()
+        assert (sample.uuid, sample.reserved_bytes, sample.reclaimable_bytes) == ("GPU-uuid-0", 100 * MIB, 50 * MIB)
+        assert (sample.private_pools_bytes, sample.alloc_retries, sample.cache_flushes) == (0, None, None)
+    assert torch.snapshots == 1
+    assert allocator.pinned_host_bytes() == 7
+
+
+def test_private_pools_that_an_older_torch_does_not_list_are_not_reclaimable() -> None:
+    torch = Torch(C())
+    torch._C.pools = None
+    torch.private = {(1, 0): 30 * MIB}
+    (sample,) = Allocator(torch).samples()
+    assert (sample.reclaimable_bytes, sample.private_pools_bytes) == (20 * MIB, 30 * MIB)
+
+
+def test_the_constant_zeros_of_the_asynchronous_backend_are_not_reported() -> None:
+    (sample,) = Allocator(Torch(NewC(), "cudaMallocAsync")).samples()
+    assert (sample.allocated_bytes, sample.reserved_bytes, sample.active_bytes) == (40 * MIB, 100 * MIB, 40 * MIB)
+    for name in ("requested_bytes", "inactive_split_bytes", "private_pools_bytes", "reclaimable_bytes", "ooms"):
+        assert getattr(sample, name) is None, name
+
+
+def test_an_allocator_that_raises_reports_only_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+    torch = Torch(NewC(), "pluggable")
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", refuse)
+    (sample,) = Allocator(torch).samples()
+    assert sample.uuid == "GPU-uuid-0"
+    assert (sample.reserved_bytes, sample.reclaimable_bytes, sample.peak_resets) == (None, None, None)
+
+
+def test_before_torch_reports_settings_only_the_older_variable_is_in_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:2")
+    assert Allocator(Torch(C())).settings == "max_split_size_mb:2"
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert Allocator(Torch(C())).settings == ""

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumem_client.allocator.captures import Captures
+from gpumem_client.hooks import graph_captures
+
+
+class Bench:
+    """A class like torch's CUDAGraph, a watch of its captures, and a second thread in which they run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, end: str = "capture_end_pre") -> None:
+        self.capturing: set[int] = set()
+        """The threads whose current stream is being captured."""
+        bench = self
+
+        class CUDAGraph:
+            """Has a pool from its capture until its reset."""
+
+            id: tuple[int, int] | None = None
+
+            def capture_begin(self, pool: tuple[int, int], *, fails: bool = False) -> None:
+                if fails:
+                    raise RuntimeError("cannot start a capture")
+                bench.capturing.add(threading.get_ident())
+                self.id = pool
+
+            def ends(self, *, fails: bool = False) -> None:
+                bench.capturing.remove(threading.get_ident())
+                if fails:
+                    self.id = None
+                    raise RuntimeError("the capture was invalidated")
+
+            def pool(self) -> tuple[int, int]:
+                if self.id is None:
+                    raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+                return self.id
+
+        setattr(CUDAGraph, end, CUDAGraph.ends)
+        self.graph_class, self.end_name = CUDAGraph, end
+        self.methods = dict(vars(CUDAGraph))
+        monkeypatch.setattr(graph_captures, "_hook", graph_captures.CaptureHook())  # allocators of other tests listen
+        monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace(CUDAGraph=CUDAGraph))
+        self.captures = Captures(lambda: threading.get_ident() in self.capturing)
+        self.remove = self.captures.watch()
+        self.other = ThreadPoolExecutor(1)
+
+    def elsewhere(self, work: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return self.other.submit(work, *args, **named).result()
+
+    def begin(self, graph: Any, pool: tuple[int, int] = (1, 0), **named: Any) -> None:
+        """Start a capture in the second thread, as `end` ends it there."""
+        self.elsewhere(graph.capture_begin, pool, **named)
+
+    def end(self, graph: Any, **named: Any) -> None:
+        self.elsewhere(getattr(graph, self.end_name), **named)
+
+    def fail(self, graph: Any) -> None:
+        with pytest.raises(RuntimeError, match="invalidated"):
+            self.end(graph, fails=True)
+
+    def under_way(self) -> bool:
+        return self.captures.under_way
+
+    def capture(self, pool: tuple[int, int]) -> Any:
+        graph = self.graph_class()
+        self.begin(graph, pool)
+        self.end(graph)
+        return graph
+
+
+@pytest.fixture(params=["capture_end_pre", "capture_end"], ids=["torch 2.14 and later", "before"])
+def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(monkeypatch, request.param)
+    with bench.other:
+        yield bench
+    bench.remove()
+
+
+def test_a_capture_is_under_way_in_every_thread_until_it_ends(bench: Bench) -> None:
+    graph = bench.graph_class()
+    assert not bench.under_way()
+    bench.begin(graph)
+    assert bench.under_way()
+    assert bench.elsewhere(bench.under_way)
+    bench.end(graph)
+    assert not bench.under_way()
+
+
+def test_a_capture_whose_end_or_start_fails_is_over_in_every_thread(bench: Bench) -> None:
+    graph = bench.graph_class()
+    bench.begin(graph)
+    bench.fail(graph)
+    assert not bench.under_way()
+    with pytest.raises(RuntimeError, match="cannot start"):
+        bench.begin(graph, fails=True)
+    assert not bench.under_way()
+    bench.begin(graph)
+    assert bench.under_way(), "a second capture into the same graph"
+    bench.end(graph)
+    assert not bench.under_way()
+
+
+def test_a_capture_is_over_when_its_graph_is_deleted(bench: Bench) -> None:
+    graph = bench.graph_class()
+    bench.begin(graph)
+    del graph
+    assert not bench.under_way()
+
+
+def test_a_pool_is_dead_when_its_last_graph_is_deleted(bench: Bench) -> None:
+    first, second = bench.capture((1, 0)), bench.capture((1, 0))
+    assert not bench.captures.dead_pools()
+    del first
+    assert not bench.captures.dead_pools()
+    del second
+    assert set(bench.captures.dead_pools()) == {(1, 0)}
+
+
+def test_a_graph_that_was_reset_or_captured_again_no_longer_uses_its_old_pool(bench: Bench) -> None:
+    reset, again = bench.capture((1, 0)), bench.capture((2, 0))
+    reset.id = None
+    again.id = (3, 0)
+    assert set(bench.captures.dead_pools()) == {(1, 0), (2, 0)}
+
+
+def test_a_pool_of_the_user_never_counts_as_dead(bench: Bench) -> None:
+    graph = bench.capture((0, 4))
+    del graph
+    assert not bench.captures.dead_pools()
+
+
+def test_no_pool_counts_as_dead_while_a_graph_with_an_incomplete_capture_exists(bench: Bench) -> None:
+    dead = bench.capture((1, 0))
+    del dead
+    failed = bench.graph_class()
+    bench.begin(failed)
+    version = bench.captures.version()
+    assert not bench.captures.dead_pools()
+    bench.fail(failed)
+    assert not bench.captures.dead_pools()
+    del failed
+    assert set(bench.captures.dead_pools()) == {(1, 0)}
+    assert bench.captures.version() != version
+
+
+def test_a_new_listener_knows_the_captures_under_way(bench: Bench) -> None:
+    graph = bench.graph_class()
+    bench.begin(graph)
+    other = Captures(lambda: False)
+    stop = other.watch()
+    assert other.under_way
+    bench.end(graph)
+    assert not other.under_way
+    stop()
+
+
+def test_the_last_listener_restores_the_methods(bench: Bench) -> None:
+    another = Captures(lambda: False).watch()
+    bench.remove()
+    assert vars(bench.graph_class)["capture_begin"] is not bench.methods["capture_begin"]
+    another()
+    assert dict(vars(bench.graph_class)) == bench.methods
+
+
+def test_a_capture_that_started_before_the_watch_is_under_way_in_its_own_thread(bench: Bench) -> None:
+    bench.elsewhere(lambda: bench.capturing.add(threading.get_ident()))
+    assert not bench.under_way()
+    assert bench.elsewhere(bench.under_way)
+
+
+def test_a_capture_is_assumed_while_the_driver_rejects_the_query() -> None:
+    def rejected() -> bool:
+        raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
+
+    assert Captures(rejected).under_way

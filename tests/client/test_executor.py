@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.commands.executor import Executor
+from gpumem_client.wire.protocol import Command, CommandResult, DeviceSample, StillFree
+from tests.support.fake_allocator import FakeAllocator
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.allocator: Any = FakeAllocator()
+        sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
+        self.executor = Executor(self.allocator, sampler, clock=lambda: self.now)
+
+    def run(self, action: str = "empty_cache", id: str = "a", **changes: Any) -> CommandResult:
+        command = Command(id=id, action=action, **{"deadline_seconds": 30.0, **changes})
+        return self.executor.run(command, expires_seconds=100.0 + command.deadline_seconds)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_clear_is_measured_before_and_after(bench: Bench) -> None:
+    result = bench.run()
+    (device,) = result.devices
+    assert (result.outcome, result.reason) == ("done", "")
+    assert (device.reserved_before_bytes, device.reserved_after_bytes, device.freed_bytes) == (100, 10, 90)
+    assert (device.device_free_before_bytes, device.device_free_after_bytes) == (900, 990)
+
+
+def test_freed_bytes_exclude_what_another_thread_reserves_during_the_clear(bench: Bench) -> None:
+    clear = bench.allocator.empty_cache
+
+    def clear_while_another_thread_allocates() -> None:
+        clear()
+        bench.allocator.reserved += 500
+
+    bench.allocator.empty_cache = clear_while_another_thread_allocates
+    (device,) = bench.run().devices
+    assert (device.reserved_after_bytes, device.freed_bytes) == (510, 90)
+
+
+def test_what_another_thread_reserves_during_the_clear_is_not_still_free(bench: Bench) -> None:
+    clear = bench.allocator.empty_cache
+
+    def clear_while_another_thread_allocates() -> None:
+        clear()
+        bench.allocator.reserved += 50
+
+    bench.allocator.empty_cache = clear_while_another_thread_allocates
+    (device,) = bench.run(settle_seconds=10.0).devices
+    settling = bench.executor.settling
+    settling.measure((DeviceSample(device.uuid, reserved_bytes=60),), taken_seconds=109.9)
+    assert settling.results(64) == ()
+    settling.measure((DeviceSample(device.uuid, reserved_bytes=60),), taken_seconds=110.0)
+    assert settling.results(64) == (StillFree("a", device.uuid, 40),)
+    settling.delivered(settling.results(64))
+    assert settling.results(64) == ()
+
+
+def test_a_feature_that_the_allocator_lacks_is_unsupported_not_failed(bench: Bench) -> None:
+    bench.allocator.error = RuntimeError("CUDAPluggableAllocator does not yet support emptyCache. If you need it, ask.")
+    result = bench.run()
+    assert result.outcome == "unsupported"
+    assert str(bench.allocator.error) in result.reason
+
+
+def test_a_command_that_arrives_twice_runs_once_and_has_one_result(bench: Bench) -> None:
+    assert bench.run() == bench.run()
+    assert bench.allocator.cleared == 1
+    bench.run(id="another")
+    assert bench.allocator.cleared == 2
+
+
+def test_a_command_is_refused_while_a_graph_is_being_captured(bench: Bench) -> None:
+    bench.allocator.capturing = True
+    result = bench.run()
+    assert (result.outcome, result.reason_code) == ("refused", "cuda_graph_capture")
+    assert bench.allocator.cleared == 0
+
+
+def test_an_unknown_action_is_unsupported_and_the_result_names_the_known_actions(bench: Bench) -> None:
+    result = bench.run("defragment")
+    assert result.outcome == "unsupported"
+    assert {"empty_cache", "collect_garbage", "reset_peak"} <= set(bench.executor.actions)
+    assert [action for action in bench.executor.actions if action not in result.reason] == []
+
+
+def test_an_error_of_torch_is_the_result(bench: Bench) -> None:
+    bench.allocator.error = RuntimeError("CUDA error: misaligned address")
+    result = bench.run()
+    assert (result.outcome, result.reason) == ("failed", f"RuntimeError: {bench.allocator.error}")
+
+
+def test_only_the_peaks_of_the_target_devices_are_reset(bench: Bench) -> None:
+    bench.run("reset_peak", uuids=("GPU-elsewhere",))
+    assert bench.allocator.resets == []
+    bench.run("reset_peak", id="b", uuids=("GPU-0",))
+    assert bench.allocator.resets == [0]
+
+
+def test_garbage_is_collected_only_on_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[str] = []
+    monkeypatch.setattr("gc.collect", lambda: collected.append("gc"))
+    bench.run()
+    assert collected == []
+    bench.run(id="b", collect_garbage=True)
+    assert collected == ["gc"]
+    bench.run("collect_garbage", id="c")
+    assert collected == ["gc", "gc"]
+    assert bench.allocator.cleared == 2
+
+
+def test_a_command_does_not_change_the_switch_interval_of_the_interpreter(bench: Bench) -> None:
+    before = sys.getswitchinterval()
+    during: list[float] = []
+    bench.allocator.empty_cache = lambda: during.append(sys.getswitchinterval())
+    assert bench.run().outcome == "done"
+    assert [*during, sys.getswitchinterval()] == [before, before]

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gpumem_client.allocator.heap import Heap
+from gpumem_client.allocator.reclaimable import Reclaimable
+
+MIB = 1 << 20
+
+
+class Bench:
+    """One device with a known heap; counts the walks over it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.now = self.cpu = 100.0
+        self.walks = 0
+        self.walk_seconds = 0.001
+        self.heaps: Mapping[int, Heap] | None = {}
+        self.pools_version = 0
+        self.reclaimable = Reclaimable(
+            self.walk,
+            lambda: self.pools_version,
+            clock=lambda: self.now,
+            cpu_clock=lambda: self.cpu,
+            **options,
+        )
+
+    def walk(self) -> Mapping[int, Heap] | None:
+        self.walks += 1
+        self.cpu += self.walk_seconds
+        return self.heaps
+
+    def look(self, state: dict[str, Any]) -> int | None:
+        self.reclaimable.look({0: state})
+        return self.reclaimable.bytes(0, state)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def state(
+    reserved: int = 100,
+    allocated: int = 40,
+    *,
+    pending: int = 0,
+    split: int = 10,
+    private: int | None = 0,
+    mapped: int = 0,
+    blocks: int = 10,
+    operations: int = 0,
+) -> dict[str, Any]:
+    """Statistics with these values; `operations` changes the counters of allocations and frees."""
+
+    def stat(current: int) -> dict[str, Any]:
+        return {"current": current, "allocated": current + operations, "freed": operations}
+
+    made = {
+        "reserved_bytes": {"current": reserved, "allocated": reserved, "freed": 0},
+        "allocated_bytes": stat(allocated),
+        "active_bytes": stat(allocated + pending),
+        "inactive_split_bytes": stat(split),
+        "segment": {"current": 5, "allocated": 5, "freed": 0},
+        "active": stat(blocks),
+        "num_device_alloc": 5 + mapped,
+    }
+    return made if private is None else {**made, "private_pools_bytes": private}
+
+
+def test_classic_segments_need_one_walk_and_then_the_statistics_only(bench: Bench) -> None:
+    for operations in range(100):
+        assert bench.look(state(operations=operations)) == 50
+        bench.now += 10
+    assert bench.walks == 1
+
+
+def test_a_heap_watched_from_its_start_needs_no_walk(bench: Bench) -> None:
+    for reserved in (0, 100, 200):
+        assert bench.look(state(reserved=reserved, allocated=0, split=0)) == reserved
+        bench.now += 10
+    assert bench.walks == 0
+
+
+def test_reset_counters_require_a_walk(bench: Bench) -> None:
+    bench.look(state())
+    bench.now += 10
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    assert bench.look({**state(), "num_device_alloc": 0, "segment": {"allocated": 0}}) == 33
+    assert bench.walks == 2
+
+
+@pytest.mark.parametrize(
+    "unsettled", [{"private": 20}, {"pending": 5}, {"mapped": 1}, {"private": None}], ids=lambda given: str(given)
+)
+def test_other_heaps_are_walked_once_while_unchanged(bench: Bench, unsettled: dict[str, Any]) -> None:
+    bench.heaps = {0: Heap(reserved_bytes=100, allocated_bytes=40, private_bytes=20, returnable_bytes=33)}
+    for _ in range(100):
+        assert bench.look(state(**unsettled)) == 33
+        bench.now += 10
+    assert bench.walks == 1
+
+
+def test_a_changing_heap_is_walked_after_500_times_the_duration_of_a_walk(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    bench.walk_seconds = 1 / 1024
+    for operations in range(100):
+        bench.look(state(mapped=1, operations=operations))
+        bench.now += 0.125
+    assert bench.walks == 25  # each 500/1024 s: at every fourth of these
+
+
+def test_between_walks_the_unreturnable_bytes_stay_the_same(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    assert bench.look(state(mapped=1)) == 33
+    assert bench.look(state(reserved=200, allocated=90, mapped=1, operations=1)) == 200 - 90 - 27
+    assert bench.look(state(reserved=100, allocated=95, mapped=1, operations=2)) == 0
+    assert bench.walks == 1
+
+
+def test_a_dead_pool_is_noticed_although_no_statistic_changes(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=10)}
+    assert bench.look(state(private=20)) == 10
+    bench.now += 1
+    bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=30)}
+    bench.pools_version += 1
+    assert bench.look(state(private=20)) == 30
+
+
+def test_a_heap_too_large_to_walk_is_unknown(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    assert bench.look(state(mapped=1)) == 33
+    bench.now += 1
+    assert bench.look(state(mapped=1, blocks=20_001, operations=1)) is None
+    assert bench.walks == 1
+    assert bench.look(state(mapped=1, operations=2)) == 33
+
+
+def test_statistics_without_private_pools_need_a_walk_only_after_a_segment_change(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, returnable_bytes=50)}
+    for operations in range(100):
+        assert bench.look(state(private=None, operations=operations)) == 50
+        bench.now += 10
+    assert bench.walks == 1
+    bench.heaps = {0: Heap(120, 40, private_bytes=20, returnable_bytes=50)}
+    grown = state(reserved=120, private=None)
+    assert bench.look(grown) == 50
+    assert bench.reclaimable.private_bytes(0, grown) == 20
+    assert bench.walks == 2
+
+
+def test_a_change_by_another_thread_before_the_walk_is_not_fragmentation(bench: Bench) -> None:
+    bench.heaps = {0: Heap(180, 40, expandable=True, returnable_bytes=113)}  # 80 more were reserved in between
+    assert bench.look(state(mapped=1)) == 33
+
+
+def test_unused_bytes_need_no_walk_for_memory_that_another_stream_uses(bench: Bench) -> None:
+    pending = {**state(), "active_bytes": dict.fromkeys(("current", "allocated", "freed"), 45)}
+    assert bench.reclaimable.bytes(0, pending) is None
+    assert bench.reclaimable.unused_bytes(0, pending) == 100 - 45 - pending["inactive_split_bytes"]["current"]
+    assert bench.walks == 0

@@ -1,0 +1,118 @@
+"""A reporter's start and stop, at the same time or without a thread; without torch and without a network."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from gpumem_client.hooks.steps import Steps
+from gpumem_client.reporter import reporter as module
+from gpumem_client.reporter.reporter import Reporter
+from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.reporter.worker import Worker
+from tests.support.waiting import patient
+
+SETTINGS = ReporterSettings.resolve(environ={"GPUMEM_EXPORTER_URL": "unix:///nowhere/exporter.sock"})
+
+
+@pytest.fixture(autouse=True)
+def _cuda_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_at_once(callback: Callable[[], None]) -> Callable[[], None]:
+        callback()
+        return lambda: None
+
+    monkeypatch.setattr(module, "when_cuda_starts", start_at_once)
+
+
+def reporter_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "gpumem-reporter"]
+
+
+def test_a_signal_handler_may_stop_a_reporter_that_is_starting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reporter = Reporter(Steps())
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "gpumem-reporter":
+            reporter.stop()  # as a signal handler in the starting thread would
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    training = threading.Thread(target=reporter.start, args=(SETTINGS,), daemon=True)
+    training.start()
+    training.join(patient(60))
+    assert not training.is_alive()
+    for thread in reporter_threads():
+        thread.join(patient(60))
+    assert not reporter_threads()
+
+
+def test_signals_stay_unblocked_if_threads_are_greenlets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reporter = Reporter(Steps())
+
+    def begin_here(thread: threading.Thread) -> None:
+        reporter.stop()
+        thread.run()
+
+    monkeypatch.setattr(threading.Thread, "start", begin_here)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        reporter.start(SETTINGS)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_if_no_thread_can_be_started_the_error_is_logged_and_start_may_be_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors: list[Exception] = []
+    reporter = Reporter(Steps(), on_error=lambda _, error: errors.append(error))
+    started: list[Worker] = []
+
+    def none_left(worker: Worker) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Worker, "start", none_left)
+    reporter.start(SETTINGS)
+    assert [str(error) for error in errors] == ["can't start new thread"]
+    monkeypatch.setattr(Worker, "start", lambda worker: started.append(worker))
+    reporter.start(SETTINGS)
+    assert len(started) == 1
+    reporter.stop()
+
+
+def test_calls_at_exit_and_after_a_fork_are_removed_when_the_thread_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed: list[str] = []
+
+    def hook(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        def install(_: Callable[[], None]) -> Callable[[], None]:
+            installed.append(name)
+            return lambda: installed.remove(name)
+
+        return install
+
+    monkeypatch.setattr(module, "at_exit", hook("exit"))
+    monkeypatch.setattr(module, "after_fork_in_child", hook("fork"))
+    busy = threading.Event()
+    monkeypatch.setattr(Worker, "_report", lambda _: busy.wait(patient(60)))
+    reporter = Reporter(Steps())
+    for _ in range(2):
+        busy.clear()
+        reporter.start(SETTINGS)
+        assert installed == ["exit", "fork"]
+        reporter.stop(0.01)
+        assert installed == ["exit", "fork"], "a thread that comes back from torch must find the interpreter alive"
+        busy.set()
+        for thread in reporter_threads():
+            thread.join(patient(60))
+        assert installed == []

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_client.allocator.sampler import Sampler
+from tests.support.fake_allocator import FakeAllocator
+
+
+class Optimizer:
+    """An object that can be weakly referenced."""
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.allocator = FakeAllocator()
+        self.errors: list[Exception] = []
+        self.sampler = Sampler(self.allocator, swallow=self.errors.append, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.optimizer = Optimizer()
+
+    def step(self, seconds: float = 0.1) -> None:
+        self.now += seconds
+        self.sampler.on_step(self.optimizer)
+
+    def report(self) -> float:
+        """Report as the reporter's thread does; returns the age of the sample."""
+        return self.now - self.sampler.current(self.now + 1.0).taken_seconds
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_without_steps_each_report_takes_a_sample(bench: Bench) -> None:
+    for looks in (1, 2, 3):
+        assert bench.report() == 0.0
+        assert bench.allocator.looks == looks
+        bench.now += 1.0
+
+
+def test_while_steps_run_one_step_per_report_takes_the_sample(bench: Bench) -> None:
+    bench.report()
+    for _ in range(10):
+        bench.step()
+    bench.report()
+    looks = bench.allocator.looks
+    for _ in range(50):
+        for _ in range(10):
+            bench.step()
+        assert bench.report() < 0.1001  # a step is 0.1 s, in floating point
+    assert bench.allocator.looks - looks == 50
+
+
+@pytest.mark.parametrize("seconds", [0.09, 0.13, 0.3, 0.45, 0.7, 1.0, 1.9, 7.0])
+def test_no_sample_is_older_than_two_steps(bench: Bench, seconds: float) -> None:
+    bench.report()
+    reported, stepped, paced = bench.now, bench.now, 0
+    for _ in range(600):  # reports and steps in the order of their times
+        report_next, step_next = reported + 1.0, stepped + seconds * (1.0 + 0.2 * (bench.allocator.looks % 2))
+        bench.now = min(report_next, step_next)
+        if bench.now == step_next:
+            bench.step(0.0)
+            stepped = bench.now
+        else:
+            age = bench.report()
+            reported = bench.now
+            assert paced < 2 or age <= 2 * 1.2 * seconds  # a report before knew when to expect a step
+            paced += bench.sampler.step_seconds is not None
+    assert bench.allocator.looks <= 600
+
+
+def test_after_the_last_step_a_sample_is_at_most_one_report_old(bench: Bench) -> None:
+    for _ in range(3):
+        bench.report()
+        for _ in range(10):
+            bench.step()
+    bench.report()
+    bench.now += 0.8
+    assert bench.report() == 0.0
+    assert bench.sampler.steps_run() is True, "commands still wait for a step"
+
+
+def test_long_steps_are_waited_for_until_the_next_one_is_late(bench: Bench) -> None:
+    bench.step(30.0)
+    bench.report()
+    bench.step(30.0)
+    for age in (1.0, 30.0, 37.0):
+        bench.now = 1060.0 + age
+        assert bench.report() == age
+    bench.now += 1.0
+    assert bench.report() == 0.0
+
+
+def test_under_memory_pressure_late_steps_are_waited_for_up_to_a_minute(bench: Bench) -> None:
+    bench.step(30.0)
+    bench.report()
+    bench.step(30.0)
+    bench.now += 35.0
+    bench.allocator.retries += 1
+    bench.sampler.take()
+    bench.now += 24.0
+    assert bench.report() == 24.0
+    bench.now += 2.0
+    assert bench.report() == 0.0
+
+
+def test_one_long_step_does_not_change_the_step_time(bench: Bench) -> None:
+    assert bench.sampler.step_seconds is None
+    bench.step()
+    assert bench.sampler.step_seconds is None  # one end is no length
+    for seconds in (0.1, 0.1, 60.0):
+        bench.step(seconds)
+        assert bench.sampler.step_seconds == pytest.approx(0.1)
+    for _ in range(5):
+        bench.step(2.0)
+    assert bench.sampler.step_seconds == pytest.approx(2.0)
+
+
+def test_only_the_first_of_several_optimizers_counts_a_step(bench: Bench) -> None:
+    other = Optimizer()
+    for _ in range(3):
+        bench.step()
+        bench.sampler.on_step(other)
+    assert bench.sampler.take().step == 3
+
+
+def test_another_optimizer_counts_once_the_first_makes_no_more_steps(bench: Bench) -> None:
+    bench.step()
+    given_up, bench.optimizer = bench.optimizer, Optimizer()
+    for _ in range(20):
+        bench.step()
+    assert bench.sampler.take().step == 14  # the first seven of these could be the critic's, between two of the model's
+    assert given_up is not bench.optimizer
+
+
+def test_an_optimizer_with_rare_steps_still_counts(bench: Bench) -> None:
+    critic = Optimizer()
+    for _ in range(4):
+        bench.step()
+        for _ in range(5):
+            bench.sampler.on_step(critic)
+    assert bench.sampler.take().step == 4
+
+
+@pytest.mark.parametrize("mark_first", [False, True])
+def test_after_a_mark_only_marks_count_and_the_step_of_the_first_mark_counts_once(
+    bench: Bench, *, mark_first: bool
+) -> None:
+    for _ in range(3):
+        if mark_first:
+            bench.sampler.on_step(None)
+        for _ in range(5):
+            bench.step()
+        if not mark_first:
+            bench.sampler.on_step(None)
+    # Before the first mark, each step of the optimizer counts.
+    assert bench.sampler.take().step == (3 if mark_first else 5 + 2)
+
+
+def test_a_loop_that_marks_the_end_of_each_optimizer_step_counts_each_once(bench: Bench) -> None:
+    for _ in range(4):
+        bench.step()
+        bench.sampler.on_step(None)
+    assert bench.sampler.take().step == 4
+
+
+def test_an_error_of_a_sample_does_not_reach_the_training_thread(bench: Bench) -> None:
+    bench.allocator.error = RuntimeError("CUDA error")
+    bench.step()
+    assert [str(error) for error in bench.errors] == ["CUDA error"]
+    bench.step()
+    assert len(bench.errors) == 2
+
+
+def test_a_step_does_not_wait_while_the_cache_is_being_cleared(bench: Bench) -> None:
+    with bench.sampler.exclusively():
+        bench.step()
+        assert bench.allocator.looks == 0
+    bench.step()
+    assert bench.allocator.looks == 1
+
+
+def test_during_a_flush_the_last_sample_is_reported_with_its_age(bench: Bench) -> None:
+    bench.report()
+    bench.allocator.flushing = True
+    bench.now += 3.0
+    assert bench.report() == 3.0
+    assert bench.allocator.looks == 1
+    bench.allocator.flushing = False
+    assert bench.report() == 0.0
+
+
+@pytest.mark.parametrize("started", [True, False], ids=["an old sample", "no sample"])
+def test_during_a_long_flush_no_device_is_reported(bench: Bench, started: bool) -> None:
+    if started:
+        bench.report()
+    bench.allocator.flushing = True
+    bench.now += 10.0
+    sample = bench.sampler.current(bench.now + 1.0)
+    assert (sample.devices, sample.taken_seconds) == ((), bench.now)
+    assert bench.allocator.looks == started
+
+
+def idle_cache(bench: Bench) -> int | None:
+    """Report, and return the reported idle cache."""
+    return bench.sampler.current(bench.now + 1.0).devices[0].idle_cache_bytes
+
+
+def wait(bench: Bench, seconds: float, reclaimable: int) -> None:
+    """Let a reporter wait for its exporter, while the cache has this size."""
+    bench.allocator.reclaimable = reclaimable
+    end = bench.now + seconds
+    while bench.now < end:
+        bench.now += max(0.01, bench.sampler.read_when_due())
+        bench.sampler.read_when_due()
+
+
+def test_the_cache_is_read_during_a_step(bench: Bench) -> None:
+    bench.allocator.reclaimable = 90
+    for _ in range(70):  # between two steps the cache is large, during a step it is small
+        bench.step(0.0)
+        idle_cache(bench)
+        bench.allocator.reclaimable = 20
+        wait(bench, 1.0, 20)
+        bench.allocator.reclaimable = 90
+        bench.step(0.0)
+    assert idle_cache(bench) == 20
+
+
+def test_no_reading_waits_for_a_flush(bench: Bench) -> None:
+    bench.allocator.reclaimable = 90
+    bench.step()
+    idle_cache(bench)
+    bench.allocator.flushing = True
+    readings = bench.allocator.readings
+    wait(bench, 5.0, 90)
+    assert bench.allocator.readings == readings
+    bench.allocator.flushing = False
+    bench.allocator.retries += 1
+    wait(bench, 5.0, 90)
+    assert bench.allocator.readings == readings + 1  # this one shows the retry: flushes come in series
+    wait(bench, 30.0, 90)
+    assert bench.allocator.readings > readings + 1

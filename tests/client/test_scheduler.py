@@ -1,0 +1,182 @@
+"""Commands that wait in a process for the end of a step, an idle time or the end of a capture."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.commands.executor import Executor
+from gpumem_client.commands.scheduler import Scheduler
+from gpumem_client.wire.protocol import Command, CommandResult
+from tests.support.fake_allocator import FakeAllocator
+
+
+class Bench:
+    """A process at step 0, with a manual clock and a count of the reporter's wakeups."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.woken = 0
+        self.allocator: Any = FakeAllocator()
+        self.sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
+        self.executor = Executor(self.allocator, self.sampler, clock=lambda: self.now)
+        self.scheduler = Scheduler(self.executor, self.allocator, self.sampler, wake=self.wake, clock=lambda: self.now)
+        self.sampler.at_step = self.scheduler.at_step
+
+    def wake(self) -> None:
+        self.woken += 1
+
+    def take(self, mode: str = "step", command_id: str = "a", **changes: Any) -> None:
+        command = Command(command_id, **{"action": "empty_cache", "deadline_seconds": 30.0, "mode": mode, **changes})
+        self.scheduler.take(command, expires_seconds=self.now + command.deadline_seconds)
+
+    def steps(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.now += 0.1
+            self.sampler.on_step(None)
+
+    def result(self) -> CommandResult:
+        (result,) = self.scheduler.take_results()
+        return result
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(bench: Bench) -> None:
+    bench.take()
+    assert bench.scheduler.ids == ("a",)
+    bench.scheduler.look()
+    assert bench.allocator.cleared == 0
+    thread = threading.Thread(target=bench.steps)
+    thread.start()
+    thread.join()
+    result = bench.result()
+    assert (result.outcome, result.step, result.thread_id) == ("done", 1, thread.native_id)
+    assert (bench.allocator.cleared, bench.woken, bench.scheduler.ids) == (1, 1, ())
+    bench.steps(5)
+    assert bench.allocator.cleared == 1
+
+
+def test_a_command_for_a_numbered_step_runs_after_that_step_only(bench: Bench) -> None:
+    bench.take(at_step=4)
+    bench.steps(3)
+    assert bench.scheduler.take_results() == ()
+    bench.steps(2)
+    assert bench.result().step == 4
+
+
+def test_a_command_for_a_passed_step_expires(bench: Bench) -> None:
+    bench.steps(4)
+    bench.take(at_step=4)
+    result = bench.result()
+    assert result.outcome == "expired"
+    assert "step 4 " in result.reason
+    assert bench.allocator.cleared == 0
+
+
+def test_during_a_capture_mode_step_waits_for_the_next_step_and_a_numbered_step_is_refused(bench: Bench) -> None:
+    bench.take()
+    bench.take(command_id="b", at_step=2)
+    bench.allocator.capturing = True
+    bench.steps(2)
+    result = bench.result()
+    assert (result.id, result.outcome, result.reason_code) == ("b", "refused", "cuda_graph_capture")
+    bench.allocator.capturing = False
+    bench.steps()
+    assert bench.result().step == 3
+
+
+def test_a_command_in_mode_now_waits_for_the_end_of_a_capture(bench: Bench) -> None:
+    bench.allocator.capturing = True
+    bench.take("now")
+    bench.scheduler.look()
+    assert bench.scheduler.ids == ("a",)
+    bench.allocator.capturing = False
+    bench.scheduler.look()
+    assert (bench.result().outcome, bench.allocator.cleared) == ("done", 1)
+
+
+def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: Bench) -> None:
+    bench.take()
+    with bench.sampler.exclusively():
+        bench.steps()
+    assert bench.scheduler.ids == ("a",)
+    bench.steps()
+    assert bench.result().outcome == "done"
+
+
+@pytest.mark.parametrize(
+    ("mode", "at_step", "code"),
+    [
+        ("step", None, "no_step_ended"),
+        ("step", 9, "no_step_ended"),
+        ("idle", None, "not_idle"),
+        ("now", None, "cuda_graph_capture"),
+    ],
+)
+def test_a_command_after_its_deadline_never_runs(bench: Bench, mode: str, at_step: int | None, code: str) -> None:
+    bench.allocator.capturing = mode == "now"
+    bench.take(mode, at_step=at_step)
+    bench.now += 30.0
+    bench.sampler.on_step(None)  # a hung job recovers before the reporter's thread
+    assert bench.allocator.cleared == 0
+    bench.scheduler.look()
+    result = bench.result()
+    assert (result.outcome, result.reason_code) == ("expired", code)
+
+
+def test_a_cancelled_command_does_not_run(bench: Bench) -> None:
+    bench.take()
+    bench.scheduler.cancel(("unknown", "a"))
+    result = bench.result()
+    assert (result.outcome, result.reason_code) == ("refused", "cancelled")
+    bench.steps()
+    assert bench.allocator.cleared == 0
+
+
+def test_a_command_in_mode_idle_runs_after_two_seconds_without_an_allocation(bench: Bench) -> None:
+    bench.take("idle")
+    for _ in range(5):
+        bench.scheduler.look()
+        bench.allocator.allocated_blocks += 1
+        bench.now += 1.0
+    assert bench.allocator.cleared == 0
+    bench.scheduler.look()
+    bench.now += 1.9
+    bench.scheduler.look()
+    assert bench.allocator.cleared == 0
+    bench.now += 0.1
+    bench.scheduler.look()
+    assert bench.result().outcome == "done"
+
+
+def test_while_steps_run_mode_idle_waits_and_does_not_count_allocations(bench: Bench) -> None:
+    bench.take("idle")
+    for _ in range(50):
+        bench.steps()
+        bench.scheduler.look()
+    assert (bench.allocator.counted, bench.allocator.cleared) == (0, 0)
+    for _ in range(5):
+        bench.now += 1.0
+        bench.scheduler.look()
+    assert bench.result().outcome == "done"
+
+
+def test_an_unknown_mode_or_action_is_unsupported(bench: Bench) -> None:
+    bench.take("someday")
+    assert bench.result().outcome == "unsupported"
+    bench.take(action="explode", command_id="b")
+    assert bench.result().outcome == "unsupported"
+
+
+def test_a_command_is_refused_if_64_are_waiting(bench: Bench) -> None:
+    for number in range(65):
+        bench.take(command_id=str(number))
+    result = bench.result()
+    assert (result.id, result.outcome) == ("64", "refused")

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gpumem_client.hooks.steps import Steps
+from gpumem_client.reporter.identity import current_process, with_rank
+from gpumem_client.reporter.reporter import Reporter
+from gpumem_client.reporter.settings import DEFAULT_URLS, ReporterSettings
+
+
+def test_arguments_take_precedence_over_the_environment_and_defaults() -> None:
+    environ = {"GPUMEM_WORKLOAD": "env", "GPUMEM_RANK": "7", "RANK": "8", "GPUMEM_EXPORTER_URL": "http://env:1"}
+    bare = ReporterSettings.resolve(environ={})
+    assert (bare.workload, bare.rank, bare.urls) == ("", "", DEFAULT_URLS)
+    said = ReporterSettings.resolve(environ=environ)
+    assert (said.workload, said.rank, said.urls) == ("env", "7", ("http://env:1",))
+    given = ReporterSettings.resolve(workload="arg", rank=0, url="unix:///x", environ=environ)
+    assert (given.workload, given.rank, given.urls) == ("arg", "0", ("unix:///x",))
+
+
+def test_below_run_its_labels_take_precedence_over_arguments() -> None:
+    run = {"GPUMEM_INJECT": "1", "GPUMEM_EXPORTER_URL": "http://env:1", "RANK": "8", "WORLD_SIZE": "9"}
+    named = ReporterSettings.resolve(
+        workload="script", rank=0, url="unix:///x", environ={**run, "GPUMEM_WORKLOAD": "operator", "GPUMEM_RANK": "7"}
+    )
+    assert (named.workload, named.rank, named.world_size, named.urls) == ("operator", "7", None, ("unix:///x",))
+    assert [[word for word in ("script", "operator", "0", "7") if f"{word!r}" in text] for text in named.ignored] == [
+        ["script", "operator"],
+        ["7"],
+    ]
+    unnamed = ReporterSettings.resolve(workload="script", rank=0, environ=run)
+    assert (unnamed.workload, unnamed.rank, unnamed.ignored) == ("script", "0", ())
+    same = ReporterSettings.resolve(workload="a", rank=7, environ={**run, "GPUMEM_WORKLOAD": "a", "GPUMEM_RANK": "7"})
+    assert same.ignored == ()
+
+
+def test_the_default_rank_is_the_launcher_s() -> None:
+    assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5"}).rank == "5"
+    assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5", "RANK": "6"}).rank == "6"
+
+
+@pytest.mark.parametrize(
+    ("environ", "world_size"),
+    [
+        ({"RANK": "6", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, 8),
+        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_NTASKS": "12"}, 6),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "12"}, None),  # a batch script, which starts no tasks
+        ({"GPUMEM_RANK": "actor", "RANK": "6", "WORLD_SIZE": "8"}, None),
+        ({"RANK": "6"}, None),
+        ({"RANK": "6", "WORLD_SIZE": "0"}, None),
+        ({"RANK": "6", "WORLD_SIZE": "many"}, None),
+        ({"RANK": "6", "WORLD_SIZE": "9" * 5000}, None),
+        ({"WORLD_SIZE": "8"}, None),
+    ],
+)
+def test_the_number_of_ranks_comes_from_the_same_launcher_as_the_rank(
+    environ: dict[str, str], world_size: int | None
+) -> None:
+    assert ReporterSettings.resolve(environ=environ).world_size == world_size
+    assert ReporterSettings.resolve(rank=0, environ=environ).world_size is None
+
+
+@pytest.mark.parametrize(
+    ("given", "environ", "expected"),
+    [
+        (None, {}, ("3", 4)),
+        (None, {"RANK": "7", "WORLD_SIZE": "8"}, ("7", 8)),
+        ("actor", {}, ("actor", None)),
+    ],
+)
+def test_without_another_rank_it_is_that_of_torch_s_process_group(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, environ: dict[str, str], expected: tuple[str, int | None]
+) -> None:
+    identity = current_process(ReporterSettings.resolve(rank=given, environ=environ))
+    group = {"get_rank": lambda: 3, "get_world_size": lambda: 4}
+    started: list[bool] = []
+    distributed = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: bool(started), **group)
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    assert with_rank(identity) == identity
+    started.append(True)
+    named = with_rank(identity)
+    assert (named.rank, named.world_size) == expected
+
+
+def test_a_token_file_is_read_on_each_use(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("first\n")
+    settings = ReporterSettings.resolve(environ={"GPUMEM_REPORT_TOKEN_FILE": str(secret)})
+    assert settings.authorization() == {"Authorization": "Bearer first"}
+    secret.write_text("second")
+    assert settings.authorization() == {"Authorization": "Bearer second"}
+    assert ReporterSettings.resolve(environ={}).authorization() == {}
+
+
+def test_a_disabled_reporter_installs_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(callback: object) -> None:
+        raise AssertionError("a disabled reporter waits for CUDA")
+
+    monkeypatch.setattr("gpumem_client.reporter.reporter.when_cuda_starts", refuse)
+    Reporter(Steps()).start(ReporterSettings.resolve(environ={"GPUMEM_DISABLED": "1"}))

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from collections.abc import Generator
+from random import Random
+
+import pytest
+
+from gpumem_client.allocator.simulated import Block, CachingAllocator, SimulatedOutOfMemoryError
+
+MIB = 1 << 20
+
+# The statistics of torch 2.15.0 for `operations(7, 2000)` after every 200 operations, from its own caching allocator on
+# a device with 1280 MiB free. The columns are COLUMNS and the decrease of the device's free memory.
+COLUMNS = (
+    "allocated_bytes",
+    "reserved_bytes",
+    "active_bytes",
+    "inactive_split_bytes",
+    "requested_bytes",
+    "allocated_peak_bytes",
+    "reserved_peak_bytes",
+    "alloc_retries",
+    "ooms",
+    "segments_allocated",
+    "segments_freed",
+    "cache_flushes",
+)
+FREE_AT_FIRST = 1342177280
+TORCH_CLASSIC = """
+809553920 1210056704 809553920 249507840 808405241 1223104000 1337982976 4 1 21 6 4 1210056704
+1008535552 1275068416 1008535552 266532864 1005370005 1223104000 1337982976 13 9 31 13 15 1275068416
+960591872 1300234240 960591872 339642368 954737963 1223104000 1337982976 22 17 35 14 27 1300234240
+848932864 1293942784 848932864 442912768 845301770 1223104000 1337982976 33 26 39 19 39 1293942784
+975222272 1312817152 975222272 337594880 966673751 1223104000 1337982976 57 50 40 22 64 1312817152
+1025595392 1337982976 1025595392 312387584 1018581732 1223104000 1337982976 70 63 42 24 77 1337982976
+570708992 1342177280 570708992 570141696 568097712 1223104000 1342177280 80 73 46 29 87 1342177280
+618827776 1321205760 618827776 404582400 617781051 1223104000 1342177280 87 79 49 35 96 1321205760
+781794816 1321205760 781794816 539410944 777285049 1223104000 1342177280 93 85 51 37 102 1321205760
+999291392 1319108608 999291392 319817216 996125442 1223104000 1342177280 109 101 51 38 120 1319108608
+"""
+
+
+class Memory:
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes = free_bytes
+
+    def allocate(self, size_bytes: int) -> bool:
+        if size_bytes > self.free_bytes:
+            return False
+        self.free_bytes -= size_bytes
+        return True
+
+    def free(self, size_bytes: int) -> None:
+        self.free_bytes += size_bytes
+
+
+def operations(seed: int, count: int) -> Generator[tuple[str, int], bool, None]:
+    """Yield random operations: ("allocate", bytes), ("free", index of a live block) or ("clear", 0).
+
+    The caller sends whether an allocation succeeded. Only `random()` is used, whose values Python guarantees.
+    """
+    rng = Random(seed)
+    live = 0
+    for _ in range(count):
+        draw = rng.random()
+        if draw < 0.005:
+            yield ("clear", 0)
+        elif draw < 0.54 or live == 0:
+            kind = rng.random()
+            if kind < 0.3:
+                size_bytes = 1 + int(rng.random() * MIB)
+            elif kind < 0.7:
+                size_bytes = int(rng.random() * 12 * MIB) + MIB
+            else:
+                size_bytes = int(rng.random() * 150 * MIB) + 10 * MIB
+            if (yield ("allocate", size_bytes)):
+                live += 1
+        else:
+            yield ("free", int(rng.random() * live))
+            live -= 1
+
+
+def drive(allocator: CachingAllocator, seed: int, count: int) -> Generator[tuple[str, int], None, None]:
+    """Run the operations; after each, yield its kind and the bytes that a clear released."""
+    live: list[Block] = []
+    work = operations(seed, count)
+    operation = next(work, None)
+    while operation is not None:
+        kind, argument = operation
+        outcome, succeeded = 0, False
+        if kind == "allocate":
+            try:
+                live.append(allocator.allocate(argument))
+                succeeded = True
+            except SimulatedOutOfMemoryError:
+                pass
+        elif kind == "free":
+            allocator.free(live.pop(argument))
+        else:
+            outcome = allocator.empty_cache()
+        yield (kind, outcome)
+        try:
+            operation = work.send(succeeded)
+        except StopIteration:
+            return
+
+
+def test_the_model_has_the_statistics_of_pytorch_for_the_same_operations() -> None:
+    memory = Memory(FREE_AT_FIRST)
+    allocator = CachingAllocator(memory)
+    rows = []
+    for done, _ in enumerate(drive(allocator, 7, 2000), start=1):
+        if done % 200 == 0:
+            row = [getattr(allocator.statistics, column) for column in COLUMNS]
+            rows.append(" ".join(map(str, [*row, FREE_AT_FIRST - memory.free_bytes])))
+    assert rows == TORCH_CLASSIC.strip().splitlines()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_clear_always_releases_exactly_the_reclaimable_bytes(seed: int) -> None:
+    memory = Memory(FREE_AT_FIRST)
+    allocator = CachingAllocator(memory)
+    clears = 0
+    for done, _ in enumerate(drive(allocator, seed, 600), start=1):
+        assert memory.free_bytes + allocator.statistics.reserved_bytes == FREE_AT_FIRST
+        if done % 60 == 0:
+            free_before, reserved_before = memory.free_bytes, allocator.statistics.reserved_bytes
+            reclaimable_bytes = allocator.reclaimable_bytes
+            assert allocator.empty_cache() == reclaimable_bytes
+            assert memory.free_bytes - free_before == reclaimable_bytes
+            assert reserved_before - allocator.statistics.reserved_bytes == reclaimable_bytes
+            assert allocator.reclaimable_bytes == 0
+            clears += reclaimable_bytes > 0
+    assert clears > 0
+
+
+@pytest.mark.parametrize(
+    ("requested_bytes", "block_bytes", "segment_bytes"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (21 * MIB, 22 * MIB, 22 * MIB),  # the rest is too small to be split off
+        (21 * MIB + 1, 22 * MIB, 22 * MIB),
+    ],
+)
+def test_sizes_and_segments_are_rounded_as_in_pytorch(
+    requested_bytes: int, block_bytes: int, segment_bytes: int
+) -> None:
+    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    block = allocator.allocate(requested_bytes)
+    assert (block.size_bytes, allocator.statistics.reserved_bytes) == (block_bytes, segment_bytes)
+    assert allocator.statistics.requested_bytes == requested_bytes
+
+
+def test_a_block_that_another_stream_uses_stays_active_until_the_next_allocation() -> None:
+    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    allocator.free(allocator.allocate(64 * MIB), used_by_other_stream=True)
+    assert (allocator.statistics.allocated_bytes, allocator.statistics.active_bytes) == (0, 64 * MIB)
+    allocator.allocate(512)
+    assert allocator.statistics.active_bytes == 512
+
+
+def test_a_clear_does_not_release_the_private_pool_of_a_graph() -> None:
+    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    allocator.capture_graph(101 * MIB)
+    allocator.free(allocator.allocate(50 * MIB))
+    assert allocator.reclaimable_bytes == 50 * MIB
+    assert allocator.empty_cache() == 50 * MIB
+    assert (allocator.statistics.private_pools_bytes, allocator.statistics.reserved_bytes) == (102 * MIB, 102 * MIB)
+
+
+def test_a_reset_sets_the_peaks_to_the_current_values() -> None:
+    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    allocator.allocate(30 * MIB)
+    allocator.free(allocator.allocate(40 * MIB))
+    allocator.empty_cache()
+    statistics = allocator.statistics
+    assert (statistics.allocated_peak_bytes, statistics.reserved_peak_bytes) == (70 * MIB, 70 * MIB)
+    allocator.reset_peaks()
+    assert (statistics.allocated_peak_bytes, statistics.reserved_peak_bytes) == (30 * MIB, 30 * MIB)
+
+
+def test_a_process_that_ends_releases_all_its_memory() -> None:
+    memory = Memory(FREE_AT_FIRST)
+    allocator = CachingAllocator(memory)
+    for _ in drive(allocator, 3, 200):
+        pass
+    assert memory.free_bytes < FREE_AT_FIRST
+    allocator.close()
+    assert memory.free_bytes == FREE_AT_FIRST

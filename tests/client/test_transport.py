@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import base64
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
+from gpumem_client.wire.http import Connection, shown_url
+from tests.support.waiting import patient
+
+
+@contextlib.contextmanager
+def recording_peer() -> Iterator[tuple[int, list[list[str]]]]:
+    """Run a server for one connection. Yields its port and the header lines of each received request."""
+    heads: list[list[str]] = []
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rb") as received:
+            heads.append([line.decode().strip() for line in iter(received.readline, b"\r\n")])
+            connection.sendall(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(patient(30))
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield listener.getsockname()[1], heads
+        finally:
+            thread.join(patient(60))
+
+
+def head(login: str, **headers: str) -> tuple[int, list[str]]:
+    """Send a request with this login in the URL. Returns the server's port and the received header lines."""
+    with recording_peer() as (port, heads):
+        connection = Connection(f"http://{login}127.0.0.1:{port}", timeout_seconds=patient(30))
+        with contextlib.closing(connection):
+            assert connection.request("GET", "/", headers=headers).status == 204
+    return port, heads[0]
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://node", ("node", 80)),
+        ("https://node", ("node", 443)),
+        ("https://[::1]:9844", ("::1", 9844)),
+        ("https://ada:secret@node:9844", ("node", 9844)),
+    ],
+)
+def test_a_url_contains_host_and_port(url: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved: list[tuple[str, int]] = []
+
+    def resolve(host: bytes, port: int, *_: object) -> None:
+        resolved.append((host.decode(), port))
+        raise socket.gaierror("no such host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(ExporterUnreachableError):
+        Connection(url, timeout_seconds=1).request("GET", "/")
+    assert resolved == [address]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:9844",
+        "ftp://host",
+        "http://",
+        "http://node:port",
+        "https://node/path",
+        "unix://a@/s",
+        "unix://relative",
+    ],
+)
+def test_an_invalid_url_is_rejected_with_the_accepted_forms(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"http://host:port.*https://host:port.*unix:///"):
+        Connection(url, timeout_seconds=1)
+
+
+def test_a_password_in_a_url_is_sent_but_appears_in_no_error_and_no_host_header() -> None:
+    port, sent = head("ada:s%3Aecr%40t@")
+    assert f"Host: 127.0.0.1:{port}" in sent
+    assert f"Authorization: Basic {base64.b64encode(b'ada:s:ecr@t').decode()}" in sent
+    with pytest.raises(ConfigurationError) as error:
+        Connection("https://ada:secret@node:1/path", timeout_seconds=1)
+    assert "secret" not in str(error.value)
+
+
+def test_a_token_takes_precedence_over_a_password() -> None:
+    _, sent = head("ada:secret@", Authorization="Bearer token")
+    assert [line for line in sent if line.startswith("Authorization")] == ["Authorization: Bearer token"]
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://ada:secret@node:1", "https://node:1"),
+        ("http://ada:sec/ret@node:1/x", "http://node:1/x"),
+        ("unix:///run/a@b.sock", "unix:///run/a@b.sock"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert shown_url(url) == shown
+
+
+def test_the_caller_can_work_while_it_waits_for_a_response() -> None:
+    calls: list[int] = []
+    answered = threading.Event()
+
+    def work() -> float:
+        calls.append(len(calls))
+        if len(calls) == 4:
+            answered.set()
+        return 0.001
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1 << 16)
+            answered.wait(patient(30))
+            connection.sendall(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with contextlib.closing(Connection(url, timeout_seconds=patient(30))) as connection:
+            assert connection.request("GET", "/", while_waiting=work).status == 204
+        thread.join(patient(60))
+    assert len(calls) >= 4
+
+
+def test_a_caller_that_works_while_it_waits_still_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with (
+            contextlib.closing(Connection(url, timeout_seconds=0.05)) as connection,
+            pytest.raises(ExporterUnreachableError, match="timed out"),
+        ):
+            connection.request("GET", "/", while_waiting=lambda: 0.02)

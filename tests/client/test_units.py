@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_client.wire.units import human_bytes, human_ratio, human_seconds
+
+_UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 << 29, "1.5 GiB"),
+        (-(3 << 20), "-3.0 MiB"),
+        (512 << 20, "512 MiB"),
+        ((1 << 30) - 1, "1.0 GiB"),
+        (85899345920, "80.0 GiB"),
+        (1 << 63, "8.0 EiB"),
+    ],
+)
+def test_bytes_have_iec_units_and_unknown_ones_are_a_dash(value: int | None, text: str) -> None:
+    assert human_bytes(value) == text
+
+
+@given(st.integers(min_value=-(1 << 69), max_value=1 << 69))
+def test_a_shown_size_is_rounded_correctly(value: int) -> None:
+    match = re.fullmatch(r"(-?\d{1,4}(?:\.\d)?) (B|[KMGTPE]iB)", human_bytes(value))
+    assert match is not None
+    number, unit = match.groups()
+    step = 0.1 if "." in number else 1
+    assert abs(float(number) * _UNITS[unit] - value) <= _UNITS[unit] * step / 2 * (1 + 1e-9)
+
+
+@given(st.integers(min_value=0, max_value=1 << 69))
+def test_a_shown_size_has_at_most_eight_characters(value: int) -> None:
+    assert len(human_bytes(value)) <= len("1023 MiB")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0.000017, "17 µs"),
+        (0.0031, "3.1 ms"),
+        (0.42, "0.4 s"),
+        (12.2, "12 s"),
+        (180, "3 min"),
+        (7200, "2 h"),
+        (172800, "2 d"),
+    ],
+)
+def test_durations_have_the_unit_that_fits(value: float | None, text: str) -> None:
+    assert human_seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.0, "0 %"), (0.934, "93 %"), (1.0, "100 %")])
+def test_ratios_are_percentages(value: float | None, text: str) -> None:
+    assert human_ratio(value) == text

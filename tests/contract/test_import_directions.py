@@ -1,0 +1,119 @@
+"""Imports go in the direction that docs/architecture.md shows: between packages, and between folders of a package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.packages import PACKAGES, Package, imported_names
+from tests.support.paths import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "architecture.md").read_text()
+ORDER = PAGE.partition("\nImports go down.")[2].partition("```\n")[2].partition("```")[0].splitlines()
+LINES = {
+    (line.partition(": ")[0], name): number
+    for number, line in enumerate(ORDER)
+    for name in line.partition(": ")[2].split(", ")
+}
+"""The line of each folder and module of the top level: a lower one has a greater number."""
+NAMES = {package.name for package in PACKAGES}
+SHIMS = {"gpumem_exporter.client", "gpumem_exporter.training"}
+ALLOWED = {
+    "gpumem_exporter.demo": "gpumem_client",
+    "gpumem_exporter.cli.commands.run": "gpumem_client.run",
+    "gpumem_exporter.cli.main": "gpumem_client.run",
+    "gpumem_exporter.cli.commands.plan": "gpumem_toolkit.planning.command",
+}
+"""What a module or folder imports beyond the rule."""
+
+
+def forbidden_imports(module: str, source: str, *, is_package: bool = False) -> list[str]:
+    """Return the imports of a module that go up, to the side, or to a package that it must not know."""
+    return [
+        f"{module}: {target}"
+        for target in dict.fromkeys(imported_names(module, source, is_package=is_package))
+        if target.partition(".")[0] in NAMES and not _may_import(module, target)
+    ]
+
+
+def _may_import(module: str, target: str) -> bool:
+    if any(_is_below(module, folder) and _is_below(target, allowed) for folder, allowed in ALLOWED.items()):
+        return True
+    here, there = module.split("."), target.split(".")
+    if here[0] == there[0]:
+        if len(here) == 1 or here[1] == "__main__" or len(there) == 1 or (here[0], there[1]) not in LINES:
+            return True  # the package itself, such as its version
+        return here[1] == there[1] or LINES[here[0], there[1]] > LINES[here[0], here[1]]
+    if here[0] == "gpumem_exporter":
+        return _is_below(target, "gpumem_client.wire")
+    return (here[0], there[0]) == ("gpumem_toolkit", "gpumem_client")
+
+
+def _is_below(module: str, folder: str) -> bool:
+    return f"{module}.".startswith(f"{folder}.")
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_imports_go_down(package: Package) -> None:
+    modules = {name: path for name, path in package.modules().items() if "bootstrap" not in path.parts}
+    tops = {name.split(".")[1] for name in modules if "." in name and name not in SHIMS} - {"__main__"}
+    assert tops == {name for owner, name in LINES if owner == package.name}
+    offenders = [
+        offender
+        for name, path in modules.items()
+        for offender in forbidden_imports(name, path.read_text(), is_package=path.name == "__init__.py")
+    ]
+    assert offenders == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_folders_within_a_folder_have_no_cycle(package: Package) -> None:
+    modules = package.modules()
+    edges: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        here = _folder(modules, name)
+        for target in imported_names(name, path.read_text(), is_package=path.name == "__init__.py"):
+            there = _folder(modules, target if target in modules else target.rpartition(".")[0])
+            # A module beside the folders, such as server/app.py, may import all of them.
+            if here != there and min(here.count("."), there.count(".")) > 1:
+                edges.setdefault(here, set()).add(there)
+    cycles = [f"{a} <-> {b}" for a, targets in edges.items() for b in targets if a < b and a in _reachable(edges, b)]
+    assert cycles == []
+
+
+def _folder(modules: dict[str, Path], name: str) -> str:
+    """Return the package of a module; empty for what is not of this package."""
+    if name not in modules:
+        return ""
+    return name if modules[name].name == "__init__.py" else name.rpartition(".")[0]
+
+
+def _reachable(edges: dict[str, set[str]], start: str) -> set[str]:
+    found, waiting = {start}, [start]
+    while waiting:
+        added = edges.get(waiting.pop(), set()) - found
+        found |= added
+        waiting += added
+    return found
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "target"),
+    [
+        ("gpumem_exporter.core.store", "import gpumem_exporter.server.app", "gpumem_exporter.server.app"),
+        ("gpumem_exporter.actions.model", "from gpumem_exporter import cli, core", "gpumem_exporter.cli"),
+        ("gpumem_exporter.core.store", "def f():\n    from gpumem_exporter import server", "gpumem_exporter.server"),
+        ("gpumem_exporter.core.store", "if TYPE_CHECKING:\n    from ..server import app", "gpumem_exporter.server.app"),
+        ("gpumem_exporter.core.store", "from .. import server", "gpumem_exporter.server"),
+        ("gpumem_exporter.core.store", "importlib.import_module('gpumem_exporter.cli')", "gpumem_exporter.cli"),
+        ("gpumem_exporter.server.app", "from gpumem_client import start", "gpumem_client.start"),
+        ("gpumem_exporter.cli.main", "from gpumem_toolkit import plan", "gpumem_toolkit.plan"),
+        ("gpumem_client.api", "from gpumem_exporter.core import ledger", "gpumem_exporter.core.ledger"),
+        ("gpumem_client.api", "import gpumem_toolkit", "gpumem_toolkit"),
+        ("gpumem_client.allocator.heap", "import gpumem_client.reporter.loop", "gpumem_client.reporter.loop"),
+        ("gpumem_toolkit.leaks.trend", "from gpumem_toolkit.oom import guard", "gpumem_toolkit.oom.guard"),
+    ],
+)
+def test_an_import_that_goes_up_is_found(module: str, source: str, target: str) -> None:
+    assert forbidden_imports(module, source) == [f"{module}: {target}"]

@@ -1,0 +1,444 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from gpumem_client.wire.protocol import CommandResult, ReasonCode, StillFree
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.dispatcher import (
+    ANSWER_GRACE_SECONDS,
+    SILENT_GRACE_SECONDS,
+)
+from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.model import Action, SubmittedAction
+from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
+from gpumem_exporter.actions.targets import select_listed
+from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
+from tests.support.builders import MIB, UUIDS, NobodyHost, device, node, sample
+from tests.support.dispatching import EVERYBODY, Bench, run
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -> None:
+    async def scenario() -> None:
+        action = bench.ask()
+        assert action.state == "queued"
+        for process in (bench.first, bench.second):
+            (command,) = await bench.dispatcher.commands(process, 0)
+            assert (command.id, command.action) == (action.id, "empty_cache")
+        running = bench.dispatcher.get(action.id)
+        assert running is not None
+        assert running.state == "running"
+        bench.answer(bench.first, action, freed=3)
+        bench.answer(bench.second, action, freed=4)
+        done = await bench.dispatcher.wait(action.id, 5)
+        assert (done.state, done.freed_bytes) == ("done", 3 + 3 + 4)
+        assert {(row.pid, row.gpu) for row in done.results} == {(1, "0"), (1, "1"), (2, "1")}
+        assert bench.finished == [done]
+
+    run(scenario())
+
+
+def test_a_process_is_under_way_from_the_request_to_its_result(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1))
+    assert bench.dispatcher.under_way() == {bench.first.key}
+    bench.answer(bench.first, action)
+    assert bench.dispatcher.under_way() == set()
+
+
+def test_a_held_request_gets_a_command_as_soon_as_there_is_one(bench: Bench) -> None:
+    async def scenario() -> None:
+        held = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        while not bench.dispatcher.held():
+            await asyncio.sleep(0)
+        action = bench.ask()
+        assert [command.id for command in await held] == [action.id]
+        assert bench.dispatcher.held() == 0
+
+    run(scenario())
+
+
+def test_a_command_is_sent_again_until_its_result_arrives(bench: Bench) -> None:
+    async def scenario() -> None:
+        action = bench.ask(target=Target(pid=1))
+        first = await bench.dispatcher.commands(bench.first, 0)  # say that this reply was lost
+        again = await bench.dispatcher.commands(bench.first, 0)
+        assert [c.id for c in first] == [c.id for c in again] == [action.id]
+        bench.answer(bench.first, action)
+        assert await bench.dispatcher.commands(bench.first, 0) == ()
+
+    run(scenario())
+
+
+def test_a_second_held_request_of_a_process_ends_the_first(bench: Bench) -> None:
+    async def scenario() -> None:
+        first = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        while not bench.dispatcher.held():
+            await asyncio.sleep(0)
+        second = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        assert await first == ()
+        action = bench.ask(target=Target(pid=1))
+        assert [c.id for c in await second] == [action.id]
+
+    run(scenario())
+
+
+def test_a_command_does_not_reach_a_later_process_with_the_same_pid(bench: Bench) -> None:
+    async def scenario() -> None:
+        bench.ask(target=Target(pid=1))
+        later = bench.put(1, start_time_ticks=2000, session="later", session_started_seconds=9.0)
+        assert await bench.dispatcher.commands(later, 0) == ()
+
+    run(scenario())
+
+
+def test_results_of_another_process_or_of_an_unknown_command_are_ignored(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1))
+    bench.answer(bench.second, action, freed=99)
+    bench.answer(bench.first, dataclasses.replace(action, id="unknown"), freed=99)
+    current = bench.dispatcher.get(action.id)
+    assert current is not None
+    assert (current.state, current.results) == ("queued", ())
+
+
+def test_a_command_that_was_not_fetched_before_the_deadline_expires(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+    bench.now += 29.9
+    bench.dispatcher.expire()
+    assert not bench.finished
+    bench.now += 0.1
+    assert run(bench.dispatcher.commands(bench.first, 0)) == ()
+    bench.dispatcher.expire()
+    (expired,) = bench.finished
+    assert (expired.id, expired.state) == (action.id, "expired")
+    assert {(row.outcome, row.reason_code) for row in expired.results} == {("expired", ReasonCode.NOT_FETCHED)}
+
+
+def test_the_result_of_a_delivered_command_may_arrive_shortly_after_the_deadline(bench: Bench) -> None:
+    async def scenario() -> None:
+        action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+        (command,) = await bench.dispatcher.commands(bench.first, 0)
+        assert command.deadline_seconds == 30.0
+        bench.now += 30.0
+        bench.put(1)  # it runs the command in a training thread, and reports meanwhile
+        bench.now += ANSWER_GRACE_SECONDS - 0.1
+        bench.dispatcher.expire()
+        assert not bench.finished
+        bench.answer(bench.first, action, freed=7)
+        assert bench.finished[0].state == "done"
+
+    run(scenario())
+
+
+def test_a_delivered_command_without_a_result_expires(bench: Bench) -> None:
+    async def scenario() -> None:
+        bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+        await bench.dispatcher.commands(bench.first, 0)
+        bench.now += 30.0 + SILENT_GRACE_SECONDS
+        bench.dispatcher.expire()
+        (finished,) = bench.finished
+        assert {(row.outcome, row.reason_code) for row in finished.results} == {("expired", ReasonCode.NO_RESULT)}
+
+    run(scenario())
+
+
+def test_an_action_expires_less_than_a_second_after_its_deadline(bench: Bench) -> None:
+    timers: list[tuple[float, Callable[[], None]]] = []
+    bench.dispatcher = bench.build(call_later=lambda *timer: timers.append(timer))
+    bench.ask(target=Target(pid=1), deadline_seconds=3.0)
+    run(bench.dispatcher.commands(bench.first, 0))
+    ((seconds, expire),) = timers
+    assert 3.0 <= seconds < 4.0
+    bench.now += seconds
+    expire()
+    assert [action.state for action in bench.finished] == ["expired"]
+
+
+def still_free(bench: Bench, process: ReportingProcess, action: Action, *sizes: int) -> None:
+    """Let a process report what stayed free of the action on its devices."""
+    values = tuple(
+        StillFree(action.id, each.uuid, size) for each, size in zip(process.report.devices, sizes, strict=False)
+    )
+    bench.dispatcher.take_results(
+        dataclasses.replace(process, report=dataclasses.replace(process.report, still_free=values))
+    )
+
+
+def test_a_clear_is_done_before_it_is_known_what_stayed_free(bench: Bench) -> None:
+    action = bench.ask(settle_seconds=10.0)
+    assert action.freed_bytes is None
+    bench.answer(bench.first, action, freed=3)
+    still_free(bench, bench.first, action, 3, 1)
+    running = bench.dispatcher.get(action.id)
+    assert (action.still_free_bytes, running and running.still_free_bytes) == (None, None)
+    bench.answer(bench.second, action, freed=4)
+    (finished,) = bench.finished
+    assert (finished.state, finished.settling, finished.still_free_bytes) == ("done", True, None)
+    still_free(bench, bench.second, action, 2)
+    settled = bench.dispatcher.get(action.id)
+    assert settled is not None
+    assert (settled.state, settled.settling, settled.freed_bytes, settled.still_free_bytes) == ("done", False, 10, 6)
+    assert [row.still_free_bytes for row in settled.results] == [3, 1, 2]
+
+
+@pytest.mark.parametrize("ends", ["expired", "gone"])
+def test_a_process_that_does_not_report_what_stayed_free_leaves_it_unknown(bench: Bench, ends: str) -> None:
+    action = bench.ask(settle_seconds=10.0)
+    bench.answer(bench.first, action, freed=3)
+    bench.answer(bench.second, action, freed=4)
+    still_free(bench, bench.second, action, 2)
+    still_free(bench, bench.second, dataclasses.replace(action, id="unknown"), 4)
+    if ends == "gone":
+        bench.dispatcher.process_gone(bench.first.key, "it ended")
+    else:
+        bench.now += 10.0 + SETTLING_GRACE_SECONDS
+        bench.dispatcher.expire()
+    settled = bench.dispatcher.get(action.id)
+    assert settled is not None
+    assert (settled.settling, settled.still_free_bytes) == (False, 2)
+    assert [row.still_free_bytes for row in settled.results] == [None, None, 2]
+
+
+def test_an_exited_process_is_named_and_the_others_still_count(bench: Bench) -> None:
+    action = bench.ask()
+    bench.dispatcher.process_gone(bench.first.key, "it ended")
+    bench.answer(bench.second, action, freed=5)
+    (finished,) = bench.finished
+    assert (finished.state, finished.freed_bytes) == ("failed", 5)
+    assert {(row.pid, row.outcome, row.reason_code) for row in finished.results} == {
+        (1, "gone", ReasonCode.PROCESS_EXITED),
+        (2, "done", None),
+    }
+
+
+def test_a_dry_run_shows_what_would_be_freed_and_sends_no_command(bench: Bench) -> None:
+    action = bench.ask(dry_run=True)
+    assert (action.state, action.freed_bytes) == ("done", 4 * MIB + MIB + 16 * MIB)
+    row = action.results[0]
+    assert (row.reserved_before_bytes, row.reserved_after_bytes, row.freed_bytes) == (12 * MIB, 8 * MIB, 4 * MIB)
+    assert run(bench.dispatcher.commands(bench.first, 0)) == ()
+
+
+def test_a_dry_run_answers_unsupported_and_refused_as_the_action_would(bench: Bench) -> None:
+    old = bench.put(3, devices=(sample(UUIDS[0], 10 * MIB),), actions=("empty_cache",))
+    (row,) = bench.ask("reset_peak", Target(pid=old.key.pid), dry_run=True).results
+    assert (row.outcome, row.reason_code) == ("unsupported", "unknown_action")
+    fraction = 9 / (80 * 1024)  # of the 80 GiB of a device: 9 MiB
+    rows = bench.ask("set_memory_fraction", Target(gpu="0"), fraction=fraction, dry_run=True).results
+    outcomes = {row.pid: (row.outcome, row.reason_code) for row in rows}
+    assert outcomes == {1: ("refused", "reserved_exceeds_fraction"), 3: ("unsupported", "unknown_action")}
+    forced = bench.ask("set_memory_fraction", Target(pid=1), fraction=fraction, force=True, dry_run=True)
+    assert {row.outcome for row in forced.results} == {"done"}
+
+
+def test_a_dry_run_of_a_garbage_collection_has_no_freed_bytes(bench: Bench) -> None:
+    action = bench.ask("collect_garbage", dry_run=True)
+    assert {row.freed_bytes for row in action.results} == {action.freed_bytes} == {None}
+
+
+def test_targets_narrow_each_other(bench: Bench) -> None:
+    def pids(**target: Any) -> set[int]:
+        return {row.pid for row in bench.ask("reset_peak", Target(**target), dry_run=True).results}
+
+    assert pids(gpu="1") == {1, 2}
+    assert pids(gpu="0") == {1}
+    assert pids(gpu="1", rank="1") == {2}
+    assert pids(uuid=UUIDS[1], pid=1) == {1}
+    assert pids(workload="train") == {1, 2}
+    assert pids(gpu=("0", "1"), pid=2) == {2}
+
+
+def test_a_clear_of_one_device_shows_every_device_of_the_process(bench: Bench) -> None:
+    action = bench.ask(target=Target(gpu="0"), dry_run=True)
+    assert {row.gpu for row in action.results} == {"0", "1"}
+    reset = bench.ask("reset_peak", Target(gpu="0"), dry_run=True)
+    assert {row.gpu for row in reset.results} == {"0"}
+
+
+def test_an_action_that_a_reporter_does_not_support_ends_at_once(bench: Bench) -> None:
+    old = bench.put(3, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
+    action = bench.ask("reset_peak", Target(pid=old.key.pid))
+    (row,) = action.results
+    assert row.outcome == "unsupported"
+    assert "empty_cache" in row.reason
+    assert bench.finished == [action]
+
+
+def test_a_process_without_support_does_not_end_the_action_for_the_others(bench: Bench) -> None:
+    bench.put(1, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
+    action = bench.ask("reset_peak")
+    assert action.state == "queued"
+    bench.answer(bench.second, action)
+    assert bench.finished[0].state == "failed"
+
+
+def test_a_repeated_request_with_the_same_key_returns_the_first_action(bench: Bench) -> None:
+    first = bench.ask(idempotency_key="k")
+    assert bench.ask(idempotency_key="k").id == first.id
+    with pytest.raises(IdempotencyConflictError):
+        bench.ask("reset_peak", idempotency_key="k")
+    assert bench.ask(idempotency_key="other").id != first.id
+
+
+def test_the_last_actions_are_listed_newest_first() -> None:
+    bench = Bench()
+    bench.dispatcher = bench.build(kept_actions=3)
+    ids = []
+    for _ in range(5):
+        bench.now += 0.1
+        ids.append(done(bench).id)
+    assert [action.id for action in bench.dispatcher.recent()] == ids[:-4:-1]
+    assert bench.dispatcher.get(ids[0]) is None
+
+
+def done(bench: Bench, caller: Caller | None = None, **changes: Any) -> Action:
+    """Request an action of one process, and answer it."""
+    action = bench.ask(target=Target(pid=1), caller=caller, **changes)
+    bench.answer(bench.first, action)
+    return action
+
+
+def test_dry_runs_displace_no_action() -> None:
+    bench = Bench()
+    bench.dispatcher = bench.build(kept_actions=4)
+    real = done(bench)
+    estimates = [bench.ask(dry_run=True).id for _ in range(9)]
+    assert bench.dispatcher.get(real.id) is not None
+    assert [bench.dispatcher.get(one) is not None for one in estimates[-2:]] == [False, True]
+
+
+def test_a_caller_with_many_actions_displaces_only_its_own() -> None:
+    bench = Bench()
+    bench.dispatcher = bench.build(kept_actions=4)
+    flooder, other = (Caller(CallerKind.UNIX, Rights.ALL, uid=uid) for uid in (1001, 1002))
+    first = done(bench, other, idempotency_key="k")
+    flood = [done(bench, flooder, idempotency_key=f"k{number}") for number in range(20)]
+    assert done(bench, other, idempotency_key="k").id == first.id
+    assert bench.dispatcher.get(first.id) is not None
+    assert [bench.dispatcher.get(one.id) is not None for one in flood[-4:]] == [False, True, True, True]
+
+
+def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -> None:
+    async def scenario() -> None:
+        recorded = asyncio.Event()
+        submitted: list[SubmittedAction] = []
+
+        async def record(one: SubmittedAction) -> None:
+            submitted.append(one)
+            await recorded.wait()
+
+        bench.dispatcher = bench.build(before_release=record)
+        action = bench.ask(idempotency_key="k", reason="room")
+        answer = asyncio.create_task(bench.dispatcher.commands(bench.first, 5))
+        await asyncio.sleep(0)
+        assert await bench.dispatcher.commands(bench.second, 0) == ()
+        recorded.set()
+        assert [command.id for command in await answer] == [action.id]
+        assert [command.id for command in await bench.dispatcher.commands(bench.second, 0)] == [action.id]
+        (one,) = submitted
+        assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
+        assert one.processes == ((1, "train", "0"), (2, "train", "1"))
+
+    run(scenario())
+
+
+def test_a_recalled_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
+    action = dataclasses.replace(bench.ask(dry_run=True), id="before")
+    request = ActionRequest("empty_cache", EVERYBODY)
+    bench.dispatcher.recall(action, SubmittedAction(action, request, "k", ()))
+    assert bench.dispatcher.get("before") == action
+    assert bench.ask(idempotency_key="k") == action
+    with pytest.raises(IdempotencyConflictError):
+        bench.ask("reset_peak", idempotency_key="k")
+
+
+def test_the_limit_of_a_caller_says_when_to_retry(bench: Bench) -> None:
+    bench.dispatcher = bench.build(limits=RateLimits(per_caller=2, per_process=100, clock=lambda: bench.now))
+    for _ in range(2):
+        bench.ask()
+    with pytest.raises(TooManyActionsError) as caught:
+        bench.ask()
+    assert caught.value.retry_seconds == pytest.approx(30.0)
+    with pytest.raises(TooManyActionsError):
+        bench.ask(dry_run=True)
+
+
+def test_a_dry_run_does_not_count_for_its_processes(bench: Bench) -> None:
+    bench.dispatcher = bench.build(limits=RateLimits(per_caller=100, per_process=1, clock=lambda: bench.now))
+    for _ in range(3):
+        bench.ask(dry_run=True)
+    bench.ask()
+    with pytest.raises(TooManyActionsError):
+        bench.ask()
+
+
+@pytest.mark.parametrize(
+    ("action", "target", "uuids"),
+    [
+        ("empty_cache", Target(gpu="1"), ()),
+        ("collect_garbage", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1, gpu="1"), (UUIDS[1],)),
+        ("set_memory_fraction", Target(pid=1, gpu="1"), (UUIDS[1],)),
+    ],
+)
+def test_a_command_for_every_device_has_no_uuids(
+    bench: Bench, action: str, target: Target, uuids: tuple[str, ...]
+) -> None:
+    bench.ask(action, target)
+    (command,) = run(bench.dispatcher.commands(bench.first, 0))
+    assert command.uuids == uuids
+
+
+def test_an_empty_device_selects_no_process(bench: Bench) -> None:
+    bench.store.put_reading(node(device(UUIDS[0], gpu="0", processes={900: MIB}), taken=bench.now))
+    snapshot = bench.store.snapshot(bench.now)
+    assert [listed.pid for listed in select_listed(Target(gpu="0"), snapshot)] == [900]
+    assert list(select_listed(Target(gpu=""), snapshot)) == []
+    assert list(select_listed(Target(uuid=""), snapshot)) == []
+
+
+def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(bench: Bench) -> None:
+    class Deadly(Terminator):
+        ended: ClassVar[list[int]] = []
+
+        def refusal(self, action_id: str, host_pid: int | None, start_time_ticks: int) -> None:
+            return None
+
+        async def end(self, action_id: str, host_pid: int, start_time_ticks: int) -> CommandResult:
+            self.ended.append(host_pid)
+            return CommandResult(action_id, "done")
+
+    async def scenario() -> None:
+        recorded = asyncio.Event()
+        bench.dispatcher = bench.build(
+            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: recorded.wait()
+        )
+        action = bench.ask("terminate", Target(pid=1))
+        bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
+        recorded.set()
+        finished = await bench.dispatcher.wait(action.id, 5)
+        assert {row.outcome for row in finished.results} == {"refused"}
+        assert Deadly.ended == []
+
+    run(scenario())
+
+
+def test_a_recalled_action_does_not_displace_one_of_this_run(bench: Bench) -> None:
+    bench.dispatcher = bench.build(kept_actions=2)
+    old = dataclasses.replace(done(bench), id="before")
+    new = done(bench, idempotency_key="k")
+    bench.dispatcher.recall(old, None)
+    assert bench.dispatcher.get("before") is None
+    assert bench.dispatcher.get(new.id) is not None

@@ -1,0 +1,281 @@
+"""Actions that release memory wait while an inference engine starts on a device of the process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.request import ACTIONS, Target
+from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
+from gpumem_exporter.core.starting_engines import GROWTH_PAUSE_SECONDS, TITLED_START_SECONDS
+from gpumem_exporter.errors import ActionForbiddenError
+from tests.support.builders import MIB, UUIDS, device, node, sample
+from tests.support.dispatching import Bench, Ranks, run
+
+ENGINE, OWNER = 50, 1001
+TITLE = "VLLM::EngineCore"
+STARTED = 90.0
+ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1000)
+OWNER_OF_THE_ENGINE = Caller(CallerKind.UNIX, Rights.OWN, uid=OWNER)
+STARTING = ReasonCode.ENGINE_STARTING
+
+
+class EngineMixin:
+    """An engine that starts at 90 s on a device."""
+
+    def engine(self: Any, uuid: str = UUIDS[1], gpu: str = "1", running: bool = True, **facts: Any) -> None:
+        known = {"uid": OWNER, "started_seconds": STARTED, **facts}
+        others = [device(other, gpu=str(i)) for i, other in enumerate(UUIDS[:2]) if other != uuid]
+        reading = node(*others, device(uuid, gpu=gpu, processes={ENGINE: 512 * MIB} if running else {}), taken=self.now)
+        engine = ProcessFacts(ENGINE, 1000, TITLE, **known)
+        self.store.put_reading(dataclasses.replace(reading, facts={ENGINE: engine} if running else {}))
+
+    def commands(self: Any, process: ReportingProcess) -> tuple[Command, ...]:
+        return run(self.dispatcher.commands(process, 0))
+
+    def later(self: Any, seconds: float) -> None:
+        self.now += seconds
+        self.dispatcher.expire()
+
+
+class EngineBench(EngineMixin, Bench):
+    """Process 1 is on devices 0 and 1, process 2 on device 1, and an engine starts on device 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine()
+
+    def result(self, action: Action, pid: int = 1) -> tuple[str, str | None]:
+        found = self.dispatcher.get(action.id)
+        (result, *_) = [each for each in found.results if each.pid == pid] or [None]
+        return (result.outcome, result.reason_code) if result is not None else ("", None)
+
+
+class EngineRanks(EngineMixin, Ranks):
+    """Two ranks on device 0, with one step per 0.1 s, while an engine starts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine(UUIDS[0], gpu="0")
+
+
+def test_a_clear_waits_until_the_engine_has_started_and_then_runs() -> None:
+    bench = EngineBench()
+    action = bench.ask(target=Target(pid=1), deadline_seconds=600.0)
+    assert not bench.commands(bench.first)
+    (wait,) = action.waits_for
+    assert (wait.pid, wait.title, wait.gpu, wait.uuid) == (ENGINE, TITLE, "1", UUIDS[1])
+    assert wait.until_unix_seconds == action.created_unix_seconds + 600.0
+    bench.later(1.0)
+    assert not bench.commands(bench.first)
+    bench.engine(running=False)
+    bench.later(1.0)
+    (command,) = bench.commands(bench.first)
+    assert not bench.dispatcher.get(action.id).waits_for
+    bench.answer(bench.first, action, freed=MIB)
+    assert bench.dispatcher.get(action.id).state == "done"
+    assert command.id == action.id
+
+
+def test_the_wait_ends_when_the_engine_counts_as_started() -> None:
+    bench = EngineBench()
+    action = bench.ask(target=Target(pid=1), deadline_seconds=3600.0)
+    (wait,) = action.waits_for
+    assert wait.until_unix_seconds == 1e9 + STARTED + TITLED_START_SECONDS
+    bench.later(GROWTH_PAUSE_SECONDS)
+    assert bench.commands(bench.first)
+
+
+def test_a_clear_is_refused_at_its_deadline_with_what_it_waited_for() -> None:
+    bench = EngineBench()
+    action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+    bench.later(29.0)
+    assert not bench.dispatcher.get(action.id).finished
+    bench.later(1.5)
+    assert bench.result(action) == ("refused", STARTING)
+    reason = bench.finished[-1].results[0].reason
+    for name in (TITLE, str(ENGINE), "GPU 1", "UTC", "--force"):
+        assert name in reason
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_only_actions_that_release_memory_wait(action: str) -> None:
+    bench = EngineBench()
+    fraction = {"fraction": 0.5, "force": True} if action == "set_memory_fraction" else {}
+    bench.dispatcher = bench.build(allowed=frozenset(ACTIONS))
+    asked = bench.ask(action, target=Target(pid=2), dry_run=True, **fraction)
+    codes = {result.reason_code for result in asked.results}
+    if action == "terminate":  # the host of this bench knows no process, so it refuses before
+        assert codes == {ReasonCode.NOT_LISTED}
+    else:
+        assert (STARTING in codes) == (action == "empty_cache")
+
+
+@pytest.mark.parametrize("mode", ["now", "step", "idle"])
+def test_a_dry_run_shows_the_wait_at_once(mode: str) -> None:
+    bench = EngineBench()
+    bench.first = bench.put(1, modes=("now", "step", "idle"), devices=bench.first.report.devices)
+    asked = bench.ask(target=Target(pid=1), dry_run=True, mode=mode)
+    assert asked.finished
+    assert {(result.outcome, result.reason_code) for result in asked.results} == {("refused", STARTING)}
+    assert [wait.pid for wait in asked.waits_for] == [ENGINE]
+
+
+def test_a_process_on_other_devices_does_not_wait() -> None:
+    bench = EngineBench()
+    elsewhere = bench.put(3, devices=(sample(UUIDS[0], 0, MIB),))
+    asked = bench.ask(target=Target(pid=(1, 3)))
+    assert bench.commands(elsewhere)
+    assert not bench.commands(bench.first)
+    assert [wait.pid for wait in asked.waits_for] == [ENGINE]
+
+
+def test_a_device_that_only_the_driver_shows_for_the_process_counts() -> None:
+    bench = EngineBench()
+    bench.first = bench.put(1, devices=(sample(UUIDS[0], 0, MIB),))
+    reading = node(device(UUIDS[0]), device(UUIDS[1], gpu="1", processes={ENGINE: MIB, 1: MIB}), taken=bench.now)
+    facts = {ENGINE: ProcessFacts(ENGINE, 1000, TITLE, started_seconds=STARTED)}
+    bench.store.put_reading(dataclasses.replace(reading, facts=facts))
+    bench.ask(target=Target(pid=1))
+    assert not bench.commands(bench.first)
+
+
+def test_a_clear_of_the_starting_engine_itself_waits() -> None:
+    bench = EngineBench()
+    engine = bench.put(ENGINE, devices=(sample(UUIDS[1], 0, MIB),), engine_starting=True)
+    bench.ask(target=Target(pid=ENGINE))
+    assert not bench.commands(engine)
+    bench.put(ENGINE, devices=(sample(UUIDS[1], 0, MIB),), engine_starting=False)
+    bench.later(1.0)
+    assert bench.commands(engine)
+
+
+def test_force_does_not_wait() -> None:
+    bench = EngineBench()
+    asked = bench.ask(target=Target(pid=1), force=True)
+    assert not asked.waits_for
+    (command,) = bench.commands(bench.first)
+    assert not command.force, "only a fraction has a force that the process itself needs"
+
+
+def test_a_user_forces_beside_its_own_engine_only() -> None:
+    bench = EngineBench()
+    of_ada = bench.put(3, owner_uid=ADA.uid, devices=(sample(UUIDS[1], 0, MIB),))
+    with pytest.raises(ActionForbiddenError) as caught:
+        bench.ask(target=Target(pid=3), force=True, caller=ADA)
+    assert str(ENGINE) in str(caught.value)
+    assert TITLE in str(caught.value)
+    with pytest.raises(ActionForbiddenError):
+        bench.ask(target=Target(pid=3), force=True, dry_run=True, caller=ADA)
+    assert not bench.commands(of_ada)
+    bench.engine(uid=ADA.uid)
+    bench.ask(target=Target(pid=3), force=True, caller=ADA)
+    assert bench.commands(of_ada)
+
+
+def test_a_reporting_engine_belongs_to_the_user_that_the_kernel_names() -> None:
+    bench = EngineBench()
+    bench.engine(running=False)
+    of_ada = bench.put(3, owner_uid=ADA.uid, devices=(sample(UUIDS[0], 0, MIB),))
+    bench.put(ENGINE, owner_uid=OWNER, devices=(sample(UUIDS[0], 0, MIB),), engine_starting=True)
+    with pytest.raises(ActionForbiddenError):
+        bench.ask(target=Target(pid=3), force=True, caller=ADA)
+    bench.put(4, owner_uid=OWNER, devices=(sample(UUIDS[0], 0, MIB),))
+    assert not bench.ask(target=Target(pid=4), force=True, caller=OWNER_OF_THE_ENGINE).waits_for
+    assert not bench.commands(of_ada)
+
+
+def test_force_does_not_reach_an_engine_of_another_user_that_starts_later() -> None:
+    bench = EngineBench()
+    bench.engine(running=False)
+    of_ada = bench.put(3, owner_uid=ADA.uid, modes=("now", "idle"), devices=(sample(UUIDS[1], 0, MIB),))
+    asked = bench.ask(target=Target(pid=3), force=True, mode="idle", deadline_seconds=600.0, caller=ADA)
+    assert bench.commands(of_ada)
+    bench.engine()
+    bench.later(1.0)
+    held = dataclasses.replace(of_ada, report=dataclasses.replace(of_ada.report, waiting=(asked.id,)))
+    bench.dispatcher.take_results(held)
+    assert bench.dispatcher.cancelled(held) == (asked.id,)
+
+
+def test_a_command_that_waits_in_its_process_is_withdrawn_when_an_engine_starts() -> None:
+    bench = EngineBench()
+    bench.engine(running=False)
+    first = bench.put(1, modes=("now", "idle"), devices=bench.first.report.devices)
+    asked = bench.ask(target=Target(pid=1), mode="idle", deadline_seconds=600.0)
+    assert bench.commands(first)
+    held = dataclasses.replace(first, report=dataclasses.replace(first.report, waiting=(asked.id,)))
+    bench.dispatcher.take_results(held)
+    bench.engine()
+    bench.later(1.0)
+    assert bench.dispatcher.cancelled(held) == (asked.id,)
+    forgot = CommandResult(asked.id, "refused", "withdrawn", ReasonCode.CANCELLED)
+    answer = dataclasses.replace(first, report=dataclasses.replace(first.report, results=(forgot,)))
+    bench.dispatcher.take_results(answer)
+    assert bench.result(asked) == ("refused", STARTING)
+
+
+def test_a_cancelled_action_waits_no_longer() -> None:
+    bench = EngineBench()
+    asked = bench.ask(target=Target(pid=1))
+    cancelled = bench.dispatcher.cancel(asked.id, requested_by=ADA)
+    assert cancelled is not None
+    assert (cancelled.state, cancelled.waits_for) == ("cancelled", ())
+
+
+def test_a_process_that_exits_waits_no_longer() -> None:
+    bench = EngineBench()
+    asked = bench.ask(target=Target(pid=1))
+    bench.dispatcher.process_gone(bench.first.key, "it exited")
+    assert bench.result(asked) == ("gone", ReasonCode.PROCESS_EXITED)
+
+
+def test_titles_of_others_are_hidden_where_identities_are() -> None:
+    bench = EngineBench()
+    bench.dispatcher = bench.build(hide_identities=True)
+    bench.put(3, owner_uid=ADA.uid, devices=(sample(UUIDS[1], 0, MIB),))
+    assert [wait.title for wait in bench.ask(target=Target(pid=3), caller=ADA).waits_for] == [""]
+    assert [wait.title for wait in bench.ask(target=Target(pid=3)).waits_for] == [TITLE]
+
+
+def test_a_group_waits_as_a_whole_and_then_takes_a_new_step() -> None:
+    bench = EngineRanks()
+    bench.second = bench.rank(2, "1", 48, devices=(sample(UUIDS[1], 0, MIB),))
+    asked = bench.ask_group(deadline_seconds=120.0)
+    assert not bench.commands(bench.first)
+    assert not bench.commands(bench.second), "the other device has no engine, but the rank waits for its group"
+    bench.later(60.0)
+    assert not bench.dispatcher.get(asked.id).finished
+    first, second = bench.rank(1, "0", 650), bench.rank(2, "1", 648)
+    bench.engine(UUIDS[0], gpu="0", running=False)
+    bench.later(1.0)
+    (one,), (other,) = bench.commands(first), bench.commands(second)
+    assert one.at_step == other.at_step == bench.dispatcher.get(asked.id).at_step
+    assert one.at_step is not None
+    assert one.at_step > 650
+
+
+def test_a_group_that_waits_too_long_is_refused_as_a_whole() -> None:
+    bench = EngineRanks()
+    asked = bench.ask_group(deadline_seconds=30.0)
+    bench.later(30.5)
+    found = bench.dispatcher.get(asked.id)
+    assert {(result.outcome, result.reason_code) for result in found.results} == {("refused", STARTING)}
+    assert len(found.results) == 2
+
+
+def test_a_group_whose_step_has_passed_meanwhile_does_not_act() -> None:
+    bench = EngineRanks()
+    asked = bench.ask_group(deadline_seconds=120.0, at_step=150)
+    bench.later(60.0)
+    bench.rank(1, "0", 650)
+    bench.rank(2, "1", 648)
+    bench.engine(UUIDS[0], gpu="0", running=False)
+    bench.later(1.0)
+    codes = {result.reason_code for result in bench.dispatcher.get(asked.id).results}
+    assert codes == {ReasonCode.GROUP_INCOMPLETE}

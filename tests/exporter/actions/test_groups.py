@@ -1,0 +1,132 @@
+"""Actions on all ranks of a workload at the same step, and commands that a rank keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.protocol import ReasonCode
+from gpumem_exporter.actions.dispatcher import (
+    GROUP_ANSWER_SECONDS,
+)
+from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
+from gpumem_exporter.errors import GroupIncompleteError
+from tests.support.dispatching import EVERYBODY, Ranks, run
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_a_group_is_every_rank_of_the_workload_at_a_step_that_no_rank_has_ended(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        ranks.now += 1.0  # the last samples are a second old: rank 0 may be at step 60 by now
+        action = ranks.ask_group()
+        assert action.at_step == 50 + 10 + round(GROUP_LEAD_SECONDS / 0.1)
+        for process in (ranks.first, ranks.second):
+            (command,) = await ranks.dispatcher.commands(process, 0)
+            assert (command.mode, command.at_step) == ("step", action.at_step)
+
+    run(scenario())
+
+
+def test_a_group_step_is_two_steps_ahead_and_before_the_deadline(ranks: Ranks) -> None:
+    ranks.rank(1, "0", 50, step_seconds=10.0)
+    with pytest.raises(GroupIncompleteError, match=r"\b98\b.*\b480\.0 s.*\b30 s"):
+        ranks.ask_group()  # rank 1 makes fifty steps within the lead, for which rank 0 takes minutes
+    ranks.rank(2, "1", 48, step_seconds=10.0)
+    with pytest.raises(GroupIncompleteError, match=r"\b52\b.*\b40\.0 s"):
+        ranks.ask_group()
+    assert ranks.ask_group(deadline_seconds=60).at_step == 52
+    with pytest.raises(GroupIncompleteError, match=r"\b52\b.*\b40\.0 s.*\b5 s"):
+        ranks.ask_group(deadline_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modes": ("now",)}, r"pid 2 \(rank 1\).*\bnow\b"),
+        ({"actions": ("reset_peak",)}, r"pid 2 \(rank 1\).*\breset_peak\b"),
+        ({"step": None}, r"pid 2 \(rank 1\).*\bsteps"),
+        ({"step_seconds": None}, r"pid 2 \(rank 1\).*\bsteps"),
+        ({"workload": "another"}, r"\banother, train\b"),
+    ],
+)
+def test_a_group_with_a_rank_that_cannot_take_part_does_not_start(
+    ranks: Ranks, changes: dict[str, Any], message: str
+) -> None:
+    ranks.rank(2, "1", **{"step": 48, **changes})
+    with pytest.raises(GroupIncompleteError, match=message):
+        ranks.ask_group(target=EVERYBODY)
+    assert ranks.dispatcher.recent() == ()
+
+
+def test_a_command_that_a_process_keeps_is_not_sent_again(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        action = ranks.ask(mode="step")
+        assert len(await ranks.dispatcher.commands(ranks.first, 0)) == 1
+        reported = ranks.says(ranks.first, action.id)
+        assert await ranks.dispatcher.commands(reported, 0) == ()
+        assert ranks.dispatcher.cancelled(reported) == ()
+
+    run(scenario())
+
+
+def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_names_it(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        action = ranks.ask_group()
+        await ranks.dispatcher.commands(ranks.first, 0)
+        held = ranks.says(ranks.first, action.id)
+        answer = asyncio.create_task(ranks.dispatcher.commands(held, 5))
+        await asyncio.sleep(0)
+        ranks.now += GROUP_ANSWER_SECONDS
+        ranks.dispatcher.expire()
+        assert await answer == ()
+        assert ranks.dispatcher.cancelled(held) == (action.id,)
+        ranks.answer(held, action, "refused")
+        (finished,) = ranks.finished
+        assert {row.rank: row.outcome for row in finished.results} == {"0": "refused", "1": "expired"}
+        (silent,) = (row for row in finished.results if row.rank == "1")
+        assert silent.reason_code == ReasonCode.GROUP_RANK_LATE
+
+    run(scenario())
+
+
+def test_a_group_is_withdrawn_if_a_rank_exits_or_refuses(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        for end in ("gone", "refused"):
+            action = ranks.ask_group()
+            for process in (ranks.first, ranks.second):
+                await ranks.dispatcher.commands(process, 0)
+                ranks.says(process, action.id)
+            if end == "gone":
+                ranks.dispatcher.process_gone(ranks.second.key, "it has ended")
+            else:
+                ranks.answer(ranks.second, action, "refused")
+            assert ranks.dispatcher.cancelled(ranks.says(ranks.first, action.id)) == (action.id,)
+            ranks.answer(ranks.first, action, "refused")
+            assert ranks.finished[-1].id == action.id
+
+    run(scenario())
+
+
+def test_a_command_of_an_exporter_that_has_been_restarted_is_cancelled(ranks: Ranks) -> None:
+    assert ranks.dispatcher.cancelled(ranks.says(ranks.first, "before")) == ("before",)
+
+
+def test_each_late_rank_of_a_group_has_one_result(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        third = ranks.rank(3, "2", 48)
+        action = ranks.ask_group()
+        await ranks.dispatcher.commands(third, 0)
+        held = ranks.says(third, action.id)
+        ranks.now += GROUP_ANSWER_SECONDS
+        ranks.dispatcher.expire()
+        ranks.answer(held, action, "refused")
+        (finished,) = ranks.finished
+        assert sorted(row.rank for row in finished.results) == ["0", "1", "2"]
+
+    run(scenario())

@@ -1,0 +1,189 @@
+"""What callers may do: which actions, on which processes, and which entries of the audit log they see."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from gpumem_client.wire.procfs import pid_namespace
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.permission import may_see, permitted_actions, permitted_processes
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, ActionRequest, Target
+from gpumem_exporter.core.place import HERE, UNKNOWN, Place
+from gpumem_exporter.errors import (
+    ActionForbiddenError,
+    ActionRefusedError,
+    GroupIncompleteError,
+    IdempotencyConflictError,
+    TargetNotFoundError,
+    TooManyActionsError,
+)
+from tests.support.builders import MIB, UUIDS, device, node, sample
+from tests.support.dispatching import EVERYBODY, Bench, Ranks
+
+ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0, pid=4)
+ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1001, pid=5)
+EVE = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1002, host="127.0.0.1")
+A, B = (Place(known=True, container=letter * 64) for letter in "ab")
+
+
+class Shared(Bench):
+    """A node with a process of root, one of Ada, one of Eve, and one that only a token vouches for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatcher = self.build(allowed=frozenset(ACTIONS))
+        for pid, owner_uid in ((1, 0), (2, 1001), (3, 1002), (4, None)):
+            self.put(pid, owner_uid=owner_uid, pid_namespace=pid_namespace(), devices=(sample(UUIDS[0], 0, MIB),))
+
+    def pids(self, caller: Caller, target: Target = EVERYBODY, **changes: object) -> set[int | str]:
+        """Return the processes of an action."""
+        action = self.ask(target=target, caller=caller, dry_run=True, **changes)
+        return {result.pid for result in action.results}
+
+
+@pytest.fixture
+def bench() -> Shared:
+    bench = Shared()
+    for key in (bench.first.key, bench.second.key):  # those that `Bench` adds
+        bench.store.forget(key)
+    return bench
+
+
+def test_all_means_the_own_processes_of_a_user(bench: Shared) -> None:
+    assert bench.pids(ADA) == {2}
+    assert bench.pids(EVE, Target(gpu="0")) == {3}
+    assert bench.pids(ROOT) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("pid", [1, 3, 4])
+def test_a_process_of_another_user_is_refused_with_what_the_caller_may_do(bench: Shared, pid: int) -> None:
+    with pytest.raises(ActionForbiddenError, match=rf"pid={pid}\b.*uid=1001.*\b1\b"):
+        bench.ask(target=Target(pid=pid), caller=ADA)
+    assert bench.dispatcher.recent() == ()
+
+
+def test_a_target_that_nothing_matches_is_not_found_for_every_caller(bench: Shared) -> None:
+    for caller in (ROOT, ADA):
+        with pytest.raises(TargetNotFoundError):
+            bench.ask(target=Target(pid=99), caller=caller)
+
+
+@pytest.mark.parametrize(
+    ("action", "options"),
+    [("terminate", {}), ("set_memory_fraction", {"fraction": 0.5, "force": True})],
+)
+def test_some_actions_need_the_rights_to_all_processes(bench: Shared, action: str, options: dict[str, object]) -> None:
+    with pytest.raises(ActionForbiddenError, match=action):
+        bench.ask(action, target=Target(pid=2), caller=ADA, **options)
+    bench.ask(action, target=Target(pid=2), caller=ROOT, dry_run=True, **options)
+
+
+def test_a_caller_without_rights_reaches_nothing(bench: Shared) -> None:
+    with pytest.raises(ActionForbiddenError):
+        bench.ask(caller=dataclasses.replace(ADA, rights=Rights.NONE))
+
+
+def test_a_caller_reaches_the_processes_of_its_place() -> None:
+    bench = Bench()
+    for pid, (owner_uid, place) in enumerate(((0, HERE), (1001, HERE), (0, A), (1001, A), (1001, B), (0, B)), start=1):
+        bench.put(pid, owner_uid=owner_uid, place=place, pid_namespace=7, session=str(pid))
+    snapshot = bench.store.snapshot(bench.now)
+
+    def reached(uid: int, place: Place) -> set[int | str]:
+        caller = dataclasses.replace(ADA, uid=uid, place=place)
+        if not permitted_processes(caller, snapshot):
+            return set()
+        return {result.pid for result in bench.ask(caller=caller, dry_run=True).results}
+
+    assert reached(1001, HERE) == {2, 4, 5}
+    assert reached(1001, A) == {4}
+    assert reached(0, A) == {3, 4}
+    assert reached(0, B) == {5, 6}
+    assert reached(1002, A) == reached(0, UNKNOWN) == set()
+
+
+def test_the_actions_of_a_user_are_those_that_concern_only_its_processes() -> None:
+    assert permitted_actions(ROOT, ACTIONS) == ACTIONS
+    assert permitted_actions(ADA, ACTIONS) == DEFAULT_ACTIONS
+    assert permitted_actions(dataclasses.replace(ADA, rights=Rights.NONE), ACTIONS) == ()
+
+
+def test_the_audit_log_shows_users_their_own_actions(bench: Shared) -> None:
+    by_ada = bench.ask(target=Target(pid=2), caller=ADA)
+    by_root = bench.ask(target=Target(pid=2), caller=ROOT)
+    over_tcp = dataclasses.replace(ADA, kind=CallerKind.LOOPBACK, pid=0)
+    assert [may_see(over_tcp, action) for action in (by_ada, by_root)] == [True, False]
+    assert [may_see(EVE, action) for action in (by_ada, by_root)] == [False, False]
+    assert may_see(ROOT, by_ada)
+
+
+def test_an_idempotency_key_belongs_to_its_caller(bench: Shared) -> None:
+    first = bench.ask(target=Target(pid=2), caller=ADA, idempotency_key="k")
+    second = bench.ask("collect_garbage", target=Target(pid=3), caller=EVE, idempotency_key="k")
+    alert = bench.ask(target=Target(pid=2), caller=Caller.alert("Leak", ROOT), idempotency_key="k")
+    assert len({first.id, second.id, alert.id}) == 3
+    assert bench.ask(target=Target(pid=2), caller=ADA, idempotency_key="k").id == first.id
+    with pytest.raises(IdempotencyConflictError):
+        bench.ask("reset_peak", target=Target(pid=2), caller=ADA, idempotency_key="k")
+
+
+def test_a_user_has_one_limit_on_the_socket_and_over_loopback(bench: Shared) -> None:
+    bench.dispatcher = bench.build(limits=RateLimits(per_caller=2, per_process=100, clock=lambda: bench.now))
+    over_tcp = dataclasses.replace(ADA, kind=CallerKind.LOOPBACK, pid=0)
+    bench.ask(caller=ADA)
+    bench.ask(caller=over_tcp, dry_run=True)
+    with pytest.raises(TooManyActionsError):
+        bench.ask(caller=ADA)
+    bench.ask(caller=EVE)
+
+
+def test_a_rank_of_another_user_does_not_join_a_group() -> None:
+    ranks = Ranks()
+    ranks.rank(3, "2", 49, owner_uid=1002)
+    action = ranks.ask_group()
+    assert len(ranks.dispatcher.under_way()) == 2
+    assert action.state == "queued"
+    with pytest.raises(GroupIncompleteError, match=r"uid 0 \(pid 1, 2\), uid 1002 \(pid 3\)"):
+        ranks.ask_group(target=Target(workload="train"))
+    eve = ranks.ask_group(target=Target(workload="train"), caller=EVE)
+    assert {part for part in ranks.dispatcher.under_way() if part.owner_uid == 1002}
+    assert eve.id != action.id
+
+
+@pytest.mark.parametrize(
+    ("owner_uid", "listed", "code"),
+    [
+        (1001, (), "not_listed"),
+        (None, (20,), "not_attested"),
+        (1001, (20,), "process_exited"),  # the next check
+    ],
+)
+def test_terminate_needs_the_kernel_and_the_driver_to_name_the_process(
+    bench: Shared, owner_uid: int | None, listed: tuple[int, ...], code: str
+) -> None:
+    bench.store.put_reading(node(device(processes=dict.fromkeys(listed, MIB)), taken=bench.now))
+    bench.put(20, owner_uid=owner_uid)
+    for dry_run in (True, False):
+        (result,) = bench.ask("terminate", target=Target(pid=20), caller=ROOT, dry_run=dry_run).results
+        assert (result.outcome, result.reason_code) == ("refused", code)
+
+
+@pytest.mark.parametrize("target", [Target(workload="evaluatian"), Target(workload="evaluation", pid="3")])
+def test_errors_name_only_the_callers_processes_if_identities_are_hidden(target: Target) -> None:
+    bench = Shared()
+    bench.put(8, owner_uid=1002, workload="secret-evaluation")
+    bench.put(9, owner_uid=1001, workload="evaluation")
+    open_text, hidden_text = (str(_refused(bench.build(hide_identities=hide), ADA, target)) for hide in (False, True))
+    assert "secret-evaluation" in open_text
+    assert "secret-evaluation" not in hidden_text
+    assert "evaluation" in hidden_text
+
+
+def _refused(dispatcher: Dispatcher, caller: Caller, target: Target) -> Exception:
+    with pytest.raises(ActionRefusedError) as refused:
+        dispatcher.submit(ActionRequest("empty_cache", target), requested_by=caller)
+    return refused.value

@@ -1,0 +1,502 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.protocol import DeviceSample, ReasonCode
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.policy.engine import MAX_DECISIONS, Engine, Evaluation
+from gpumem_exporter.actions.policy.model import RESULTS, Condition, Rule, StopAfter
+from gpumem_exporter.actions.policy.outcomes import Stop
+from gpumem_exporter.actions.policy.rule_state import Decision
+from gpumem_exporter.actions.policy.values import FIELDS
+from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot, StartingEngine
+from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+
+SLACK = Condition("slack_bytes", over=100 * MIB)
+EVERY_WORKLOAD = ("*",)
+
+
+def rule(name: str = "r", *when: Condition, action: str = "empty_cache", group: bool = False, **changes: Any) -> Rule:
+    request = ActionRequest(action, Target(), mode="step" if group else "now", group=group)
+    given: dict[str, Any] = {"cooldown_seconds": 10.0, "dry_run": False, "stop_after": StopAfter(), **changes}
+    return Rule(name, when or (SLACK,), request, given.pop("workloads", EVERY_WORKLOAD), **given)
+
+
+def process(pid: int = 1, *samples: DeviceSample, at: float, **changes: Any) -> ReportingProcess:
+    """A process that reported at this time; by default with 200 MiB of slack on device 0."""
+    known = reporting(pid, devices=samples or (sample(reclaimable=200 * MIB),), **changes)
+    return replace(known, received_seconds=at)
+
+
+class Bench:
+    """An engine, a clock, and the processes with a running action."""
+
+    def __init__(self, *rules: Rule) -> None:
+        self.now = 1000.0
+        self.engine = Engine(rules, stale_seconds=5.0)
+        self.under_way: set[ProcessKey] = set()
+        self.reading: NodeReading | None = node(device(UUIDS[0], total=1000 * MIB, used=990 * MIB))
+
+    def evaluate(self, *processes: ReportingProcess) -> Evaluation:
+        return self.engine.evaluate(Snapshot(self.now, self.reading, processes), lambda: self.under_way)
+
+    def hoarding(self, seconds: float = 1.0, **changes: Any) -> Evaluation:
+        """Evaluate some seconds later, when process 1 has 200 MiB of slack."""
+        self.now += seconds
+        return self.evaluate(process(at=self.now, **changes))
+
+    def act(self, seconds: float = 10.0, **results: Any) -> Stop | None:
+        """Let the rule act on process 1 some seconds later, with this result."""
+        (decision,) = self.hoarding(seconds).decisions
+        return self.finish(decision, **results)
+
+    def finish(
+        self, decision: Decision, freed: int | None = 200 * MIB, outcome: str = "done", still_free: int | None = None
+    ) -> Stop | None:
+        row = ActionResult(
+            1, "train", "", "0", UUIDS[0], outcome, "why", freed_bytes=freed, still_free_bytes=still_free
+        )
+        dry = decision.request.dry_run
+        action = Action(f"a{self.now}", "empty_cache", "done", "policy:r", 0.0, Target(pid=1), dry_run=dry)
+        return self.engine.finished(decision, replace(action, results=(row,)))
+
+
+def only(found: Evaluation, result: str) -> bool:
+    return not found.decisions and [key[1] for key in found.counts] == [result]
+
+
+def test_a_rule_requests_its_action_on_the_process_that_meets_its_conditions() -> None:
+    bench = Bench(rule("r", SLACK, Condition("device_free_ratio", under=0.05)))
+    (decision,) = bench.hoarding().decisions
+    assert decision.request == ActionRequest("empty_cache", Target(pid=1), reason=decision.request.reason)
+    assert re.search(
+        r"slack_bytes\b.*\b200\.0 MiB\b.*\b100\.0 MiB\b.*device_free_ratio\b.*\b1 %.*\b5 %", decision.request.reason
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("slack_bytes", 300 * MIB),
+        ("slack_ratio", 0.75),
+        ("reclaimable_bytes", 200 * MIB),
+        ("idle_cache_bytes", 150 * MIB),
+        ("fragmented_bytes", 100 * MIB),
+        ("fragmentation_ratio", 0.25),
+        ("allocated_bytes", 100 * MIB),
+        ("reserved_bytes", 400 * MIB),
+        ("idle_seconds", 1.0),
+        ("device_free_bytes", 10 * MIB),
+        ("device_free_ratio", 0.01),
+        ("device_utilization_ratio", 0.5),
+    ],
+)
+def test_each_field_has_its_value_and_strict_bounds(field: str, value: float) -> None:
+    def acts(over: float, under: float) -> bool:
+        bench = Bench(rule("r", Condition(field, over, under), cooldown_seconds=0.5))
+        bench.reading = node(replace(device(UUIDS[0], total=1000 * MIB, used=990 * MIB), utilization_ratio=0.5))
+        hoard = sample(allocated=100 * MIB, reclaimable=200 * MIB, fragmented=100 * MIB)
+        hoard = replace(hoard, idle_cache_bytes=150 * MIB)
+        bench.evaluate(process(1, hoard, at=bench.now))
+        bench.now += 1
+        return bool(bench.evaluate(process(1, hoard, at=bench.now)).decisions)
+
+    assert acts(value * 0.99, value * 1.01)
+    assert not acts(value, value * 1.01)
+    assert not acts(value * 0.99, value)
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
+def test_an_unknown_value_meets_no_condition(field: str) -> None:
+    bench = Bench(rule("over", Condition(field, over=-1.0)), rule("under", Condition(field, under=1e18)))
+    bench.reading = None
+    unknown = DeviceSample(UUIDS[0])
+    bench.evaluate(process(1, unknown, at=bench.now))
+    bench.now += 1
+    found = bench.evaluate(process(1, unknown, at=bench.now))
+    assert found.counts == {("over", "unmet"): 1, ("under", "unmet"): 1}
+    assert not found.decisions
+
+
+@pytest.mark.parametrize("reading", [node(up=False), node(device(UUIDS[1])), node(replace(device(), error="lost"))])
+def test_a_device_that_cannot_be_read_meets_no_condition(reading: NodeReading) -> None:
+    bench = Bench(rule("r", Condition("device_free_bytes", over=-1.0)))
+    bench.reading = reading
+    assert only(bench.hoarding(), "unmet")
+
+
+def test_a_rule_acts_when_its_conditions_were_true_for_the_whole_time() -> None:
+    bench = Bench(rule(for_seconds=3.0))
+    for _ in range(3):
+        assert only(bench.hoarding(), "pending")
+    assert bench.hoarding().decisions
+
+
+def test_a_sample_that_does_not_meet_the_conditions_restarts_the_time() -> None:
+    bench = Bench(rule(for_seconds=3.0))
+    for _ in range(3):
+        bench.hoarding()
+    bench.now += 0.1
+    assert only(bench.evaluate(process(1, sample(), at=bench.now)), "unmet")
+    for _ in range(3):
+        assert only(bench.hoarding(), "pending")
+    assert bench.hoarding().decisions
+
+
+@pytest.mark.parametrize(
+    "changes", [{"start_time_ticks": 2000}, {"session": "second"}], ids=["another process", "another reporter"]
+)
+def test_another_process_with_the_same_pid_restarts_the_time(changes: dict[str, Any]) -> None:
+    bench = Bench(rule(for_seconds=3.0))
+    for _ in range(3):
+        bench.hoarding()
+    for _ in range(3):
+        assert only(bench.hoarding(**changes), "pending")
+    assert bench.hoarding(**changes).decisions
+
+
+def test_a_process_with_a_stale_sample_meets_nothing_and_restarts_the_time() -> None:
+    bench = Bench(rule(for_seconds=8.0))
+    bench.hoarding()
+    last = process(at=bench.now)
+    bench.now += 5.5
+    assert bench.evaluate(last).counts == {}
+    bench.now += 3.5
+    assert only(bench.evaluate(process(at=bench.now)), "pending")
+
+
+def test_time_passes_with_samples_not_with_evaluations() -> None:
+    bench = Bench(rule(for_seconds=3.0))
+    bench.hoarding()
+    last = process(at=bench.now)
+    bench.now += 4.0
+    assert only(bench.evaluate(last), "pending")
+
+
+def test_idle_time_starts_at_the_last_activity_and_a_clear_is_not_an_activity() -> None:
+    bench = Bench(rule("r", Condition("idle_seconds", over=2.5), cooldown_seconds=1.0, stop_after=None))
+    assert only(bench.hoarding(step=1), "unmet")
+    for _ in range(2):
+        assert only(bench.hoarding(step=2), "unmet")
+    bench.now += 1
+    cleared = process(1, sample(), at=bench.now, step=2)  # reserved fell, allocated did not move
+    assert only(bench.evaluate(cleared), "unmet")
+    assert bench.hoarding(step=2).decisions
+    assert only(bench.hoarding(step=3), "unmet")
+
+
+def test_a_gap_in_the_samples_restarts_the_idle_time() -> None:
+    bench = Bench(rule("r", Condition("idle_seconds", over=2.5)))
+    bench.hoarding(step=1)
+    bench.hoarding(6.0, step=1)
+    assert only(bench.hoarding(2.0, step=1), "unmet")
+    assert bench.hoarding(1.0, step=1).decisions
+
+
+def test_the_cooldown_follows_every_action_whatever_its_outcome() -> None:
+    bench = Bench(rule(cooldown_seconds=10.0))
+    bench.act(outcome="expired", freed=None)
+    assert only(bench.hoarding(9.9), "cooling")
+    assert bench.hoarding(0.1).decisions
+
+
+def test_the_cooldown_is_per_process() -> None:
+    bench = Bench(rule())
+    bench.act()
+    bench.now += 1
+    found = bench.evaluate(process(1, at=bench.now), process(2, at=bench.now))
+    assert [decision.request.target for decision in found.decisions] == [Target(pid=2)]
+
+
+def test_a_rule_has_a_maximum_number_of_actions_per_hour() -> None:
+    bench = Bench(rule(max_per_hour=2))
+    bench.act()
+    bench.act()
+    assert only(bench.hoarding(10.0), "limited")
+    assert bench.hoarding(3600.0 - 10.0).decisions
+
+
+def test_no_user_uses_up_the_actions_of_another() -> None:
+    bench = Bench(rule(max_per_hour=2))
+    found = bench.evaluate(*(process(pid, at=bench.now, owner_uid=1001) for pid in range(1, 6)))
+    assert len(found.decisions) == 2
+    assert found.counts == {("r", "limited"): 3}
+    found = bench.evaluate(*(process(pid, at=bench.now, owner_uid=1002) for pid in range(11, 16)))
+    assert len(found.decisions) == 2
+
+
+def test_a_rule_does_not_act_on_a_process_with_a_running_action() -> None:
+    bench = Bench(rule())
+    bench.under_way = {ProcessKey(1, 1)}
+    assert only(bench.hoarding(), "busy")
+    bench.under_way = set()
+    assert bench.hoarding().decisions
+
+
+def test_only_one_rule_acts_on_a_process_per_evaluation_besides_dry_runs() -> None:
+    bench = Bench(rule("first"), rule("second"))
+    found = bench.hoarding()
+    assert [decision.rule.name for decision in found.decisions] == ["first"]
+    assert found.counts == {("second", "busy"): 1}
+    bench = Bench(rule("first", dry_run=True), rule("second"))
+    assert [decision.rule.name for decision in bench.hoarding().decisions] == ["first", "second"]
+
+
+def test_a_process_on_two_devices_gets_one_action() -> None:
+    bench = Bench(rule())
+    bench.now += 1
+    found = bench.evaluate(
+        process(1, sample(UUIDS[0], reclaimable=200 * MIB), sample(UUIDS[1], reclaimable=200 * MIB), at=bench.now)
+    )
+    assert len(found.decisions) == 1
+    assert found.counts == {("r", "cooling"): 1}
+
+
+def test_a_rule_is_evaluated_only_for_its_workloads() -> None:
+    bench = Bench(rule(workloads=("eval-*",)))
+    bench.now += 1
+    found = bench.evaluate(process(1, at=bench.now, workload="train"), process(2, at=bench.now, workload="eval-7"))
+    assert [decision.request.target for decision in found.decisions] == [Target(pid=2)]
+    assert found.counts == {}
+
+
+def test_a_made_up_rank_of_another_user_neither_acts_on_a_group_nor_delays_its_rule() -> None:
+    bench = Bench(rule(group=True, cooldown_seconds=600.0))
+    bench.now += 1
+    mine, rank = (process(pid, at=bench.now, workload="train", owner_uid=1001) for pid in (1, 2))
+    other = process(3, at=bench.now, workload="train", owner_uid=1002)
+    quiet = process(1, sample(), at=bench.now, workload="train", owner_uid=1001)
+    (decision,) = bench.evaluate(quiet, other).decisions
+    assert decision.request.target == Target(pid=3, workload="train")  # of its own user only
+    bench.under_way = {other.key}
+    (decision,) = bench.evaluate(mine, rank, other).decisions
+    assert decision.request.target == Target(pid=1, workload="train")
+
+
+def test_a_group_gets_one_action_and_none_while_a_rank_is_busy() -> None:
+    bench = Bench(rule(group=True))
+    bench.now += 1
+    ranks = [process(pid, at=bench.now, workload="train", rank=str(pid)) for pid in (1, 2)]
+    bench.under_way = {ranks[1].key}
+    assert only(bench.evaluate(*ranks), "busy")
+    bench.under_way = set()
+    (decision,) = bench.evaluate(*ranks).decisions
+    assert (decision.request.target, decision.request.group) == (Target(pid=1, workload="train"), True)
+    assert only(bench.evaluate(*ranks), "cooling")
+
+
+def test_a_process_without_a_workload_is_in_no_group() -> None:
+    bench = Bench(rule(group=True))
+    assert not bench.hoarding(workload="").decisions
+
+
+def test_many_decisions_are_spread_over_evaluations() -> None:
+    bench = Bench(rule(max_per_hour=600))
+    bench.now += 1
+    processes = [process(pid, at=bench.now) for pid in range(1, MAX_DECISIONS + 4)]
+    found = bench.evaluate(*processes)
+    assert len(found.decisions) == MAX_DECISIONS
+    assert found.counts == {("r", "pending"): 3}
+    assert len(bench.evaluate(*processes).decisions) == 3
+
+
+def test_a_rule_stops_after_consecutive_clears_that_release_little() -> None:
+    bench = Bench(rule(stop_after=StopAfter(3, 64 * MIB)))
+    assert bench.act(freed=MIB) is None
+    assert bench.act(freed=0) is None
+    stop = bench.act(freed=2 * MIB)
+    assert stop is not None
+    assert re.search(r"\bempty_cache\b.*\b3\b.*\b2\.0 MiB", stop.reason)
+    assert [tried.freed_bytes for tried in stop.tries] == [MIB, 0, 2 * MIB]
+    assert bench.engine.stopped("r") == 1
+    assert only(bench.hoarding(1000.0), "stopped")
+
+
+def test_a_stop_is_per_process() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    assert bench.act(freed=0) is not None
+    bench.now += 100
+    found = bench.evaluate(process(1, at=bench.now), process(2, at=bench.now))
+    assert [decision.observation.process.key for decision in found.decisions] == [ProcessKey(1, 2)]
+
+
+def test_a_helpful_clear_resets_the_count() -> None:
+    bench = Bench(rule(stop_after=StopAfter(2, 64 * MIB)))
+    assert bench.act(freed=0) is None
+    assert bench.act(freed=64 * MIB) is None
+    assert bench.act(freed=0) is None
+    assert bench.act(freed=0) is not None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "stops"), [("expired", True), ("refused", True), ("unsupported", True), ("gone", False)]
+)
+def test_an_action_that_was_not_done_did_not_help_unless_the_process_exited(outcome: str, stops: bool) -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    stop = bench.act(outcome=outcome, freed=None)
+    assert (stop is not None) is stops
+    assert stop is None or f"{outcome}: why" in stop.reason
+
+
+def test_an_unmeasured_action_does_not_count() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    assert bench.act(freed=None) is None
+    assert bench.engine.stopped("r") == 0
+
+
+@pytest.mark.parametrize(
+    ("still_free", "stops"), [(0, True), (64 * MIB - 1, True), (64 * MIB, False), (200 * MIB, False)]
+)
+def test_only_released_memory_that_is_still_free_after_settling_counts(still_free: int, stops: bool) -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB, still_free_seconds=5.0)))
+    stop = bench.act(freed=200 * MIB, still_free=still_free)
+    assert (stop is not None) is stops
+    if stop is not None:
+        shown = "0 bytes" if still_free == 0 else r"64\.0 MiB"
+        assert re.search(rf"\bempty_cache\b.*\b200\.0 MiB.*\b{shown}\b.*\b5 s", stop.reason)
+
+
+def test_a_clear_of_which_it_is_unknown_what_stayed_free_does_not_count() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB, still_free_seconds=5.0)))
+    assert bench.act(freed=200 * MIB) is None
+    assert bench.engine.stopped("r") == 0
+
+
+def test_a_dry_run_acts_again_only_after_its_conditions_were_false() -> None:
+    bench = Bench(rule(dry_run=True))
+    (decision,) = bench.hoarding().decisions
+    assert decision.request.dry_run
+    bench.finish(decision)
+    assert only(bench.hoarding(100.0), "cooling")
+    bench.now += 1
+    bench.evaluate(process(1, sample(), at=bench.now))  # something else has cleared the cache
+    assert bench.hoarding().decisions
+
+
+def test_a_dry_run_that_would_release_little_stops() -> None:
+    bench = Bench(rule(dry_run=True, stop_after=StopAfter(2, 64 * MIB)))
+    assert bench.act(freed=0) is None
+    assert bench.act(freed=0) is not None
+    assert only(bench.hoarding(100.0), "stopped")
+
+
+def test_an_unchanged_rule_keeps_its_state_after_a_reload() -> None:
+    bench = Bench(rule(for_seconds=3.0), rule("tired", stop_after=StopAfter(1, 64 * MIB)))
+    for _ in range(3):
+        found = bench.hoarding()
+        if found.decisions:
+            bench.finish(found.decisions[0], freed=0)
+    earlier, bench.engine = bench.engine, Engine((*bench.engine.rules, rule("new")), stale_seconds=5.0)
+    bench.engine.take_over(earlier)
+    found = bench.hoarding(10.0)
+    assert [decision.rule.name for decision in found.decisions] == ["r"]
+    assert found.counts == {("tired", "stopped"): 1, ("new", "busy"): 1}
+
+
+def test_a_changed_rule_keeps_only_its_cooldown_and_limit_after_a_reload() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB), max_per_hour=2))
+    bench.act(freed=0)
+    earlier, bench.engine = bench.engine, Engine((rule(max_per_hour=2),), stale_seconds=5.0)
+    bench.engine.take_over(earlier)
+    assert only(bench.hoarding(9.0), "cooling")
+    bench.act(1.0)
+    assert only(bench.hoarding(10.0), "limited")
+
+
+def test_an_action_from_before_a_change_does_not_count_for_the_changed_rule() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    (decision,) = bench.hoarding().decisions
+    bench.engine = Engine((rule(stop_after=StopAfter(1, 32 * MIB)),), stale_seconds=5.0)
+    assert bench.finish(decision, freed=0) is None
+    bench.engine = Engine((), stale_seconds=5.0)
+    assert bench.finish(decision, freed=0) is None
+
+
+def test_a_silent_process_is_remembered_for_an_hour() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    bench.act(freed=0)
+    bench.now += 1800
+    bench.evaluate()
+    assert only(bench.hoarding(), "stopped")
+    bench.now += 1800
+    bench.evaluate()
+    assert bench.engine.stopped("r") == 0
+
+
+def test_every_counted_result_is_documented() -> None:
+    bench = Bench(rule(for_seconds=1.0, max_per_hour=1, stop_after=StopAfter(1, 64 * MIB)), rule("other", group=True))
+    seen = set()
+    for second in range(40):
+        found = bench.hoarding(workload="train" if second % 2 else "eval")
+        seen.update(result for _, result in found.counts)
+        for decision in found.decisions:
+            bench.finish(decision, freed=0)
+    assert seen <= set(RESULTS)
+    assert len(seen) >= 3
+
+
+def starting(uuid: str = UUIDS[0], host_pid: int = 50) -> StartingEngine:
+    return StartingEngine(uuid, "0", host_pid, "VLLM::EngineCore", until_seconds=2000.0)
+
+
+def beside_an_engine(bench: Bench, *engines: StartingEngine, at: float, **changes: Any) -> Evaluation:
+    bench.now = at
+    snapshot = Snapshot(at, bench.reading, (process(at=at, **changes),), starting=engines)
+    return bench.engine.evaluate(snapshot, lambda: bench.under_way)
+
+
+def test_a_rule_holds_back_while_an_engine_starts_and_keeps_its_budget() -> None:
+    bench = Bench(rule(max_per_hour=1, cooldown_seconds=3600.0))
+    bench.hoarding(0.0)
+    for second in range(1, 4):
+        found = beside_an_engine(bench, starting(), at=5000.0 + second)
+        assert only(found, "held_back")
+        assert [held.rule.name for held in found.held_back] == (["r"] if second == 1 else []), "is logged once"
+    (reason,) = bench.engine.held_back("r")
+    assert "50" in reason
+    assert "VLLM::EngineCore" in reason
+    reloaded = Engine(bench.engine.rules, stale_seconds=5.0)
+    reloaded.take_over(bench.engine)
+    bench.engine = reloaded
+    assert bench.engine.held_back("r") == (reason,), "an unchanged rule keeps its state"
+    assert beside_an_engine(bench, at=5004.0).decisions, "neither the budget nor the cooldown was used"
+    assert not bench.engine.held_back("r")
+
+
+def test_a_rule_holds_back_only_for_engines_on_the_devices_of_its_process() -> None:
+    bench = Bench(rule())
+    assert beside_an_engine(bench, starting(UUIDS[1]), at=2000.0).decisions
+
+
+@pytest.mark.parametrize(
+    ("changes", "acts"),
+    [({"action": "empty_cache"}, False), ({"action": "terminate"}, False), ({"action": "collect_garbage"}, True)],
+)
+def test_only_rules_that_release_memory_hold_back(changes: dict[str, Any], acts: bool) -> None:
+    bench = Bench(rule(**changes))
+    assert bool(beside_an_engine(bench, starting(), at=2000.0).decisions) == acts
+
+
+def test_a_rule_with_force_does_not_hold_back() -> None:
+    forced = rule()
+    bench = Bench(replace(forced, request=replace(forced.request, force=True)))
+    assert beside_an_engine(bench, starting(), at=2000.0).decisions
+
+
+def test_an_action_that_an_engine_start_overtakes_counts_neither_way() -> None:
+    bench = Bench(rule(stop_after=StopAfter(clears=1)))
+    (decision,) = bench.hoarding().decisions
+    row = ActionResult(1, "train", "", "0", UUIDS[0], "refused", "why", reason_code=ReasonCode.ENGINE_STARTING)
+    action = Action("a", "empty_cache", "failed", "policy:r", 0.0, Target(pid=1), results=(row,))
+    assert bench.engine.finished(decision, action) is None
+    assert bench.engine.stopped("r") == 0
+
+
+def test_a_rule_that_ends_an_engine_does_not_wait_for_its_start() -> None:
+    bench = Bench(rule(action="terminate"))
+    assert beside_an_engine(bench, starting(host_pid=1), at=2000.0).decisions

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.actions.policy.file import MAX_RULES, read_policy
+from gpumem_exporter.actions.policy.model import Condition, Rule, StopAfter
+from gpumem_exporter.actions.policy.values import FIELDS
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
+from gpumem_exporter.server.settings import load_settings
+from tests.support.paths import REPOSITORY
+
+EXAMPLE = REPOSITORY / "deploy" / "policy.example.yml"
+MINIMAL = """\
+rules:
+  - name: r
+    workloads: [a]
+    when: {slack_bytes: {over: 1}}
+    do: {action: empty_cache}
+"""
+
+
+def read(tmp_path: Path, text: str, allowed: tuple[str, ...] = DEFAULT_ACTIONS) -> tuple[Rule, ...]:
+    path = tmp_path / "policy.yml"
+    path.write_text(text)
+    return read_policy(path, allowed=allowed)
+
+
+def refusal(tmp_path: Path, text: str, allowed: tuple[str, ...] = DEFAULT_ACTIONS) -> str:
+    """The message of a file that is refused, without the file's own name."""
+    with pytest.raises(ConfigurationError) as refused:
+        read(tmp_path, text, allowed)
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.startswith(str(tmp_path / "policy.yml"))
+    return message.removeprefix(str(tmp_path / "policy.yml"))
+
+
+def test_a_rule_with_every_key_is_read(tmp_path: Path) -> None:
+    (rule,) = read(
+        tmp_path,
+        """\
+rules:
+  - name: full.rule-1
+    workloads: [notebook-*, eval]
+    when:
+      slack_bytes: {over: 4GiB}
+      device_free_ratio: {under: 5%}
+      idle_seconds: {over: 1.5m, under: 2h}
+    for: 90s
+    do: {action: empty_cache, mode: idle, collect_garbage: true, deadline: 2m}
+    cooldown: 1h
+    max_per_hour: 6
+    stop_after: {clears: 2, freed_under: 1GB, still_free_after: 30}
+    dry_run: false
+""",
+    )
+    assert rule.name == "full.rule-1"
+    assert rule.line == 2
+    assert rule.workloads == ("notebook-*", "eval")
+    assert rule.when == (
+        Condition("slack_bytes", over=4 << 30),
+        Condition("device_free_ratio", under=0.05),
+        Condition("idle_seconds", over=90.0, under=7200.0),
+    )
+    request = rule.request
+    assert (request.action, request.mode, request.collect_garbage, request.deadline_seconds) == (
+        "empty_cache",
+        "idle",
+        True,
+        120.0,
+    )
+    assert (rule.for_seconds, rule.cooldown_seconds, rule.max_per_hour) == (90.0, 3600.0, 6)
+    assert rule.stop_after == StopAfter(2, 1e9, 30.0)
+    assert rule.dry_run is False
+
+
+def test_a_minimal_rule_is_a_dry_run_with_default_limits(tmp_path: Path) -> None:
+    (rule,) = read(tmp_path, MINIMAL)
+    assert rule.dry_run is True
+    assert (rule.request.mode, rule.request.group) == ("now", False)
+    assert (rule.for_seconds, rule.cooldown_seconds, rule.max_per_hour) == (0.0, 300.0, 12)
+    assert rule.stop_after == StopAfter(3, 64 << 20, 10.0)
+    assert rule.request.settle_seconds == 10.0
+
+
+def test_stop_after_may_be_never_and_applies_only_to_actions_that_free_memory(tmp_path: Path) -> None:
+    (never,) = read(tmp_path, MINIMAL + "    stop_after: never\n")
+    (snapshot,) = read(tmp_path, MINIMAL.replace("empty_cache", "snapshot"))
+    assert never.stop_after is None
+    assert snapshot.stop_after is None
+
+
+def test_a_cooldown_may_be_as_short_as_the_settling_time(tmp_path: Path) -> None:
+    (equal,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: {still_free_after: 2s}\n")
+    (off,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: {still_free_after: 0s}\n")
+    (never,) = read(tmp_path, MINIMAL + "    cooldown: 2s\n    stop_after: never\n")
+    assert [rule.request.settle_seconds for rule in (equal, off, never)] == [2.0, 0.0, 0.0]
+
+
+def test_a_group_acts_at_a_step(tmp_path: Path) -> None:
+    (rule,) = read(tmp_path, MINIMAL.replace("empty_cache}", "empty_cache, group: true}"))
+    assert (rule.request.mode, rule.request.group) == ("step", True)
+
+
+def test_a_policy_may_have_no_rules(tmp_path: Path) -> None:
+    assert read(tmp_path, "rules: []\n") == ()
+
+
+def test_the_example_is_valid_and_every_rule_in_it_is_a_dry_run() -> None:
+    rules = read_policy(EXAMPLE, allowed=DEFAULT_ACTIONS)
+    assert len(rules) >= 3
+    assert all(rule.dry_run for rule in rules)
+
+
+def test_the_example_has_every_field_and_key() -> None:
+    text = EXAMPLE.read_text()
+    assert [name for name in FIELDS if name not in text] == []
+    for key in ("for", "cooldown", "max_per_hour", "stop_after", "still_free_after", "dry_run", "group", "deadline"):
+        assert f"{key}:" in text
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line", "named"),
+    [
+        (lambda text: text + "    cooldwon: 5m\n", 6, ("'cooldwon'", "name, workloads, when")),
+        (lambda text: text + "    name: s\n", 6, ("'name'",)),
+        (lambda text: text + "    cooldown:\n", 6, ("cooldown",)),
+        (lambda text: text + "    cooldown: 0\n", 6, ("cooldown: '0'", " 1 s")),
+        (lambda text: text + "    cooldown: 2s\n", 6, ("cooldown: '2 s'", "still_free_after", "10 s")),
+        (lambda text: text + "    stop_after: {still_free_after: 6m}\n", 2, ("cooldown: '300 s'", "360 s")),
+        (lambda text: text + "    stop_after: {still_free_after: 2h}\n", 6, ("still_free_after: '2h'", "3600 s")),
+        (
+            lambda text: text.replace("empty_cache", "collect_garbage") + "    stop_after: {still_free_after: 2s}\n",
+            6,
+            ("still_free_after", "empty_cache"),
+        ),
+        (lambda text: text + "    cooldown: 2d\n", 6, ("cooldown: '2d'", "86400 s")),
+        (lambda text: text + "    cooldown: soon\n", 6, ("cooldown: 'soon'", "60s, 5m or 1h")),
+        (lambda text: text + "    for: 5GiB\n", 6, ("for: '5GiB'", "60s")),
+        (lambda text: text + "    max_per_hour: 0\n", 6, ("max_per_hour", "1 to 600")),
+        (lambda text: text + "    max_per_hour: 1.5\n", 6, ("max_per_hour", "1 to 600")),
+        (lambda text: text + "    dry_run: yes\n", 6, ("dry_run: 'yes'", "true", "false")),
+        (lambda text: text + "    stop_after: {clear: 3}\n", 6, ("'clear'", "clears, freed_under")),
+        (lambda text: text + "    stop_after: 3\n", 6, ("stop_after:", "keys")),
+        (lambda text: text.replace("slack_bytes", "slack"), 4, ("'slack'", ", ".join(FIELDS))),
+        (lambda text: text.replace("{over: 1}", "{above: 1}"), 4, ("'above'", "over, under")),
+        (lambda text: text.replace("{over: 1}", "{}"), 4, ("slack_bytes:", "over, under")),
+        (lambda text: text.replace("{over: 1}", "3"), 4, ("slack_bytes:", "over, under")),
+        (lambda text: text.replace("{over: 1}", "{over: -1}"), 4, ("4GiB",)),
+        (lambda text: text.replace("{over: 1}", "{over: 1e999}"), 4, ("4GiB",)),
+        (lambda text: text.replace("{over: 1}", "{over: [1]}"), 4, ("slack_bytes", "string")),
+        (lambda text: text.replace("{over: 1}", "{over: 2GiB, under: 1GiB}"), 4, ("2.0 GiB", "1.0 GiB")),
+        (
+            lambda text: text.replace("slack_bytes: {over: 1}", "slack_ratio: {over: 101%}"),
+            4,
+            ("slack_ratio", "'101%'"),
+        ),
+        (lambda text: text.replace("slack_bytes: {over: 1}", ""), 4, ("when:", "slack_bytes")),
+        (lambda text: text.replace("[a]", "[]"), 3, ("workloads:", "patterns")),
+        (lambda text: text.replace("[a]", "a"), 3, ("workloads:", "list")),
+        (lambda text: text.replace("workloads: [a]", "for: 1"), 2, ("'workloads'",)),
+        (lambda text: text.replace("name: r", "name: 'a rule'"), 2, ("name: 'a rule'", "letters")),
+        (lambda text: text.replace("empty_cache", "clear"), 5, ("action: 'clear'", ", ".join(ACTIONS))),
+        (lambda text: text.replace("empty_cache", "terminate"), 5, ("terminate", "--action.allow", "empty_cache")),
+        (lambda text: text.replace("empty_cache", "empty_cache, mode: later"), 5, ("mode: 'later'", "now, step, idle")),
+        (lambda text: text.replace("empty_cache", "empty_cache, mode: now, group: true"), 5, ("mode", "group")),
+        (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction: is missing",)),
+        (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
+        (lambda text: text.replace("action: empty_cache", "mode: now"), 5, ("'action'",)),
+        (lambda text: text + text.removeprefix("rules:\n"), 6, ("'r'", "line 2")),
+        (lambda text: text + "rule: 1\n", 6, ("'rule'", "rules")),
+        (lambda text: text.replace("rules:", "rules: x #"), 2, ("YAML",)),
+        (lambda text: "rules: &all [*all]\n", 1, ("rule:", "keys")),
+        (lambda text: "rules: 3\n", 1, ("rules:", "list")),
+        (lambda text: "- 1\n", 1, ("file:", "keys")),
+        (lambda text: "? [a]\n: 1\n", 1, ("key", "text")),
+        (lambda text: text.replace("name: r", "name: !!python/object/apply:os.system [id]"), 2, ("name", "string")),
+        (lambda text: "rules:\n" + "  - {}\n" * (MAX_RULES + 1), 2, ("100",)),
+    ],
+)
+def test_an_error_has_the_line_the_value_and_what_is_accepted(
+    tmp_path: Path, spoil: object, line: int, named: tuple[str, ...]
+) -> None:
+    message = refusal(tmp_path, spoil(MINIMAL))  # type: ignore[operator]
+    assert message.startswith(f":{line}: "), message
+    assert [part for part in named if part not in message] == [], message
+
+
+def test_an_allowed_terminate_has_only_the_mode_now(tmp_path: Path) -> None:
+    terminate = MINIMAL.replace("empty_cache", "terminate")
+    (rule,) = read(tmp_path, terminate, ACTIONS)
+    assert rule.request.action == "terminate"
+    assert "now" in refusal(tmp_path, terminate.replace("terminate}", "terminate, mode: step}"), ACTIONS)
+
+
+@pytest.mark.parametrize("content", [b"", b"# nothing\n", b"\xff\xfe\x00", b"a: " + b"[" * 1000, b"\x00"])
+def test_an_empty_or_unreadable_file_is_an_error_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "policy.yml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"^[^\n]+$"):
+        read_policy(path, allowed=DEFAULT_ACTIONS)
+
+
+def test_a_missing_or_too_long_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"no\.yml'.*{os.strerror(errno.ENOENT)}"):
+        read_policy(tmp_path / "no.yml", allowed=DEFAULT_ACTIONS)
+    (tmp_path / "long.yml").write_text("#" * (MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigurationError, match=str(MAX_FILE_BYTES)):
+        read_policy(tmp_path / "long.yml", allowed=DEFAULT_ACTIONS)
+
+
+def test_the_settings_check_the_file_and_its_actions(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yml"
+    path.write_text(MINIMAL)
+    assert load_settings({"policy.file": str(path)}, {}).policy_file == str(path)
+    with pytest.raises(ConfigurationError, match=r"policy\.yml:5: .*--action\.allow\b.*\bsnapshot\b"):
+        load_settings({"policy.file": str(path), "action.allow": "snapshot"}, {})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "workload", "concerned"),
+    [
+        (("train",), "train", True),
+        (("train",), "train-2", False),
+        (("train-*",), "train-2", True),
+        (("a", "b?"), "b1", True),
+        (("*",), "", True),
+        (("a*",), "", False),
+        (("",), "x", False),
+    ],
+)
+def test_a_rule_concerns_the_workloads_that_match_its_patterns(
+    tmp_path: Path, patterns: tuple[str, ...], workload: str, concerned: bool
+) -> None:
+    (rule,) = read(tmp_path, MINIMAL)
+    rule = Rule("r", rule.when, rule.request, patterns)
+    assert rule.concerns(workload) is concerned

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.protocol import MODES
+from gpumem_exporter.actions.request import (
+    ACTIONS,
+    MAX_DEADLINE_SECONDS,
+    ActionRequest,
+    Target,
+    invalid_fields,
+    mode_for,
+)
+
+EVERY_PROCESS = Target(all=True)
+
+
+def request(**changes: Any) -> ActionRequest:
+    return ActionRequest(**{"action": "empty_cache", "target": EVERY_PROCESS, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"action": action} for action in ACTIONS if action != "set_memory_fraction"),
+        *({"mode": mode} for mode in MODES),
+        {"group": True, "mode": "step", "at_step": 1},
+        {"action": "set_memory_fraction", "fraction": 1.0, "force": True},
+        *({"action": action, "force": True} for action in ("empty_cache", "terminate")),
+        {"collect_garbage": True, "deadline_seconds": MAX_DEADLINE_SECONDS, "reason": "x" * 1000},
+        {"target": Target(gpu="0:1", uuid="MIG-1", pid=4711, workload="w", rank="0")},
+        {"target": Target(workload="", rank="")},
+        {"target": Target(gpu=(0, "1"), user=("alice", 1001))},
+        {"target": Target(pid="1@4026532007")},
+    ],
+)
+def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
+    assert invalid_fields(request(**changes)) == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "changes"),
+    [
+        ("action", f"'explode' is invalid: expected {', '.join(ACTIONS)}", {"action": "explode"}),
+        ("mode", "'soon' is invalid: expected now, step, idle", {"mode": "soon"}),
+        ("mode", "'step' is invalid: expected now", {"action": "terminate", "mode": "step"}),
+        ("mode", "'now' is invalid: expected step", {"group": True}),
+        ("at_step", "5 is invalid: expected no value without group", {"at_step": 5}),
+        ("at_step", "0 is invalid: expected an integer from 1", {"group": True, "mode": "step", "at_step": 0}),
+        ("fraction", "is missing: expected a number over 0 and at most 1", {"action": "set_memory_fraction"}),
+        ("fraction", "0.5 is invalid: expected no value", {"fraction": 0.5}),
+        ("fraction", "1.5 is invalid", {"action": "set_memory_fraction", "fraction": 1.5}),
+        ("force", "only empty_cache and set_memory_fraction and terminate", {"action": "reset_peak", "force": True}),
+        ("collect_garbage", "only empty_cache", {"action": "reset_peak", "collect_garbage": True}),
+        ("deadline_seconds", "0.0 is invalid: expected a finite number", {"deadline_seconds": 0.0}),
+        ("deadline_seconds", "at most 3600", {"deadline_seconds": 3601.0}),
+        ("deadline_seconds", "nan is invalid", {"deadline_seconds": float("nan")}),
+        ("reason", "at most 1000 characters", {"reason": "x" * 1001}),
+        ("target", "expected gpu, uuid, pid, workload, rank or user, or all: true", {"target": Target()}),
+        ("target.gpu", "'' is invalid: expected 1 to 128 characters", {"target": Target(gpu="")}),
+        ("target.workload", "expected 0 to 128 characters", {"target": Target(workload="x" * 257)}),
+        ("target.pid", "'0' is invalid: expected an integer from 1", {"target": Target(pid=(7, 0))}),
+        ("target.pid", "'٣' is invalid: expected an integer", {"target": Target(pid="٣")}),
+        ("target.pid", "expected an integer", {"target": Target(pid="9" * 11)}),
+        ("target.user", "expected 1 to 128 characters", {"target": Target(user="")}),
+        ("target.gpu", "1001 is invalid: expected at most 1000 values", {"target": Target(gpu=range(1001))}),
+    ],
+)
+def test_an_invalid_field_is_named_with_its_value_and_what_is_accepted(
+    field: str, message: str, changes: dict[str, Any]
+) -> None:
+    (invalid,) = invalid_fields(request(**changes))
+    assert invalid.field == field
+    assert message in invalid.message
+    assert len(invalid.message) < 200
+
+
+def test_every_invalid_field_is_reported() -> None:
+    wrong = request(action="explode", target=Target(), mode="soon", deadline_seconds=-1)
+    assert [each.field for each in invalid_fields(wrong)] == ["target", "action", "mode", "deadline_seconds"]
+
+
+def test_a_group_acts_at_a_step_and_everything_else_at_once_unless_a_mode_is_requested() -> None:
+    assert (mode_for(None, group=False), mode_for(None, group=True), mode_for("idle", group=False)) == (
+        "now",
+        "step",
+        "idle",
+    )
+
+
+def test_a_target_is_the_same_whether_a_value_or_a_list_of_numbers_or_texts_was_given() -> None:
+    assert Target(gpu=7, pid=(4711, "4711")) == Target(gpu=["7"], pid="4711")
+    several = Target(gpu=("0", 1), pid=4711, workload=("a", "b"))
+    assert several.document() == {"gpu": ["0", "1"], "pid": 4711, "workload": ["a", "b"]}
+    assert Target(**several.document()) == several
+    assert several.describe() == "gpu=0,1 pid=4711 workload=a,b"
+    assert Target(pid="1@4026532007").document() == {"pid": "1@4026532007"}

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.cli.action_options import ClearOptions, FractionOptions, RequestOptions, TargetOptions, checked
+from gpumem_exporter.cli.commands.actions import exit_code
+from gpumem_exporter.cli.render.action_tables import action_tables
+from tests.support.golden import assert_golden
+
+
+def _result(**changes: Any) -> dict[str, Any]:
+    return {
+        "pid": 4711,
+        "workload": "llm",
+        "rank": "0",
+        "gpu": "0",
+        "uuid": "GPU-0",
+        "outcome": "done",
+        "reason": "",
+        "reserved_before_bytes": 3 << 30,
+        "reserved_after_bytes": 1 << 30,
+        "freed_bytes": 2 << 30,
+        "duration_seconds": 0.0031,
+        **changes,
+    }
+
+
+def _action(*results: dict[str, Any], state: str = "done", action: str = "empty_cache") -> dict[str, Any]:
+    return {"id": "a1", "action": action, "state": state, "results": list(results)}
+
+
+def _printed(action: dict[str, Any], *, dry_run: bool = False, width: int = 80) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    for renderable in action_tables(action, dry_run=dry_run):
+        console.print(renderable)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("options", "target"),
+    [
+        (TargetOptions(everything=True), {"all": True}),
+        (TargetOptions(gpu=["0:1"], rank=["3"]), {"gpu": "0:1", "rank": "3"}),
+        (TargetOptions(pid=["1@4026532007"]), {"pid": "1@4026532007"}),
+        (TargetOptions(uuid=["GPU-1"], pid=["7"], workload=["llm"]), {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
+        (TargetOptions(workload=[""]), {"workload": ""}),
+        (
+            TargetOptions(gpu=["0", "1,2"], pid=["7, 8"], user=["ada"]),
+            {"gpu": ["0", "1", "2"], "pid": [7, 8], "user": "ada"},
+        ),
+    ],
+)
+def test_the_target_has_the_given_options(options: TargetOptions, target: dict[str, Any]) -> None:
+    assert options.target() == target
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TargetOptions(), "--all"),
+        (TargetOptions(everything=True, gpu=["0"], pid=["3"]), "--gpu, --pid"),
+        *((TargetOptions(everything=True, wait_seconds=wait), "--wait") for wait in (-0.1, float("inf"), float("nan"))),
+    ],
+)
+def test_an_invalid_target_is_an_error(options: TargetOptions, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        options.target()
+
+
+def test_the_request_has_every_option() -> None:
+    options = ClearOptions(dry_run=True, deadline_seconds=5.0, reason="room", collect_garbage=True, group=True)
+    assert options.request("empty_cache") == {
+        "action": "empty_cache",
+        "mode": "step",
+        "group": True,
+        "force": False,
+        "collect_garbage": True,
+        "deadline_seconds": 5.0,
+        "dry_run": True,
+        "reason": "room",
+    }
+    assert ClearOptions(settle_seconds=3.0).request("empty_cache")["settle_seconds"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *((ClearOptions(settle_seconds=it), "--settle") for it in (-1.0, 3601.0, float("nan"))),
+        *((RequestOptions(deadline_seconds=it), "--deadline") for it in (0.0, -1.0, 3601.0, float("nan"))),
+        (ClearOptions(mode="soon"), r"--mode soon\b.*\bnow\b.*\bstep\b.*\bidle\b"),
+        (ClearOptions(mode="now", group=True), r"--mode now\b"),
+        (FractionOptions(fraction=1.5), r"\bF 1\.5\b.*\b0\b.*\b1\b"),
+    ],
+)
+def test_an_invalid_option_is_an_error(options: RequestOptions, message: str) -> None:
+    action = "set_memory_fraction" if isinstance(options, FractionOptions) else "empty_cache"
+    with pytest.raises(ConfigurationError, match=message):
+        checked(options.request(action))
+
+
+@pytest.mark.parametrize(
+    ("answer", "waited", "code"),
+    [
+        (_action(_result()), True, 0),
+        (_action(_result(), _result(outcome="refused"), state="failed"), True, 1),
+        (_action(_result(outcome="expired"), state="expired"), True, 1),
+        (_action(state="queued"), True, 1),
+        (_action(state="queued"), False, 0),
+        (_action(_result(), state="running"), False, 0),
+        (_action(_result(outcome="gone"), state="running"), False, 1),
+        (_action(state="failed"), True, 1),
+        (_action(_result(), state="cancelled"), True, 1),
+    ],
+)
+def test_the_exit_code_is_0_only_when_every_result_is_done(answer: dict[str, Any], waited: bool, code: int) -> None:
+    assert exit_code(answer, waited=waited) == code
+
+
+@pytest.mark.parametrize(
+    ("still_free", "line"),
+    [
+        ((0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the job reserved it again."),
+        ((1 << 30, 0), "Freed 4.0 GiB; 1.0 GiB of it is still free after 10 s: the job reserved the rest again."),
+        ((2 << 30, 2 << 30), "Freed 4.0 GiB; 4.0 GiB of it is still free after 10 s."),
+        ((1 << 30, None), "Freed 4.0 GiB; at least 1.0 GiB of it is still free after 10 s."),
+        ((None, None), "Freed 4.0 GiB in 1 of 1 process."),
+    ],
+)
+def test_the_last_line_of_a_settled_clear_is_what_stayed_free(still_free: tuple[int | None, ...], line: str) -> None:
+    results = [_result(gpu=str(gpu), still_free_bytes=size) for gpu, size in enumerate(still_free)]
+    known = [size for size in still_free if size is not None]
+    totals = {"settle_seconds": 10.0, "still_free_bytes": sum(known) if known else None}
+    assert _printed({**_action(*results), **totals}, width=120)[-1] == line
+
+
+def test_the_last_line_of_a_settled_clear_of_several_processes_is_plural() -> None:
+    results = [_result(pid=pid, still_free_bytes=0) for pid in (1, 2)]
+    settled = {**_action(*results), "settle_seconds": 10.0, "still_free_bytes": 0}
+    assert _printed(settled, width=120)[-1].endswith(": the jobs reserved it again.")
+
+
+def test_results_are_sorted_by_workload_and_rank() -> None:
+    lines = _printed(_action(*(_result(pid=int(rank) + 1, rank=rank) for rank in ("10", "2", "0"))))
+    assert [line.split()[2] for line in lines[1:4]] == ["0", "2", "10"]
+
+
+def test_the_table_fits_in_80_columns_and_cuts_only_the_workload() -> None:
+    result = _result(
+        pid=4194304,
+        workload="a-workload-with-quite-a-long-name-of-its-own",
+        rank="1023",
+        gpu="7:6",
+        outcome="unsupported",
+        reserved_before_bytes=1023 << 30,
+        reserved_after_bytes=1023 << 20,
+        freed_bytes=1023 << 30,
+    )
+    heading, row, *_ = _printed(_action(result))
+    assert heading.split() == ["pid", "workload", "rank", "gpu", "outcome", "before", "after", "freed", "took"]
+    assert len(row) <= 80
+    for cell in ("4194304", "1023", "7:6", "unsupported", "1023 GiB", "1023 MiB", "3.1 ms"):
+        assert cell in row
+
+
+def test_text_of_the_exporter_cannot_control_the_terminal() -> None:
+    lines = _printed(
+        _action(_result(workload="[red]x[/] \x1b[2J", outcome="failed", reason="a\nb\x07"), state="failed")
+    )
+    text = "\n".join(lines)
+    assert "[red]x[/]" in text
+    assert "\x1b" not in text
+    assert any(line.endswith(" a?b?") for line in lines)
+
+
+def test_the_output_of_each_action() -> None:
+    refused = _result(outcome="refused", reason="disabled by the program", freed_bytes=None)
+    collected = _result(allocated_before_bytes=3 << 30, allocated_after_bytes=1 << 30, freed_bytes=0)
+    grown = _result(allocated_before_bytes=1 << 30, allocated_after_bytes=3 << 30, freed_bytes=0)
+    largest = [{"size_bytes": 1 << 30, "frame": "train.py:7 step"}]
+    written = _result(snapshot={"path": "/tmp/s.pickle", "size_bytes": 5 << 20, "largest": largest}, freed_bytes=None)
+    cases = {
+        "done": _action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, rank="1")),
+        "refused": _action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"),
+        "not measured": _action(_result(freed_bytes=None)),
+        "not finished": _action(state="running"),
+        "garbage": _action(collected, _result(pid=4712, freed_bytes=0), action="collect_garbage"),
+        "garbage, grown": _action(grown, action="collect_garbage"),
+        "garbage, not measured": _action(_result(), action="collect_garbage"),
+        "peaks": _action(_result(freed_bytes=0), action="reset_peak"),
+        "snapshot": _action(written, action="snapshot"),
+        "fraction": _action(_result(), action="set_memory_fraction"),
+    }
+    parts = [
+        f"== {name}{', dry run' if dry_run else ''}\n" + "\n".join(_printed(action, dry_run=dry_run)) + "\n"
+        for name, action in cases.items()
+        for dry_run in (False, True)
+    ]
+    assert_golden("actions.txt", "\n".join(parts))

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
+from gpumem_client.wire.http import Answer
+from gpumem_exporter.cli.api_client import ExporterApi
+
+_PROBLEM = {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "nothing matches pid=1"}
+
+
+class _Scripted:
+    """A transport with prepared answers that records requests."""
+
+    def __init__(self, *answers: Answer | ExporterUnreachableError) -> None:
+        self.answers = list(answers)
+        self.requests: list[tuple[str, str, Any, Mapping[str, str], float | None]] = []
+        self.closed = False
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> Answer:
+        self.requests.append((method, path, body and json.loads(body), headers or {}, timeout_seconds))
+        answer = self.answers.pop(0)
+        if isinstance(answer, ExporterUnreachableError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _Time:
+    """A clock that moves only in `sleep`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def _answer(document: object, status: int = 200) -> Answer:
+    return Answer(status, {}, json.dumps(document).encode())
+
+
+def _refused(url: str) -> ExporterUnreachableError:
+    return ExporterUnreachableError(f"no exporter answers at {url}: Connection refused")
+
+
+def _api(transports: dict[str, _Scripted], time: _Time | None = None, token: str = "", **options: Any) -> ExporterApi:
+    time = time or _Time()
+    return ExporterApi(
+        list(transports), token=token, connect=lambda url, _: transports[url], clock=time, sleep=time.sleep, **options
+    )
+
+
+def test_the_first_address_that_answers_is_kept() -> None:
+    first, second = _Scripted(_refused("a")), _Scripted(_answer({"n": 1}), _answer({"n": 2}))
+    api = _api({"a": first, "b": second})
+    assert api.url == "a"
+    assert [api.get("/x"), api.get("/x")] == [{"n": 1}, {"n": 2}]
+    assert api.url == "b"
+    assert len(first.requests) == 1
+
+
+def test_the_error_without_an_exporter_names_every_address() -> None:
+    api = _api({"a": _Scripted(_refused("a")), "b": _Scripted(_refused("b"))})
+    with pytest.raises(ExporterUnreachableError, match=r"\ba: .*\bb: .*gpumem-exporter serve\b.*--url\b"):
+        api.get("/x")
+
+
+def test_a_problem_is_an_error_with_its_status_and_detail() -> None:
+    with pytest.raises(ExporterAnswerError) as caught:
+        _api({"a": _Scripted(_answer(_PROBLEM, 404))}).get("/x")
+    assert (caught.value.status, caught.value.detail) == (404, "nothing matches pid=1")
+
+
+def test_an_invalid_value_in_a_request_is_wrong_usage() -> None:
+    problem = {"status": 422, "detail": "deadline_seconds: must be over 0"}
+    for call in (lambda api: api.act({}, wait_seconds=0.0), lambda api: api.post("/x", {}, hold_seconds=0.0)):
+        with pytest.raises(ConfigurationError, match="deadline_seconds"):
+            call(_api({"a": _Scripted(_answer(problem, 422))}))
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>no</html>", b"[]", b'{"detail": 3}'])
+def test_an_error_without_a_problem_has_its_status(body: bytes) -> None:
+    with pytest.raises(ExporterAnswerError, match=r"\b502\b"):
+        _api({"a": _Scripted(Answer(502, {}, body))}).get("/x")
+
+
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b"[1]", b"\xff"])
+def test_another_server_is_not_taken_for_an_exporter(body: bytes) -> None:
+    with pytest.raises(ExporterUnreachableError, match=r"http://a:1 .*gpumem-exporter"):
+        _api({"http://a:1": _Scripted(Answer(200, {}, body))}).get("/x")
+
+
+def test_a_token_is_sent_only_if_there_is_one() -> None:
+    with_token, without = _Scripted(_answer({})), _Scripted(_answer({}))
+    _api({"a": with_token}, token="secret").get("/x")
+    _api({"a": without}).get("/x")
+    assert with_token.requests[0][3]["Authorization"] == "Bearer secret"
+    assert "Authorization" not in without.requests[0][3]
+
+
+def test_a_public_route_can_receive_the_token_only_after_a_401() -> None:
+    transport = _Scripted(_answer({}), _answer({}), _answer(_PROBLEM, 401), _answer({}), _answer({}))
+    api = _api({"a": transport}, token="secret", token_for_reads=False)
+    for path in ("/health", "/api/v1/actions", "/api/v1/devices", "/api/v1/processes"):
+        api.get(path)
+    sent = [(request[1], "Authorization" in request[3]) for request in transport.requests]
+    assert sent == [
+        ("/health", False),
+        ("/api/v1/actions", True),
+        ("/api/v1/devices", False),
+        ("/api/v1/devices", True),
+        ("/api/v1/processes", True),
+    ]
+
+
+def test_an_action_is_posted_with_a_new_idempotency_key() -> None:
+    transport = _Scripted(_answer({"id": "1", "state": "done"}), _answer({"id": "2", "state": "done"}))
+    api = _api({"a": transport})
+    api.act({"action": "empty_cache"}, wait_seconds=3.0)
+    api.act({"action": "empty_cache"}, wait_seconds=3.0)
+    method, path, body, headers, timeout = transport.requests[0]
+    assert (method, path, body) == ("POST", "/api/v1/actions", {"action": "empty_cache", "wait_seconds": 3.0})
+    assert headers["Content-Type"] == "application/json"
+    assert timeout is not None
+    assert timeout > 3.0
+    keys = [request[3]["Idempotency-Key"] for request in transport.requests]
+    assert len(set(keys)) == 2
+
+
+def test_a_long_wait_holds_the_first_request_and_then_polls() -> None:
+    running = _answer({"id": "7", "state": "running"}, 202)
+    transport = _Scripted(running, _answer({"id": "7", "state": "running"}), _answer({"id": "7", "state": "failed"}))
+    time = _Time()
+    assert _api({"a": transport}, time).act({}, wait_seconds=40.0)["state"] == "failed"
+    assert transport.requests[0][2]["wait_seconds"] == 3.0
+    assert [request[:2] for request in transport.requests[1:]] == [("GET", "/api/v1/actions/7")] * 2
+    assert len(time.slept) == 2
+
+
+def test_after_the_wait_the_action_is_returned_as_it_is() -> None:
+    transport = _Scripted(*[_answer({"id": "7", "state": "running"}, 202 if i == 0 else 200) for i in range(100)])
+    time = _Time()
+    assert _api({"a": transport}, time).act({}, wait_seconds=1.0)["state"] == "running"
+    assert time.now == pytest.approx(1.0)

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter import __version__
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
+from gpumem_exporter.cli.doctor.exporter import (
+    check_actions,
+    check_auth,
+    check_clock,
+    check_health,
+    check_trust,
+    check_version,
+    is_on_this_machine,
+    reach,
+)
+from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
+from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
+from gpumem_exporter.errors import NvmlUnavailableError
+from gpumem_exporter.nvml.provider import DeviceIdentity
+from tests.support.golden import assert_golden
+from tests.support.waiting import patient
+
+
+class _Provider:
+    """A driver with prepared answers."""
+
+    source = "nvml"
+
+    def __init__(self, devices: Iterable[DeviceIdentity] = (), error: Exception | None = None) -> None:
+        self._devices, self._error = tuple(devices), error
+        self.closed = False
+
+    def open(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self.closed = True
+
+    def driver_version(self) -> str:
+        return "580.1"
+
+    def devices(self) -> tuple[DeviceIdentity, ...]:
+        return self._devices
+
+
+class _Api:
+    """An exporter that answers each route with one document or error."""
+
+    def __init__(self, answer: dict[str, Any] | Exception, url: str = "http://node:9844") -> None:
+        self._answer = answer
+        self.url = url
+        self.objection = ""
+        self.asked: list[str] = []
+
+    def get(self, path: str, *, also: tuple[int, ...] = ()) -> dict[str, Any]:
+        self.asked.append(path)
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+def _health(source: str = "", error: str = "", *, released: bool = False) -> dict[str, Any]:
+    """Return the health of an exporter whose driver is `nvml`, `demo`, or absent."""
+    return {"source": source or "nvml", "nvml": {"up": bool(source), "error": error, "released": released}}
+
+
+def _driver(provider: Any, health: Any = (), timeout_seconds: float = 30.0) -> list[Finding]:
+    return list(check_driver(lambda: provider, dict(health), timeout_seconds=timeout_seconds))
+
+
+def _verdicts(findings: Iterable[Finding]) -> list[tuple[str, str]]:
+    return [(finding.check, finding.verdict) for finding in findings]
+
+
+def _process(pid: int, state: str = "reporting", **changes: Any) -> dict[str, Any]:
+    devices = [{"used_bytes": 2, "reserved_bytes": 1}]
+    return {
+        "pid": pid,
+        "host_pid": pid,
+        "state": state,
+        "workload": "llm",
+        "command": "python",
+        "devices": devices,
+        **changes,
+    }
+
+
+def _namespace(*processes: dict[str, Any], **changes: Any) -> list[Finding]:
+    known: dict[str, Any] = {"mode": "node", "driver_up": True}
+    return list(check_pid_namespace(processes, **{**known, **changes}))
+
+
+def test_a_driver_that_answers_passes_with_its_devices_and_is_closed() -> None:
+    provider = _Provider([DeviceIdentity("0", "GPU-0", "NVIDIA H100"), DeviceIdentity("1", "GPU-1", "NVIDIA H100")])
+    findings = _driver(provider)
+    assert _verdicts(findings) == [("driver", PASS), ("devices", PASS)]
+    assert "580.1" in findings[0].detail
+    assert "0 NVIDIA H100, 1 NVIDIA H100" in findings[1].detail
+    assert provider.closed
+
+
+@pytest.mark.parametrize(
+    ("url", "own"),
+    [
+        ("unix:///run/gpumem/exporter.sock", True),
+        ("http://127.0.0.1:9844", True),
+        ("https://ada:secret@127.0.0.1:9844", True),
+        ("http://localhost:9844", True),
+        ("http://203.0.113.9:9844", False),
+        ("http://node.invalid:9844", False),
+    ],
+)
+def test_an_address_is_recognized_as_local(url: str, own: bool) -> None:
+    assert is_on_this_machine(url) is own
+
+
+def test_a_driver_that_hangs_fails_after_the_timeout() -> None:
+    release = threading.Event()
+
+    class Hanging(_Provider):
+        def open(self) -> None:
+            release.wait(patient(30))
+
+    try:
+        (finding,) = _driver(Hanging(), timeout_seconds=0.01)
+    finally:
+        release.set()
+    assert finding.verdict == FAIL
+    assert "0.01 s" in finding.detail
+
+
+def test_the_text_of_each_finding() -> None:
+    def broken() -> Iterable[Finding]:
+        raise OSError("it breaks")
+
+    absent = NvmlUnavailableError("libnvidia-ml.so.1 is not found")
+    api = "https://ada:secret@node:9844"
+    tried = ["unix:///s", api]
+    checks = {"nvml": {"status": "failing", "detail": "the driver is away"}}
+    degraded = {"status": "degraded", "devices": 8, "processes": 2, "checks": checks}
+    released = {**degraded, "nvml": {"up": False, "error": "released by ada", "released": True}}
+    findings = [
+        *_driver(_Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "GPU-1", error="GPU is lost")])),
+        *_driver(_Provider()),
+        *(finding for source in ("", "nvml", "demo") for finding in _driver(_Provider(error=absent), _health(source))),
+        *_driver(_Provider(error=absent), _health(error=str(absent))),
+        *(
+            finding
+            for released in (False, True)
+            for finding in _driver(_Provider(error=absent), _health(error="its own reason", released=released))
+        ),
+        *_driver(_Provider(error=ImportError("No module named 'pynvml'"))),
+        *(judge_driver_elsewhere(_health(source, "it is gone")) for source in ("", "nvml", "demo")),
+        judge_driver_elsewhere(_health(error="released by ada", released=True)),
+        reach(_Api({"status": "ok"}, api), tried)[0],  # type: ignore[arg-type]
+        reach(_Api(ExporterUnreachableError("no exporter answers at x"), api), tried)[0],  # type: ignore[arg-type]
+        *(reach(_Api(ExporterAnswerError(code, "why"), api), tried)[0] for code in (401, 404)),  # type: ignore[arg-type]
+        check_trust("", nearby=True),
+        check_trust("it runs as uid 1001", nearby=True),
+        check_trust("it has no certificate", nearby=False),
+        *check_version({"version": __version__}),
+        *check_version({"version": "9.9"}),
+        *check_health({"status": "ok", "devices": 1, "processes": 1, "source": "demo"}),
+        *(finding for health in (degraded, released, {**degraded, "status": None}) for finding in check_health(health)),
+        *(
+            finding
+            for taken in (None, 1000.0, 900.0, 1100.0)
+            for finding in check_clock({"taken_unix_seconds": taken}, wall_clock=lambda: 1000.0)
+        ),
+        *(
+            finding
+            for answer in (
+                {"actions": []},
+                ExporterAnswerError(401, "a token is needed"),
+                ExporterAnswerError(403, "no"),
+            )
+            for has_token in (False, True)
+            for finding in check_auth(_Api(answer), has_token=has_token)  # type: ignore[arg-type]
+        ),
+        *(
+            finding
+            for caller in ({}, *({"allowed_actions": each} for each in (ACTIONS, DEFAULT_ACTIONS, ["terminate"])))
+            for finding in check_actions(caller)
+        ),
+        *check_reporters([_process(1), _process(3, "silent"), _process(4, "unreported")]),
+        *check_reporters([_process(1), _process(2)]),
+        *check_reporters([_process(4, "unreported")]),
+        *_namespace(_process(1), _process(5, host_pid=None)),
+        *_namespace(_process(1), _process(5, host_pid=None), driver_up=False),
+        *_namespace(_process(1)),
+        *_namespace(),
+        *_namespace(_process(5, host_pid=None), mode="sidecar"),
+        *_namespace(_process(1), mode=None),
+        *collect("clock", broken),
+    ]
+    assert verdict_of(findings) == FAIL
+    assert verdict_of([found for found in findings if found.verdict != FAIL]) == WARN
+    lines = [f"{found.verdict} {found.check}: {found.detail}{found.fix and f' → {found.fix}'}" for found in findings]
+    assert not any("secret" in line for line in lines)
+    assert_golden("doctor.txt", "\n".join(lines).replace(__version__, "VERSION") + "\n")
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+def test_a_server_that_is_not_trusted_does_not_pass_the_check_of_permissions(has_token: bool) -> None:
+    api = _Api({"actions": []})
+    api.objection = "it runs as uid 1001"
+    (finding,) = check_auth(api, has_token=has_token)  # type: ignore[arg-type]
+    assert (finding.check, finding.verdict) == ("auth", WARN)
+    assert api.asked == []

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
+from gpumem_exporter.cli.fleet.action import requests_for
+from gpumem_exporter.cli.fleet.requests import ExporterRequest, result_rows
+from gpumem_exporter.cli.fleet.selection import Failure, TargetProcess
+from tests.support.fleet_builders import A, B, Clock, ScriptedExporter, action, fleet_of, row
+
+BODY = {"action": "empty_cache", "dry_run": False}
+
+
+def new_request(pid: int | str = 1) -> ExporterRequest:
+    (request,) = requests_for("empty_cache", [TargetProcess(A, pid, "train", "0", ("0",))])
+    return request
+
+
+def results(request: ExporterRequest) -> list[tuple[Any, str, str]]:
+    return [(one["pid"], one["outcome"], one["reason"]) for one in result_rows(request)]
+
+
+def outcomes(request: ExporterRequest) -> list[tuple[Any, str]]:
+    return [(pid, outcome) for pid, outcome, _ in results(request)]
+
+
+def run(exporter: ScriptedExporter, wait_seconds: float = 30.0) -> ExporterRequest:
+    """Submit one request to an exporter and wait for its end."""
+    clock = Clock()
+    request = new_request()
+    fleet = fleet_of({A: exporter}, clock)
+    fleet.submit([request], BODY)
+    fleet.wait([request], wait_seconds=wait_seconds)
+    assert clock.now <= wait_seconds
+    return request
+
+
+def test_a_request_names_a_process_by_pid_workload_and_rank() -> None:
+    exporter = ScriptedExporter(submits=[action(row())])
+    assert results(run(exporter)) == [(1, "done", "")]
+    assert exporter.requests == [("submit", {**BODY, "target": {"pid": 1, "workload": "train", "rank": "0"}})]
+
+
+@pytest.mark.parametrize(
+    ("name", "uuids", "requested"),
+    [
+        ("reset_peak", ("GPU-0", "GPU-1"), ["GPU-0", "GPU-1"]),
+        ("set_memory_fraction", ("GPU-0", "GPU-1"), ["GPU-0", "GPU-1"]),
+        ("empty_cache", ("GPU-0", "GPU-1"), [None]),
+        ("reset_peak", None, [None]),
+    ],
+)
+def test_only_actions_on_devices_are_requested_by_device(
+    name: str, uuids: tuple[str, ...] | None, requested: list[str | None]
+) -> None:
+    requests = requests_for(name, [TargetProcess(A, 1, "train", "0", ("0", "1"), uuids)])
+    assert [one.target.get("uuid") for one in requests] == requested
+
+
+def test_an_action_is_polled_until_it_has_ended() -> None:
+    running = [action(state="running"), action(row(freed_bytes=3))]
+    exporter = ScriptedExporter(submits=[action(state="queued")], later=running)
+    (found,) = result_rows(run(exporter))
+    assert exporter.requests_of("action") == ["a1", "a1"]
+    assert found["freed_bytes"] == 3
+
+
+def test_an_action_that_does_not_end_in_time_expires() -> None:
+    exporter = ScriptedExporter(submits=[action(state="queued")], later=[action(state="running")])
+    ((pid, outcome, reason),) = results(run(exporter, wait_seconds=5.0))
+    assert (pid, outcome) == (1, "expired")
+    assert "a1" in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "reason"),
+    [
+        (ExporterAnswerError(404, "nothing matches pid=1"), "gone", ""),
+        (ExporterAnswerError(403, "not-allowed"), "refused", "HTTP 403: not-allowed"),
+        (ExporterAnswerError(401, "token-needed"), "refused", "token-needed"),
+        (ExporterAnswerError(500, "see-log"), "failed", "HTTP 500"),
+        (ExporterUnreachableError("silent-x"), "failed", "silent-x"),
+        (ExporterUntrustedError("uid 1001"), "refused", "uid 1001"),
+    ],
+)
+def test_an_error_of_an_exporter_is_an_outcome(error: Any, outcome: str, reason: str) -> None:
+    ((pid, found, why),) = results(run(ScriptedExporter(submits=[error])))
+    assert (pid, found) == (1, outcome)
+    assert reason in why
+
+
+SILENCE = ExporterUnreachableError("silent-x")
+
+
+@pytest.mark.parametrize(
+    ("polls", "outcome", "reason"),
+    [
+        ([SILENCE, SILENCE, action(row())], "done", ""),
+        ([SILENCE], "failed", "silent-x"),
+        ([ExporterAnswerError(404, "no such action")], "failed", ""),
+    ],
+)
+def test_a_poll_is_repeated_until_the_exporter_misses_several_answers(
+    polls: list[Any], outcome: str, reason: str
+) -> None:
+    ((_, found, why),) = results(run(ScriptedExporter(submits=[action(state="queued")], later=polls)))
+    assert found == outcome
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("answered", "expected"),
+    [
+        (action(row(1), row(2)), [(1, "done"), (2, "failed")]),
+        (action(row(1, workload="other")), [(1, "failed")]),
+        (action(row(1, rank="7")), [(1, "failed")]),
+        (action(), [(1, "failed")]),
+    ],
+)
+def test_a_result_of_another_process_is_a_failure(answered: Any, expected: list[tuple[int, str]]) -> None:
+    request = run(ScriptedExporter(submits=[answered]))
+    assert outcomes(request) == expected
+    assert all(reason for _, outcome, reason in results(request) if outcome == "failed")
+
+
+def test_a_result_of_another_device_is_a_failure() -> None:
+    answered = action(row(1), row(1, uuid="GPU-1"))
+    request = ExporterRequest(A, (TargetProcess(A, 1, "train", "0"),), {"pid": 1, "uuid": "GPU-0"}, answered)
+    assert outcomes(request) == [(1, "done"), (1, "failed")]
+
+
+def test_reading_reports_silence_and_servers_that_are_no_exporters() -> None:
+    silent, other = ScriptedExporter(document=SILENCE), ScriptedExporter(document={"hello": "world"})
+    read = fleet_of({A: silent, B: other}, Clock()).read([A, B], "devices")
+    assert read[A] == Failure("failed", "silent-x")
+    refusal = read[B]
+    assert isinstance(refusal, Failure)
+    assert refusal.outcome == "failed"
+    assert B.url in refusal.reason
+
+
+def test_one_exporter_is_used_by_one_thread_at_a_time() -> None:
+    busy, overlaps = threading.Lock(), []
+
+    def on_submit() -> None:
+        overlaps.append(not busy.acquire(blocking=False))
+        busy.release()
+
+    exporter = ScriptedExporter(submits=[action(row())], on_submit=on_submit)
+    fleet_of({A: exporter}, Clock(), parallel=8).submit([new_request(pid) for pid in range(1, 40)], BODY)
+    assert overlaps == [False] * 39

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.protocol import CommandResult, OutOfMemory
+from gpumem_exporter.core.place import HERE, UNKNOWN, Place
+from gpumem_exporter.core.samples import NodeReading, ReportingProcess
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
+from tests.support.builders import UUIDS, device, node, report, sample
+
+CONTAINER = Place(known=True, container="c" * 64)
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=2)
+
+
+def _put(
+    store: Store, pid: int = 100, now: float = 0.0, owner_uid: int | None = None, **changes: Any
+) -> ReportingProcess:
+    host_pid, place = changes.pop("host_pid", pid), changes.pop("place", UNKNOWN)
+    return store.put_report(
+        report(pid, **changes),
+        host_pid=host_pid,
+        owner_uid=owner_uid,
+        place=place,
+        now_seconds=now,
+        now_unix_seconds=now,
+    )
+
+
+def test_a_snapshot_shows_the_last_report_of_each_process(store: Store) -> None:
+    _put(store, sequence=1, step=1)
+    _put(store, sequence=2, step=2)
+    (process,) = store.snapshot(0.0).processes
+    assert process.report.step == 2
+
+
+def test_an_older_report_of_the_same_session_changes_nothing(store: Store) -> None:
+    _put(store, sequence=2, step=2)
+    assert _put(store, sequence=1, step=1).report.step == 2
+
+
+def test_an_expired_reporter_is_listed_as_silent(store: Store) -> None:
+    _put(store, now=0.0, rank="3")
+    assert store.snapshot(15.0).processes
+    snapshot = store.snapshot(15.1)
+    assert snapshot.processes == ()
+    assert [(silent.key.pid, silent.rank) for silent in snapshot.silent] == [(100, "3")]
+
+
+def test_a_silent_reporter_that_reports_again_is_shown_again(store: Store) -> None:
+    _put(store, now=0.0, sequence=1)
+    store.snapshot(20.0)
+    _put(store, now=21.0, sequence=2)
+    snapshot = store.snapshot(21.0)
+    assert len(snapshot.processes) == 1
+    assert snapshot.silent == ()
+
+
+def test_an_expired_poll_is_not_shown(store: Store) -> None:
+    store.put_reading(node(device(), taken=10.0))
+    assert store.snapshot(15.0).node is not None
+    assert store.snapshot(15.1).node is None
+
+
+def test_a_new_session_replaces_the_earlier_one_of_the_same_process(store: Store) -> None:
+    _put(store, now=3.0, session="first", session_started_seconds=1.0, sequence=50)
+    taken = _put(store, now=3.0, session="second", session_started_seconds=2.0, sequence=1)
+    assert taken.report.process.session == "second"
+    with pytest.raises(ReporterSupersededError):
+        _put(store, now=3.0, session="first", session_started_seconds=1.0, sequence=51)
+
+
+def test_a_session_that_claims_a_later_start_than_now_does_not_outrank_later_sessions(store: Store) -> None:
+    _put(store, now=3.0, session="ahead", session_started_seconds=1e9)
+    _put(store, now=4.0, session="ahead", session_started_seconds=1e9, sequence=2)
+    assert _put(store, now=5.0, session="next", session_started_seconds=4.5).report.process.session == "next"
+
+
+def test_users_never_share_an_entry(store: Store) -> None:
+    first = _put(store, owner_uid=1001, session="own", start_time_ticks=5)
+    other = _put(store, owner_uid=1002, session="squatter", start_time_ticks=6, final=True)
+    store.forget(other.key)
+    assert _put(store, owner_uid=1001, session="own", start_time_ticks=5, sequence=2).key == first.key
+    assert [process.owner_uid for process in store.snapshot(0.0).processes] == [1001]
+
+
+def test_an_attested_report_replaces_one_that_is_not(store: Store) -> None:
+    unattested = _put(store, owner_uid=None)
+    attested = _put(store, owner_uid=1001)
+    assert [process.key for process in store.snapshot(0.0).processes] == [attested.key]
+    assert store.take_displaced() == (unattested.key,)
+    assert store.take_displaced() == ()
+    with pytest.raises(ReporterSupersededError, match="attests"):
+        _put(store, owner_uid=None, sequence=2)
+
+
+def test_attested_reports_replace_unattested_ones_when_there_is_no_room(store: Store) -> None:
+    _put(store, 1, owner_uid=1001)
+    _put(store, 2, owner_uid=None)
+    _put(store, 3, owner_uid=1001)
+    assert {process.key.pid for process in store.snapshot(0.0).processes} == {1, 3}
+    with pytest.raises(TooManyProcessesError):
+        _put(store, 4, owner_uid=None)
+
+
+def test_the_user_with_the_most_processes_makes_room_for_others() -> None:
+    store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=6)
+    for pid in range(1, 7):
+        _put(store, pid, owner_uid=1001)
+    for pid in range(11, 14):
+        _put(store, pid, owner_uid=1002)
+    for owner_uid in (1001, 1002):
+        with pytest.raises(TooManyProcessesError):
+            _put(store, 21, owner_uid=owner_uid)
+    assert [process.key.pid for process in store.snapshot(0.0).processes] == [1, 2, 3, 11, 12, 13]
+
+
+def test_a_refused_report_displaces_no_process(store: Store) -> None:
+    store.put_reading(node(device(UUIDS[0])))
+    for pid in (1, 2):
+        _put(store, pid, owner_uid=1001)
+    with pytest.raises(UnknownDeviceError):
+        _put(store, 3, owner_uid=1002, devices=(sample("GPU-nowhere"),))
+    assert len(store.snapshot(0.0).processes) == 2
+
+
+def test_a_user_has_a_share_of_the_page() -> None:
+    store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=100)
+    large: dict[str, Any] = {
+        "devices": tuple(sample(f"GPU-{number:0120}") for number in range(64)),
+        "workload": "w" * 128,
+        "rank": "r" * 128,
+    }
+    for pid in range(1, 9):
+        _put(store, pid, owner_uid=1001, **large)
+    with pytest.raises(TooManyProcessesError, match=r"uid 1001 .* --report\.max-processes"):
+        _put(store, 9, owner_uid=1001, **large)
+    _put(store, 9, owner_uid=1001)
+    with pytest.raises(TooManyProcessesError):
+        _put(store, 9, owner_uid=1001, **large, sequence=2)
+    _put(store, 8, owner_uid=1001, **large, sequence=2)
+    _put(store, 10, owner_uid=1002, **large)
+
+
+def test_silent_processes_of_one_user_do_not_hide_those_of_others(store: Store) -> None:
+    _put(store, 1, owner_uid=1001, now=0.0)
+    for pid in range(2, 6):
+        _put(store, pid, owner_uid=1002, now=float(pid * 20))
+    assert [silent.key.pid for silent in store.snapshot(120.0).silent] == [1, 5]
+
+
+def test_results_and_errors_are_not_stored(store: Store) -> None:
+    taken = _put(store, ooms=(OutOfMemory(UUIDS[0], 1),), results=(CommandResult("a", "done"),))
+    assert (len(taken.report.ooms), len(taken.report.results)) == (1, 1)
+    (stored,) = store.snapshot(0.0).processes
+    assert (stored.report.ooms, stored.report.results) == ((), ())
+
+
+def test_a_later_process_replaces_an_earlier_one_with_the_same_pid(store: Store) -> None:
+    _put(store, session="old", start_time_ticks=1000, session_started_seconds=900.0)
+    _put(store, session="new", start_time_ticks=2000, session_started_seconds=1.0)
+    with pytest.raises(ReporterSupersededError):
+        _put(store, session="old", start_time_ticks=1000, session_started_seconds=900.0, sequence=2)
+
+
+def test_the_same_pid_in_two_namespaces_means_two_processes(store: Store) -> None:
+    _put(store, pid_namespace=1)
+    _put(store, pid_namespace=2)
+    assert len(store.snapshot(0.0).processes) == 2
+
+
+def test_new_processes_beyond_the_limit_are_rejected_and_known_ones_are_accepted(store: Store) -> None:
+    _put(store, 1)
+    _put(store, 2)
+    with pytest.raises(TooManyProcessesError, match=r"--report\.max-processes"):
+        _put(store, 3)
+    _put(store, 2, sequence=2)
+    assert {process.key.pid for process in store.snapshot(0.0).processes} == {1, 2}
+
+
+def test_silent_processes_make_room_for_new_ones(store: Store) -> None:
+    _put(store, 1)
+    _put(store, 2)
+    _put(store, 3, now=16.0)
+    assert {process.key.pid for process in store.snapshot(16.0).processes} == {3}
+
+
+def test_a_report_with_only_unknown_devices_is_rejected_and_the_error_names_one(store: Store) -> None:
+    store.put_reading(node(device(UUIDS[0])))
+    with pytest.raises(UnknownDeviceError, match="GPU-nowhere"):
+        _put(store, devices=(sample("GPU-nowhere"), sample("GPU-elsewhere")))
+    assert store.snapshot(0.0).processes == ()
+
+
+@pytest.mark.parametrize(
+    ("reading", "reported", "accepted"),
+    [
+        (node(device(UUIDS[0]), device(UUIDS[2], gpu="2")), UUIDS, (UUIDS[0], UUIDS[2])),
+        (node(device(UUIDS[0])), (), ()),
+        (node(up=False), ("GPU-anything",), ("GPU-anything",)),
+        (node(device(UUIDS[0]), device("", gpu="1")), UUIDS[:2], UUIDS[:2]),
+    ],
+    ids=["some are unknown", "no devices", "the driver is down", "a device without a uuid"],
+)
+def test_samples_of_devices_that_the_driver_may_have_are_accepted(
+    store: Store, reading: NodeReading, reported: tuple[str, ...], accepted: tuple[str, ...]
+) -> None:
+    store.put_reading(reading)
+    _put(store, devices=tuple(sample(uuid) for uuid in reported))
+    (process,) = store.snapshot(0.0).processes
+    assert tuple(each.uuid for each in process.report.devices) == tuple(accepted)
+
+
+def test_a_report_from_another_place_neither_replaces_nor_ends_a_process(store: Store) -> None:
+    first = _put(store, owner_uid=0, place=HERE)
+    for place in (CONTAINER, UNKNOWN):
+        other = _put(store, owner_uid=0, place=place, session="later", start_time_ticks=10**6)
+        assert other.key != first.key
+        store.forget(other.key)
+    assert store.snapshot(0.0).processes == (first,)
+
+
+def test_a_process_that_proc_shows_outranks_one_that_it_does_not_show(store: Store) -> None:
+    seen = _put(store, owner_uid=0, place=CONTAINER, start_time_ticks=5)
+    with pytest.raises(ReporterSupersededError):
+        _put(store, owner_uid=0, place=CONTAINER, host_pid=None, session="later", start_time_ticks=10**6)
+    assert store.snapshot(0.0).processes == (seen,)
+
+
+def test_nothing_but_the_same_session_continues_a_process_in_an_unknown_place(store: Store) -> None:
+    first = _put(store, owner_uid=1000, host_pid=None)
+    with pytest.raises(ReporterSupersededError):
+        _put(store, owner_uid=1000, host_pid=None, session="later", start_time_ticks=10**6, final=True)
+    assert _put(store, owner_uid=1000, host_pid=None, sequence=2).key == first.key
+
+
+def test_invented_processes_take_no_place_of_true_ones() -> None:
+    """Root of a container reports as many users, and for processes that do not exist."""
+    store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
+    true = {_put(store, pid, owner_uid=1001, place=HERE).key for pid in range(1, 9)}
+    made_up = 0
+    for pid in range(100, 120):
+        with contextlib.suppress(TooManyProcessesError):
+            _put(store, pid, owner_uid=pid, place=CONTAINER, host_pid=None)
+            made_up += 1
+    assert made_up == 2
+    for pid in (9, 10):
+        true.add(_put(store, pid, owner_uid=1001, place=HERE).key)
+    assert {process.key for process in store.snapshot(0.0).processes} == true
+
+
+def test_all_users_of_a_container_have_one_share() -> None:
+    store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
+    for pid in range(1, 11):
+        _put(store, pid, owner_uid=pid, place=CONTAINER)
+    for pid in range(11, 16):
+        _put(store, pid, owner_uid=1001, place=HERE)
+    with pytest.raises(TooManyProcessesError):
+        _put(store, 16, owner_uid=99, place=CONTAINER)
+    assert sum(each.key.place is HERE for each in store.snapshot(0.0).processes) == 5
+
+
+def test_a_true_process_takes_the_bytes_of_invented_ones_of_its_share(store: Store) -> None:
+    large = {"devices": tuple(sample(f"GPU-{index}") for index in range(64)), "workload": "\U0001f4a3" * 128}
+    with contextlib.suppress(TooManyProcessesError):
+        for pid in range(100, 200):
+            _put(store, pid, owner_uid=0, place=CONTAINER, host_pid=None, **large)
+    invented = len(store.snapshot(0.0).processes)
+    _put(store, 1, owner_uid=1000, place=CONTAINER, **large)
+    shown = store.snapshot(0.0).processes
+    assert len(shown) <= invented
+    assert [process.key.pid for process in shown if process.seen] == [1]

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from gpumem_client.wire.protocol import Command, DeviceSample, Reply, Report
+from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.demo import DemoNode
+from gpumem_exporter.demo.process import SimulatedProcess
+from gpumem_exporter.demo.simulation import TICK_SECONDS
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
+
+START = 1000.0
+COMMANDS = itertools.count(1)
+
+
+@pytest.fixture
+def node() -> DemoNode:
+    return DemoNode(seed=1, clock=lambda: START)
+
+
+def only(chosen: Callable[[Workload], bool]) -> DemoNode:
+    """Create a node with only some of the workloads."""
+    workloads = [workload for workload in DEMO_WORKLOADS if chosen(workload)]
+    return DemoNode(seed=1, clock=lambda: START, workloads=workloads)
+
+
+def named(node: DemoNode, workload: str) -> list[SimulatedProcess]:
+    return [process for process in node.simulation.processes() if process.identity.workload == workload]
+
+
+def the(node: DemoNode, workload: str) -> SimulatedProcess:
+    (process,) = named(node, workload)
+    return process
+
+
+def report(process: SimulatedProcess) -> Report:
+    return process.report(1)
+
+
+def samples(node: DemoNode) -> Iterator[tuple[SimulatedProcess, DeviceSample]]:
+    for process in node.simulation.processes():
+        if process.reports:
+            for sample in report(process).devices:
+                yield process, sample
+
+
+def command(action: str, **changes: object) -> Command:
+    return Command(id=f"a{next(COMMANDS)}", action=action, deadline_seconds=30.0, **changes)  # type: ignore[arg-type]
+
+
+def advance(node: DemoNode, seconds: float, since: float = START) -> Iterator[float]:
+    """Advance the node tick by tick; yield the time after each tick."""
+    for tick in range(1, int(seconds / TICK_SECONDS) + 1):
+        now = since + tick * TICK_SECONDS
+        node.simulation.advance(now)
+        yield now
+
+
+def reading(node: DemoNode) -> NodeReading:
+    provider = node.provider
+    devices = tuple(
+        DeviceReading(
+            gpu=identity.gpu,
+            uuid=identity.uuid,
+            name=identity.name,
+            memory=provider.read_memory(identity.uuid),
+            processes=provider.read_processes(identity.uuid),
+            utilization_ratio=provider.read_utilization_ratio(identity.uuid),
+        )
+        for identity in provider.devices()
+    )
+    return NodeReading(START, START, 0.0, up=True, devices=devices)
+
+
+def snapshot(node: DemoNode) -> Snapshot:
+    reporting = tuple(
+        ReportingProcess(
+            ProcessKey(process.identity.pid_namespace, process.pid),
+            node.host.host_pid(process.identity, None),
+            report(process),
+            START,
+            START,
+        )
+        for process in node.simulation.processes()
+        if process.reports
+    )
+    return Snapshot(START, reading(node), reporting)
+
+
+def test_the_demo_has_eight_devices_with_demo_in_their_names(node: DemoNode) -> None:
+    node.provider.open()
+    devices = node.provider.devices()
+    assert node.provider.source == "demo"
+    assert [device.gpu for device in devices] == [str(index) for index in range(8)]
+    assert len({device.uuid for device in devices}) == 8
+    assert len({device.name for device in devices}) == 2
+    assert all("demo" in device.name for device in devices)
+    assert "demo" in node.provider.driver_version()
+    node.provider.close()
+
+
+def test_the_demo_starts_with_a_busy_node(node: DemoNode) -> None:
+    shown = [sample for _, sample in samples(node)]
+    assert sum(sample.alloc_retries or 0 for sample in shown) > 0
+    assert sum(sample.ooms or 0 for sample in shown) > 0
+    assert max(fragmented_bytes(sample) or 0 for sample in shown) > 1 << 30
+    assert any(sample.private_pools_bytes for sample in shown)
+    assert {"forward", "backward", "optimizer"} <= {phase for sample in shown for phase in sample.phase_peak_bytes}
+    assert {"parameters", "gradients", "optimizer_state", "other"} <= {
+        component for sample in shown for component in sample.component_bytes
+    }
+    assert all(0 < node.provider.read_utilization_ratio(device.uuid) <= 1 for device in node.provider.devices())
+
+
+def test_the_same_seed_creates_the_same_node_and_another_seed_another() -> None:
+    def history(seed: int) -> list[object]:
+        node = DemoNode(seed=seed, clock=lambda: START)
+        seen: list[object] = [node.provider.devices()]
+        seen.extend(reading(node) for _ in advance(node, 60.0))
+        seen.append([report(process) for process in node.simulation.processes()])
+        return seen
+
+    assert history(4) == history(4)
+    assert history(4) != history(5)
+
+
+def test_the_memory_of_every_device_adds_up_at_every_tick(node: DemoNode) -> None:
+    for _ in advance(node, 120.0):
+        now = snapshot(node)
+        ledgers = node_ledgers(now)
+        assert len(ledgers) == 8
+        for ledger in ledgers.values():
+            assert sum(ledger.categories.values()) == ledger.total_bytes
+            assert ledger.categories["unattributed"] == 0
+            assert min(ledger.categories.values()) >= 0
+
+
+def test_a_clear_frees_the_reported_bytes_on_the_device(node: DemoNode) -> None:
+    freed_bytes = 0
+    for process in node.simulation.processes():
+        if not process.reports:
+            continue
+        before = {sample.uuid: sample for sample in report(process).devices}
+        free_before = {uuid: node.provider.read_memory(uuid).free_bytes for uuid in before}
+        result = process.run(command("empty_cache"))
+        after = {sample.uuid: sample for sample in report(process).devices}
+        assert (result.outcome, len(result.devices)) == ("done", len(before))
+        for device in result.devices:
+            uuid = device.uuid
+            assert device.reserved_before_bytes == before[uuid].reserved_bytes
+            assert device.reserved_after_bytes == after[uuid].reserved_bytes
+            assert device.freed_bytes == before[uuid].reserved_bytes - after[uuid].reserved_bytes  # type: ignore[operator]
+            assert device.device_free_before_bytes == free_before[uuid]
+            assert device.device_free_after_bytes == free_before[uuid] + (device.freed_bytes or 0)
+            assert node.provider.read_memory(uuid).free_bytes == device.device_free_after_bytes
+            assert after[uuid].reclaimable_bytes == 0
+            if before[uuid].active_bytes == before[uuid].allocated_bytes:
+                assert device.freed_bytes == before[uuid].reclaimable_bytes
+            freed_bytes += device.freed_bytes or 0
+    assert freed_bytes > 10 << 30
+
+
+def test_a_clear_after_a_garbage_collection_frees_reference_cycles(node: DemoNode) -> None:
+    notebook = the(node, "demo-notebook")
+    garbage_bytes = sum(tensor.block.size_bytes for tensor in notebook.garbage)
+    assert garbage_bytes > 0
+    allocated_bytes = report(notebook).devices[0].allocated_bytes
+    collected = notebook.run(command("collect_garbage"))
+    (result,) = collected.devices
+    assert result.freed_bytes == 0
+    assert result.allocated_before_bytes == allocated_bytes
+    assert (result.allocated_before_bytes or 0) - (result.allocated_after_bytes or 0) == garbage_bytes
+    assert report(notebook).devices[0].allocated_bytes == (allocated_bytes or 0) - garbage_bytes
+    assert (notebook.run(command("empty_cache")).devices[0].freed_bytes or 0) >= garbage_bytes
+
+
+def test_unknown_and_late_commands_are_rejected_without_effect(node: DemoNode) -> None:
+    notebook = the(node, "demo-notebook")
+    before = report(notebook)
+    assert notebook.run(command("terminate")).outcome == "unsupported"
+    assert notebook.run(Command("late", "empty_cache", deadline_seconds=0.0)).outcome == "expired"
+    assert report(notebook) == before
+
+
+def test_a_command_waits_for_a_step_for_idle_time_or_for_its_deadline(node: DemoNode) -> None:
+    trainer, notebook = named(node, "demo-llm-pretrain")[0], the(node, "demo-notebook")
+    later = command("empty_cache", mode="step", at_step=(trainer.step or 0) + 2)
+    never = command("empty_cache", mode="step", at_step=10**6)
+    idle = command("empty_cache", mode="idle")
+    cancelled = command("empty_cache", mode="step")
+    assert trainer.run_commands(Reply(commands=(later, never, idle, cancelled))) == ()
+    assert report(trainer).waiting == (later.id, never.id, idle.id, cancelled.id)
+    (refused,) = trainer.run_commands(Reply(cancelled=(cancelled.id,)))
+    assert (refused.id, refused.outcome) == (cancelled.id, "refused")
+    for _ in advance(node, 40.0):
+        pass
+    results = {result.id: (result.outcome, result.step) for result in trainer.run_commands(Reply())}
+    assert results[later.id] == ("done", later.at_step)
+    assert {results[never.id][0], results[idle.id][0]} == {"expired"}
+    while notebook.busy_ratio > 0:
+        node.simulation.advance(START + 40.0 + TICK_SECONDS)
+    (result,) = notebook.run_commands(Reply(commands=(replace(idle, id="idle"),)))
+    assert result.outcome == "done"
+
+
+def test_an_out_of_memory_error_is_reported_until_it_is_acknowledged() -> None:
+    node = only(lambda workload: workload.name == "demo-asr-varlen")
+    speech = the(node, "demo-asr-varlen")
+    first = report(speech)
+    (oom,) = first.ooms
+    assert (oom.number, oom.age_seconds, oom.step) == (1, 120.0, 0)
+    for _ in advance(node, 10.0):
+        pass
+    (again,) = report(speech).ooms
+    assert (again.number, again.age_seconds, again.sample) == (1, 130.0, oom.sample)
+    speech.acknowledge(first)
+    assert report(speech).ooms == ()
+    numbers: list[int] = []
+    for _ in advance(node, 3600.0, since=START + 10.0):
+        now = report(speech)
+        numbers += [error.number for error in now.ooms]
+        speech.acknowledge(now)
+    assert len(numbers) > 5
+    assert numbers == list(range(2, 2 + len(numbers)))
+    assert report(speech).devices[0].ooms == numbers[-1]
+    assert not speech.ended
+
+
+def test_a_long_pause_is_simulated_only_in_part(node: DemoNode) -> None:
+    trainer = named(node, "demo-llm-pretrain")[0]
+    steps = trainer.step or 0
+    node.simulation.advance(START + 86_400.0)
+    assert 0 < (trainer.step or 0) - steps < 20
+    caught_up = trainer.step
+    node.simulation.advance(START + 86_400.0)
+    assert trainer.step == caught_up
+    node.simulation.advance(START + 86_400.0 + 3 * TICK_SECONDS)
+    assert trainer.step == (caught_up or 0) + 1
+
+
+def test_every_program_still_runs_after_half_an_hour(node: DemoNode) -> None:
+    workloads = {process.identity.workload for process in node.simulation.processes()}
+    seen = set()
+    for now in advance(node, 1800.0):
+        if now > START + 1800.0 - 120.0:
+            seen |= {process.identity.workload for process in node.simulation.processes()}
+    assert seen == workloads

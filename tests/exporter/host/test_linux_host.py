@@ -1,0 +1,423 @@
+"""Facts of processes from the real /proc for this process and its children, and from an artificial one for others."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
+from gpumem_client.wire.protocol import ProcessIdentity
+from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.host import LinuxHost
+from gpumem_exporter.host.containers import container_id
+
+ID = "0123456789abcdef" * 4
+OTHER_ID = "fedcba9876543210" * 4
+
+ME = ProcessIdentity(
+    pid=os.getpid(),
+    start_time_ticks=start_time_ticks(),
+    pid_namespace=pid_namespace(),
+    session="s",
+    session_started_seconds=1.0,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tree:
+    """An artificial /proc. A namespace is a file; its inode is the namespace's number, and hard links share it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.namespace("own")
+        self.process(1, name="init")
+        (root / "self").symlink_to("1")
+
+    def namespace(self, name: str) -> int:
+        path = self.root / f"namespace-{name}"
+        path.touch()
+        return path.stat().st_ino
+
+    def process(
+        self,
+        pid: int,
+        *,
+        start: int = 100,
+        name: str = "python",
+        state: str = "S",
+        cmdline: bytes = b"python\0train.py\0--token\0secret\0",
+        uid: int | None = None,
+        cgroup: str = "0::/\n",
+        namespace: str = "own",
+        inner_pids: tuple[int, ...] = (),
+        stack: int = 0,
+        environ: bytes = b"",
+        parent: int = 0,
+    ) -> Path:
+        directory = self.root / str(pid)
+        (directory / "ns").mkdir(parents=True)
+        numbers = " ".join(str(number) for number in (pid, *inner_pids))
+        fields = " ".join(["0"] * 17)
+        (directory / "stat").write_text(f"{pid} ({name}) {state} {parent} {fields} {start} 0 0 0 0 0 {stack}\n")
+        uids = f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n" if uid is not None else ""
+        (directory / "status").write_text(f"Name:\t{name}\n{uids}NSpid:\t{numbers}\n")
+        (directory / "cmdline").write_bytes(cmdline)
+        (directory / "environ").write_bytes(environ)
+        (directory / "comm").write_text(f"{name}\n")
+        (directory / "cgroup").write_text(cgroup)
+        (directory / "ns/pid").hardlink_to(self.root / f"namespace-{namespace}")
+        return directory
+
+    def hide(self, pid: int, *names: str) -> None:
+        """Create a file that even root cannot read: a directory, which cannot be read as a file."""
+        for name in names:
+            (self.root / str(pid) / name).unlink()
+            (self.root / str(pid) / name).mkdir()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A child process that runs until its standard input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", "import sys; print('here'); sys.stdin.read()", "--token", "secret"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()  # directly after exec, /proc has no command line yet
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def end_unreaped(process: subprocess.Popen[bytes]) -> None:
+    """End a process and leave it as a zombie."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_real_child_is_described_without_its_arguments(child: subprocess.Popen[bytes]) -> None:
+    facts = LinuxHost().facts(child.pid)
+    assert facts is not None
+    assert (facts.pid, facts.start_time_ticks) == (child.pid, start_time_ticks(f"/proc/{child.pid}"))
+    assert facts.command == f"{Path(sys.executable).name} -c"
+    assert facts.user == pwd.getpwuid(os.geteuid()).pw_name
+    assert (facts.k8s_namespace, facts.k8s_pod, facts.k8s_container) == ("", "", "")
+
+
+def test_a_real_process_is_alive_until_it_exits_even_as_a_zombie(child: subprocess.Popen[bytes]) -> None:
+    host = LinuxHost()
+    started = start_time_ticks(f"/proc/{child.pid}")
+    assert host.alive(child.pid, started)
+    assert not host.alive(child.pid, started + 1)
+    assert host.facts(child.pid) is not None
+    end_unreaped(child)
+    assert not host.alive(child.pid, started)
+    child.wait()
+    assert not host.alive(child.pid, started)
+    assert host.facts(child.pid) is None
+
+
+@pytest.mark.parametrize("state", ["Z", "X"])
+def test_an_exited_process_is_not_alive_and_has_no_facts(tree: Tree, state: str) -> None:
+    tree.process(30, state=state)
+    assert not LinuxHost(tree.root).alive(30, 100)
+    assert LinuxHost(tree.root).facts(30) is None
+
+
+def test_a_user_without_a_name_is_shown_as_a_number(tree: Tree) -> None:
+    tree.process(30, uid=3_999_999_999)
+    facts = LinuxHost(tree.root).facts(30)
+    assert facts is not None
+    assert facts.user == "3999999999"
+
+
+def test_a_user_name_is_used_once_the_directory_service_is_available_again(
+    tree: Tree, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[int] = []
+    names = {}
+
+    def directory(uid: int) -> pwd.struct_passwd:
+        looked_up.append(uid)
+        return names[uid]
+
+    monkeypatch.setattr(pwd, "getpwuid", directory)
+    tree.process(30, uid=3_999_999_999)
+    tree.process(31, uid=3_999_999_999)
+    host = LinuxHost(tree.root, clock=clock)
+
+    def users() -> list[str]:
+        return [facts.user for pid in (30, 31) if (facts := host.facts(pid)) is not None]
+
+    assert users() == ["3999999999"] * 2
+    assert looked_up == [3_999_999_999], "a directory that does not answer is queried again for each process"
+    names[3_999_999_999] = pwd.struct_passwd(("ada", "x", 3_999_999_999, 100, "", "/", "/bin/sh"))
+    clock.now += 61
+    assert users() == ["ada"] * 2
+
+
+def test_facts_are_cached_for_a_minute(tree: Tree, clock: Clock) -> None:
+    host = LinuxHost(tree.root, clock=clock)
+    directory = tree.process(30)
+    first = host.facts(30)
+    (directory / "cmdline").write_bytes(b"python\0serve.py\0")
+    clock.now += 59
+    assert host.facts(30) is first
+    clock.now += 2
+    again = host.facts(30)
+    assert again is not None
+    assert again.command == "python serve.py"
+
+
+def test_facts_are_read_again_after_a_real_exec() -> None:
+    code = (
+        "import os, sys; print('ready', flush=True); sys.stdin.readline();"
+        " os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    )
+    after = "import sys; print('after', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-X", "dev", "-Wignore", "-c", code, after], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        # The kernel closes Popen's pipe before it has set up the stack that identifies the program.
+        assert process.stdout.readline() == b"ready\n"
+        host = LinuxHost()
+        before, program = host.facts(process.pid), host.program(process.pid)
+        assert before is not None
+        assert host.facts(process.pid) is before
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"after\n"
+        after_exec = host.facts(process.pid)
+        assert after_exec is not None
+        assert after_exec is not before
+        assert after_exec.start_time_ticks == before.start_time_ticks
+        assert host.program(process.pid) != program
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("environ", "slurm", "ray"),
+    [
+        (b"PATH=/bin\0SLURM_JOB_ID=4242\0RAY_JOB_ID=01000000\0SECRET=x\0", "4242", "01000000"),
+        (b"SLURM_JOB_ID=4242", "4242", ""),
+        (b"MY_SLURM_JOB_ID=1\0NOTE=SLURM_JOB_ID=2\0SLURM_JOB_ID_OLD=3\0", "", ""),
+        (b"SLURM_JOB_ID=\0RAY_JOB_ID=" + b"9" * 1000 + b"\0", "", "9" * 128),
+        (b"X=" + b"x" * 1_000_000 + b"\0RAY_JOB_ID=01\0", "", "01"),
+        (b"RAY_JOB_ID=\xff\0", "", "\ufffd"),
+        (b"RAY_JOB_ID=ffffffff\0", "", ""),
+        (b"", "", ""),
+    ],
+)
+def test_only_the_slurm_and_ray_job_ids_are_read_from_the_environment(
+    tree: Tree, environ: bytes, slurm: str, ray: str
+) -> None:
+    tree.process(30, environ=environ)
+    facts = LinuxHost(tree.root).facts(30)
+    assert facts is not None
+    assert (facts.slurm_job_id, facts.ray_job_id) == (slurm, ray)
+    assert facts.command == "python train.py"
+
+
+SPAWNED = (
+    b"python\0-c\0from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)\0--multiprocessing-fork\0"
+)
+SERVER = b"python\0-c\0from multiprocessing.forkserver import main; main(8, 9)\0"
+
+
+def test_a_worker_of_multiprocessing_has_the_command_of_the_script_that_started_it(tree: Tree) -> None:
+    tree.process(20)
+    tree.process(30, cmdline=SPAWNED, parent=20)
+    tree.process(40, cmdline=SERVER, parent=20)
+    tree.process(41, cmdline=SERVER, parent=40)
+    tree.process(50, name="systemd", cmdline=b"/sbin/init\0")
+    tree.process(51, cmdline=SPAWNED, parent=50)
+    tree.process(52, cmdline=SPAWNED, parent=99)
+    tree.process(53, cmdline=SPAWNED, parent=53)
+    commands = {pid: facts.command for pid in (30, 41, 51, 52, 53) if (facts := LinuxHost(tree.root).facts(pid))}
+    assert commands == {30: "python train.py", 41: "python train.py", **dict.fromkeys((51, 52, 53), "python -c")}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "lost"),
+    [
+        ("cmdline", {"command": "python"}),
+        ("cgroup", {"container_id": ""}),
+        ("status", {"uid": None}),
+        ("stat", {"start_time_ticks": 0}),
+        ("comm", {}),
+        ("environ", {"slurm_job_id": ""}),
+    ],
+)
+def test_an_unreadable_file_affects_only_its_own_facts(tree: Tree, hidden: str, lost: dict[str, object]) -> None:
+    tree.process(30, uid=os.geteuid(), cgroup=f"0::/docker/{ID}\n", environ=b"SLURM_JOB_ID=7\0")
+    whole = LinuxHost(tree.root).facts(30)
+    tree.hide(30, hidden)
+    assert whole is not None
+    assert whole.container_id == ID
+    assert LinuxHost(tree.root).facts(30) == replace(whole, **lost)  # type: ignore[arg-type]
+
+
+def test_a_process_whose_files_are_all_unreadable_is_alive(tree: Tree) -> None:
+    tree.process(30)
+    tree.hide(30, "cmdline", "cgroup", "status", "stat", "comm")
+    host = LinuxHost(tree.root)
+    assert host.facts(30) == ProcessFacts(30, 0, "", pwd.getpwuid(os.geteuid()).pw_name)
+    assert host.alive(30, 100)
+
+
+def test_a_process_without_a_command_line_has_the_kernels_short_name(tree: Tree) -> None:
+    tree.process(30, cmdline=b"", name="kworker")
+    facts = LinuxHost(tree.root).facts(30)
+    assert facts is not None
+    assert facts.command == "kworker"
+
+
+@pytest.mark.parametrize(
+    "cgroup",
+    [
+        f"0::/docker/{ID}",
+        f"0::/system.slice/docker-{ID}.scope",
+        f"0::/machine.slice/libpod-{ID}.scope/container",
+        f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope",
+        f"0::/docker/{OTHER_ID}/docker/{ID}",
+        f"0::/docker/{ID}/init.scope",
+        f"12:cpuset:/docker/{ID}\n11:memory:/docker/{ID}\n1:name=systemd:/docker/{ID}\n0::/system.slice/containerd.service",
+    ],
+)
+def test_the_container_id_is_read_from_the_cgroup(cgroup: str) -> None:
+    assert container_id(cgroup + "\n") == ID
+
+
+@pytest.mark.parametrize(
+    "cgroup",
+    [
+        "0::/",
+        "0::/user.slice/user-1000.slice/session-3.scope",
+        f"0::/machine.slice/libpod-conmon-{ID}.scope",
+        f"0::/kubepods.slice/crio-conmon-{ID}.scope",
+        f"0::/something/{ID}0",
+        f"0::/something/{ID[:32]}",
+        f"0::/something/x{ID}",
+        "",
+        "nonsense",
+    ],
+)
+def test_a_process_outside_of_containers_has_no_container_id(cgroup: str) -> None:
+    assert container_id(cgroup) == ""
+
+
+def test_a_real_process_in_the_exporters_namespace_is_found_by_its_own_pid() -> None:
+    assert LinuxHost().host_pid(ME, None) == os.getpid()
+
+
+def test_a_different_start_time_means_another_process() -> None:
+    host = LinuxHost()
+    assert host.host_pid(replace(ME, start_time_ticks=ME.start_time_ticks + 1), None) is None
+    assert host.host_pid(replace(ME, start_time_ticks=ME.start_time_ticks + 1), os.getpid()) is None
+    assert host.host_pid(replace(ME, start_time_ticks=0), os.getpid()) is None
+
+
+def test_the_peer_pid_is_used_if_the_peer_is_the_reported_process(tree: Tree) -> None:
+    for pid in (300, 301):
+        (tree.process(pid, inner_pids=(7,), start=100) / "ns/pid").unlink()  # the namespace is not readable
+    host = LinuxHost(tree.root)
+    inside = replace(ME, pid=7, pid_namespace=tree.namespace("container"), start_time_ticks=100)
+    assert host.host_pid(inside, 0) is None
+    assert host.host_pid(inside, 301) == 301
+    for other in (replace(inside, start_time_ticks=5), replace(inside, pid=8), replace(inside, pid=301)):
+        assert host.host_pid(other, 301) is None
+    tree.process(302, inner_pids=(7,), start=101, namespace="own")
+    assert host.host_pid(replace(inside, start_time_ticks=101), 302) is None, "a peer in another namespace"
+
+
+def reporter(tree: Tree, *, pid: int, namespace: str, start: int = 100) -> ProcessIdentity:
+    return replace(ME, pid=pid, pid_namespace=tree.namespace(namespace), start_time_ticks=start)
+
+
+def test_a_process_of_another_namespace_is_found_by_its_pid_there(tree: Tree) -> None:
+    for name in ("a", "b"):
+        tree.namespace(name)
+    tree.process(300, namespace="a", inner_pids=(7,), start=100)
+    tree.process(301, namespace="b", inner_pids=(7,), start=100)
+    tree.process(302, namespace="b", inner_pids=(12, 8), start=100)
+    tree.process(7, start=100)
+    host = LinuxHost(tree.root)
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+    assert host.host_pid(reporter(tree, pid=7, namespace="b"), None) == 301
+    assert host.host_pid(reporter(tree, pid=8, namespace="b"), None) == 302
+    assert host.host_pid(reporter(tree, pid=7, namespace="own"), None) == 7
+
+
+@pytest.mark.parametrize(
+    ("pid", "namespace", "start"), [(8, "a", 100), (7, "b", 100), (7, "a", 101), (12, "a", 100), (300, "a", 100)]
+)
+def test_a_process_that_is_not_found_has_no_host_pid(tree: Tree, pid: int, namespace: str, start: int) -> None:
+    for name in ("a", "b"):
+        tree.namespace(name)
+    tree.process(300, namespace="a", inner_pids=(12, 7), start=100)
+    assert LinuxHost(tree.root).host_pid(reporter(tree, pid=pid, namespace=namespace, start=start), None) is None
+
+
+def test_an_unreadable_process_does_not_hide_the_others(tree: Tree) -> None:
+    tree.namespace("a")
+    tree.process(299, namespace="a", inner_pids=(6,))
+    tree.hide(299, "stat")
+    tree.process(300, namespace="a", inner_pids=(7,))
+    host = LinuxHost(tree.root)
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+    assert host.host_pid(reporter(tree, pid=6, namespace="a"), None) is None
+
+
+def test_proc_is_scanned_once_a_second_at_most_and_every_ten_for_one_process(tree: Tree, clock: Clock) -> None:
+    tree.namespace("a")
+    host = LinuxHost(tree.root, clock=clock)
+    for pid in (7, *range(500)):
+        assert host.host_pid(reporter(tree, pid=pid, namespace="a"), None) is None
+    tree.process(300, namespace="a", inner_pids=(7,))
+    tree.process(301, namespace="a", inner_pids=(777,))
+    tree.process(302, namespace="a", inner_pids=(778,))
+    assert host.host_pid(reporter(tree, pid=777, namespace="a"), None) is None  # /proc was scanned in this second
+    clock.now += 1
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) is None
+    assert host.host_pid(reporter(tree, pid=778, namespace="a"), None) == 302
+    clock.now += 9
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+    clock.now += 1000
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+
+
+def test_the_start_of_a_process_is_on_the_hosts_clock(tree: Tree) -> None:
+    clock = Clock()
+    booted = time.clock_gettime(time.CLOCK_BOOTTIME)
+    tree.process(30, start=round((booted - 60) * os.sysconf("SC_CLK_TCK")))
+    facts = LinuxHost(tree.root, clock=clock).facts(30)
+    assert facts is not None
+    assert facts.started_seconds == pytest.approx(clock.now - 60, abs=5)

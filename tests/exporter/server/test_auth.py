@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.peer import SocketOwner
+from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.core.place import HERE, UNKNOWN, Place
+from gpumem_exporter.host.sockets import SocketHolders
+from gpumem_exporter.server.http.peer import Peer, PeerPlaces
+from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
+from gpumem_exporter.server.security.tokens import FileRefresher, TokenFile
+from tests.support.waiting import patient
+
+OWNER = 1000
+CONTAINER = Place(known=True, container="c" * 64)
+
+
+@dataclass(frozen=True)
+class Holders(SocketHolders):
+    """Sockets that are held in these places."""
+
+    held: set[Place]
+
+    def created_in(self, owner: SocketOwner) -> int | None:
+        return owner.cgroup_id
+
+    def places(self, wanted: Collection[SocketOwner]) -> dict[SocketOwner, set[Place]]:
+        return {owner: set(self.held) for owner in wanted}
+
+
+@dataclass(frozen=True)
+class Caught:
+    """A connection, and where the processes are that hold it."""
+
+    peer: Peer
+    held: frozenset[Place] = frozenset()
+
+    def __str__(self) -> str:
+        """Return the id of a test, which must be the same in each of its processes: a set has no order."""
+        return f"{self.peer} held {sorted(self.held)}"
+
+
+def unix(uid: int, place: Place = HERE) -> Caught:
+    return Caught(Peer(uid=uid, pid=42, place=place))
+
+
+def tcp(uid: int | None, *held: Place, host: str = "127.0.0.1", cgroup_id: int | None = 1) -> Caught:
+    owner = None if uid is None else SocketOwner(uid, 4711, cgroup_id)
+    return Caught(Peer(host, uid=uid, tcp=owner), frozenset(held or (HERE,)))
+
+
+LOCAL = tcp(OWNER)
+REMOTE = Caught(Peer("10.0.0.5"))
+
+
+def rule(token: TokenFile | None = None) -> Rule:
+    return Rule("actions", "--action.token-file", token)
+
+
+def caller(caught: Caught, headers: dict[bytes, bytes] | None = None, token: TokenFile | None = None) -> Caller:
+    scope = {"state": {"peer": caught.peer}, "headers": list((headers or {}).items())}
+    return asyncio.run(Callers(rule(token), OWNER, PeerPlaces(Holders(set(caught.held)))).of(scope))
+
+
+def token_file(path: Path, text: str) -> TokenFile:
+    path.touch(0o600)
+    path.write_text(text)
+    token = TokenFile(path)
+    token.refresh()
+    return token
+
+
+def refusal(of: Rule, caught: Caught, headers: dict[bytes, bytes] | None = None) -> ProblemError:
+    with pytest.raises(ProblemError) as raised:
+        of.admit(caught.peer, headers or {})
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("peer", "rights", "place"),
+    [
+        (unix(0), Rights.ALL, HERE),
+        (unix(OWNER), Rights.ALL, HERE),
+        (tcp(0), Rights.ALL, HERE),
+        (tcp(OWNER, host="::1"), Rights.ALL, HERE),
+        (tcp(0, cgroup_id=None), Rights.OWN, HERE),  # the descriptor may have been passed on
+        (unix(1001), Rights.OWN, HERE),
+        (tcp(1001), Rights.OWN, HERE),
+        (unix(1001, CONTAINER), Rights.OWN, CONTAINER),
+        (unix(0, CONTAINER), Rights.OWN, CONTAINER),
+        (unix(OWNER, CONTAINER), Rights.OWN, CONTAINER),
+        (tcp(OWNER, CONTAINER), Rights.OWN, CONTAINER),
+        (unix(0, UNKNOWN), Rights.NONE, UNKNOWN),
+        (tcp(0, UNKNOWN), Rights.NONE, UNKNOWN),
+        (tcp(0, HERE, CONTAINER), Rights.NONE, UNKNOWN),
+        (tcp(None), Rights.NONE, HERE),
+        (REMOTE, Rights.NONE, HERE),
+        (Caught(Peer()), Rights.NONE, HERE),
+    ],
+    ids=str,
+)
+def test_without_a_token_file_the_kernel_decides_the_rights(peer: Caught, rights: Rights, place: Place) -> None:
+    found = caller(peer)
+    assert (found.rights, found.place, found.uid) == (rights, place, peer.peer.uid)
+
+
+@pytest.mark.parametrize("peer", [unix(0, UNKNOWN), tcp(1001, UNKNOWN)], ids=str)
+def test_a_caller_in_an_unknown_place_is_refused_with_what_to_do(peer: Caught) -> None:
+    scope = {"state": {"peer": peer.peer}, "headers": []}
+    with pytest.raises(ProblemError) as raised:
+        asyncio.run(Callers(rule(), OWNER, PeerPlaces(Holders(set(peer.held)))).admit(scope))
+    assert raised.value.status == 403
+    assert "--action.token-file" in raised.value.detail
+
+
+@pytest.mark.parametrize("peer", [unix(1001), tcp(1001), unix(0, CONTAINER), tcp(0, UNKNOWN)], ids=str)
+def test_routes_for_all_processes_refuse_users_with_what_to_do(peer: Caught) -> None:
+    callers = Callers(rule(), OWNER)
+    with pytest.raises(ProblemError) as caught:
+        callers.require_all(caller(peer), "/api/v1/nvml/release")
+    assert caught.value.status == 403
+    assert f"uid={peer.peer.uid}" in caught.value.detail
+    assert "--action.token-file" in caught.value.detail
+    callers.require_all(caller(unix(0)), "/api/v1/nvml/release")
+
+
+@pytest.mark.parametrize("host", ["10.0.0.5", "::ffff:10.0.0.5", "fe80::1", "0.0.0.0", "::", ""])
+def test_without_a_token_file_another_machine_is_refused_with_the_flag_to_set(host: str) -> None:
+    problem = refusal(rule(), Caught(Peer(host)))
+    assert problem.status == 403
+    assert "--action.token-file" in problem.detail
+
+
+@pytest.mark.parametrize("peer", [LOCAL, unix(0), unix(OWNER), unix(1001), tcp(1001)], ids=str)
+def test_without_a_token_file_users_of_this_machine_are_admitted(peer: Caught) -> None:
+    assert rule().refusal(peer.peer, {}) is None
+
+
+@pytest.mark.parametrize("peer", [LOCAL, REMOTE, unix(0), unix(OWNER), unix(1001)], ids=str)
+def test_with_a_token_file_every_caller_needs_the_token(tmp_path: Path, peer: Caught) -> None:
+    token = token_file(tmp_path / "token", "right\n")
+    problem = refusal(rule(token), peer)
+    assert problem.status == 401
+    assert "WWW-Authenticate" in problem.headers
+    assert caller(peer, token=token).rights is Rights.NONE
+    found = caller(peer, {b"authorization": b"Bearer right"}, token)
+    assert (found.rights, found.token) == (Rights.ALL, "token")
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"right", b"Basic right", b"Bearer", b"Bearer ", b"Bearer wrong", b"Bearer right2", b"Bearer \xff"]
+)
+def test_a_wrong_token_is_refused(tmp_path: Path, value: bytes) -> None:
+    token = token_file(tmp_path / "token", "right")
+    assert refusal(rule(token), REMOTE, {b"authorization": value}).status == 401
+    assert caller(LOCAL, {b"authorization": value}, token).rights is Rights.NONE
+
+
+def test_the_caller_of_a_token_includes_the_peer(tmp_path: Path) -> None:
+    token = token_file(tmp_path / "token", "right")
+    headers = {b"authorization": b"bearer right"}
+    assert str(caller(REMOTE, headers, token)) == "token:token@tcp:10.0.0.5"
+    assert str(caller(unix(7), headers, token)) == "token:token@unix:uid=7:pid=42"
+
+
+def test_a_replaced_token_is_in_force_after_the_next_refresh(tmp_path: Path) -> None:
+    token = token_file(tmp_path / "token", "old")
+    assert token.matches(b"old")
+    (tmp_path / "next").touch(0o600)
+    (tmp_path / "next").write_text("new")
+    (tmp_path / "next").replace(tmp_path / "token")
+    token.refresh()
+    assert not token.matches(b"old")
+    assert token.matches(b"new")
+
+
+@pytest.mark.parametrize("change", ["removed", "emptied", "readable by every user"])
+def test_no_token_matches_while_the_file_has_no_valid_one(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "token"
+    token = token_file(path, "old")
+    assert token.matches(b"old")
+    if change == "removed":
+        path.unlink()
+    elif change == "emptied":
+        path.write_text("")
+    else:
+        path.chmod(0o604)
+    token.refresh()
+    assert not token.matches(b"old")
+    assert not token.matches(b"")
+    path.touch()
+    path.chmod(0o640)
+    path.write_text("new")
+    token.refresh()
+    assert token.matches(b"new")
+
+
+def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> None:
+    token = token_file(tmp_path / "token", "right")
+    refreshing, hung = threading.Event(), threading.Event()
+
+    class HungFile(TokenFile):
+        def refresh(self) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                refreshing.set()
+                hung.wait()
+
+    refresher = FileRefresher([HungFile(tmp_path / "other"), token])
+    refresher.start()
+    try:
+        assert refreshing.wait(patient(10))
+        assert token.matches(b"right")
+        refresher.stop()
+    finally:
+        hung.set()
+
+
+def test_a_token_file_that_was_never_readable_matches_nothing(tmp_path: Path) -> None:
+    token = TokenFile(tmp_path / "token")
+    token.refresh()
+    assert not token.matches(b"")
+    assert not token.matches(b"x")
+
+
+NAMES = OwnNames(["node-7", "gpu.example.org", ""])
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "localhost:9844",
+        "LOCALHOST:9844",
+        "localhost.",
+        "127.0.0.1:9844",
+        "[::1]:9844",
+        "[::1]",
+        "10.1.2.3",
+        "node-7:9844",
+        "gpu.example.org",
+    ],
+)
+def test_own_names_and_ip_addresses_are_accepted_as_host(host: str) -> None:
+    NAMES.require_own_host({b"host": host.encode()})
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:9844", "localhost.evil.example", "127.0.0.1.evil.example", "node-77", "[", ":1"],
+)
+def test_a_name_that_another_site_could_resolve_to_this_machine_is_refused(host: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        NAMES.require_own_host({b"host": host.encode()})
+    assert caught.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "accepted"),
+    [
+        ({b"host": b"localhost:9844"}, True),
+        ({b"host": b"localhost:9844", b"origin": b"http://localhost:9844"}, True),
+        ({b"host": b"localhost:9844", b"origin": b"http://localhost:3000"}, False),
+        ({b"host": b"localhost:9844", b"origin": b"https://evil.example"}, False),
+        ({b"host": b"localhost:9844", b"origin": b"null"}, False),
+        ({b"host": b"localhost:9844", b"origin": b""}, False),
+        ({b"host": b"localhost:9844", b"origin": b"file://localhost:9844"}, False),
+        ({b"host": b"localhost:9844", b"sec-fetch-site": b"cross-site"}, False),
+        ({b"host": b"localhost:9844", b"sec-fetch-site": b"same-site"}, False),
+        ({b"host": b"localhost:9844", b"sec-fetch-site": b"same-origin"}, True),
+        ({b"host": b"localhost:9844", b"sec-fetch-site": b"none"}, True),
+    ],
+)
+def test_a_browser_may_send_requests_only_from_the_exporters_page(headers: dict[bytes, bytes], accepted: bool) -> None:
+    if accepted:
+        NAMES.require_own_page(headers)
+    else:
+        with pytest.raises(ProblemError):
+            NAMES.require_own_page(headers)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessKey, SilentReporter, Snapshot
+from gpumem_exporter.server.api.documents import devices_document, processes_document
+from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+
+FACTS = ProcessFacts(100, 1000, command="python train.py", user="ada", container_id="c", k8s_pod="p")
+
+
+def one_of_each() -> Snapshot:
+    """Pid 100 reports and is listed, 200 fell silent, 300 has no reporter, 400 reports and is not listed."""
+    reading = node(
+        device(used=1000 * MIB, processes={100: 600 * MIB, 200: 100 * MIB, 300: 50 * MIB}),
+        DeviceReading(gpu="1", uuid=UUIDS[1], error="lost"),
+    )
+    return Snapshot(
+        taken_seconds=2.0,
+        node=dataclasses.replace(reading, facts={100: FACTS}),
+        processes=(
+            reporting(100, devices=(sample(UUIDS[0], 100 * MIB, 50 * MIB, 10 * MIB),), step=7),
+            reporting(400, host_pid=None, devices=(sample(UUIDS[1], 5),)),
+        ),
+        silent=(SilentReporter(ProcessKey(1, 200), 200, 5, "old", "3", 1.5),),
+    )
+
+
+def by_pid(document: dict[str, Any]) -> dict[int, Any]:
+    return {process["pid"]: process for process in document["processes"]}
+
+
+def test_each_process_is_listed_once() -> None:
+    processes = by_pid(processes_document(one_of_each(), "nvml"))
+    assert {pid: process["state"] for pid, process in processes.items()} == {
+        100: "reporting",
+        200: "silent",
+        300: "unreported",
+        "400@1": "reporting",
+    }
+    assert [processes[pid]["reporting"] for pid in (100, 200, 300, "400@1")] == [True, False, False, True]
+
+
+def test_a_reporting_process_has_the_values_of_driver_allocator_and_host() -> None:
+    process = by_pid(processes_document(one_of_each(), "nvml"))[100]
+    assert process["user"] == "ada"
+    assert process["k8s_pod"] == "p"
+    assert process["command"] == "python train.py"
+    assert process["workload"] == "train"
+    assert process["step"] == 7
+    assert process["sample_age_seconds"] == 2.0
+    (on_device,) = process["devices"]
+    assert on_device["gpu"] == "0"
+    assert on_device["used_bytes"] == 600 * MIB
+    assert on_device["reserved_bytes"] == 160 * MIB
+    assert on_device["non_torch_bytes"] == 440 * MIB
+    assert on_device["fragmented_bytes"] == 10 * MIB
+    assert set(on_device) == {field.name for field in dataclasses.fields(DeviceSample)} | {
+        "gpu",
+        "used_bytes",
+        "non_torch_bytes",
+        "fragmented_bytes",
+        "plan_error_ratio",
+    }
+
+
+def test_the_error_of_a_plan_appears_after_the_second_step() -> None:
+    planned = DeviceSample(UUIDS[0], reserved_peak_bytes=400, planned_reserved_peak_bytes=500)
+    for step, error in ((None, None), (1, None), (2, 0.25)):
+        snapshot = Snapshot(10.0, None, (reporting(100, devices=(planned,), step=step),))
+        (on_device,) = by_pid(processes_document(snapshot, "nvml"))[100]["devices"]
+        assert (on_device["planned_reserved_peak_bytes"], on_device["plan_error_ratio"]) == (500, error)
+
+
+def test_unknown_values_are_null() -> None:
+    processes = by_pid(processes_document(one_of_each(), "nvml"))
+    unreported = processes[300]
+    assert unreported["workload"] is None
+    assert unreported["own_pid"] is None
+    assert unreported["user"] is None
+    assert unreported["devices"][0]["used_bytes"] == 50 * MIB
+    assert unreported["devices"][0]["reserved_bytes"] is None
+    elsewhere = processes["400@1"]
+    assert elsewhere["host_pid"] is None
+    assert elsewhere["devices"][0]["used_bytes"] is None
+    assert processes[200]["last_report_unix_seconds"] == 1.5
+    assert processes[200]["devices"][0]["used_bytes"] == 100 * MIB
+
+
+def test_the_ledger_of_a_device_adds_up_to_its_memory() -> None:
+    document = devices_document(one_of_each(), "demo")
+    assert document["source"] == "demo"
+    first, lost = document["devices"]
+    assert sum(first["ledger"].values()) == first["memory"]["total_bytes"]
+    assert (lost["up"], lost["error"], lost["memory"], lost["ledger"]) == (False, "lost", None, None)
+
+
+def test_without_a_driver_the_reporting_processes_are_listed() -> None:
+    snapshot = dataclasses.replace(one_of_each(), node=None)
+    document = devices_document(snapshot, "nvml")
+    assert document["nvml"]["up"] is False
+    assert document["nvml"]["error"]
+    assert document["devices"] == []
+    processes = by_pid(processes_document(snapshot, "nvml"))
+    assert set(processes) == {100, 200, "400@1"}
+    assert processes[100]["devices"][0]["gpu"] is None
+    assert processes[100]["devices"][0]["reserved_bytes"] == 160 * MIB

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.server.settings import Settings, environment_name, load_settings, setting_key
+
+
+def refused(flags: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings(flags or {}, environ or {})
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_defaults() -> None:
+    assert load_settings({}, {}).model_dump() == {
+        "web_listen_address": (":9844",),
+        "web_listen_socket": "",
+        "web_systemd_socket": False,
+        "web_telemetry_path": "/metrics",
+        "web_hide_identities": False,
+        "web_config_file": "",
+        "collect_interval": 1.0,
+        "report_interval": 1.0,
+        "report_expiry": 15.0,
+        "report_max_processes": 512,
+        "action_token_file": "",
+        "report_token_file": "",
+        "action_allow": ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction"),
+        "policy_file": "",
+        "action_caller_limit": 600,
+        "action_process_limit": 120,
+        "storage_path": "",
+        "storage_retention": 604800.0,
+        "storage_max_bytes": 64 << 20,
+        "log_level": "info",
+        "log_format": "logfmt",
+    }
+
+
+def test_one_rule_derives_the_names_of_each_setting() -> None:
+    names = {field: (setting_key(field), environment_name(setting_key(field))) for field in Settings.model_fields}
+    assert names["web_listen_address"] == ("web.listen-address", "GPUMEM_WEB_LISTEN_ADDRESS")
+    assert names["report_max_processes"] == ("report.max-processes", "GPUMEM_REPORT_MAX_PROCESSES")
+    assert names["web_config_file"] == ("web.config.file", "GPUMEM_WEB_CONFIG_FILE")
+
+
+@pytest.mark.parametrize("text", ["web.config.file: {}", "web: {{config.file: {}}}", "web: {{config: {{file: {}}}}}"])
+def test_the_key_of_the_web_configuration_is_web_config_file(tmp_path: Path, text: str) -> None:
+    web = written(tmp_path / "web.yml", "{}")
+    file = written(tmp_path / "c.yaml", text.format(web))
+    assert load_settings({"config.file": file}, {}).web_config_file == web
+    assert load_settings({"web_config_file": web}, {}) == load_settings({}, {"GPUMEM_WEB_CONFIG_FILE": web})
+
+
+def test_flags_environment_file_and_defaults_have_this_precedence(tmp_path: Path) -> None:
+    file = written(
+        tmp_path / "c.yaml", "collect.interval: 2\nreport.interval: 3\nreport.expiry: 60\nlog.level: warning\n"
+    )
+    settings = load_settings(
+        {"config.file": file, "collect.interval": "5", "log.format": None},
+        {"GPUMEM_COLLECT_INTERVAL": "4", "GPUMEM_REPORT_INTERVAL": "4"},
+    )
+    assert settings.collect_interval == 5
+    assert settings.report_interval == 4
+    assert settings.report_expiry == 60
+    assert settings.log_level == "warning"
+    assert settings.log_format == "logfmt"
+
+
+def test_the_environment_can_name_the_configuration_file(tmp_path: Path) -> None:
+    file = written(tmp_path / "c.yaml", "report.max-processes: 7\n")
+    assert load_settings({}, {"GPUMEM_CONFIG_FILE": file}).report_max_processes == 7
+
+
+def test_a_flag_can_be_given_by_its_field_name() -> None:
+    assert load_settings({"report_max_processes": "7"}, {}).report_max_processes == 7
+
+
+def test_dotted_and_nested_keys_are_the_same_keys(tmp_path: Path) -> None:
+    dotted = written(tmp_path / "a.yaml", "web.listen-address: [':1', '[::1]:2']\nreport.max-processes: 9\n")
+    nested = written(tmp_path / "b.yaml", "web:\n  listen-address: [':1', '[::1]:2']\nreport:\n  max-processes: 9\n")
+    assert load_settings({"config.file": dotted}, {}) == load_settings({"config.file": nested}, {})
+    assert load_settings({"config.file": nested}, {}).web_listen_address == (":1", "[::1]:2")
+
+
+def test_several_values_are_repeated_or_separated_by_commas() -> None:
+    by_flag = load_settings({"web.listen-address": [":1", "127.0.0.1:2"]}, {})
+    by_environment = load_settings({}, {"GPUMEM_WEB_LISTEN_ADDRESS": ":1, 127.0.0.1:2"})
+    assert by_flag.web_listen_address == by_environment.web_listen_address == (":1", "127.0.0.1:2")
+
+
+def test_action_allow_adds_to_the_default_actions() -> None:
+    assert load_settings({"action.allow": "default,terminate"}, {}).action_allow == ACTIONS
+    assert load_settings({"action.allow": ["terminate", "default"]}, {}).action_allow == ("terminate", *DEFAULT_ACTIONS)
+    assert load_settings({"action.allow": "default"}, {}).action_allow == DEFAULT_ACTIONS
+
+
+def test_action_allow_can_be_none() -> None:
+    assert load_settings({"action.allow": ["none"]}, {}).action_allow == ()
+    assert load_settings({}, {"GPUMEM_ACTION_ALLOW": "none"}).action_allow == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"collect.interval": "soon"}, ("--collect.interval", "'soon'", "number")),
+        ({"collect.interval": "0"}, ("--collect.interval", "'0'", "0.05")),
+        ({"collect.interval": "nan"}, ("--collect.interval", "'nan'", "finite")),
+        ({"collect.interval": True}, ("--collect.interval", "True", "number")),
+        ({"report.max-processes": "1.5"}, ("--report.max-processes", "'1.5'", "integer")),
+        ({"report.max-processes": "0"}, ("--report.max-processes", "'0'", "1")),
+        ({"web.listen-address": "9844"}, ("--web.listen-address", "'9844'", "HOST:PORT")),
+        ({"web.listen-address": ":70000"}, ("--web.listen-address", "':70000'", "HOST:PORT")),
+        ({"web.listen-address": "::1:9844"}, ("--web.listen-address", "[IPV6]:PORT")),
+        ({"web.listen-address": ","}, ("--web.listen-address", "address")),
+        ({"web.listen-address": ":1,:1"}, ("--web.listen-address", "repeated")),
+        ({"web.listen-address": 9844}, ("--web.listen-address", "9844", "string")),
+        ({"web.listen-socket": "run/x.sock"}, ("--web.listen-socket", "absolute")),
+        ({"web.listen-socket": "/" + "x" * 107}, ("--web.listen-socket", "107 bytes")),
+        ({"web.telemetry-path": "metrics"}, ("--web.telemetry-path", "/metrics")),
+        ({"web.telemetry-path": "/health"}, ("--web.telemetry-path", "'/health'")),
+        ({"web.telemetry-path": "/{x}"}, ("--web.telemetry-path", "/metrics")),
+        ({"action.allow": "explode"}, ("--action.allow", "'explode'", "empty_cache")),
+        ({"log.level": "loud"}, ("--log.level", "'loud'", "'warning'")),
+        ({"log.format": "xml"}, ("--log.format", "'xml'", "'logfmt'")),
+        ({"report.expiry": "1.5"}, ("--report.expiry", "1.5", "report.interval (1)")),
+        ({"report.interval": "10"}, ("--report.interval", "report.interval (10)")),
+        ({"web.listen-adress": ":1"}, ("--web.listen-adress",)),
+    ],
+)
+def test_an_invalid_flag_is_an_error_with_its_value_and_the_accepted_ones(
+    flags: dict[str, Any], named: tuple[str, ...]
+) -> None:
+    text = refused(flags)
+    assert [part for part in named if part not in text] == [], text
+
+
+def test_an_error_names_the_source_of_the_value(tmp_path: Path) -> None:
+    assert refused({}, {"GPUMEM_COLLECT_INTERVAL": "x"}).startswith("GPUMEM_COLLECT_INTERVAL: 'x'")
+    file = written(tmp_path / "c.yaml", "collect:\n  interval: [1]\n")
+    assert refused({"config.file": file}).startswith(f"{file}:2: collect.interval: ['1']")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("web.listen-adress: ':1'", ("'web.listen-adress'", "'web.listen-address'")),
+        ("web:\n  listen-adress: ':1'", ("'web.listen-adress'",)),
+        ("zzz: 1", ("'zzz'", "web.listen-address")),
+        ("config.file: x", ("'config.file'",)),
+        ("collect.interval: 1\ncollect:\n  interval: 1", (":3: ", "'collect.interval'", "line 1")),
+        ("collect.interval:", (": collect.interval:",)),
+        ("- 1", ("keys",)),
+        ("a: [", ("YAML",)),
+        ("log.level: !!python/object/apply:os.system [true]", (":1: log.level:", "YAML")),
+        ("log: {level: {a: 1}}", (":1: log.level:", "value")),
+        ("\x00", ("YAML",)),
+    ],
+)
+def test_an_error_in_the_configuration_file_names_the_file(tmp_path: Path, text: str, named: tuple[str, ...]) -> None:
+    file = written(tmp_path / "c.yaml", text)
+    message = refused({"config.file": file})
+    assert message.startswith(file)
+    assert [part for part in named if part not in message] == [], message
+
+
+def test_an_error_names_a_missing_configuration_file(tmp_path: Path) -> None:
+    assert str(tmp_path / "no.yaml") in refused({"config.file": str(tmp_path / "no.yaml")})
+
+
+@pytest.mark.parametrize(
+    ("content", "named"), [(None, os.strerror(errno.ENOENT)), ("", "empty"), (" \n", "empty"), ("a\nb", "one")]
+)
+def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
+    path = tmp_path / "token"
+    if content is not None:
+        path.touch(0o600)
+        path.write_text(content)
+    text = refused({"report.token-file": str(path)})
+    assert text.startswith(f"--report.token-file: {str(path)!r}")
+    assert named in text
+
+
+def test_a_token_is_not_shown_in_any_message(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("s3cret-one\ns3cret-two")
+    assert "s3cret" not in refused({"action.token-file": str(path)})

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import re
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+import trustme
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.server.security.web_access import WebAccess
+from gpumem_exporter.server.security.web_config import read_web_config
+from gpumem_exporter.server.settings import load_settings
+from tests.support.certificates import authority, folder, issue
+from tests.support.paths import REPOSITORY
+
+__all__ = ["authority", "folder"]
+
+EXAMPLE = REPOSITORY / "deploy" / "web-config.example.yml"
+HASH = "$2b$04$abcdefghijklmnopqrstuu2r9OfJnfCsdneAXAGHnS4UpFFP8WIrW"
+"""Of `secret`; a constant, since it is part of test ids."""
+TLS = "tls_server_config: {cert_file: tls.crt, key_file: tls.key"
+
+
+def refusal(folder: Path, text: str) -> str:
+    """The error of `serve` for this file, without the name of the file."""
+    path = folder / "web.yml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as refused:
+        load_settings({"web.config.file": str(path)}, {})
+    message = str(refused.value)
+    assert "\n" not in message
+    assert message.startswith(str(path))
+    return message.removeprefix(str(path))
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: a/tls.crt, key_file: /k/tls.key}\n")
+    tls = read_web_config(tmp_path / "web.yml").tls_server_config
+    assert tls is not None
+    assert (tls.cert_file, tls.key_file) == (tmp_path / "a" / "tls.crt", Path("/k/tls.key"))
+    assert (tls.min_version, tls.client_auth_type, tls.client_ca_file) == ("TLS12", "NoClientCert", None)
+
+
+def test_the_tls_settings_are_applied(folder: Path) -> None:
+    (folder / "web.yml").write_text(
+        TLS + ", min_version: TLS13, client_auth_type: VerifyClientCertIfGiven, client_ca_file: authority.crt}\n"
+    )
+    context = WebAccess(folder / "web.yml").context
+    assert context is not None
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_3
+    assert context.verify_mode == ssl.CERT_OPTIONAL
+    assert len(context.get_ca_certs()) == 1
+
+
+@pytest.mark.parametrize("text", ["{}", f"basic_auth_users: {{ada: {HASH}}}"])
+def test_without_certificates_there_is_no_tls(tmp_path: Path, text: str) -> None:
+    (tmp_path / "web.yml").write_text(text)
+    assert WebAccess(tmp_path / "web.yml").context is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", r":1: .*tls_server_config\b.*basic_auth_users"),
+        ("- x\n", r":1: .*tls_server_config, http_server_config, basic_auth_users"),
+        ("{}\n---\n{}\n", r":2: .*YAML"),
+        ("\ntls_config: {}\n", r":2: .*'tls_config'.*tls_server_config, http_server_config"),
+        ("http_server_config:\n http3: true\n", r":2: http_server_config: .*'http3'.*http2, headers"),
+        ("http_server_config: {http2: maybe}", r":1: http_server_config.http2: 'maybe'.*true or false"),
+        (
+            "http_server_config: {headers:\n {Server: x}}",
+            r":2: http_server_config.headers: .*'Server'.*X-Frame-Options",
+        ),
+        (
+            "http_server_config: {headers: {X-Frame-Options: DENY}}",
+            r":1: .*X-Frame-Options: 'DENY'.*deny or sameorigin",
+        ),
+        ('http_server_config: {headers: {X-XSS-Protection: "0\\r\\nX: y"}}', r":1: .*X-XSS-Protection: .*ASCII"),
+        ("rate_limit: {}\n", r":1: .*\brate_limit\b.*tls_server_config, http_server_config"),
+        ("tls_server_config:\n", r":1: tls_server_config: has no value"),
+        ("tls_server_config: x\n", r":1: tls_server_config: .*cert_file, key_file"),
+        ("tls_server_config: {key_file: k}\n", r":1: tls_server_config: .*'cert_file'"),
+        ("tls_server_config: {cert_file: tls.crt}\n", r":1: tls_server_config: .*'key_file'"),
+        (TLS + ", min_version: TLS11}", r"min_version: 'TLS11'.*'TLS12' or 'TLS13'"),
+        (TLS + ", client_auth_type: RequestClientCert}", r"client_auth_type: 'RequestClientCert'.*'NoClientCert'"),
+        (TLS + ",\n client_auth_type: RequireAndVerifyClientCert}", r":2: .*client_ca_file"),
+        (TLS + ",\n client_ca_file: authority.crt}", r":2: .*client_auth_type\b.*RequireAndVerifyClientCert"),
+        *(
+            (f"{TLS},\n {key}: x}}\n", rf":2: tls_server_config: .*'{key}'.*cert_file, key_file")
+            for key in (
+                *("cert", "key", "client_ca", "client_allowed_sans", "max_version", "min_verson"),
+                *("cipher_suites", "prefer_server_cipher_suites", "curve_preferences"),
+            )
+        ),
+        ("basic_auth_users: {}", r":1: basic_auth_users: .*bcrypt"),
+        (f"basic_auth_users: {{ada: {HASH},\n ada: {HASH}}}", r":2: .*'ada'(?!.*bcrypt)"),
+        (f"basic_auth_users: {{'a:b': {HASH}}}", r":1: basic_auth_users: .*colon"),
+        ("basic_auth_users: {ada: [x]}", r":1: basic_auth_users.ada: .*string"),
+        (f"basic_auth_users: {{ada: {HASH.replace('$04$', '$31$')}}}", r"'ada': .*\b4 to 15\b.*htpasswd -nBC 10"),
+    ],
+)
+def test_an_error_has_its_line(folder: Path, text: str, named: str) -> None:
+    assert re.search(named, refusal(folder, text))
+
+
+def test_a_password_in_place_of_a_hash_is_not_shown(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "basic_auth_users:\n  ada: hunter2\n")
+    assert re.match(":2: basic_auth_users: 'ada': .*bcrypt", message)
+    assert "hunter2" not in message
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ({"tls.crt": None}, ("cert_file '{}/tls.crt'", os.strerror(errno.ENOENT))),
+        ({"tls.crt": b"x"}, ("cert_file '{}/tls.crt'", "certificate", "PEM")),
+        ({"tls.key": None}, ("key_file '{}/tls.key'", os.strerror(errno.ENOENT))),
+        ({"tls.key": b"x"}, ("key_file '{}/tls.key'", "private key", "PEM")),
+        ({"tls.key": b"-----BEGIN ENCRYPTED PRIVATE KEY-----"}, ("key_file '{}/tls.key'", "passphrase")),
+        ({"tls.key": b"-----BEGIN PRIVATE KEY-----"}, ("'{}/tls.crt'", "'{}/tls.key'")),
+        ({"authority.crt": None}, ("client_ca_file '{}/authority.crt'", os.strerror(errno.ENOENT))),
+        ({"authority.crt": b"-----BEGIN CERTIFICATE-----\n"}, ("client_ca_file '{}/authority.crt': ",)),
+    ],
+)
+def test_an_invalid_certificate_or_key_file_is_named(
+    folder: Path, broken: dict[str, bytes | None], named: tuple[str, ...]
+) -> None:
+    for name, content in broken.items():
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes(content)
+    text = TLS + ", client_auth_type: RequireAndVerifyClientCert, client_ca_file: authority.crt}"
+    message = refusal(folder, text)
+    assert message.startswith(": tls_server_config: ")
+    assert [part for part in named if part.format(folder) not in message] == [], message
+
+
+def test_the_key_of_another_certificate_is_refused(folder: Path, authority: trustme.CA) -> None:
+    issue(authority, folder, "other")
+    message = refusal(folder, "tls_server_config: {cert_file: tls.crt, key_file: other.key}")
+    assert f"'{folder}/tls.crt'" in message
+    assert f"'{folder}/other.key'" in message
+    assert message.endswith("key values mismatch")  # in OpenSSL's words
+
+
+def test_users_without_bcrypt_are_refused_with_the_command_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = refusal(tmp_path, f"basic_auth_users: {{ada: {HASH}}}")
+    assert "pip install bcrypt" in message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{tmp_path}/none'.*{os.strerror(errno.ENOENT)}"):
+        load_settings({"web.config.file": str(tmp_path / "none")}, {})
+
+
+@pytest.mark.tools
+@pytest.mark.parametrize("everything", [False, True])
+def test_the_example_is_valid_here_and_for_prometheus(folder: Path, everything: bool) -> None:
+    promtool = shutil.which("promtool")
+    assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
+    shutil.copy(folder / "authority.crt", folder / "clients.crt")
+    text = EXAMPLE.read_text()
+    if everything:
+        text = re.sub(r"^( *)# ( *(?:- \S+|[\w-]+:(?: \S+)?)$)", r"\1\2", text, flags=re.MULTILINE)
+    (folder / "web.yml").write_text(text)
+    access = WebAccess(folder / "web.yml")
+    assert access.context is not None
+    assert len(access.users) == 1
+    assert (access.context.verify_mode == ssl.CERT_REQUIRED) == everything
+    assert (set(access.headers) == {"Strict-Transport-Security"}) == everything
+    checked = subprocess.run([promtool, "check", "web-config", folder / "web.yml"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr

@@ -1,0 +1,409 @@
+"""The modes of actions, groups and termination, with real torch on the emulated node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.http import Connection
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import eventually, wait_for
+
+STEPPING = """
+import os, threading, time
+import gpumem_client as client
+while not os.path.exists(stop):
+    step_number = globals().get('step_number', 0) + 1
+    time.sleep(pause)
+    client.step()
+result = [step_number, threading.get_native_id()]
+"""
+"""Steps of some milliseconds in the main thread until a file exists."""
+
+
+@pytest.fixture
+def exporter(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
+    return start_exporter(node, *QUICK)
+
+
+@pytest.fixture
+def process(exporter: ExporterProcess, start_torch: StartTorch) -> TorchProcess:
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="train", rank=0)
+    process.call("free", numbers=[process.call("alloc", nbytes=MIB)])
+    process.call("empty_cache")
+    exporter.wait_for_processes(process.pid)
+    return process
+
+
+def cache(process: TorchProcess, nbytes: int = 64 * MIB) -> None:
+    """Cache this many bytes without a tensor."""
+    process.call("free", numbers=[process.call("alloc", nbytes=nbytes)])
+
+
+@contextmanager
+def stepping(process: TorchProcess, folder: Path, pause: float = 0.01) -> Iterator[list[int]]:
+    """Let the process make steps; afterwards the list has the number of the last one and its thread."""
+    stop, ended = folder / "stop", list[int]()
+    number = process.send("exec", code=STEPPING, stop=str(stop), pause=pause)
+    try:
+        yield ended
+    finally:
+        stop.touch()
+        ended += process.receive(number)
+        stop.unlink()
+
+
+def test_mode_step_clears_in_the_training_thread_after_a_step(
+    exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode, tmp_path: Path
+) -> None:
+    cache(process)
+    before = node.books().used_by(process.pid)
+    with stepping(process, tmp_path) as ended:
+        action = exporter.act("empty_cache", target={"pid": process.pid}, mode="step")
+    (row,) = action["results"]
+    assert (action["state"], row["outcome"]) == ("done", "done")
+    assert 0 < row["step"] <= ended[0]
+    assert row["thread_id"] == ended[1] == process.pid  # Linux: the main thread's id is the process'
+    assert row["freed_bytes"] == before - node.books().used_by(process.pid) == 64 * MIB
+    assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+@pytest.mark.parametrize("mode", ["now", "step", "idle"])
+def test_in_every_mode_the_freed_bytes_are_what_the_driver_gained(
+    mode: str, settings: str, exporter: ExporterProcess, start_torch: StartTorch, node: EmulatedNode, tmp_path: Path
+) -> None:
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF=settings)
+    process.call("start_client", workload="train", rank=0)
+    for device in (0, 1):
+        process.call("random_heap", device=device, seed=device, blocks=100)
+    exporter.wait_for_processes(process.pid)
+    before, free = node.books().used_by(process.pid), [book.free_bytes for book in node.books().devices]
+    if mode == "step":
+        with stepping(process, tmp_path):
+            action = exporter.act("empty_cache", target={"pid": process.pid}, mode=mode, wait_seconds=50)
+    else:
+        action = exporter.act("empty_cache", target={"pid": process.pid}, mode=mode, wait_seconds=50)
+    assert action["state"] == "done", action
+    gained = [book.free_bytes - was for book, was in zip(node.books().devices, free, strict=True)]
+    rows = {row["uuid"]: row for row in action["results"]}
+    assert [rows[node.uuid(device)]["freed_bytes"] for device in (0, 1)] == gained[:2]
+    assert action["freed_bytes"] == before - node.books().used_by(process.pid) > 0
+    for row in rows.values():
+        assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
+
+
+def test_mode_step_expires_in_a_process_without_steps(exporter: ExporterProcess, process: TorchProcess) -> None:
+    cache(process)
+    action = exporter.act("empty_cache", target={"pid": process.pid}, mode="step", deadline_seconds=0.5)
+    (row,) = action["results"]
+    assert (action["state"], row["outcome"]) == ("expired", "expired")
+    assert row["reason_code"] == "no_step_ended"
+    assert process.call("stats", device=0)["reserved_bytes.all.current"] == 64 * MIB
+
+
+def test_mode_idle_waits_until_no_step_runs_and_nothing_is_allocated(
+    exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode, tmp_path: Path
+) -> None:
+    cache(process)
+    with ThreadPoolExecutor() as pool:
+        with stepping(process, tmp_path):
+            wait_for(lambda: exporter.processes()[process.pid]["step"], "a step")
+            pending = pool.submit(
+                act_on_own_connection, exporter, target={"pid": process.pid}, mode="idle", wait_seconds=30
+            )
+            wait_for(lambda: exporter.processes()[process.pid]["step"] > 50, "more steps")
+            assert not pending.done()
+            assert process.pid in exporter.processes()
+        status, action = pending.result()
+    assert status == 200, action
+    (row,) = action["results"]
+    assert (row["outcome"], row["freed_bytes"]) == ("done", 64 * MIB)
+    assert row["thread_id"] != process.pid
+    assert process.call("stats", device=0)["reserved_bytes.all.current"] == 0
+
+
+def test_actions_at_random_times_break_no_cuda_graph_capture(
+    exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
+) -> None:
+    """A command waits in every mode until the capture is over."""
+    tries = int(os.environ.get("GPUMEM_CAPTURES", "1000"))
+    capturing = """
+import os, random, time
+import gpumem_client as client
+torch.zeros(1, device="cuda:0")
+result = 0
+for number in range(tries):
+    spare = torch.empty(3 << 20, dtype=torch.uint8, device="cuda:0")
+    del spare
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # raises if anything has broken the capture
+        kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0")
+        time.sleep(random.random() * 0.02)
+        client.step()
+    result += 1
+    time.sleep(random.random() * 0.005)
+    client.step()
+    del graph, kept
+while not os.path.exists(finished):  # an action may still wait for a step
+    time.sleep(0.002)
+    client.step()
+"""
+    finished = tmp_path / "finished"
+    number = process.send("exec", code=capturing, tries=tries, finished=str(finished))
+    outcomes: dict[tuple[str, str], int] = {}
+    while process.pid not in exporter.processes() or (exporter.processes()[process.pid]["step"] or 0) < 2 * tries:
+        for mode in ("now", "step"):
+            action = exporter.act("empty_cache", target={"pid": process.pid}, mode=mode, wait_seconds=30)
+            for row in action["results"]:
+                outcomes[mode, row["outcome"]] = outcomes.get((mode, row["outcome"]), 0) + 1
+                if row["outcome"] == "refused":  # the capture started just before the command
+                    assert row["reason_code"] == "cuda_graph_capture"
+        assert not process.answered(), process.receive(number)  # a broken capture ends the program
+    finished.touch()
+    assert process.receive(number, timeout_seconds=120) == tries
+    assert set(outcomes) <= {("now", "done"), ("now", "refused"), ("step", "done")}, outcomes
+    assert outcomes.get(("now", "done")), outcomes
+    assert outcomes.get(("step", "done")), outcomes
+
+
+def test_a_snapshot_is_a_pickle_of_torch_with_a_correct_summary(
+    exporter: ExporterProcess, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "snapshots"
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, GPUMEM_SNAPSHOT_DIR=str(folder))
+    process.call("start_client", workload="train", rank=0)
+    process.call("random_heap", device=0, seed=1, blocks=100)
+    process.exec("torch.cuda.memory._record_memory_history(max_entries=1000, stacks='python')")
+    process.exec("mine = torch.empty(500 << 20, dtype=torch.uint8, device='cuda:0')")
+    exporter.wait_for_processes(process.pid)
+    (row, *_) = exporter.act("snapshot", target={"pid": process.pid})["results"]
+    summary = row["snapshot"]
+    assert Path(summary["path"]).parent == folder
+    assert Path(summary["path"]).stat().st_size == summary["size_bytes"]
+    assert Path(summary["path"]).stat().st_mode & 0o777 == 0o600
+    assert Path(summary["path"]).read_bytes()[:2] == b"\x80\x04", "memory_viz rejected pickle protocol 5"
+    truth = process.exec(
+        "import pickle; shot = pickle.load(open(path, 'rb')); segments = shot['segments']\n"
+        "result = [len(segments), sum(len(s['blocks']) for s in segments), sum(s['total_size'] for s in segments)]",
+        path=summary["path"],
+    )
+    assert truth == [
+        summary["segments"],
+        summary["blocks"],
+        process.call("stats", device=0)["reserved_bytes.all.current"],
+    ]
+    assert summary["has_frames"]
+    assert summary["largest"][0]["size_bytes"] == 500 * MIB
+    assert summary["largest"][0]["frame"].split()[-1] == "<module>"
+    # the user's own recording goes on
+    assert process.exec("result = torch._C._cuda_isHistoryEnabled()") is True
+
+
+def test_a_memory_fraction_below_the_reserved_memory_is_refused_unless_forced(
+    exporter: ExporterProcess, process: TorchProcess
+) -> None:
+    kept = process.call("alloc", nbytes=2 << 30)
+    request: dict[str, Any] = {"target": {"pid": process.pid}, "fraction": 0.1}
+    eventually(
+        lambda: exporter.act("set_memory_fraction", **request, dry_run=True)["results"][0]["reason"],
+        lambda reason: "2.0 GiB are reserved" in reason,
+    )
+    (row,) = exporter.act("set_memory_fraction", **request)["results"]
+    assert (row["outcome"], row["reason_code"]) == ("refused", "reserved_exceeds_fraction")
+    assert "2.0 GiB are reserved" in row["reason"]
+    process.call("alloc", nbytes=1 << 30)  # nothing has changed
+    (row,) = exporter.act("set_memory_fraction", **request, force=True)["results"]
+    assert row["outcome"] == "done"
+    code = "try:\n    torch.empty(1 << 30, dtype=torch.uint8, device='cuda:0'); result = 'took it'\n"
+    assert process.exec(code + "except torch.OutOfMemoryError: result = 'no'") == "no"
+    assert process.call("free", numbers=[kept]) == 1
+
+
+@pytest.fixture
+def terminating(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
+    return start_exporter(node, *QUICK, "--action.allow", "terminate,empty_cache")
+
+
+def test_terminate_ends_the_target_process_and_releases_its_memory(
+    terminating: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
+) -> None:
+    target, other = (start_torch(GPUMEM_EXPORTER_URL=terminating.url) for _ in range(2))
+    for process in (target, other):
+        process.call("alloc", nbytes=64 * MIB)
+        process.call("start_client", workload="train", rank=process.pid)
+    terminating.wait_for_processes(target.pid, other.pid)
+    used = node.books().used_by(target.pid)
+    wait_for(
+        lambda: terminating.metrics().values("gpumem_process_memory_used_bytes", pid=str(target.pid)), "the driver"
+    )
+    would = terminating.act("terminate", target={"pid": target.pid}, dry_run=True)
+    assert [(row["outcome"], row["freed_bytes"]) for row in would["results"]] == [("done", used)]
+    assert node.books().used_by(target.pid) == used
+    action = terminating.act("terminate", target={"pid": target.pid})
+    assert [(row["outcome"], row["reason_code"]) for row in action["results"]] == [("done", "ended_by_sigterm")]
+    assert action["freed_bytes"] == used
+    assert node.books().used_by(target.pid) == 0
+    assert other.pid in terminating.processes()
+
+
+def test_terminate_kills_a_process_that_ignores_sigterm_and_does_not_report(
+    terminating: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
+) -> None:
+    process = start_torch()
+    process.exec("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); torch.zeros(1, device='cuda:0')")
+    pid = str(process.pid)
+    wait_for(lambda: terminating.metrics().values("gpumem_process_memory_used_bytes", pid=pid), "the driver's list")
+    action = terminating.act("terminate", target={"pid": process.pid}, wait_seconds=60)
+    assert [(row["outcome"], row["reason_code"]) for row in action["results"]] == [("done", "ended_by_sigkill")]
+    assert node.books().used_by(process.pid) == 0
+
+
+RANK = """
+import json, os, sys, threading, time
+import torch, torch.distributed as dist
+import gpumem_client as client
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+client.start(workload="ranks")
+kept = torch.empty(1 << 20, dtype=torch.uint8, device=f"cuda:{rank % 2}")
+stop = torch.zeros(1)
+while not stop.item():
+    spare = torch.empty(3 << 20, dtype=torch.uint8, device=f"cuda:{rank % 2}")
+    del spare
+    stop.fill_(os.path.exists(sys.argv[1]))
+    dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # real ranks have a collective too
+    time.sleep(0.02)
+    client.step()
+client.stop()
+os._exit(0)
+"""
+
+
+@contextmanager
+def ranks(node: EmulatedNode, exporter: ExporterProcess, folder: Path, count: int) -> Iterator[list[int]]:
+    """Start ranks with torchrun that make steps together; yield their pids by rank."""
+    script, finished = folder / "rank.py", folder / "finished"
+    script.write_text(RANK)
+    environment = {
+        **node.environment(),
+        "PYTHONPATH": str(REPOSITORY),
+        "GPUMEM_EXPORTER_URL": exporter.url,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
+    with (folder / "torchrun.log").open("wb") as log:
+        launcher = subprocess.Popen(
+            [*command, str(script), str(finished)], env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    pids: list[int] = []
+    try:
+
+        def steps() -> bool:
+            assert launcher.poll() is None, (folder / "torchrun.log").read_text()
+            found = exporter.processes().values()
+            return sum(bool(entry["step"] and entry["step_seconds"]) for entry in found) == count
+
+        wait_for(steps, f"{count} ranks that make steps", 120.0)
+        by_rank = {int(entry["rank"]): pid for pid, entry in exporter.processes().items()}
+        pids += [by_rank[rank] for rank in range(count)]
+        yield pids
+        finished.touch()
+        assert launcher.wait(60) == 0, (folder / "torchrun.log").read_text()
+    finally:
+        if launcher.poll() is None:  # a test has failed: torchrun gives each rank a session of its own
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            launcher.kill()
+            launcher.wait(30)
+
+
+@pytest.mark.slow
+def test_a_group_clears_after_the_same_step_on_every_rank_in_each_of_twenty_runs(
+    node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path
+) -> None:
+    with ranks(node, exporter, tmp_path, 4) as pids:
+
+        def act(_: int) -> Any:
+            return act_on_group(exporter, {"rank": "0"})
+
+        with ThreadPoolExecutor(20) as pool:
+            waiting = []
+            for number in range(20):
+                waiting.append(pool.submit(act, number))
+                before = exporter.processes()[pids[0]]["step"]
+                wait_for(lambda step=before: exporter.processes()[pids[0]]["step"] > step, "a later step")
+            actions = [one.result() for one in waiting]
+    assert [action["state"] for action in actions] == ["done"] * 20, actions
+    for action in actions:
+        assert {(row["outcome"], row["step"]) for row in action["results"]} == {("done", action["at_step"])}
+        assert {row["pid"] for row in action["results"]} == set(pids)
+        assert {row["thread_id"] for row in action["results"]} == set(pids)
+    assert sum(action["freed_bytes"] for action in actions) > 0
+
+
+def test_a_group_with_a_stopped_rank_is_withdrawn_and_names_the_rank(
+    node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path
+) -> None:
+    with ranks(node, exporter, tmp_path, 2) as pids:
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            action = exporter.act("empty_cache", target={"workload": "ranks"}, group=True, wait_seconds=30)
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        outcomes = {row["rank"]: row["outcome"] for row in action["results"]}
+        assert outcomes["1"] == "expired"
+        assert outcomes["0"] in ("refused", "expired")  # a busy machine may delay its report, too
+        assert next(row["reason_code"] for row in action["results"] if row["rank"] == "1") == "group_rank_late"
+        step = exporter.processes()[pids[1]]["step"]
+        wait_for(lambda: exporter.processes()[pids[1]]["step"] > step + 5, "both ranks' going on")
+        # withdrawn commands never run later
+        again = act_on_group(exporter, {"workload": "ranks"})
+        assert {row["outcome"] for row in again["results"]} == {"done"}
+
+
+def act_on_own_connection(exporter: ExporterProcess, **request: Any) -> tuple[int, Any]:
+    """Request a clear on a separate connection, for use in threads; return the status and the document."""
+    connection = Connection(exporter.url, timeout_seconds=90.0)
+    try:
+        body = json.dumps({"action": "empty_cache", **request}).encode()
+        answer = connection.request("POST", "/api/v1/actions", body, {"Content-Type": "application/json"})
+        return answer.status, json.loads(answer.body)
+    finally:
+        connection.close()
+
+
+def act_on_group(exporter: ExporterProcess, target: dict[str, str]) -> Any:
+    """Request a clear of a group until it is done: a busy machine may delay the steps or the report of a rank.
+
+    A group that is not done has acted on no rank.
+    """
+
+    def done() -> Any:
+        status, action = act_on_own_connection(
+            exporter, target=target, group=True, wait_seconds=60, deadline_seconds=60
+        )
+        if status == 200 and action["state"] == "done":
+            return action
+        assert status == 200 or "makes no steps" in action["detail"], action
+        assert not any(row["outcome"] == "done" for row in action.get("results", ())), action
+        return None
+
+    return wait_for(done, "a group that acts")

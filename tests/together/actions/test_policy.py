@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.protocol import CommandResult, DeviceResult
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import MIB, EmulatedNode
+from tests.support.builders import UUIDS, report, sample
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.waiting import eventually, patient, wait_for
+
+RELOAD = "/-/reload"
+EVALUATIONS = "gpumem_policy_evaluations_total"
+
+
+def rule(name: str = "tidy", **changes: Any) -> dict[str, Any]:
+    """A rule that acts on any process with slack."""
+    return {
+        "name": name,
+        "workloads": ["*"],
+        "when": {"slack_bytes": {"over": "10MiB"}},
+        "do": {"action": "empty_cache"},
+        "dry_run": False,
+        **changes,
+    }
+
+
+def written(path: Path, *rules: dict[str, Any]) -> Path:
+    """A policy file: JSON is YAML."""
+    path.write_text(json.dumps({"rules": list(rules)}, indent=1))
+    return path
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return written(tmp_path / "policy.yml", rule())
+
+
+@pytest.fixture
+def exporter(policy: Path) -> Iterator[RunningExporter]:
+    with running_exporter(policy_file=str(policy)) as running:
+        yield running
+
+
+def test_a_rule_clears_an_idle_process_and_a_dry_run_does_not(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    idle = {"slack_bytes": {"over": "100MiB"}, "idle_seconds": {"over": "1s"}}
+    policy = written(
+        tmp_path / "policy.yml",
+        rule("acts", workloads=["hoard*"], when=idle, do={"action": "empty_cache", "mode": "idle"}),
+        rule("would", workloads=["tidy"], when=idle, dry_run=True),
+    )
+    exporter = start_exporter(node, *QUICK, "--policy.file", str(policy))
+    processes = {}
+    for workload in ("hoarder", "tidy"):
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+        process.call("start_client", workload=workload, rank=0)
+        process.call("free", numbers=[process.call("alloc", nbytes=256 * MIB)])
+        processes[workload] = (process, node.books().used_by(process.pid))
+    (hoarder, before), (tidy, kept) = processes["hoarder"], processes["tidy"]
+    wait_for(lambda: exporter.metrics().values(EVALUATIONS, rule="would", result="would_act") == [1], "the dry run")
+    wait_for(lambda: node.books().used_by(hoarder.pid) == before - 256 * MIB, "the clear")
+    assert node.books().used_by(tidy.pid) == kept
+
+    def acted() -> list[Any]:
+        actions = exporter.get("/api/v1/actions")["actions"]
+        return [action for action in actions if action["requested_by"] == "policy:acts" and action["outcomes"]]
+
+    wait_for(acted, "its result")
+    (action,) = acted()
+    (row,) = exporter.get(f"/api/v1/actions/{action['id']}")["results"]
+    assert (row["pid"], row["workload"], row["outcome"], row["freed_bytes"]) == (
+        hoarder.pid,
+        "hoarder",
+        "done",
+        256 * MIB,
+    )
+    assert (action["mode"], action["target"]) == ("idle", {"pid": hoarder.pid})
+    assert re.search(r"slack_bytes\b.*\b256\.0 MiB\b.*\b100\.0 MiB\b.*idle_seconds", action["reason"])
+    assert exporter.metrics().value(EVALUATIONS, rule="acts", result="acted") == 1
+    assert [event["detail"]["requested_by"] for event in exporter.get("/api/v1/events?type=action")["events"]] == [
+        "policy:acts"
+    ]
+    assert "requested_by=policy:would" in exporter.log()
+
+
+def test_sighup_reloads_the_file_and_an_invalid_one_changes_nothing(
+    policy: Path, start_exporter: StartExporter
+) -> None:
+    exporter: ExporterProcess = start_exporter(None, "--policy.file", str(policy))
+
+    def rules() -> set[str]:
+        return {dict(labels)["rule"] for labels in exporter.metrics().samples.get(EVALUATIONS, {})}
+
+    assert rules() == {"tidy"}
+    policy.write_text("rules: [{}]\n")
+    exporter.signal(signal.SIGHUP)
+    wait_for(lambda: "policy.yml:1: a rule: the key 'name' is missing" in exporter.log(), "the complaint")
+    assert rules() == {"tidy"}
+    written(policy, rule("other"))
+    exporter.signal(signal.SIGHUP)
+    wait_for(lambda: rules() == {"other"}, "the new rule")
+    assert exporter.stop() == 0
+
+
+EARLY_AND_LATE = """
+import os, signal, sys
+from gpumem_exporter.server import serve
+make = serve.create_app
+
+def create_app(*arguments, **keywords):
+    app = make(*arguments, **keywords)
+    os.kill(os.getpid(), signal.SIGHUP)
+    log = app.state.runtime.events.log
+    stop = log.stop
+
+    def stop_late(seconds):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return stop(seconds)
+
+    log.stop = stop_late
+    keeper = app.state.runtime.policies
+    reload = keeper.reload
+
+    async def reload_and_end(requested_by):
+        await reload(requested_by)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    keeper.reload = reload_and_end
+    return app
+
+serve.create_app = create_app
+sys.argv = ["gpumem-exporter", *sys.argv[1:]]
+from gpumem_exporter.cli.main import main
+sys.exit(main())
+"""
+
+
+def test_a_sighup_during_the_start_reloads_after_it_and_one_during_the_stop_does_nothing(policy: Path) -> None:
+    arguments = ["serve", "--policy.file", str(policy), "--web.listen-address", "127.0.0.1:0", "--log.format", "json"]
+    ended = subprocess.run(
+        [sys.executable, "-c", EARLY_AND_LATE, *arguments], capture_output=True, text=True, timeout=patient(120)
+    )
+    assert ended.returncode == 0, ended
+    lines = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert [line["requested_by"] for line in lines if "requested_by" in line] == ["start", "SIGHUP"]
+
+
+def test_reload_applies_the_file_and_returns_its_rules(exporter: RunningExporter, policy: Path) -> None:
+    written(policy, rule("one"), rule("two", dry_run=True))
+    answer = exporter.request("POST", RELOAD, Content_Type="application/x-www-form-urlencoded")
+    assert answer.status == 200
+    assert json.loads(answer.body)["rules"] == [
+        {"name": "one", "dry_run": False, "stopped": 0, "held_back": []},
+        {"name": "two", "dry_run": True, "stopped": 0, "held_back": []},
+    ]
+    assert exporter.sample(EVALUATIONS, rule="two", result="acted") == 0
+    assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") is None
+
+
+def test_reload_of_an_invalid_file_is_422_with_the_line_and_changes_nothing(
+    exporter: RunningExporter, policy: Path
+) -> None:
+    policy.write_text("rules:\n  - {}\n")
+    detail = problem(exporter.request("POST", RELOAD), 422)["detail"]
+    assert f"{policy}:2: " in detail
+    assert "'name'" in detail
+    policies = exporter.runtime.policies
+    assert policies is not None
+    assert [each.name for each in policies.engine.rules] == ["tidy"]
+
+
+def test_reload_without_a_policy_is_404() -> None:
+    with running_exporter() as exporter:
+        assert "--policy.file" in problem(exporter.request("POST", RELOAD), 404)["detail"]
+
+
+def test_only_callers_that_may_act_may_reload(policy: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("s3cret")
+    with running_exporter(policy_file=str(policy), action_token_file=str(token)) as exporter:
+        problem(exporter.request("POST", RELOAD), 401)
+        assert exporter.request("POST", RELOAD, Authorization="Bearer s3cret").status == 200
+    with running_exporter(policy_file=str(policy)) as exporter:
+        problem(exporter.request("POST", RELOAD, Origin="http://evil.example"), 403)
+        problem(exporter.request("POST", RELOAD, Host="evil.example"), 403)
+        problem(exporter.request("GET", RELOAD), 405)
+
+
+class Process:
+    """A scripted process with 50 MiB of cache that its clears do not release."""
+
+    def __init__(self, exporter: RunningExporter) -> None:
+        self.exporter = exporter
+        self.sequence = 0
+        self.ran: list[str] = []
+
+    def report(self) -> None:
+        """Report, and record the commands of the reply."""
+        self.sequence += 1
+        devices = (sample(UUIDS[0], 10 * MIB, 50 * MIB),)
+        results = tuple(
+            CommandResult(ran, "done", devices=(DeviceResult(UUIDS[0], 60 * MIB, 60 * MIB, freed_bytes=0),))
+            for ran in self.ran[-1:]
+        )
+        answer = self.exporter.report(report(1, devices=devices, sequence=self.sequence, results=results))
+        assert answer.status == 200
+        self.ran += [command["id"] for command in json.loads(answer.body).get("commands", ())]
+
+
+def test_a_rule_that_does_not_help_stops_with_an_event(tmp_path: Path) -> None:
+    policy = written(tmp_path / "policy.yml", rule(cooldown="1s", stop_after={"clears": 2, "still_free_after": "0s"}))
+    with running_exporter(policy_file=str(policy)) as exporter:
+        process = Process(exporter)
+
+        def stopped() -> Any:
+            process.report()
+            return exporter.document("/api/v1/events?type=policy_stopped")["events"]
+
+        (event,) = eventually(stopped)
+        assert {name: event[name] for name in ("type", "pid", "workload", "gpu")} == {
+            "type": "policy_stopped",
+            "pid": 1,
+            "workload": "train",
+            "gpu": "0",
+        }
+        detail = event["detail"]
+        assert (detail["rule"], detail["action"]) == ("tidy", "empty_cache")
+        assert re.search(r"\bempty_cache\b.*\b2\b.*\b0 bytes\b", detail["reason"])
+        assert [tried["action_id"] for tried in detail["tries"]] == process.ran
+        assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") == 2
+
+        def evaluated_as_stopped() -> float | None:
+            process.report()
+            return exporter.sample(EVALUATIONS, rule="tidy", result="stopped")
+
+        eventually(evaluated_as_stopped)
+        assert len(process.ran) == 2
+        assert json.loads(exporter.request("POST", RELOAD).body)["rules"][0]["stopped"] == 1
+
+
+def test_a_refused_action_of_a_rule_is_counted_and_has_a_cooldown(tmp_path: Path) -> None:
+    group = {"action": "empty_cache", "group": True}
+    policy = written(tmp_path / "policy.yml", rule(do=group))
+    with running_exporter(policy_file=str(policy)) as exporter:
+        process = Process(exporter)  # makes no steps: no step can be chosen for its group
+
+        def cooling() -> float | None:
+            process.report()
+            return exporter.sample(EVALUATIONS, rule="tidy", result="cooling")
+
+        eventually(cooling)
+        assert exporter.sample(EVALUATIONS, rule="tidy", result="refused") == 1
+        assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") == 0
+        assert process.ran == []

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.protocol import CommandResult, DeviceResult
+from gpumem_exporter.core.samples import ProcessMemory
+from tests.support.builders import UUIDS, report, sample
+from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
+from tests.support.waiting import eventually, patient
+
+
+@pytest.fixture
+def exporter() -> Iterator[RunningExporter]:
+    """An exporter with two reporting processes that hold cached memory."""
+    with running_exporter(report_interval=300, report_expiry=900) as running:
+        for pid, uuid in ((1, UUIDS[0]), (2, UUIDS[1])):
+            sent = report(pid, devices=(sample(uuid, 10, 7),), workload=f"w{pid}", rank="0")
+            assert running.report(sent).status == 200
+        yield running
+
+
+def carry_out(exporter: RunningExporter, pid: int, uuid: str) -> str:
+    """Do what the reporter of a process would do: fetch the command, run it, report its result."""
+    command = json.loads(
+        exporter.report(report(pid, devices=(sample(uuid, 10, 7),), workload=f"w{pid}", sequence=2)).body
+    )["commands"][0]
+    devices = (DeviceResult(uuid, reserved_before_bytes=17, reserved_after_bytes=10, freed_bytes=7),)
+    result = CommandResult(command["id"], "done", duration_seconds=0.001, devices=devices)
+    sent = report(pid, devices=(sample(uuid, 10),), workload=f"w{pid}", sequence=3, results=(result,))
+    assert exporter.report(sent).status == 200
+    command_id: str = command["id"]
+    return command_id
+
+
+def test_a_finished_action_is_answered_200_with_its_results(exporter: RunningExporter) -> None:
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(exporter.act, action="empty_cache", target={"gpu": "0"}, reason="tidy")
+        eventually(lambda: len(exporter.runtime.holds))
+        carry_out(exporter, 1, UUIDS[0])
+        answer = pending.result(patient(30))
+    assert answer.status == 200
+    action = json.loads(answer.body)
+    assert (action["state"], action["freed_bytes"], action["reason"]) == ("done", 7, "tidy")
+    (result,) = action["results"]
+    assert {name: result[name] for name in ("pid", "workload", "gpu", "uuid", "outcome", "freed_bytes")} == {
+        "pid": 1,
+        "workload": "w1",
+        "gpu": "0",
+        "uuid": UUIDS[0],
+        "outcome": "done",
+        "freed_bytes": 7,
+    }
+    assert action["requested_by"] == f"loopback:uid={os.getuid()}"
+
+
+def test_an_action_of_few_processes_does_not_wait_for_large_replies(exporter: RunningExporter) -> None:
+    started, release = threading.Event(), threading.Event()
+
+    def large_reply() -> bytes:
+        started.set()
+        release.wait(patient(30))
+        return b""
+
+    building = asyncio.run_coroutine_threadsafe(exporter.runtime.renderer.render(large_reply), exporter.loop)
+    try:
+        assert started.wait(patient(30))
+        clear = {"action": "empty_cache", "target": {"pid": "1"}, "dry_run": True}
+        assert exporter.request("POST", ACTIONS, clear, seconds=patient(2)).status == 200
+        assert not building.done()
+    finally:
+        release.set()
+        building.result(patient(30))
+
+
+def test_a_running_action_is_answered_202_with_its_location(exporter: RunningExporter) -> None:
+    answer = exporter.act(action="empty_cache", target={"workload": "w2"}, wait_seconds=0.05)
+    assert answer.status == 202
+    where = answer.headers["location"]
+    assert where == f"{ACTIONS}/{json.loads(answer.body)['id']}"
+    assert exporter.document(where)["state"] == "queued"
+    carry_out(exporter, 2, UUIDS[1])
+    assert exporter.document(where)["state"] == "done"
+
+
+def test_a_target_without_a_match_is_404_and_lists_the_processes(exporter: RunningExporter) -> None:
+    detail = problem(exporter.act(action="empty_cache", target={"workload": "w1", "pid": 2}), 404)["detail"]
+    assert "pid=2 workload=w1" in detail
+    assert "pid=1 workload=w1" in detail
+    assert "pid=2 workload=w2" in detail
+
+
+@pytest.mark.parametrize(
+    ("target", "detail"),
+    [
+        ({"workload": "w10"}, "no such workload 'w10'; did you mean w1? known workloads: w1, w2"),
+        ({"workload": ["w1", "another"]}, "no such workload 'another'; known workloads: w1, w2"),
+        ({"gpu": [0, 99]}, "no such GPU '99'; known GPUs: 0, 1"),
+        (
+            {"uuid": UUIDS[0][:-1]},
+            f"no such UUID '{UUIDS[0][:-1]}'; did you mean {UUIDS[0]}? known UUIDs: {', '.join(UUIDS[:2])}",
+        ),
+        ({"pid": 3, "rank": 7}, "no such pid '3'; known pids: 1, 2; no such rank '7'; known ranks: 0"),
+        ({"user": "adda"}, f"no such user 'adda'; did you mean ada? known users: {os.geteuid()}, ada"),
+    ],
+)
+def test_an_unknown_name_is_404_with_the_nearest_one_and_no_process_acts(
+    exporter: RunningExporter, target: dict[str, object], detail: str
+) -> None:
+    exporter.provider.processes[UUIDS[0]] = (ProcessMemory(1, 100),)
+    eventually(lambda: exporter.runtime.snapshot().node.facts)
+    assert problem(exporter.act(action="empty_cache", target=target), 404)["detail"] == detail
+    assert exporter.document(ACTIONS)["actions"] == []
+
+
+def test_a_process_that_does_not_report_is_not_called_unknown(exporter: RunningExporter) -> None:
+    exporter.provider.processes[UUIDS[0]] = (ProcessMemory(1, 100), ProcessMemory(4242, 100))
+    eventually(lambda: 4242 in {row["pid"] for row in exporter.document("/api/v1/processes")["processes"]})
+    detail = problem(exporter.act(action="empty_cache", target={"pid": [1, 4242]}), 404)["detail"]
+    assert "4242" in detail
+    assert "no such" not in detail
+    both = problem(exporter.act(action="empty_cache", target={"pid": [4242, 4243]}), 404)["detail"]
+    assert "no such pid '4243'; known pids: 1, 2" in both
+    assert exporter.document(ACTIONS)["actions"] == []
+
+
+def test_a_target_has_several_values_and_numbers(exporter: RunningExporter) -> None:
+    answer = exporter.act(action="empty_cache", target={"gpu": [0, "1"], "rank": 0}, dry_run=True)
+    document = json.loads(answer.body)
+    assert {result["pid"] for result in document["results"]} == {1, 2}
+    assert document["target"] == {"gpu": ["0", "1"], "rank": "0"}
+
+
+def test_an_action_that_is_not_allowed_is_403_and_names_the_setting() -> None:
+    with running_exporter(action_allow=["reset_peak"]) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        detail = problem(exporter.act(action="empty_cache", target={"all": True}), 403)["detail"]
+        assert "--action.allow" in detail
+        assert "reset_peak" in detail
+
+
+def test_a_request_over_the_limit_is_429_with_a_retry_after() -> None:
+    with running_exporter(action_process_limit=2) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        answers = [exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0) for _ in range(3)]
+        assert [answer.status for answer in answers] == [202, 202, 429]
+        assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+        assert "pid 1" in problem(answers[2], 429)["detail"]
+
+
+def test_an_idempotency_key_returns_the_same_action_and_conflicts_with_another_request(
+    exporter: RunningExporter,
+) -> None:
+    request = {"action": "empty_cache", "target": {"pid": 1}, "wait_seconds": 0}
+    first, second = (exporter.request("POST", ACTIONS, request, Idempotency_Key="k-1") for _ in range(2))
+    assert (first.status, second.status) == (202, 202)
+    assert json.loads(first.body)["id"] == json.loads(second.body)["id"]
+    other = exporter.request("POST", ACTIONS, {**request, "target": {"pid": 2}}, Idempotency_Key="k-1")
+    assert "k-1" in problem(other, 409)["detail"]
+    assert len(exporter.document(ACTIONS)["actions"]) == 1
+    problem(exporter.request("POST", ACTIONS, request, Idempotency_Key="x" * 256), 422)
+
+
+def test_the_audit_log_is_newest_first_and_has_a_limit(exporter: RunningExporter) -> None:
+    ids = []
+    for pid in (1, 2, 1):
+        answer = exporter.act(action="empty_cache", target={"pid": pid}, dry_run=True)
+        ids.append(json.loads(answer.body)["id"])
+    assert [action["id"] for action in exporter.document(ACTIONS)["actions"]] == ids[::-1]
+    assert [action["id"] for action in exporter.document(f"{ACTIONS}?limit=1")["actions"]] == ids[-1:]
+    problem(exporter.get(f"{ACTIONS}?limit=0"), 422)
+    problem(exporter.get(f"{ACTIONS}/no-such-action"), 404)
+
+
+def test_an_action_ends_when_its_process_exits(exporter: RunningExporter) -> None:
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(exporter.act, action="empty_cache", target={"pid": 1})
+        eventually(lambda: len(exporter.runtime.holds))
+        exporter.report(report(1, devices=(sample(),), workload="w1", sequence=9, final=True))
+        answer = pending.result(patient(30))
+    action = json.loads(answer.body)
+    assert (answer.status, action["state"]) == (200, "failed")
+    assert [result["outcome"] for result in action["results"]] == ["gone"]
+
+
+def test_an_action_expires_if_its_process_does_not_report(exporter: RunningExporter) -> None:
+    answer = exporter.act(action="empty_cache", target={"pid": 1}, deadline_seconds=0.1, wait_seconds=10)
+    action = json.loads(answer.body)
+    assert (answer.status, action["state"]) == (200, "expired")
+
+
+def test_actions_require_the_token_if_there_is_one(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("s3cret")
+    with running_exporter(action_token_file=str(token)) as exporter:
+        assert exporter.report(report(1, devices=(sample(),))).status == 200
+        answer = exporter.act(action="empty_cache", target={"all": True}, dry_run=True)
+        assert "--action.token-file" in problem(answer, 401)["detail"]
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+        problem(exporter.get(ACTIONS), 401)
+        request = {"action": "empty_cache", "target": {"all": True}, "dry_run": True}
+        answer = exporter.request("POST", ACTIONS, request, Authorization="Bearer s3cret")
+        assert json.loads(answer.body)["requested_by"] == f"token:token@loopback:uid={os.getuid()}"
+        assert exporter.get(ACTIONS, Authorization="Bearer s3cret").status == 200
+
+
+def test_the_audit_log_names_the_user_of_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "exporter.sock"
+    with running_exporter(unix=path) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        request = {"action": "empty_cache", "target": {"all": True}, "dry_run": True}
+        answer = exporter.request("POST", ACTIONS, request, url=f"unix://{path}")
+        assert json.loads(answer.body)["requested_by"].startswith("unix:uid=")
+
+
+def test_a_page_of_another_site_cannot_act_or_read_the_audit_log(exporter: RunningExporter) -> None:
+    request = {"action": "empty_cache", "target": {"all": True}, "wait_seconds": 0}
+    problem(exporter.request("POST", ACTIONS, request, Origin="http://evil.example"), 403)
+    problem(exporter.request("POST", ACTIONS, request, Host="evil.example"), 403)
+    problem(exporter.request("POST", ACTIONS, request, Content_Type="text/plain"), 415)
+    problem(exporter.get(ACTIONS, Host="evil.example"), 403)
+    own = exporter.request("POST", ACTIONS, request, Origin=exporter.url)
+    assert own.status == 202
+    assert len(exporter.document(ACTIONS)["actions"]) == 1
+
+
+def test_an_exporter_that_stops_ends_waiting_requests() -> None:
+    answers = []
+    with running_exporter(report_interval=300, report_expiry=900) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        exporter.report(report(2, devices=(sample(),)))
+
+        def act() -> None:
+            answers.append(exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=60))
+
+        def hold() -> None:
+            answers.append(exporter.report(report(2, devices=(sample(),), sequence=2, hold_seconds=300.0)))
+
+        threads = [threading.Thread(target=target) for target in (act, hold)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: len(exporter.runtime.holds), lambda count: count == 2)
+        exporter.server.should_exit = True
+        for thread in threads:
+            thread.join(patient(30))
+            assert not thread.is_alive()
+    assert sorted(answer.status for answer in answers) == [200, 202]

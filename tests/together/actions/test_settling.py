@@ -1,0 +1,175 @@
+"""What stays free after a clear, with real torch on the emulated node."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.waiting import eventually, patient, wait_for
+
+SETTLE_SECONDS = 0.5
+TRAINING = """
+import os, time
+import gpumem_client as client
+while not os.path.exists(stop):
+    activations = torch.empty(400 << 20, dtype=torch.uint8, device="cuda:0")
+    del activations
+    time.sleep(0.01)
+    client.step()
+result = True
+"""
+"""Steps that reserve 400 MiB again after each clear."""
+
+
+@pytest.fixture
+def exporter(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
+    return start_exporter(node, *QUICK)
+
+
+@pytest.fixture
+def process(exporter: ExporterProcess, start_torch: StartTorch) -> TorchProcess:
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="job", rank=0)
+    process.call("free", numbers=[process.call("alloc", nbytes=400 * MIB)])
+    exporter.wait_for_processes(process.pid)
+    return process
+
+
+@contextmanager
+def training(process: TorchProcess, folder: Path) -> Iterator[None]:
+    stop = folder / "stop"
+    number = process.send("exec", code=TRAINING, stop=str(stop))
+    try:
+        yield
+    finally:
+        stop.touch()
+        assert process.receive(number)
+
+
+def settled(exporter: ExporterProcess, action: dict[str, Any]) -> dict[str, Any]:
+    """Wait until an action has settled."""
+    assert action["state"] == "done", action
+
+    def document() -> dict[str, Any] | None:
+        found: dict[str, Any] = exporter.get(f"/api/v1/actions/{action['id']}")
+        return None if found["settling"] else found
+
+    return eventually(document)
+
+
+def test_what_a_job_reserves_again_is_not_still_free(
+    exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
+) -> None:
+    with training(process, tmp_path):
+        wait_for(lambda: exporter.processes()[process.pid]["step"], "a step")
+        action = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=SETTLE_SECONDS)
+        assert (action["freed_bytes"], action["settling"], action["still_free_bytes"]) == (400 * MIB, True, None)
+        later = settled(exporter, action)
+    assert (later["freed_bytes"], later["still_free_bytes"], later["settle_seconds"]) == (400 * MIB, 0, SETTLE_SECONDS)
+    assert [row["still_free_bytes"] for row in later["results"]] == [0]
+
+
+def test_what_an_idle_notebook_released_stays_free(
+    exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode
+) -> None:
+    before = node.books().used_by(process.pid)
+    action = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=SETTLE_SECONDS)
+    assert settled(exporter, action)["still_free_bytes"] == before - node.books().used_by(process.pid) == 400 * MIB
+    process.call("free", numbers=[process.call("alloc", nbytes=400 * MIB)])
+    action = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=SETTLE_SECONDS)
+    process.call("alloc", nbytes=100 * MIB)
+    assert settled(exporter, action)["still_free_bytes"] == 300 * MIB
+
+
+def test_a_second_clear_ends_the_settling_time_of_the_first(exporter: ExporterProcess, process: TorchProcess) -> None:
+    """Otherwise the second one would make it look as if the job had not reserved the memory again."""
+    first = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=3600)
+    process.call("free", numbers=[process.call("alloc", nbytes=400 * MIB)])
+    second = exporter.act("empty_cache", target={"pid": process.pid}, settle_seconds=SETTLE_SECONDS)
+    assert settled(exporter, first)["still_free_bytes"] == 0
+    assert settled(exporter, second)["still_free_bytes"] == 400 * MIB
+
+
+def test_clear_on_a_terminal_waits_and_says_what_stayed_free(
+    exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
+) -> None:
+    command = (sys.executable, "-m", "gpumem_exporter", "clear", "--pid", str(process.pid), "--url", exporter.url)
+    with training(process, tmp_path):
+        wait_for(lambda: exporter.processes()[process.pid]["step"], "a step")
+        shown = on_terminal(*command, "--settle", str(SETTLE_SECONDS))
+    assert f"of {SETTLE_SECONDS:g} s" in shown  # the progress
+    line = f"Freed 400 MiB; 0 B of it is still free after {SETTLE_SECONDS:g} s: the job reserved it again."
+    assert line in shown
+    piped = subprocess.run((*command, "--json"), capture_output=True, text=True, check=True, timeout=patient(60))
+    assert json.loads(piped.stdout)["settle_seconds"] == 0
+
+
+def on_terminal(*command: str) -> str:
+    """Run a command on a terminal of 120 columns and return what it prints."""
+    terminal, its_end = pty.openpty()
+    with subprocess.Popen(command, stdout=its_end, env={**os.environ, "COLUMNS": "120", "TERM": "xterm"}) as running:
+        os.close(its_end)
+        pieces = []
+        while True:
+            try:
+                piece = os.read(terminal, 65536)
+            except OSError:  # EIO: the command has ended
+                break
+            pieces.append(piece)
+        assert running.wait(patient(30)) == 0
+    os.close(terminal)
+    return b"".join(pieces).decode()
+
+
+def test_a_rule_stops_where_the_job_reserves_the_memory_again(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    """Although its cooldown is short: it does not act again before the first clear has settled."""
+    rule = {
+        "name": "eager",
+        "workloads": ["*"],
+        "when": {"slack_bytes": {"over": "100MiB"}},
+        "do": {"action": "empty_cache"},
+        "cooldown": "1s",
+        "stop_after": {"clears": 2, "still_free_after": "1s"},
+        "dry_run": False,
+    }
+    policy = tmp_path / "policy.yml"
+    policy.write_text(json.dumps({"rules": [rule]}))
+    exporter = start_exporter(node, *QUICK, "--policy.file", str(policy))
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="job", rank=0)
+    with training(process, tmp_path):
+        (event,) = eventually(lambda: exporter.get("/api/v1/events?type=policy_stopped")["events"])
+    assert "0 bytes of it were still free after 1 s" in event["detail"]["reason"]
+    actions = [action for action in exporter.get("/api/v1/actions")["actions"] if action["outcomes"]]
+    assert [(action["freed_bytes"], action["still_free_bytes"]) for action in actions] == [(400 * MIB, 0)] * 2
+
+
+@pytest.mark.parametrize("mode", ["now", "step"])
+def test_an_action_on_a_stopped_process_expires_with_its_deadline(
+    mode: str, exporter: ExporterProcess, process: TorchProcess
+) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        action = exporter.act(
+            "empty_cache", target={"pid": process.pid}, mode=mode, deadline_seconds=0.5, wait_seconds=8
+        )
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    assert action["state"] == "expired"

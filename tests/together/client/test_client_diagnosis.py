@@ -1,0 +1,328 @@
+"""Out-of-memory errors of real training code on the emulated node: following the first advice helps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import GIB, EmulatedNode
+from tests.support.recording_exporter import RecordingExporter
+from tests.support.torch_release import since_torch
+from tests.support.waiting import wait_for
+
+STAGES = {
+    "forward": ("smaller_batch", "forward"),
+    "backward": ("smaller_batch", "backward"),
+    "optimizer": ("optimizer_state", "optimizer"),
+    "data_transfer": ("pieces", "data transfer"),
+    "fragmentation": ("expandable_segments", ""),
+    "other_process": ("other_process", "forward"),
+    "leak": ("leak", "backward"),
+    "huge_request": ("split_request", ""),
+}
+
+
+@since_torch((2, 15), "the sizes of the staged scripts fit the workspaces of torch 2.15")
+def test_following_the_first_advice_makes_each_of_eight_staged_scripts_pass(
+    node: EmulatedNode, start_torch: StartTorch
+) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None, PYTORCH_ALLOC_CONF=None)
+    process.exec("from tests.programs import staged_ooms")
+    for name, (kind, phase) in STAGES.items():
+        if name == "other_process":
+            node.set_process(4242, 0, 6 * GIB)
+        ended = process.exec(f"result = staged_ooms.run({name!r})")
+        assert ended["error"] == "OutOfMemoryError", name
+        note, said = ended["note"], process.exec("result = staged_ooms.last()")
+        assert (said["kind"], said["phase"], said["enough"]) == (kind, phase, True), f"{name}: {note}"
+        assert "tests/programs/staged_ooms.py" in said["place"]
+        assert f"1. {said['text']}" in note
+        if name == "leak":
+            assert "history" in note
+        if name == "other_process":
+            assert re.search(r"\b4242\b.*\b6\.0 GiB", note)
+            node.set_process(4242, 0, 0)
+        followed = process.exec(f"result = staged_ooms.run({name!r}, follow=True)")
+        assert followed["error"] is None, f"{name}: {note}"
+        assert followed["left"] == 0
+
+
+STEPS_OF_AN_OPTIMIZER = """
+import re
+import gpumem_toolkit as toolkit
+
+def steps(**options):
+    parameters = [torch.nn.Parameter(torch.empty(1 << 26, device="cuda")) for _ in range(6)]
+    optimizer = torch.optim.AdamW(parameters, **options)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.state[parameter] = {
+            "step": torch.ones((), device="cuda" if options.get("fused") else "cpu"),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    torch.cuda.empty_cache()
+    rest = torch.cuda.mem_get_info()[0] - (100 << 20)
+    ballast = torch.empty(rest, dtype=torch.uint8, device="cuda")
+    try:
+        with toolkit.oom_guard(free_frames=True) as guard:
+            optimizer.step()
+        return None
+    except torch.OutOfMemoryError:
+        advice = [each for each in guard.diagnosis.advice if each.kind == "optimizer_temporaries"]
+        return [(*re.findall(r"\\w+=\\w+", each.text), each.enough) for each in advice]
+"""
+
+
+def test_the_advice_on_an_optimizers_temporary_copies_helps_and_knows_how_the_optimizer_works(
+    start_torch: StartTorch,
+) -> None:
+    process = start_torch()
+    process.exec(STEPS_OF_AN_OPTIMIZER)
+    for options in ("", "foreach=False", "foreach=True"):
+        assert process.exec(f"result = steps({options})") == [["fused=True", True]], options
+    assert process.exec("result = steps(fused=True)") is None
+
+
+NEIGHBORS = {
+    "vLLM is loaded": "sys.modules['vllm'] = object()",
+    "SGLang is loaded": "sys.modules['sglang'] = object()",
+    "torch_memory_saver is loaded": "sys.modules['torch_memory_saver'] = object()",
+    "the program uses a torch.cuda.MemPool": "pool = torch.cuda.MemPool()",
+}
+"""Each reason, and the code that makes it true."""
+
+FRAGMENTED = """
+large = [torch.empty(460 << 20, dtype=torch.uint8, device="cuda") for _ in range(6)]
+del large
+kept = []
+for _ in range(6):
+    moment = torch.empty(400 << 20, dtype=torch.uint8, device="cuda")
+    kept += [torch.empty(60 << 20, dtype=torch.uint8, device="cuda"), moment]
+del kept[1::2], moment
+"""
+
+
+def test_advice_does_not_propose_expandable_segments_beside_an_allocator_that_they_break(
+    start_torch: StartTorch,
+) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None, PYTORCH_ALLOC_CONF=None)
+    process.exec("import sys; import gpumem_toolkit as toolkit; from tests.programs import staged_ooms")
+    process.exec("graphs_pool = torch.cuda.graph_pool_handle()" + FRAGMENTED)
+    ask = "advised = toolkit.recommend_allocator_settings(); result = [advised.line, str(advised)]"
+    assert process.exec(ask)[0] == "expandable_segments:True", "a pool of CUDA graphs is no conflict"
+    for reason, code in NEIGHBORS.items():
+        process.exec(code)
+        line, text = process.exec(ask)
+        assert (line, f"because {reason}" in text, "expandable_segments:True" in text) == ("", True, False)
+        process.exec("for name in ('vllm', 'sglang', 'torch_memory_saver'): sys.modules.pop(name, None)")
+    process.exec("import gc; gc.freeze()")
+    assert process.exec(ask)[0] == "", "the pool is hidden from the garbage collector"
+    process.exec("gc.unfreeze(); del kept; torch.cuda.empty_cache()")
+    assert process.exec("result = staged_ooms.run('fragmentation')")["error"] == "OutOfMemoryError"
+    note = process.exec("result = str(staged_ooms._last[-1])")
+    assert "because the program uses a torch.cuda.MemPool" in note
+    assert "expandable_segments" not in note
+    process.exec("del pool")
+    assert process.exec(ask)[0] == "", "nothing is fragmented any more"
+    process.exec("staged_ooms.run('fragmentation')")
+    assert process.exec("result = staged_ooms.last()")["kind"] == "expandable_segments"
+
+
+GUARDED = """
+import gc, sys
+import gpumem_toolkit as toolkit
+seen = {}
+MIB = 1 << 20
+
+@toolkit.oom_guard(batch_size=lambda n: n, free_frames=True)
+def step(n):
+    held = torch.empty(n * MIB, dtype=torch.uint8, device="cuda")
+    more = torch.empty(n * MIB, dtype=torch.uint8, device="cuda")
+    return None
+
+class Mine(Exception):
+    pass
+
+torch.empty(1, device="cuda")
+before = dict(torch.cuda.memory_stats())
+step(1000)
+try:
+    step(5000)
+except torch.OutOfMemoryError as error:
+    seen["type"], seen["args"], seen["text"] = type(error) is torch.OutOfMemoryError, len(error.args), str(error)
+    seen["notes"] = error.__notes__
+    # the error and its frames still exist here
+    seen["allocated"], seen["reserved"] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+values = step.gpumem_guard.diagnosis.values
+seen["grown"], seen["batch_size"], seen["expected"] = values.grown, values.batch_size, values.batch_growth
+after = dict(torch.cuda.memory_stats())
+seen["reset"] = [k for k in before if "peak" in k and after[k] < before[k]] + [
+    k for k in before if k.split(".")[-1] in ("allocated", "freed") and after[k] < before[k]]
+
+class Doubles(torch.nn.Module):
+    def forward(self, x):
+        twice = x * 2
+        return twice * 2
+held = torch.cuda.memory_allocated()
+@toolkit.oom_guard(free_frames=True)
+def forward():
+    x = torch.empty(700, 1 << 20, device="cuda")
+    return Doubles()(x)
+try:
+    forward()
+except torch.OutOfMemoryError as error:
+    seen["forward"] = torch.cuda.memory_allocated() - held
+    seen["batch_of_forward"] = forward.gpumem_guard.diagnosis.values.batch_size
+    seen["phase_of_forward"] = forward.gpumem_guard.diagnosis.values.phase
+
+try:
+    with toolkit.oom_guard() as outer:
+        with toolkit.oom_guard() as inner:
+            torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    seen["nested"] = len(error.__notes__), inner.diagnosis is not None, outer.diagnosis is None
+
+try:
+    with toolkit.oom_guard() as chained:
+        try:
+            torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError as error:
+            raise Mine("wrapped") from error
+except Mine as error:
+    seen["chained"] = error.args, len(error.__notes__), chained.diagnosis.values.requested
+
+try:
+    with toolkit.oom_guard(on_oom=lambda diagnosis: 1 / 0):
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    seen["callback"] = len(error.__notes__)
+
+@toolkit.oom_guard()
+def keeps():
+    held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+try:
+    keeps()
+except torch.OutOfMemoryError as error:
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    seen["kept"] = sorted(trace.tb_frame.f_locals), torch.cuda.memory_allocated()
+    del trace
+
+try:
+    with toolkit.oom_guard():
+        raise ValueError("another")
+except ValueError as error:
+    seen["other"] = hasattr(error, "__notes__")
+result = seen
+"""
+
+
+def test_the_error_keeps_its_frames_unless_free_frames_is_set_and_has_a_note(start_torch: StartTorch) -> None:
+    seen = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(GUARDED)
+    assert seen["type"]
+    assert seen["args"] == 1
+    assert "4.88 GiB" in seen["text"]
+    (note,) = seen["notes"]
+    assert "5000" in note
+    assert (seen["allocated"], seen["reserved"]) == (0, 0)
+    assert seen["batch_size"] == 5000
+    assert abs(seen["grown"] - 5000 * (1 << 20)) < 0.01 * seen["grown"]  # the text has two decimals
+    assert seen["expected"] == 2 * 5000 * (1 << 20)
+    assert seen["reset"] == []
+    assert (seen["forward"], seen["phase_of_forward"], seen["batch_of_forward"]) == (0, "forward", 700)
+    assert seen["nested"] == [1, True, True]
+    assert seen["chained"] == [["wrapped"], 1, 1 << 40]
+    assert seen["callback"] == 1
+    assert seen["kept"] == [["held"], 64 << 20]
+    assert seen["other"] is False
+
+
+PHASES = """
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+
+class Doubles(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+def too_much(phase=None, wrap=None):
+    try:
+        with client.phase("outer"), client.phase(phase or "inner"):
+            x = torch.empty(700, 1 << 20, device="cuda")
+            Doubles()(x.expand(7, -1, -1)) if phase else torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        if wrap is None:
+            raise
+        raise wrap("wrapped") from error
+
+def diagnosed(function, *arguments):
+    guard = toolkit.oom_guard()
+    try:
+        guard(function)(*arguments)
+    except (torch.OutOfMemoryError, KeyError) as error:
+        values = guard.diagnosis.values
+        return values.phase, values.user_phase, error.__notes__[0].splitlines()[0]
+
+def not_in_a_phase():
+    with client.phase("before"):
+        pass
+    torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+
+def in_a_phase():
+    with client.phase("around"):
+        return diagnosed(not_in_a_phase)
+
+result = [
+    diagnosed(too_much),
+    diagnosed(too_much, "evaluate"),
+    diagnosed(too_much, "forward"),
+    diagnosed(too_much, None, KeyError),
+    in_a_phase(),
+    diagnosed(not_in_a_phase),
+]
+"""
+
+
+def test_a_diagnosis_has_the_phase_of_the_error_although_the_error_has_ended_the_phase(
+    start_torch: StartTorch,
+) -> None:
+    inner, evaluate, forward, wrapped, around, none = start_torch().exec(PHASES)
+    for phase, user_phase, note in (inner, wrapped):
+        assert (phase, user_phase) == ("inner", "inner"), "the innermost phase"
+        assert " in inner" in note
+    assert evaluate[:2] == ["forward", "evaluate"], "the frames show another phase than the user's code"
+    assert " in forward of phase evaluate" in evaluate[2]
+    assert forward[:2] == ["forward", "forward"]
+    assert " of phase " not in forward[2]
+    assert around[:2] == ["around", "around"]
+    assert none[:2] == ["", ""], "a phase that ended before the error is not its phase"
+
+
+def test_with_a_reporter_the_values_are_exact_to_the_byte(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with RecordingExporter(tmp_path / "exporter.sock") as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF=None)
+        process.call("start_client")
+        process.call("alloc", nbytes=(1 << 30) + 12345, device=1)
+        wait_for(lambda: exporter.reports, "the first report")
+        values = process.exec(
+            "import gpumem_toolkit as toolkit\n"
+            "import dataclasses\n"
+            "try:\n"
+            "    with toolkit.oom_guard() as guard:\n"
+            "        torch.empty((9 << 30) + 7, dtype=torch.uint8, device='cuda:1')\n"
+            "except torch.OutOfMemoryError:\n"
+            "    result = dataclasses.asdict(guard.diagnosis.values)\n"
+        )
+        book = node.books()[1]
+        stats = process.call("stats", device=1)
+    assert values["device"] == 1
+    assert values["free"] == book.free_bytes
+    assert values["allocated"] == stats["allocated_bytes.all.current"]
+    assert values["reserved"] == stats["reserved_bytes.all.current"]
+    assert values["requested"] == (9 << 30) + (2 << 20), "rounded up to the requested segment"

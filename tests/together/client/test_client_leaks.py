@@ -1,0 +1,317 @@
+"""Leaks of real training loops on the emulated node are found and named, without false alarms."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.emulation.fixtures import StartTorch
+
+LOOP = """
+import gc, random, weakref
+import gpumem_toolkit as toolkit
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256)).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+
+class Logger:
+    def __init__(self):
+        self.outputs = []
+    def __getattr__(self, name):
+        raise SystemExit("an attribute was read: " + name)
+
+def run(kind, seed):
+    rng = random.Random(seed)
+    reported, logger, history, total = [], Logger(), [], 0
+    detector = toolkit.leak_detector(on_leak=reported.append)
+    at = 0
+    for at in range(220):
+        rows = rng.randrange(64, 640)
+        output = model(torch.empty(rows, 256, device="cuda"))
+        loss = output.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind == "a list":
+            history.append(torch.empty(96 << 10, dtype=torch.uint8, device="cuda"))
+        if kind == "an attribute":
+            logger.outputs.append(output.detach()[:96].clone())
+        if kind == "a graph":
+            total = total + model(torch.empty(32, 256, device="cuda")).mean()
+        if reported:
+            break
+    detector.stop()
+    held = torch.cuda.memory_allocated()
+    walked = toolkit.lingering_tensors()
+    del walked
+    gc.collect()
+    kept = torch.cuda.memory_allocated() - held
+    return {
+        "step": at,
+        "leak": str(reported[0]) if reported else "",
+        "suspects": reported[0].suspects if reported else (),
+        "rate": reported[0].bytes_per_step if reported else 0,
+        "kept": kept,
+    }
+"""
+
+
+def test_leaks_are_found_within_200_steps_and_their_holder_is_named(start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
+    process.exec(LOOP)
+    holders = {
+        "a list": r"\blist\b.*\b1\d\d\b.*\bhistory\b",
+        "an attribute": r"\blist\b.*\b1\d\d\b.*\boutputs\b.*\bLogger\b",
+        "a graph": r"\btotal\b",
+    }
+    assert process.exec("result = run('none', 1)")["leak"] == ""
+    for kind, holder in holders.items():
+        reported = process.exec("result = run(given, 3)", given=kind)
+        assert reported["step"] < 200, kind
+        assert reported["kept"] == 0
+        first = reported["suspects"][0]
+        assert re.search(holder, first), reported["leak"]
+        assert reported["rate"] == pytest.approx(96 << 10, rel=0.2)
+    assert "autograd graph" in first
+
+
+FILLED = """
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+reported, buffer = [], []
+detector = toolkit.leak_detector(on_leak=reported.append)
+
+def advised():
+    try:
+        with toolkit.oom_guard() as guard:
+            torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return [advice.kind for advice in guard.diagnosis.advice]
+
+result = {}
+for at in range(1000):
+    if len(buffer) < 200:
+        buffer.append(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+    client.step()
+    if at == 199:
+        result["filling"] = [len(reported), len(detector.leaks), "leak" in advised()]
+result["full"] = [len(reported), len(detector.leaks), "leak" in advised()]
+detector.stop()
+"""
+
+
+def test_a_buffer_that_has_filled_is_no_leak_any_more_and_is_not_in_the_advice(start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
+    assert process.exec(FILLED) == {"filling": [1, 1, True], "full": [1, 0, False]}
+    assert "withdrawn" in process.stderr()
+
+
+LARGE_HEAP = """
+import gc, itertools
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+
+class Replay:
+    def __init__(self):
+        self.kept = [torch.empty(16 << 10, dtype=torch.uint8, device="cuda") for _ in range(300)]
+    def __getattr__(self, name):
+        raise SystemExit("an attribute was read: " + name)
+
+class Trainer:
+    def __init__(self):
+        self.losses = []
+
+heap = {size: [torch.empty(size, device="cuda") for _ in range(300)] for size in range(5000, 5100)}
+replay, trainer = Replay(), Trainer()
+gc.collect()
+reported = []
+detector = toolkit.leak_detector(on_leak=reported.append)
+for at in range(400):
+    trainer.losses.append(torch.empty(leaks, dtype=torch.uint8, device="cuda"))
+    client.step()
+    if reported:
+        break
+detector.stop()
+held = torch.cuda.memory_allocated()
+suspects = reported[0].suspects if reported else ()
+count = len(trainer.losses)
+trainer.losses.clear()
+result = {"suspects": suspects, "count": count, "freed": held - torch.cuda.memory_allocated()}
+"""
+
+
+@pytest.mark.parametrize("leaks", [16384, 20480])
+def test_the_holder_of_a_leak_is_named_in_a_heap_of_thirty_thousand_other_tensors(
+    start_torch: StartTorch, leaks: int
+) -> None:
+    """The kind of the first leak is unique. Of the second, there are 300 other tensors."""
+    reported = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(LARGE_HEAP, leaks=leaks)
+    first = reported["suspects"][0]
+    assert "uint8" in first
+    assert re.search(rf"\blist\b.*\b{reported['count']}\b.*\blosses\b.*\bTrainer\b", first)
+    assert reported["freed"] == leaks * reported["count"]
+
+
+WALKED = """
+import gc
+import gpumem_toolkit as toolkit
+class Wraps(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *arguments, **named):
+        raise SystemExit("the program's own code was called")
+def made(*shape):
+    return torch.empty(*shape, device="cuda")
+wrapped = made(8).as_subclass(Wraps)
+outputs = {"a": [made(9) for _ in range(5)]}
+shared = made(100)
+views = [shared[:10], shared[:10]]
+walked = toolkit.lingering_tensors(max_groups=50)
+result = {
+    "groups": {"x".join(map(str, g.shape)): [g.count, g.bytes, list(g.referrers)] for g in walked.groups},
+    "short": toolkit.lingering_tensors(max_objects=10).complete,
+    "late": toolkit.lingering_tensors(max_seconds=0.0).complete,
+}
+torch.cuda.memory._record_memory_history(enabled="all", stacks="python")
+recorded = [made(1 << 20) for _ in range(3)]
+from gpumem_toolkit.leaks.live_tensors import allocating_frames
+result["frames"] = allocating_frames(torch, {4 << 20})
+torch.cuda.memory._record_memory_history(enabled=None)
+del recorded, wrapped, outputs, shared, views
+gc.collect()
+result["left"] = torch.cuda.memory_allocated()
+"""
+
+
+def test_live_tensors_are_grouped_and_named_without_running_the_user_s_code(
+    start_torch: StartTorch,
+) -> None:
+    reported = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(WALKED)
+    groups = reported["groups"]
+    assert groups["8"][1] == 32
+    count, nbytes, holders = groups["9"]
+    assert (count, nbytes) == (5, 180)
+    assert re.match(r"list of 5\b.*\bdict of 1\b.*'a'.*\bdict\b.*'outputs'.*\bnamespace\b.*\bWorker\b", holders[0])
+    assert groups["100"][:2] == [1, 400]
+    assert groups["10"][:2] == [2, 0], "views share the storage of their base"
+    assert (reported["short"], reported["late"]) == (False, False)
+    assert reported["frames"]
+    assert re.search(r"\b3\b.*\bmade\b", reported["frames"][0])
+    assert reported["left"] == 0
+
+
+MEANWHILE = """
+import gc, threading
+import gpumem_toolkit as toolkit
+from gpumem_toolkit.leaks import live_tensors
+from gpumem_toolkit.leaks import referrers
+started, go_on, came_of = threading.Event(), threading.Event(), []
+def batch():
+    for number in range(7):
+        if number == 5:
+            started.set()
+            go_on.wait()
+        yield torch.empty(64, device="cuda")
+def load():
+    try:
+        came_of.append(len(tuple(batch())))
+    except SystemError as error:
+        came_of.append(repr(error))
+loader = threading.Thread(target=load)
+def finish_loading(function):
+    def replaced(*arguments):
+        go_on.set()
+        loader.join()
+        return function(*arguments)
+    return replaced
+if where == "the walk":
+    live_tensors._Reader.add = finish_loading(live_tensors._Reader.add)
+else:
+    referrers._owners = finish_loading(referrers._owners)
+loader.start()
+started.wait()
+found = toolkit.lingering_tensors()
+loader.join()
+gc.collect()
+result = [came_of, [[group.count, group.referrers] for group in found.groups], torch.cuda.memory_allocated()]
+"""
+
+
+@pytest.mark.parametrize("where", ["the walk", "the search for holders"])
+def test_a_walk_does_not_disturb_a_thread_that_fills_a_tuple(start_torch: StartTorch, where: str) -> None:
+    came_of, [[count, _]], left = start_torch().exec(MEANWHILE, where=where)
+    assert came_of == [7]
+    assert count == 5
+    assert left == 0
+
+
+FROZEN = """
+import gc
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+MIB = 1 << 20
+
+def tensor(mebibytes, rows=1):
+    return torch.empty(rows, mebibytes * MIB // rows, dtype=torch.uint8, device="cuda")
+
+class Logger:
+    def __init__(self):
+        self.outputs = []
+
+class Engine:
+    def __init__(self):
+        self.weights = {"layer": [tensor(16), tensor(16)]}
+        self.cache = tensor(64)
+        self.logger = Logger()
+
+    def run(self, act):
+        gc.collect()
+        gc.freeze()
+        frozen = gc.get_freeze_count()
+        try:
+            return act(self), frozen > 0 and gc.get_freeze_count() > 0.99 * frozen
+        finally:
+            gc.unfreeze()
+
+def found(engine):
+    young = tensor(8)
+    walked = toolkit.lingering_tensors()
+    groups = {group.bytes // MIB: [group.count, *group.referrers] for group in walked.groups}
+    return groups, walked.complete, walked.hidden_objects, str(walked)
+
+def leaks(engine):
+    reported = []
+    detector = toolkit.leak_detector(on_leak=reported.append)
+    for _ in range(400):
+        engine.logger.outputs.append(tensor(1, rows=7))
+        client.step()
+        if reported:
+            break
+    detector.stop()
+    return reported[0].suspects[0], reported[0].hidden_objects
+"""
+
+
+def test_frozen_tensors_and_what_refers_to_them_are_found_and_stay_frozen(start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
+    process.exec(FROZEN)
+    # A local variable of a running function alone refers to the engine.
+    (groups, complete, hidden, text), stayed = process.exec("result = Engine().run(found)")
+    assert stayed
+    assert set(groups) == {"64", "32", "8"}
+    assert groups["32"][0] == 2
+    assert [re.findall(r"\b(?:layer|weights|Engine)\b", holder) for holder in groups["32"][1:]] == [
+        ["layer", "weights", "Engine"]
+    ]
+    assert groups["64"][1:] == ["attribute cache of a Engine"]
+    assert hidden > 0
+    assert complete is False
+    assert f"{hidden:,}" in text
+
+
+def test_a_frozen_holder_of_a_leak_is_named(start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
+    process.exec(FROZEN)
+    (suspect, hidden), stayed = process.exec("result = Engine().run(leaks)")
+    assert stayed
+    assert re.search(r"\blist\b.*\b1\d\d\b.*\boutputs\b.*\bLogger\b", suspect), suspect
+    assert hidden > 0

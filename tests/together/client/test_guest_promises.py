@@ -1,0 +1,376 @@
+"""A training process is not affected by its exporter, whatever happens to the exporter."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.procfs import parse_stat_state
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.scripted_peer import scripted_peer
+from tests.support.waiting import patient, wait_for
+
+TRAIN = """
+import hashlib
+torch.set_num_threads(1)
+torch.manual_seed(7)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+ballast = torch.empty(8 << 20, dtype=torch.uint8, device='cuda')
+taken = torch.cuda.memory_stats(0)['allocated_bytes.all.allocated']
+for step in range(steps):
+    model(torch.randn(16, 64)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del ballast
+    ballast = torch.empty((8 + step % 3) << 20, dtype=torch.uint8, device='cuda')
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().numpy().tobytes())
+result = [digest.hexdigest(), torch.cuda.memory_stats(0)['allocated_bytes.all.allocated'] - taken]
+"""
+"""A loop that computes on the CPU, whose results are correct, and allocates through CUDA's allocator."""
+
+
+def train(process: TorchProcess, steps: int = 150) -> list[object]:
+    answer = process.exec(TRAIN, steps=steps, timeout_seconds=100)
+    assert isinstance(answer, list)
+    return answer
+
+
+@contextlib.contextmanager
+def imposter(path: Path, talk: Callable[[socket.socket], None]) -> Iterator[list[socket.socket]]:
+    """Listen in place of the exporter, and call `talk` with each connection. Yields the connections."""
+    with scripted_peer(lambda connection, _: talk(connection), str(path)) as peer:
+        yield peer.connections
+
+
+def hang(connection: socket.socket) -> None:
+    """Accept the report and send no reply."""
+
+
+def talk_garbage(connection: socket.socket) -> None:
+    connection.recv(1 << 16)
+    connection.sendall(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def answer(status: str, body: bytes) -> Callable[[socket.socket], None]:
+    def talk(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(
+            f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+        )
+        connection.shutdown(socket.SHUT_RDWR)
+
+    return talk
+
+
+IMPOSTERS = {
+    "hangs": hang,
+    "talks garbage": talk_garbage,
+    "answers 500": answer("500 Internal Server Error", b"oops"),
+    "answers with something else": answer("200 OK", b'{"commands": [{"id": 5}]}'),
+    "answers with no JSON": answer("200 OK", b"<html>"),
+    "requests an unknown action": answer(
+        "200 OK", b'{"commands": [{"id": "a", "action": "melt", "deadline_seconds": 9}], "novelty": 1}'
+    ),
+}
+
+
+def test_training_has_the_same_results_with_any_behavior_of_the_exporter(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    alone = train(start_torch())
+    watched = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+    watched.call("start_client")
+    assert train(watched) == alone, "with no exporter at all"
+    for name, talk in IMPOSTERS.items():
+        with imposter(tmp_path / "exporter.sock", talk) as connections:
+            wait_for(lambda connections=connections: len(connections), f"a connection to an exporter that {name}")  # type: ignore[misc]
+            assert train(watched) == alone, name
+        (tmp_path / "exporter.sock").unlink()
+    assert watched.finish() == 0
+    assert "Traceback" not in watched.stderr()
+
+
+def test_a_seeded_program_draws_the_same_numbers_with_a_reporter(start_torch: StartTorch, tmp_path: Path) -> None:
+    with imposter(tmp_path / "exporter.sock", IMPOSTERS["answers with no JSON"]) as connections:
+        process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+        process.exec("import random; random.seed(7); seeded = random.getstate(); torch.empty(1, device='cuda')")
+        process.call("start_client")
+        wait_for(lambda: len(connections) > 2, "three reports to fail")
+        assert process.exec("result = random.getstate() == seeded")
+
+
+@pytest.mark.parametrize("name", ["talks garbage", "answers with no JSON"])
+def test_failed_reports_leave_no_garbage(start_torch: StartTorch, tmp_path: Path, name: str) -> None:
+    watched = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+    with imposter(tmp_path / "exporter.sock", IMPOSTERS[name]) as connections:
+        watched.call("start_client")
+        train(watched, 1)
+        wait_for(lambda: len(connections) > 1, "two reports")
+        watched.exec("import gc; gc.disable(); gc.collect()")
+        before = len(connections)
+        wait_for(lambda: len(connections) > before + 1, "two more")
+        assert watched.exec("result = gc.collect()") == 0
+
+
+def test_training_goes_on_while_the_exporter_is_killed_stopped_and_started_again(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    alone = train(start_torch())
+    exporter = start_exporter(node, *QUICK)
+    watched = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    watched.call("start_client")
+    assert train(watched) == alone
+    exporter.wait_for_processes(watched.pid)
+    for disturb in (
+        lambda: exporter.signal(signal.SIGSTOP),
+        lambda: exporter.signal(signal.SIGCONT),
+        lambda: exporter.stop(signal.SIGKILL),
+        exporter.start,
+        lambda: exporter.stop(signal.SIGTERM),
+        exporter.start,
+    ):
+        disturb()
+        assert train(watched) == alone
+    exporter.wait_for_processes(watched.pid)
+    assert watched.finish() == 0
+    assert "Traceback" not in watched.stderr()
+
+
+def _wait_until_gone(exporter: ExporterProcess, pid: int) -> None:
+    wait_for(lambda: f'pid="{pid}"' not in exporter.metrics().text, f"no series of {pid}")
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Reply to a report as an exporter does, and close the connection before the next one."""
+    body = b'{"report_interval_seconds": 0.2, "commands": []}'
+    connection.recv(1 << 16)
+    connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def test_a_program_with_the_default_sigpipe_survives_the_exporter(start_torch: StartTorch, tmp_path: Path) -> None:
+    with imposter(tmp_path / "exporter.sock", hang_up) as connections:
+        process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+        process.exec("import signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL); torch.empty(1, device='cuda')")
+        process.call("start_client")
+        wait_for(lambda: len(connections) > 2 or process.returncode is not None, "three connections to be lost")
+    assert process.finish() == 0
+
+
+def test_sigwait_in_the_program_receives_the_signal(start_torch: StartTorch, tmp_path: Path) -> None:
+    with imposter(tmp_path / "exporter.sock", hang) as connections:
+        # numpy's threads would receive the signal, too
+        process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock", OPENBLAS_NUM_THREADS="1")
+        process.exec("torch.empty(1, device='cuda')")
+        process.call("start_client")
+        wait_for(lambda: len(connections), "the reporter to run")
+        waited_for = process.exec(
+            """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+os.kill(os.getpid(), signal.SIGUSR1)
+result = signal.sigwait({signal.SIGUSR1})
+"""
+        )
+    assert waited_for == signal.SIGUSR1
+    assert process.finish() == 0
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_reporter_s_thread_imports_nothing(start_torch: StartTorch, scheme: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(patient(60))
+        process = start_torch(GPUMEM_EXPORTER_URL=f"{scheme}://localhost:{listener.getsockname()[1]}")
+        process.exec(
+            """
+import sys, threading
+imported = []
+def note(event, arguments):
+    if event == "import" and threading.current_thread().name == "gpumem-reporter":
+        imported.append(arguments[0])
+sys.addaudithook(note)
+torch.empty(1, device="cuda")
+"""
+        )
+        process.call("start_client")
+        for _ in range(3):
+            listener.accept()[0].close()
+    assert process.exec("result = imported") == []
+
+
+@pytest.mark.parametrize("ending", ["stop", "finish", "os._exit", "SIGKILL"])
+def test_the_series_of_a_process_end_with_it(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, ending: str
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+    process.call("alloc", nbytes=1 << 20)
+    pid = process.pid
+    exporter.wait_for_processes(pid)
+    if ending == "stop":
+        process.call("stop_client")
+        wait_for(lambda: not exporter.processes(), "no reporter")
+        process.kill()
+    elif ending == "finish":
+        assert process.finish() == 0
+    elif ending == "os._exit":
+        process.send("exec", code="import os; os._exit(3)")
+    else:
+        process.kill()
+    _wait_until_gone(exporter, pid)
+
+
+def test_stop_does_not_wait_for_an_exporter_that_hangs(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with imposter(tmp_path / "exporter.sock", hang) as connections:
+        process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+        process.call("start_client")
+        process.call("alloc", nbytes=1 << 20)
+        wait_for(lambda: len(connections), "a report")
+        seconds = process.exec(
+            "import time\n"
+            "import gpumem_client as client\n"
+            "started = time.monotonic()\n"
+            "client.stop()\n"
+            "result = time.monotonic() - started"
+        )
+        # stop() waits at most 0.3 s; the limit allows for the load of this machine
+        assert seconds < patient(5.0)
+        assert process.finish() == 0
+
+
+def test_a_process_that_ends_during_a_clear_exits_normally(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+    process.exec(
+        """
+import sys, time, types
+kept = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
+del kept
+class EndsSlowly:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)  # delays the end of the interpreter until after the clear
+sys.modules["slow"] = types.ModuleType("slow")
+sys.modules["slow"].end = EndsSlowly()
+"""
+    )
+    exporter.wait_for_processes(process.pid)
+    with node.slow("cudaFree", 300) as frees:
+        exporter.act("empty_cache", target={"pid": process.pid}, wait_seconds=0.0, expect=202)
+        wait_for(lambda: frees.hits, "the clear to start")
+        assert process.finish() == 0
+    assert "terminate called" not in process.stderr()
+
+
+def test_an_action_for_a_stopped_process_expires_and_never_runs(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+    process.call("alloc", nbytes=1 << 20)
+    process.call("free")
+    exporter.wait_for_processes(process.pid)
+    process.signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{process.pid}/task")
+    wait_for(lambda: {parse_stat_state((task / "stat").read_text()) for task in stat.iterdir()} == {"T"}, "all to stop")
+    action = exporter.act(
+        "empty_cache", target={"pid": process.pid}, deadline_seconds=0.5, wait_seconds=0.1, expect=202
+    )
+    time.sleep(1.8)  # the deadline and the hold of the first report: there is no condition to wait for
+    process.signal(signal.SIGCONT)
+    path = f"/api/v1/actions/{action['id']}"
+    wait_for(lambda: exporter.get(path)["state"] not in ("queued", "running"), "an end of the action")
+    assert exporter.get(path)["state"] == "expired"
+    assert process.call("stats")["reserved_bytes.all.current"] == 2 << 20
+    assert [row["outcome"] for row in exporter.get(path)["results"]] == ["expired"]
+
+
+def test_a_forked_child_neither_reports_its_parent_s_bytes_nor_disturbs_it(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    parent = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    parent.call("start_client")
+    parent.call("alloc", nbytes=64 << 20)
+    exporter.wait_for_processes(parent.pid)
+    child = parent.exec(
+        # the child trains on the CPU: its steps must not read the parent's allocator
+        "import os, time, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "result = os.fork()\n"
+        "if result == 0:\n"
+        "    model = torch.nn.Linear(4, 4)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for _ in range(200):\n"
+        "        model(torch.randn(2, 4)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "        time.sleep(0.01)\n"
+        "    os._exit(7)\n"
+    )
+    reports = exporter.metrics().value("gpumem_reports_total", outcome="accepted")
+    wait_for(
+        lambda: exporter.metrics().value("gpumem_reports_total", outcome="accepted") > reports + 5, "further reports"
+    )
+    assert set(exporter.processes()) == {parent.pid}
+    status = parent.exec("_, status = os.waitpid(child, 0)\nresult = os.waitstatus_to_exitcode(status)", child=child)
+    assert status == 7
+    exporter.metrics().assert_ledgers_add_up()
+
+
+def test_reporting_may_start_and_stop_inside_an_optimizer_s_step(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.exec(
+        """
+import gpumem_client as gpumem
+from torch.optim.optimizer import register_optimizer_step_post_hook
+import time
+def hook(todo):
+    def once(*_):
+        while todo:
+            todo.pop()()
+            time.sleep(0.2)  # the optimizer continues after the reporter's thread has started
+    return register_optimizer_step_post_hook(once)
+
+model = torch.nn.Linear(64, 64, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    model(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    )
+    process.exec("hooks = [hook([gpumem.start]), hook([])]\ntrain()")
+    exporter.wait_for_processes(process.pid)
+
+    def step() -> int | None:
+        process.exec("train()")
+        reported: int | None = exporter.processes()[process.pid]["step"]
+        return reported
+
+    wait_for(lambda: (step() or 0) > 3, "steps in the reports")
+    process.exec("hooks += [hook([gpumem.stop]), hook([])]\ntrain()")
+    wait_for(lambda: process.pid not in exporter.processes(), "the process to be forgotten")
+    process.exec("train()")

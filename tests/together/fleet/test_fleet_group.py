@@ -1,0 +1,194 @@
+"""A group on several nodes: real ranks with a collective in each step, two exporters and a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.cli.fleet.prometheus import Prometheus
+from tests.emulation.node import EmulatedNode
+from tests.support.exporter_process import ExporterProcess
+from tests.support.paths import REPOSITORY
+from tests.support.ports import free_port
+from tests.support.running_command import run_command
+from tests.support.running_prometheus import RunningPrometheus
+from tests.support.waiting import patient, wait_for
+
+WORKLOAD = "fleet-ranks"
+ONE_RANK = f'last_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}", rank="0"}}[5m])'  # a scrape may fail
+RANK = """
+import os, sys, time
+import torch, torch.distributed as dist
+import gpumem_client as client
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+os.environ["GPUMEM_EXPORTER_URL"] = sys.argv[2 + rank]  # as on a node of its own
+client.start(workload="fleet-ranks")
+kept = torch.empty(1 << 20, dtype=torch.uint8, device=f"cuda:{rank}")
+stop = torch.zeros(1)
+while not stop.item():
+    spare = torch.empty(3 << 20, dtype=torch.uint8, device=f"cuda:{rank}")
+    del spare
+    stop.fill_(os.path.exists(sys.argv[1]))
+    dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+    time.sleep(0.02)
+    client.step()
+client.stop()
+os._exit(0)
+"""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Two ranks, the exporter of each, and a Prometheus."""
+
+    exporters: tuple[ExporterProcess, ...]
+    instances: tuple[str, ...]
+    pids: tuple[int, ...]
+    prometheus: str
+
+    def clear(self, *, code: int, stopped: int | None = None, **environ: str) -> Any:
+        """Run `fleet clear --group`, with a process stopped meanwhile, and return its document.
+
+        The command runs again if the ranks of a busy machine were too slow for a group.
+        """
+        for _ in range(5):
+            if stopped is not None:
+                os.kill(stopped, signal.SIGSTOP)
+            try:
+                ended = self._clear(**environ)
+            finally:
+                if stopped is not None:
+                    os.kill(stopped, signal.SIGCONT)
+            if ended.stdout:
+                break
+            self._wait_for_steps()
+        assert ended.returncode == code, ended
+        assert ended.stdout, ended.stderr
+        return json.loads(ended.stdout)
+
+    def _wait_for_steps(self) -> None:
+        before = [self.step(rank) for rank in (0, 1)]
+        wait_for(lambda: all(self.step(rank) > before[rank] for rank in (0, 1)), "both ranks' steps")
+
+    def _clear(self, **environ: str) -> subprocess.CompletedProcess[str]:
+        return run_command(
+            *("fleet", "clear", "--group", "--query", ONE_RANK, "--prometheus", self.prometheus),
+            *("--deadline", str(patient(60)), "--json"),
+            **{"GPUMEM_ACTION_TOKEN": "right", **environ},
+        )
+
+    def step(self, rank: int) -> int:
+        """The last step that a rank reported; 0 before the first."""
+        return int(self.exporters[rank].processes()[self.pids[rank]]["step"] or 0)
+
+
+@pytest.fixture(scope="module")
+def ranks(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    folder = tmp_path_factory.mktemp("fleet-group")
+    (folder / "token").touch(0o600)
+    (folder / "token").write_text("right")
+    (folder / "rank.py").write_text(RANK)
+    node = EmulatedNode(folder / "node")
+    instances = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    ends: list[Callable[[], object]] = [node.close]
+    try:
+        exporters = []
+        for number, instance in enumerate(instances):
+            (folder / f"exporter{number}").mkdir()
+            guarded = ("--action.token-file", str(folder / "token")) if number == 1 else ()
+            flags = ("--web.listen-address", instance, "--report.interval", "0.5", *guarded)
+            exporters.append(ExporterProcess(folder / f"exporter{number}", *flags, environment=node.environment()))
+            ends.append(exporters[-1].close)
+        prometheus = RunningPrometheus(folder / "prometheus", {instance: instance for instance in instances})
+        ends.append(prometheus.close)
+        environment = {
+            **node.environment(),
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        with (folder / "torchrun.log").open("wb") as log:
+            launcher = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+                    *(str(folder / "rank.py"), str(folder / "finished"), *(exporter.url for exporter in exporters)),
+                ],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        ends.append(lambda: _end(launcher, folder, exporters))
+
+        def steps() -> tuple[int, ...]:
+            assert launcher.poll() is None, (folder / "torchrun.log").read_text()
+            found = [next(iter(exporter.processes().values()), None) for exporter in exporters]
+            return tuple(one["pid"] for one in found if one and one["step"] and one["step_seconds"])
+
+        pids = wait_for(lambda: steps() if len(steps()) == 2 else None, "two ranks that make steps", 120.0)
+        assert pids is not None
+        running = Ranks(tuple(exporters), tuple(instances), pids, prometheus.url)
+        known = f'max_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}"}}[5m])'
+        wait_for(lambda: len(Prometheus(prometheus.url).query(known).series) == 2, "two ranks in Prometheus")
+        yield running
+    finally:
+        for end in reversed(ends):
+            end()
+
+
+def _end(launcher: subprocess.Popen[bytes], folder: Path, exporters: list[ExporterProcess]) -> None:
+    (folder / "finished").touch()
+    try:
+        launcher.wait(patient(30))
+    except subprocess.TimeoutExpired:
+        for exporter in exporters:  # torchrun starts each rank in its own session
+            for pid in exporter.processes():
+                os.kill(pid, signal.SIGKILL)
+        launcher.kill()
+        launcher.wait(patient(30))
+
+
+def test_all_ranks_clear_after_the_same_step_if_the_query_selects_one(ranks: Ranks) -> None:
+    document = ranks.clear(code=0)
+    assert document["state"] == "done"
+    assert {(row["rank"], row["outcome"], row["step"]) for row in document["results"]} == {
+        ("0", "done", document["at_step"]),
+        ("1", "done", document["at_step"]),
+    }
+    assert {row["pid"] for row in document["results"]} == set(ranks.pids)
+    assert {row["thread_id"] for row in document["results"]} == set(ranks.pids)  # in the training thread
+    assert len({row["url"] for row in document["results"]}) == 2
+
+
+def test_a_refusal_of_one_exporter_cancels_the_other_ranks(ranks: Ranks) -> None:
+    document = ranks.clear(code=1, GPUMEM_ACTION_TOKEN="wrong")
+    assert re.search(r"\brefused\b.*\b401\b", document["called_off"])
+    assert {row["rank"]: row["outcome"] for row in document["results"]} == {"0": "refused", "1": "refused"}
+    cancelled = next(row for row in document["results"] if row["rank"] == "0")
+    assert "cancelled" in cancelled["reason"]
+    step = document["at_step"]
+    wait_for(lambda: ranks.step(0) > step, "the step to pass")
+    (action,) = [one for one in ranks.exporters[0].get("/api/v1/actions")["actions"] if one["at_step"] == step]
+    assert action["outcomes"] == {"refused": 1}
+
+
+def test_a_stopped_rank_is_named_and_cancels_the_other_ranks(ranks: Ranks) -> None:
+    document = ranks.clear(code=1, stopped=ranks.pids[1])
+    found = {row["rank"]: row for row in document["results"]}
+    assert found["1"]["outcome"] == "expired"
+    assert found["0"]["outcome"] in ("refused", "expired")  # on a busy machine it may expire, too
+    assert found["1"]["reason"]
+    assert re.search(f"expired: pid ({ranks.pids[0]}|{ranks.pids[1]})", document["called_off"])
+    step = ranks.step(0)
+    wait_for(lambda: ranks.step(0) > step + 5, "more steps of both ranks")

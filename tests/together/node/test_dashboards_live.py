@@ -1,0 +1,389 @@
+"""Every query of every dashboard on a real Prometheus that scrapes the demo and an emulated node with real torch.
+
+The demo is scraped twice, as two nodes with equal pids, which the queries must not mix up.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpumem_dashboards.frames import merged, table_of, transformed
+from gpumem_dashboards.queries import Prometheus, Query, Scope, all_panels, queries, resolve, variable_values
+
+from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.support.exporter_process import ExporterProcess
+from tests.support.paths import REPOSITORY
+from tests.support.ports import free_port
+from tests.support.running_prometheus import RunningPrometheus
+from tests.support.waiting import wait_for
+
+FOLDER = REPOSITORY / "grafana"
+NAMES = ("exporter", "fleet", "node", "oom", "workload")
+RANGE_SECONDS = 60
+DEMO, ALSO_DEMO, EMULATED = "demo", "demo-again", "emulated"
+ASKED_BYTES = 1 << 40
+PLANNED_BYTES = 1 << 30
+WORKLOADS = {DEMO: ("demo-asr-varlen", "demo-rag-indexer-leak", "demo-sleeping-engine"), EMULATED: ("train",)}
+"""The workloads whose dashboards are tested. Of the demo's, one has phases and components, one leaks, one sleeps."""
+
+ANSWERLESS: dict[tuple[str, str], str] = {
+    (DEMO, "gpumem-fleet / Silent processes / A"): "no process of the demo becomes silent without exiting",
+    **{
+        (DEMO, f"gpumem-oom / {title} / {letter}"): "the first error may be before the first scrape"
+        for title, letters in (("Ledger at the last scrape", "ABCDEFGH"), ("Processes at the last scrape", "ABCD"))
+        for letter in letters
+    },
+    **{
+        (DEMO, where): "a steady growth in the demo depends on the time of the query"
+        for where in (
+            "gpumem-fleet / Devices by pressure / C",
+            "gpumem-node / Devices / E",
+            "gpumem-workload / Time to full / A",
+            "gpumem-workload / Ranks side by side / K",
+        )
+    },
+    (EMULATED, "gpumem-node / Processes / K"): "no process sleeps",
+    (EMULATED, "gpumem-workload / Ranks side by side / J"): "no process sleeps",
+    **{
+        (EMULATED, where): "NCCL does not start without a GPU, and no process has a limit"
+        for where in (
+            "gpumem-node / Processes / C",
+            "gpumem-node / Processes / J",
+            "gpumem-node / Non-torch, by process / B",
+        )
+    },
+}
+"""Queries without a result on a node, with the reason; each has a result on the other."""
+pytestmark = pytest.mark.timeout(240)
+
+POLICY = """
+rules:
+  - name: look
+    workloads: ["*"]
+    when: {reserved_bytes: {over: 1MiB}}
+    do: {action: empty_cache}
+    dry_run: true
+"""
+# One rank keeps a tensor of each step, so that its memory grows; the other one does not.
+TRAINING = """
+import threading, time
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+
+def work():
+    kept = []
+    model = torch.nn.Linear(64, 64, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = toolkit.watch(model, optimizer)
+    while True:
+        with client.phase("forward"):
+            batch = [torch.empty(16 << 20, dtype=torch.uint8, device=device) for _ in range(4)]
+        if leaks and len(kept) < 400:
+            kept.append(torch.empty(3 << 20, dtype=torch.uint8, device=device))
+        del batch
+        client.step()
+        time.sleep(0.1)
+
+threading.Thread(target=work, daemon=True).start()
+"""
+RUN_OUT = f"""
+try:
+    torch.empty({ASKED_BYTES}, dtype=torch.uint8, device=device)
+except torch.OutOfMemoryError:
+    pass
+"""
+
+
+def load(name: str) -> dict[str, Any]:
+    return dict(json.loads((FOLDER / "dashboards" / f"{name}.json").read_text(encoding="utf-8")))
+
+
+@dataclass
+class Scraped:
+    """The running programs, and the results of the queries."""
+
+    prometheus: Prometheus
+    node: EmulatedNode
+    processes: Mapping[str, TorchProcess]
+    answered: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
+
+    def scope(self, dashboard: Mapping[str, Any], node: str, **variables: str) -> Scope:
+        """Return the scope of a dashboard for the last minute of a node."""
+        chosen = {"node": node, **variables}
+        if dashboard["uid"] == "gpumem-workload":
+            chosen.setdefault("workload", WORKLOADS.get(node, WORKLOADS[DEMO])[0])
+        bare = Scope(time.time(), RANGE_SECONDS, 1.0, RANGE_SECONDS, chosen)
+        return Scope(bare.end, RANGE_SECONDS, 1.0, RANGE_SECONDS, resolve(dashboard, self.prometheus, bare))
+
+    def value(self, expression: str, scope: Scope) -> float:
+        """Return the value of an instant query with one series."""
+        (value,) = self.values(expression, scope)
+        return value
+
+    def values(self, expression: str, scope: Scope) -> list[float]:
+        """Return the values of the series of an instant query."""
+        return [float(series["values"][0][1]) for series in self.prometheus.instant(scope.fill(expression), scope.end)]
+
+    def rows(self, dashboard: str, title: str, node: str, **variables: str) -> list[dict[str, Any]]:
+        """Return the rows of a table by the headings of its columns."""
+        document = load(dashboard)
+        (panel,) = (panel for panel in all_panels(document) if panel["title"] == title)
+        scope = self.scope(document, node, **variables)
+        columns, rows = transformed(merged(self.frames(panel, scope)), panel["transformations"])
+        return [{heading: row[name] for name, heading in columns if name in row} for row in rows]
+
+    def frames(self, panel: Mapping[str, Any], scope: Scope) -> list[list[dict[str, Any]]]:
+        several = len(panel["targets"]) > 1
+        return [
+            table_of(
+                self.prometheus.instant(scope.fill(target["expr"]), scope.end),
+                f"Value #{target['refId']}" if several else "Value",
+            )
+            for target in panel["targets"]
+        ]
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[Scraped]:
+    folder = tmp_path_factory.mktemp("dashboards")
+    ports = {DEMO: free_port(), EMULATED: free_port()}
+    for name in ("node", "demo", "exporter"):
+        (folder / name).mkdir()
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps({"reserved_peak_bytes": PLANNED_BYTES}))
+    policy = ("--policy.file", str(folder / "policy.yml"))
+    Path(policy[1]).write_text(POLICY)
+    exporters: list[ExporterProcess] = []
+    processes: dict[str, TorchProcess] = {}
+    with EmulatedNode(folder / "node") as node:
+        try:
+            flags = (*policy, "--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "3")
+            on_node = {"environment": node.environment()}
+            exporters.append(
+                ExporterProcess(
+                    folder / "exporter", "--web.listen-address", f"127.0.0.1:{ports[EMULATED]}", *flags, **on_node
+                )
+            )
+            for name, rank in (("leaks", "0"), ("steady", "1"), ("stopped", "")):
+                own = {"GPUMEM_EXPORTER_URL": exporters[0].url, "GPUMEM_RANK": rank, "GPUMEM_PLAN": str(plan)}
+                processes[name] = TorchProcess(node, own)
+            exporters.append(
+                ExporterProcess(folder / "demo", "--demo", *policy, "--web.listen-address", f"127.0.0.1:{ports[DEMO]}")
+            )
+            targets = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+            targets[ALSO_DEMO] = targets[DEMO]
+            with RunningPrometheus(folder / "prometheus", targets) as prometheus:
+                found = Scraped(Prometheus(prometheus.url), node, processes)
+                _begin_to_work(node, processes)
+                _wait_for_scrapes(found)
+                _make_things_happen(exporters, processes)
+                _ask_until_all_is_answered(found)
+                yield found
+        finally:
+            for process in processes.values():
+                process.close()
+            for exporter in exporters:
+                print(exporter.log()[-4000:])
+                exporter.close()
+
+
+def _begin_to_work(node: EmulatedNode, processes: Mapping[str, TorchProcess]) -> None:
+    node.set_utilization(0, 80)
+    node.set_process(999_999, 1, 700 * MIB)  # without a reporter
+    for name, device, workload in (("leaks", 0, "train"), ("steady", 1, "train"), ("stopped", 1, "notebook")):
+        processes[name].call("start_client", workload=workload)
+        processes[name].call("random_heap", device=device, seed=device)
+    for name, device in (("leaks", 0), ("steady", 1)):
+        processes[name].exec(TRAINING, device=f"cuda:{device}", leaks=name == "leaks")
+
+
+def _wait_for_scrapes(found: Scraped) -> None:
+    def reporting() -> bool:
+        # A post-mortem evaluates the time before the error in steps of five seconds.
+        scraped = "count by (instance) (count_over_time(gpumem_reporter_up[1m]) > 7)"
+        series = found.prometheus.instant(scraped, time.time())
+        counts = {one["metric"]["instance"]: float(one["values"][0][1]) for one in series}
+        return counts.get(EMULATED) == 3 and counts.get(DEMO, 0) > 5 and counts.get(ALSO_DEMO, 0) > 5
+
+    wait_for(reporting, "some scrapes of every node", 60.0)
+
+
+def _make_things_happen(exporters: list[ExporterProcess], processes: Mapping[str, TorchProcess]) -> None:
+    processes["leaks"].exec(RUN_OUT, device="cuda:0")
+    processes["stopped"].signal(signal.SIGSTOP)
+    for exporter, workload in zip(exporters, ("train", "demo-asr-varlen"), strict=True):
+        exporter.act("empty_cache", target={"workload": workload}, wait_seconds=20)
+
+
+def _ask_until_all_is_answered(found: Scraped) -> None:
+    missing = {(node, query.where): (node, name, query) for node, name, query in _cases() if query}
+    end = time.monotonic() + 60
+
+    def ask() -> bool:
+        for name in NAMES:
+            for node, workload in _workloads(name):
+                scope = found.scope(load(name), node, **workload)
+                for key, (of_node, of_name, query) in list(missing.items()):
+                    if (of_node, of_name) == (node, name) and (answer := found.prometheus.ask(query, scope)):
+                        found.answered[key] = answer
+                        del missing[key]
+        return missing.keys() <= ANSWERLESS.keys() or time.monotonic() > end
+
+    wait_for(ask, "answers", 120.0)
+
+
+def _workloads(name: str) -> list[tuple[str, dict[str, str]]]:
+    """Return each node with the variables of its dashboard."""
+    if name != "workload":
+        return [(DEMO, {}), (EMULATED, {})]
+    return [(node, {"workload": workload}) for node, workloads in WORKLOADS.items() for workload in workloads]
+
+
+def _cases() -> Iterator[tuple[str, str, Query]]:
+    for name in NAMES:
+        for query in queries(load(name)):
+            for node in (DEMO, EMULATED):
+                yield node, name, query
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("node", [DEMO, EMULATED])
+def test_every_query_has_a_result(scraped: Scraped, node: str, name: str) -> None:
+    wanted = {query.where for of_node, of_name, query in _cases() if (of_node, of_name) == (node, name)}
+    answered = {where for of_node, where in scraped.answered if of_node == node}
+    excused = {where for of_node, where in ANSWERLESS if of_node == node}
+    assert wanted - answered - excused == set()
+
+
+def test_a_query_without_a_result_on_one_node_has_one_on_the_other() -> None:
+    wanted = {(node, query.where) for node, _, query in _cases()}
+    assert ANSWERLESS.keys() <= wanted
+    assert all(ANSWERLESS.values())
+    for node, where in ANSWERLESS:
+        assert ({DEMO: EMULATED, EMULATED: DEMO}[node], where) not in ANSWERLESS
+
+
+def test_no_query_mixes_nodes_with_equal_pids(scraped: Scraped) -> None:
+    """Prometheus rejects joins that are not unique; groups without the node lose rows."""
+    for name in NAMES:
+        dashboard = load(name)
+        several = any(v["name"] == "node" and v.get("multi") for v in dashboard["templating"]["list"])
+        scope = scraped.scope(dashboard, ".*" if several else DEMO)
+        for query in queries(dashboard):
+            scraped.prometheus.ask(query, scope)
+    held = [row for row in scraped.rows("fleet", "Devices by pressure", ".*") if "Its bytes" in row]
+    by_node: dict[str, dict[str, tuple[str, float]]] = {}
+    for row in held:
+        by_node.setdefault(row["Node"], {})[row["GPU"]] = (row["Largest process"], row["Its bytes"])
+    assert {node: len(devices) for node, devices in by_node.items()} == {DEMO: 8, ALSO_DEMO: 8, EMULATED: 2}
+    assert {workload for workload, _ in by_node[EMULATED].values()} == {"train"}
+
+
+@pytest.mark.parametrize("node", [DEMO, EMULATED])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_variable_has_choices_and_every_table_has_one_row_per_subject(
+    scraped: Scraped, name: str, node: str
+) -> None:
+    dashboard = load(name)
+    scope = scraped.scope(dashboard, node)
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query" and not (variable["name"] == "rank" and node == DEMO):
+            assert variable_values(variable, scraped.prometheus, scope, scope.variables), variable["name"]
+    for panel in all_panels(dashboard):
+        if panel["type"] != "table" or panel["transformations"][0]["id"] != "merge":
+            continue
+        frames = scraped.frames(panel, scope)
+        assert not any("__name__" in row for frame in frames for row in frame), panel["title"]
+        # Each query adds columns to existing rows, and none adds rows.
+        rows = merged(frames)
+        assert len(rows) == max(map(len, frames), default=0), panel["title"]
+
+
+@pytest.mark.parametrize("node", [DEMO, EMULATED])
+def test_the_categories_of_each_device_add_up_to_its_total(scraped: Scraped, node: str) -> None:
+    dashboard = load("node")
+    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "Ledger of GPU $gpu")
+    *categories, total = (target["expr"] for target in panel["targets"])
+    assert len(categories) == 8
+    for gpu in range(8 if node == DEMO else 2):
+        scope = scraped.scope(dashboard, node, gpu=str(gpu))
+        whole = scraped.value(total, scope)
+        shown = [value for category in categories for value in scraped.values(category, scope)]
+        assert sum(shown) == whole > 0
+
+
+@pytest.mark.parametrize("node", [DEMO, EMULATED])
+def test_the_parts_of_the_reserved_bytes_add_up(scraped: Scraped, node: str) -> None:
+    dashboard = load("workload")
+    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "Reserved bytes by use")
+    *parts, reserved = (target["expr"] for target in panel["targets"])
+    scope = scraped.scope(dashboard, node)
+    assert sum(scraped.value(part, scope) for part in parts) == scraped.value(reserved, scope) > 0
+
+
+def test_the_table_of_processes_equals_the_books_of_the_node(scraped: Scraped) -> None:
+    rows = {(row["GPU"], row["pid"]): row for row in scraped.rows("node", "Processes", EMULATED)}
+    books = scraped.node.books()
+    on_devices = {(str(gpu), str(pid)) for gpu in (0, 1) for pid in books[gpu].processes}
+    assert rows.keys() == on_devices
+    stopped = rows["1", str(scraped.processes["stopped"].pid)]
+    assert stopped["Used"] == books[1].processes[scraped.processes["stopped"].pid]
+    assert (stopped["Workload"], stopped["Reports"]) == ("notebook", "false")
+    assert rows["1", "999999"]["Used"] == 700 * MIB
+    steady = rows["1", str(scraped.processes["steady"].pid)]
+    assert (steady["Workload"], steady["Rank"], steady["Reports"]) == ("train", "1", "true")
+    assert steady["Reserved"] == steady["Allocated"] + steady["Reclaimable"] + steady["Fragmented"]
+    assert steady["Used"] == steady["Reserved"] + steady["Non-torch"]
+
+
+def test_a_real_error_has_a_row_an_annotation_and_a_verdict(scraped: Scraped) -> None:
+    dashboard = load("oom")
+    scope = scraped.scope(dashboard, EMULATED)
+    assert scope.variables["pid"] == str(scraped.processes["leaks"].pid)
+
+    def shown(title: str) -> float:
+        (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == title)
+        return scraped.value(panel["targets"][0]["expr"], scope)
+
+    book = scraped.node.books()[0]
+    assert shown("Requested") == ASKED_BYTES
+    assert shown("Limit") == book.total_bytes - book.reserved_bytes
+    assert shown("Missing") == ASKED_BYTES - shown("Free on the device")
+    assert shown("Verdict") == 6  # too large
+    assert time.time() - shown("When") / 1000 < 240
+    (row,) = scraped.rows("fleet", "Last error of each process", EMULATED)
+    assert (row["Workload"], row["Requested"]) == ("train", ASKED_BYTES)
+    (mark,) = scraped.answered[EMULATED, "gpumem-fleet / annotation Out of memory"]
+    assert float(mark["values"][-1][1]) == pytest.approx(shown("When"), abs=1)
+    assert int(mark["metric"]["x_from"]) == pytest.approx(shown("When") - 600_000, abs=1000)
+
+
+def test_the_ledger_before_the_error_adds_up_to_the_total(scraped: Scraped) -> None:
+    dashboard = load("oom")
+    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "Ledger at the last scrape")
+    scope = scraped.scope(dashboard, EMULATED)
+    book = scraped.node.books()[0]
+    # A category that was unknown at that time has no series; `unattributed` has its bytes.
+    shown = [value for target in panel["targets"] for value in scraped.values(target["expr"], scope)]
+    assert sum(shown) == book.total_bytes
+
+
+def test_the_stopped_process_is_silent(scraped: Scraped) -> None:
+    (row,) = scraped.rows("fleet", "Silent processes", EMULATED)
+    assert (row["pid"], row["Workload"]) == (str(scraped.processes["stopped"].pid), "notebook")
+    assert row["Silent for"] > 3
+
+
+def test_the_rank_that_keeps_tensors_grows(scraped: Scraped) -> None:
+    rows = {row["Rank"]: row for row in scraped.rows("workload", "Ranks side by side", EMULATED)}
+    assert rows["0"]["Growth"] > 10 * abs(rows["1"]["Growth"])
+    assert "Full in" in rows["0"]
+    assert rows["0"]["Step"] > 0

@@ -1,0 +1,158 @@
+"""Series of out-of-memory errors: the values of the event, also after the end of the process or the exporter."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
+from gpumem_exporter.events import EVENT_TYPES
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import EmulatedNode
+from tests.support.builders import UUIDS, identity
+from tests.support.ending_programs import end_with
+from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import patient, wait_for
+
+QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
+VALUES = ("requested", "device_free", "limit", "allocated", "reserved", "reclaimable", "fragmented")
+OPENMETRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
+RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
+CAUGHT = f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError: pass"
+
+
+def ooms(exporter: ExporterProcess) -> list[dict[str, Any]]:
+    """Return the events with all numbers as text."""
+    answer = exporter.request("GET", "/api/v1/events?type=oom&limit=1000")
+    assert answer.status == 200, answer
+    found: list[dict[str, Any]] = json.loads(answer.body, parse_int=str, parse_float=str)["events"]
+    return found
+
+
+def series_of(event: dict[str, Any]) -> list[str]:
+    """Return the expected lines of an event."""
+    names = ("gpu", "uuid", "pid", "workload", "rank")
+    labels = ",".join(f'{name}="{event[name]}"' for name in names)
+    detail = event["detail"]
+    known = {"timestamp_seconds": event["unix_seconds"]}
+    for name in VALUES:
+        values = detail if name in ("requested", "device_free", "limit") else detail["allocator"]
+        known[f"{name}_bytes"] = values[f"{name}_bytes"]
+    return [f"gpumem_last_oom_{name}{{{labels}}} {value}" for name, value in known.items() if value is not None]
+
+
+def shown(exporter: ExporterProcess, **headers: str) -> list[str]:
+    answer = exporter.request("GET", "/metrics", headers=headers)
+    return [line for line in answer.body.decode().splitlines() if line.startswith("gpumem_last_oom_")]
+
+
+def counted(exporter: ExporterProcess) -> dict[str, float]:
+    metrics = exporter.metrics()
+    return {type_: metrics.value("gpumem_events_total", type=type_) for type_ in EVENT_TYPES}
+
+
+def test_a_caught_error_shows_the_values_of_its_event_in_both_formats(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    assert counted(exporter) == dict.fromkeys(EVENT_TYPES, 0)
+    assert shown(exporter) == []
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="greedy", rank=2)
+    process.call("random_heap", device=1, seed=5)
+    exporter.wait_for_processes(process.pid)
+    for number in (1, 2):
+        process.exec(CAUGHT)
+        wait_for(lambda number=number: len(ooms(exporter)) == number, "the error")  # type: ignore[misc]
+        event = ooms(exporter)[-1]
+        assert (event["pid"], event["workload"], event["detail"]["number"]) == (str(process.pid), "greedy", str(number))
+        lines = series_of(event)
+        assert len(lines) == 1 + len(VALUES)
+        assert shown(exporter) == shown(exporter, **OPENMETRICS) == lines
+        process.call("alloc", nbytes=1 << 20, device=1)
+    stats, book = process.call("stats", device=1), node.books()[1]
+    metrics = exporter.metrics()
+    assert metrics.value("gpumem_last_oom_requested_bytes", gpu="1", uuid=book.uuid) == 1 << 40
+    assert metrics.value("gpumem_last_oom_limit_bytes") == book.total_bytes - book.reserved_bytes
+    assert metrics.value("gpumem_last_oom_allocated_bytes") == stats["allocated_bytes.all.current"] - (1 << 20)
+    assert counted(exporter) == {**dict.fromkeys(EVENT_TYPES, 0), "oom": 2, "process_started": 1}
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["with a folder", "in memory"])
+def test_an_error_stays_after_the_end_of_its_process_and_after_a_restart_with_storage(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path, kept: bool
+) -> None:
+    exporter = start_exporter(node, *QUICK, *(("--storage.path", str(tmp_path / "events")) if kept else ()))
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="doomed")
+    process.call("alloc", nbytes=1 << 28, device=1)
+    wait_for(lambda: exporter.metrics().values("gpumem_torch_allocated_bytes") == [1 << 28], "its reports")
+    assert end_with(process, RUN_OUT) == 1
+    assert "OutOfMemoryError" in process.stderr()
+    wait_for(lambda: not exporter.metrics().values("gpumem_reporter_up"), "its end")
+    metrics = exporter.metrics()
+    assert not [name for name in metrics.samples if name.startswith("gpumem_torch_")]
+    (event,) = ooms(exporter)
+    lines = series_of(event)
+    assert shown(exporter) == lines
+    assert metrics.value("gpumem_last_oom_requested_bytes", pid=str(process.pid), workload="doomed") == 1 << 40
+    assert metrics.value("gpumem_last_oom_allocated_bytes") == 1 << 28
+    assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
+    exporter.start()
+    if kept:
+        wait_for(lambda: shown(exporter), "the earlier error")
+        assert shown(exporter) == lines
+    else:
+        assert ooms(exporter) == shown(exporter) == []
+    assert counted(exporter)["oom"] == 0
+
+
+def report(exporter: ExporterProcess, reporter: int, *numbers: int) -> None:
+    """Send a report of an otherwise unknown process with these errors."""
+    who = identity(reporter, pid_namespace=7, session=f"session-{reporter}", workload=f"w{reporter}")
+    errors = tuple(OutOfMemory(UUIDS[0], number, requested_bytes=number) for number in numbers)
+    body = json.dumps(to_wire(Report(who, sequence=max(numbers), ooms=errors))).encode()
+    connection = Connection(exporter.url, timeout_seconds=patient(30.0))
+    answer = connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
+    connection.close()
+    assert answer.status == 200, answer
+
+
+def test_a_repeated_error_counts_once_and_keeps_its_time_over_a_restart(
+    start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    exporter = start_exporter(None, "--storage.path", str(tmp_path / "events"))
+    report(exporter, 1, 1, 2)
+    report(exporter, 1, 1, 2)
+    assert counted(exporter)["oom"] == 2
+    before = shown(exporter)
+    assert any(line.endswith(" 2") for line in before)
+    assert exporter.stop() == 0
+    exporter.start()
+    report(exporter, 1, 1, 2)
+    assert len(ooms(exporter)) == 2
+    assert counted(exporter)["oom"] == 0
+    wait_for(lambda: shown(exporter) == before, "the time of the first report")
+
+
+def test_an_exporter_shows_another_s_stored_errors_after_that_one_releases_the_folder(
+    start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    folder = ("--storage.path", str(tmp_path / "events"))
+    first = start_exporter(None, *folder)
+    for reporter in range(1, 400):  # more than /metrics shows, and more than one page of events
+        report(first, reporter, 1)
+    second = start_exporter(None, *folder)
+    report(second, 1000, 1)
+    assert len(shown(second)) == 2
+    assert first.stop() == 0
+    wait_for(lambda: len(shown(second)) == 2 * 256, "the earlier errors")
+    pids = {line.split('pid="')[1].split('"')[0] for line in shown(second)}
+    assert pids == {f"{reporter}@7:{os.geteuid()}" for reporter in (*range(145, 400), 1000)}

@@ -1,0 +1,251 @@
+"""How processes use devices, start and end: every byte is shown on its device and for its process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.procfs import start_time_ticks
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
+from tests.support.exporter_process import ExporterProcess, Metrics
+from tests.support.namespaces import CONTAINER, needs_namespaces
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient, wait_for
+
+QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
+
+
+def client(exporter: ExporterProcess, start_torch: StartTorch, on: EmulatedNode, **environment: str) -> TorchProcess:
+    process = start_torch(on, GPUMEM_EXPORTER_URL=exporter.url, **environment)
+    process.call("start_client", workload="matrix")
+    return process
+
+
+def allocated(metrics: Metrics, pid: int) -> dict[str, float]:
+    """Return the allocated bytes of a process on the page, by uuid."""
+    return metrics.by("uuid", "gpumem_torch_allocated_bytes", pid=str(pid))
+
+
+def used(metrics: Metrics, pid: int) -> dict[str, float]:
+    """Return the used bytes of a process on the page, by uuid."""
+    return metrics.by("uuid", "gpumem_process_memory_used_bytes", pid=str(pid))
+
+
+def booked(node: EmulatedNode, pid: int) -> dict[str, int]:
+    """Return the used bytes of a process on the emulated node, by uuid."""
+    return {device.uuid: device.processes[pid] for device in node.books().devices if pid in device.processes}
+
+
+def wait_for_true_values(exporter: ExporterProcess, node: EmulatedNode, *processes: TorchProcess) -> None:
+    """Wait until the page has the values of torch and of the node for each process; every ledger adds up."""
+    for process in processes:
+        uuids = process.call("uuids")
+        stats = {uuid: process.call("stats", device=i) for i, uuid in enumerate(uuids)}
+        expected = {uuid: one["allocated_bytes.all.current"] for uuid, one in stats.items() if one}
+        holding = {uuid: size for uuid, size in expected.items() if size}
+        wait_for(
+            lambda holding=holding, process=process: (
+                {uuid: size for uuid, size in allocated(exporter.metrics(), process.pid).items() if size} == holding
+            ),  # type: ignore[misc]
+            f"{holding} in tensors of {process.pid}",
+        )
+        wait_for(
+            lambda process=process: used(exporter.metrics(), process.pid) == booked(node, process.pid),  # type: ignore[misc]
+            "a poll",
+        )
+    exporter.metrics().assert_ledgers_add_up()
+
+
+def wait_for_no_series(exporter: ExporterProcess, *pids: int) -> None:
+    for pid in pids:
+        wait_for(lambda pid=pid: not exporter.metrics().states_of(pid), f"no series of {pid}")  # type: ignore[misc]
+    exporter.metrics().assert_ledgers_add_up()
+
+
+# Devices and processes
+
+
+def test_one_process_on_eight_devices(
+    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    node = make_node(devices=8)
+    exporter = start_exporter(node, *QUICK)
+    process = client(exporter, start_torch, node)
+    for device in range(8):
+        process.call("alloc", nbytes=(device + 1) * 4 * MIB, device=device)
+    wait_for_true_values(exporter, node, process)
+    wait_for(
+        lambda: not any(row["other_processes"] for row in exporter.metrics().ledgers().values()), "one owner of all"
+    )
+    process.kill()
+    wait_for_no_series(exporter, process.pid)
+
+
+@pytest.mark.parametrize(
+    ("visible", "order"),
+    [
+        ("2", "PCI_BUS_ID"),
+        ("3,1", "PCI_BUS_ID"),
+        ("3,1", "FASTEST_FIRST"),
+        ("uuid 2", "FASTEST_FIRST"),
+        ("uuid 3,uuid 0", "PCI_BUS_ID"),
+        ("1,7,0", "FASTEST_FIRST"),
+    ],
+)
+def test_values_are_on_the_right_device_whatever_its_cuda_index(
+    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch, visible: str, order: str
+) -> None:
+    node = make_node(devices=4)
+    for number in range(4):
+        visible = visible.replace(f"uuid {number}", node.uuid(number))
+    exporter = start_exporter(node, *QUICK)
+    process = client(exporter, start_torch, node, CUDA_VISIBLE_DEVICES=visible, CUDA_DEVICE_ORDER=order)
+    named = [node.uuid(int(word)) if len(word) == 1 and int(word) < 4 else word for word in visible.split(",")]
+    visible_uuids = named[: named.index("7")] if "7" in named else named  # CUDA stops at an invalid entry
+    assert process.call("uuids") == visible_uuids
+    for device in range(len(visible_uuids)):
+        process.call("alloc", nbytes=(device + 1) * 7 * MIB, device=device)
+    wait_for_true_values(exporter, node, process)
+    shown = allocated(exporter.metrics(), process.pid)
+    assert {uuid: size for uuid, size in shown.items() if size} == {
+        uuid: (device + 1) * 7 * MIB for device, uuid in enumerate(visible_uuids)
+    }
+    # the label is NVML's index, not CUDA's
+    for uuid in visible_uuids:
+        (labels,) = [
+            dict(labels)
+            for labels in exporter.metrics().samples["gpumem_torch_allocated_bytes"]
+            if dict(labels)["uuid"] == uuid
+        ]
+        assert node.uuid(int(labels["gpu"])) == uuid
+
+
+# Reporters
+
+
+SPAWN = """
+import multiprocessing
+context = multiprocessing.get_context('spawn')
+done = context.Event()
+code = '''
+import torch
+import gpumem_client as client
+client.start(workload="spawned")
+kept = torch.empty(24 << 20, dtype=torch.uint8, device="cuda:1")
+done.wait()
+'''
+spawned = context.Process(target=exec, args=(code, {'done': done}))
+spawned.start()
+result = spawned.pid
+"""
+FORK = """
+import os
+reading, writing = os.pipe()
+result = os.fork()
+if result == 0:
+    os.close(writing)
+    kept = torch.empty(24 << 20, dtype=torch.uint8, device='cuda:1')
+    os.read(reading, 1)
+    os._exit(0)
+os.close(reading)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (SPAWN, "done.set()\nspawned.join(60)\nresult = spawned.exitcode"),
+        (FORK, "os.close(writing)\nresult = os.waitpid(child, 0)[1]"),
+    ],
+    ids=["spawn", "fork before CUDA is initialized"],
+)
+def test_a_child_process_reports_for_itself(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, start: str, end: str
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    parent = client(exporter, start_torch, node)
+    child = parent.exec(start)
+    parent.call("alloc", nbytes=8 * MIB)
+    wait_for(lambda: allocated(exporter.metrics(), child) == {node.uuid(1): 24 * MIB}, "the child")
+    wait_for(lambda: used(exporter.metrics(), child) == booked(node, child), "a poll")
+    wait_for_true_values(exporter, node, parent)
+    assert parent.exec(end, child=child) == 0
+    wait_for_no_series(exporter, child)
+    wait_for_true_values(exporter, node, parent)
+
+
+# Ends of processes
+
+
+def test_the_series_and_bytes_of_a_process_end_when_it_aborts_after_an_oom(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
+    process = client(exporter, start_torch, node)
+    process.call("alloc", nbytes=32 * MIB)
+    wait_for_true_values(exporter, node, process)
+    with contextlib.suppress(RemoteError, TorchProcessError):
+        process.exec(
+            "import os, sys, threading\n"
+            "try:\n"
+            "    torch.empty(1 << 40, dtype=torch.uint8, device='cuda')\n"
+            "except torch.OutOfMemoryError:\n"
+            "    os.abort()"  # no exit handlers run
+        )
+    wait_for_no_series(exporter, process.pid)
+    assert booked(node, process.pid) == {}
+
+
+def test_after_an_exec_the_earlier_program_has_no_series(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
+    process = client(exporter, start_torch, node)
+    process.call("alloc", nbytes=32 * MIB)
+    wait_for_true_values(exporter, node, process)
+    pid, started = process.pid, start_time_ticks(f"/proc/{process.pid}")
+    process.send(
+        "exec",
+        code=(
+            "import os, sys\n"
+            "for fd in os.listdir('/proc/self/fd'):\n"
+            "    if os.path.exists(f'/proc/self/fd/{fd}') and os.stat(f'/proc/self/fd/{fd}').st_ino == inode:\n"
+            "        os.dup2(int(fd), 1)\n"
+            "os.execv(sys.executable, [sys.executable, '-m', 'tests.emulation.torch_worker', 'again'])"
+        ),
+        inode=os.fstat(process._answers).st_ino,
+    )
+    wait_for(lambda: b"again" in Path(f"/proc/{pid}/cmdline").read_bytes(), "the exec")
+    wait_for_no_series(exporter, pid)
+    process._hello = {}
+    assert process.pid == pid
+    assert start_time_ticks(f"/proc/{pid}") == started, "it is the same process"
+    process.call("start_client", workload="after")
+    process.call("alloc", nbytes=5 * MIB, device=1)
+    wait_for_true_values(exporter, node, process)
+    (labels,) = [dict(labels) for labels in exporter.metrics().samples["gpumem_torch_allocated_bytes"]]
+    assert (labels["workload"], labels["uuid"]) == ("after", node.uuid(1))
+
+
+@needs_namespaces
+def test_a_process_with_a_reused_pid_has_no_values_of_the_earlier_one() -> None:
+    """The program runs in its own PID namespace, where it can choose the next pid."""
+    ended = subprocess.run(
+        [*CONTAINER, sys.executable, "-m", "tests.programs.pid_reuse"],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=patient(110),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1] == "done"

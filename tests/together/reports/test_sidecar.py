@@ -1,0 +1,162 @@
+"""An exporter in a pod's PID namespace, which cannot match the driver's pids with its reporters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.procfs import pid_namespace
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import GIB, MIB, EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.namespaces import CONTAINER, children, needs_namespaces
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient, wait_for
+
+pytestmark = needs_namespaces
+
+
+def main_pid(launcher_pid: int) -> int:
+    """Return the host's pid of the only process below a launcher."""
+    (pid,) = children(launcher_pid)
+    return pid
+
+
+def inside(exporter: ExporterProcess) -> tuple[str, ...]:
+    """Return a launcher that starts a program in the exporter's PID namespace, as shareProcessNamespace does."""
+    assert exporter._popen is not None
+    return ("nsenter", "--target", str(main_pid(exporter._popen.pid)), "--pid", "--mount", f"--wd={REPOSITORY}", "--")
+
+
+def start_trainer(start_torch: StartTorch, launcher: tuple[str, ...], url: str) -> TorchProcess:
+    process = start_torch(launcher=launcher, GPUMEM_EXPORTER_URL=url)
+    process.call("start_client", workload="train")
+    process.call("alloc", nbytes=40 * MIB)
+    return process
+
+
+def wait_for_polls(exporter: ExporterProcess, number: int = 3) -> None:
+    """Wait until this number of further polls has ended."""
+
+    def polls() -> int:
+        return int(exporter.get("/health")["checks"]["poller"]["detail"].split()[0])
+
+    before = polls()
+    wait_for(lambda: polls() >= before + number, "further polls")
+
+
+def command(exporter: ExporterProcess, *arguments: str) -> str:
+    """Return the output of a command."""
+    return subprocess.run(
+        [sys.executable, "-m", "gpumem_exporter", *arguments, "--url", exporter.url],
+        env={**exporter._environment, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
+    ).stdout
+
+
+def doctor(exporter: ExporterProcess) -> dict[str, Any]:
+    """Return the finding of `doctor` about PID namespaces."""
+    findings = json.loads(command(exporter, "doctor", "--json"))["findings"]
+    (finding,) = [finding for finding in findings if finding["check"] == "pid namespace"]
+    return dict(finding)
+
+
+def assert_others_are_unknown(exporter: ExporterProcess, node: EmulatedNode, reserved: int) -> dict[str, float]:
+    """Check and return the ledger of the first device, whose reporters have reserved this much."""
+    metrics = exporter.metrics()
+    metrics.assert_ledgers_add_up()
+    ledger = metrics.ledgers()[node.uuid(0)]
+    assert not ledger.keys() & {"other_processes", "non_torch"}
+    assert sum(ledger[f"torch_{part}"] for part in ("allocated", "reclaimable", "fragmented")) == reserved
+    assert ledger["unattributed"] == node.books()[0].used_bytes - reserved
+    assert metrics.values("gpumem_torch_non_torch_bytes") == []
+    assert metrics.values("gpumem_process_memory_used_bytes") == []
+    assert exporter.get("/health")["mode"] == "sidecar"
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("way", "place", "listed"),
+    [
+        ("unix", "own container", "host pids"),
+        ("unix", "own container", "none"),
+        ("tcp", "host", "none"),
+        ("tcp", "same namespace", "host pids"),
+    ],
+)
+def test_a_sidecar_shows_its_reporters_and_leaves_the_rest_unattributed(
+    node: EmulatedNode,
+    start_exporter: StartExporter,
+    start_torch: StartTorch,
+    tmp_path: Path,
+    way: str,
+    place: str,
+    listed: str,
+) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("right")  # the exporter cannot see this caller
+    if listed == "host pids":
+        node.set_process(31337, 0, GIB)  # of another pod
+    exporter = start_exporter(node, *QUICK, "--action.token-file", str(token), launcher=CONTAINER)
+    wait_for_polls(exporter)
+    assert_others_are_unknown(exporter, node, 0)
+
+    launchers = {"own container": CONTAINER, "host": (), "same namespace": inside(exporter)}
+    trainer = start_trainer(start_torch, launchers[place], exporter.url if way == "unix" else exporter.tcp_url)
+    if listed == "host pids":
+        node.show_pid_as(trainer.pid, main_pid(trainer._popen.pid))
+    reserved = 40 * MIB
+    wait_for(lambda: exporter.metrics().values("gpumem_torch_reserved_bytes") == [reserved], "its report")
+    wait_for_polls(exporter)
+    assert assert_others_are_unknown(exporter, node, reserved)["torch_allocated"] == reserved
+
+    (entry,) = exporter.get("/api/v1/processes")["processes"]
+    assert (entry["own_pid"], entry["workload"]) == (trainer.pid, "train")
+    name = trainer.pid if place == "same namespace" else f"{trainer.pid}@{entry['pid_namespace']}:{os.geteuid()}"
+    assert (entry["pid"], entry["host_pid"]) == (name, trainer.pid if place == "same namespace" else None)
+    (device,) = entry["devices"]
+    assert (device["reserved_bytes"], device["used_bytes"], device["non_torch_bytes"]) == (reserved, None, None)
+    assert [line.split()[1] for line in command(exporter, "info").splitlines() if line.startswith("other_pro")] == ["-"]
+    assert doctor(exporter)["verdict"] == "WARN"
+
+    trainer.call("free")
+    request = {"action": "empty_cache", "target": {"pid": name}}
+    answer = exporter.request("POST", "/api/v1/actions", request, {"Authorization": "Bearer right"})
+    assert [(row["outcome"], row["freed_bytes"]) for row in json.loads(answer.body)["results"]] == [("done", reserved)]
+
+    trainer.finish()
+    wait_for(lambda: exporter.get("/api/v1/processes")["processes"] == [], "its end")
+    wait_for_polls(exporter)
+    assert_others_are_unknown(exporter, node, 0)
+    assert exporter.log().count("PID namespace") == 1
+
+
+def test_pids_of_its_own_namespace_are_matched_and_stay_matched(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK, launcher=CONTAINER)
+    trainer = start_trainer(start_torch, inside(exporter), exporter.tcp_url)
+    wait_for(lambda: exporter.metrics().values("gpumem_torch_non_torch_bytes"), "a poll")
+    ((host_pid, used),) = node.books()[0].processes.items()
+    metrics = exporter.metrics()
+    assert metrics.values("gpumem_torch_non_torch_bytes") == [used - 40 * MIB]
+    assert metrics.ledgers()[node.uuid(0)]["other_processes"] == 0
+    assert exporter.processes()[trainer.pid]["pid_namespace"] == pid_namespace(f"/proc/{host_pid}")
+    assert doctor(exporter)["verdict"] == "PASS"
+    trainer.kill()
+    wait_for(lambda: exporter.processes() == {}, "its end")
+    wait_for_polls(exporter)
+    assert exporter.metrics().ledgers()[node.uuid(0)]["other_processes"] == 0
+    assert exporter.get("/health")["mode"] == "node"

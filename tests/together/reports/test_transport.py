@@ -1,0 +1,219 @@
+"""The HTTP client against real sockets that answer correctly, incorrectly or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.errors import ExporterUnreachableError
+from gpumem_client.wire.http import Connection
+from tests.support.scripted_peer import Talk, scripted_peer
+from tests.support.waiting import patient
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\nhi"
+
+
+@contextlib.contextmanager
+def peer(talk: Talk, address: str | tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[str]:
+    """Run a server that does what the test wants; yield its URL."""
+    with scripted_peer(talk, address) as server:
+        yield server.url
+
+
+def read_request(connection: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        received = connection.recv(65536)
+        if not received:
+            raise ConnectionError("the client closed the connection")
+        data += received
+    return data
+
+
+def answer_each(connection: socket.socket, number: int) -> None:
+    while True:
+        read_request(connection)
+        connection.sendall(OK)
+
+
+@contextlib.contextmanager
+def connected(url: str, timeout_seconds: float = 30.0) -> Iterator[Connection]:
+    connection = Connection(url, timeout_seconds=patient(timeout_seconds))
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def test_one_connection_serves_many_requests() -> None:
+    numbers = []
+
+    def talk(connection: socket.socket, number: int) -> None:
+        numbers.append(number)
+        answer_each(connection, number)
+
+    with peer(talk) as url, connected(url) as connection:
+        for _ in range(3):
+            answer = connection.request("GET", "/")
+            assert (answer.status, answer.headers["content-type"], answer.body) == (200, "text/plain", b"hi")
+    assert numbers == [1]
+
+
+def test_a_unix_socket_works_the_same(tmp_path: Path) -> None:
+    path = str(tmp_path / "exporter.sock")
+    with peer(answer_each, path) as url, connected(url) as connection:
+        assert connection.request("GET", "/").body == b"hi"
+
+
+def test_a_closed_persistent_connection_is_opened_again() -> None:
+    def answer_once(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(OK)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with peer(answer_once) as url, connected(url) as connection:
+        assert [connection.request("GET", "/").body for _ in range(3)] == [b"hi"] * 3
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort",
+        b"HTTP/1.1 999999\r\n\r\n",
+        b"\x00" * 100,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 9 + OK,
+        b"",
+    ],
+)
+def test_an_invalid_response_is_an_error(garbage: bytes) -> None:
+    def talk(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(garbage)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with peer(talk) as url, connected(url) as connection, pytest.raises(ExporterUnreachableError, match=url):
+        connection.request("GET", "/")
+
+
+def test_a_hanging_exporter_times_out() -> None:
+    def hang(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.recv(1)
+
+    with peer(hang) as url, connected(url) as connection, pytest.raises(ExporterUnreachableError, match="timed out"):
+        connection.request("GET", "/", timeout_seconds=0.05)
+
+
+def test_a_response_that_never_ends_times_out() -> None:
+    def drip(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        while True:
+            connection.sendall(b"x")
+            threading.Event().wait(0.02)
+
+    with peer(drip) as url, connected(url) as connection, pytest.raises(ExporterUnreachableError, match="timed out"):
+        connection.request("GET", "/", timeout_seconds=0.1)
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 300000", b"Transfer-Encoding: chunked", b"Connection: close"])
+def test_a_response_longer_than_the_limit_is_an_error(head: bytes) -> None:
+    def talk(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        chunk = b"186a0\r\n" + b"x" * 100_000 + b"\r\n" if b"chunked" in head else b"x" * 100_000
+        connection.sendall(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + 3 * chunk)
+
+    with peer(talk) as url:
+        connection = Connection(url, timeout_seconds=patient(10), max_answer_bytes=200_000)
+        with contextlib.closing(connection), pytest.raises(ExporterUnreachableError, match="longer than 200000"):
+            connection.request("GET", "/")
+
+
+def test_an_unreachable_address_is_named(tmp_path: Path) -> None:
+    nowhere = f"unix://{tmp_path}/nowhere.sock"
+    with connected(nowhere) as connection, pytest.raises(ExporterUnreachableError, match=nowhere):
+        connection.request("GET", "/")
+
+
+def test_another_thread_can_interrupt_a_waiting_request() -> None:
+    arrived = threading.Event()
+    numbers = []
+
+    def hold(connection: socket.socket, number: int) -> None:
+        numbers.append(number)
+        read_request(connection)
+        connection.sendall(OK)
+        read_request(connection)
+        arrived.set()
+        connection.recv(1)
+
+    with peer(hold) as url, connected(url, 60.0) as connection:
+        connection.request("GET", "/")
+        stopper = threading.Thread(target=lambda: arrived.wait(patient(60)) and connection.interrupt())
+        stopper.start()
+        with pytest.raises(ExporterUnreachableError):
+            connection.request("GET", "/")
+        stopper.join(patient(60))
+        with pytest.raises(ExporterUnreachableError, match="interrupted"):
+            connection.request("GET", "/")
+    assert numbers == [1]
+
+
+def descriptor_of(connect: Callable[[], object], accepted: set[int]) -> int:
+    """The descriptor that `connect` opens in this process, beside those of the peer's end."""
+
+    def open_descriptors() -> set[int]:
+        return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
+
+    before = open_descriptors()
+    connect()
+    (number,) = open_descriptors() - before - accepted
+    return number
+
+
+def test_a_child_program_does_not_inherit_the_connection() -> None:
+    accepted = set()
+
+    def talk(connection: socket.socket, number: int) -> None:
+        accepted.add(connection.fileno())
+        answer_each(connection, number)
+
+    with peer(talk) as url, connected(url) as connection:
+        number = descriptor_of(lambda: connection.request("GET", "/"), accepted)
+        assert not os.get_inheritable(number)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [("HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n"), ("GET", b"HTTP/1.1 204 No Content\r\n\r\n")],
+)
+def test_a_response_without_a_body_ends_with_its_headers(method: str, answer: bytes) -> None:
+    def talk(connection: socket.socket, number: int) -> None:
+        while True:
+            read_request(connection)
+            connection.sendall(answer)
+
+    with peer(talk) as url, connected(url) as connection:
+        assert [connection.request(method, "/").body for _ in range(2)] == [b"", b""]
+
+
+def test_a_chunked_body_is_joined() -> None:
+    chunks = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"
+
+    def talk(connection: socket.socket, number: int) -> None:
+        while True:
+            read_request(connection)
+            connection.sendall(chunks)
+
+    with peer(talk) as url, connected(url) as connection:
+        assert [connection.request("GET", "/").body for _ in range(2)] == [b"abcde", b"abcde"]

@@ -1,0 +1,392 @@
+"""Who may act: attacks of other users and of containers on a real exporter of root, over the socket and loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
+from gpumem_client.wire.protocol import MODES
+from tests.support.acting_as import needs_root
+from tests.support.builders import MIB, UUIDS, sample
+from tests.support.exporter_process import ExporterProcess
+from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply
+from tests.support.paths import REPOSITORY
+from tests.support.ports import free_port
+
+pytestmark = needs_root
+
+ACTIONS = "/api/v1/actions"
+ADA, EVE = 1001, 1002
+
+
+class Node:
+    """An exporter of root that allows every action, and the URLs of its socket and its port."""
+
+    def __init__(self, folder: Path, *flags: str, launcher: tuple[str, ...] = ()) -> None:
+        port = free_port()
+        self.folder = folder
+        self.exporter = ExporterProcess(
+            folder,
+            *("--web.listen-address", f"127.0.0.1:{port}", "--report.expiry", "600"),
+            *("--action.allow", "empty_cache,collect_garbage,reset_peak,snapshot,set_memory_fraction,terminate"),
+            *flags,
+            launcher=launcher,
+        )
+        self.urls = {"socket": self.exporter.url, "loopback": f"http://127.0.0.1:{port}"}
+        self.users: list[LocalUser] = []
+
+    def user(self, uid: int, namespaces: int = 0) -> LocalUser:
+        """Start a process of a user that has sent a report about itself; its workload is its uid."""
+        user = LocalUser(uid, namespaces)
+        self.users.append(user)
+        self.report(user)
+        return user
+
+    def report(self, user: LocalUser, **changes: Any) -> Reply:
+        """Let a user report about its own process."""
+        known = {"workload": str(user.uid), "modes": MODES, "devices": (sample(UUIDS[0], 0, MIB),)}
+        return user.send(self.urls["socket"], user.report(**{**known, **changes}))
+
+    def close(self) -> None:
+        for user in self.users:
+            user.close()
+        self.exporter.close()
+        shutil.rmtree(self.folder)
+
+
+def open_folder() -> Path:
+    """Return a new folder that every user can search, which the folders of pytest are not."""
+    folder = Path(tempfile.mkdtemp(prefix="gpumem-"))
+    folder.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    node = Node(open_folder())
+    yield node
+    node.close()
+
+
+@pytest.fixture(scope="module")
+def root(node: Node) -> LocalUser:
+    return node.user(0)
+
+
+@pytest.fixture(scope="module")
+def ada(node: Node) -> LocalUser:
+    return node.user(ADA)
+
+
+@pytest.fixture(scope="module")
+def eve(node: Node) -> LocalUser:
+    return node.user(EVE)
+
+
+@pytest.fixture(scope="module")
+def container(node: Node) -> LocalUser:
+    """Root of another PID namespace."""
+    return node.user(0, NEW_PID_NAMESPACE)
+
+
+@pytest.fixture(params=["socket", "loopback"])
+def url(request: pytest.FixtureRequest, node: Node) -> str:
+    return node.urls[request.param]
+
+
+def act(user: LocalUser, url: str, action: str = "empty_cache", **request: Any) -> Reply:
+    document = {"action": action, "wait_seconds": 0, "dry_run": True, **request}
+    headers = {"Idempotency_Key": document.pop("key")} if "key" in document else {}
+    return user.request(url, "POST", ACTIONS, document, **headers)
+
+
+def targets(reply: Reply) -> set[int]:
+    assert reply.status == 200, reply
+    return {result["pid"] for result in reply.document["results"]}
+
+
+def test_a_user_reaches_its_own_processes_only(ada: LocalUser, eve: LocalUser, root: LocalUser, url: str) -> None:
+    assert targets(act(eve, url, target={"all": True})) == {eve.pid}
+    assert targets(act(eve, url, target={"pid": eve.pid})) == {eve.pid}
+    for target in ({"pid": ada.pid}, {"pid": root.pid}, {"workload": str(ADA)}):
+        reply = act(eve, url, target=target, dry_run=False)
+        assert reply.status == 403
+        assert f"uid={EVE}" in reply.detail
+    assert targets(act(root, url, target={"all": True})) >= {root.pid, ada.pid, eve.pid}
+
+
+@pytest.mark.parametrize(
+    ("path", "document"),
+    [
+        (ACTIONS, {"action": "terminate", "target": {"all": True}}),
+        (ACTIONS, {"action": "set_memory_fraction", "fraction": 0.1, "force": True, "target": {"all": True}}),
+        ("/api/v1/nvml/release", {}),
+        ("/api/v1/nvml/attach", {}),
+        ("/api/v1/alerts", {"version": "4", "alerts": []}),
+        ("/-/reload", {}),
+    ],
+)
+def test_what_concerns_all_users_is_refused_to_users_and_to_a_containers_root(
+    ada: LocalUser, container: LocalUser, url: str, path: str, document: dict[str, Any]
+) -> None:
+    for user in (ada, container):
+        assert user.request(url, "POST", path, document).status == 403
+
+
+def test_root_of_a_container_reaches_no_process_of_the_host(
+    container: LocalUser, root: LocalUser, ada: LocalUser, url: str
+) -> None:
+    assert targets(act(container, url, target={"all": True})) == {container.pid}
+    for pid in (root.pid, ada.pid):
+        assert act(container, url, target={"pid": pid}, dry_run=False).status == 403
+
+
+def test_root_of_a_user_namespace_is_the_user_outside_and_reaches_nothing_there(
+    node: Node, ada: LocalUser, root: LocalUser
+) -> None:
+    contained = LocalUser(ADA, NEW_USER_NAMESPACE | NEW_PID_NAMESPACE)
+    try:
+        for url in node.urls.values():
+            reply = contained.request(url, "GET", "/api/v1/caller")
+            assert (reply.document["uid"], reply.document["rights"]) == (ADA, "own")
+            for pid in (root.pid, ada.pid):
+                assert act(contained, url, target={"pid": pid}).status == 403
+    finally:
+        contained.close()
+
+
+def test_the_caller_learns_what_it_may_do(ada: LocalUser, root: LocalUser, container: LocalUser, url: str) -> None:
+    own = ada.request(url, "GET", "/api/v1/caller").document
+    assert (own["uid"], own["rights"], own["processes"], own["reason"]) == (ADA, "own", 1, None)
+    assert "empty_cache" in own["actions"]
+    assert "terminate" not in own["actions"]
+    everything = root.request(url, "GET", "/api/v1/caller").document
+    assert (everything["uid"], everything["rights"]) == (0, "all")
+    assert "terminate" in everything["actions"]
+    assert container.request(url, "GET", "/api/v1/caller").document["rights"] == "own"
+    proxied = root.request(url, "GET", "/api/v1/caller", X_Forwarded_For="10.0.0.5").document
+    assert (proxied["uid"], proxied["rights"]) == (None, "none")
+
+
+def test_a_rank_of_another_user_neither_joins_nor_blocks_a_group(
+    node: Node, ada: LocalUser, eve: LocalUser, root: LocalUser
+) -> None:
+    shared = {"workload": "llm", "step": 50, "step_seconds": 0.1}
+    assert node.report(ada, rank="0", sequence=2, **shared).status == 200
+    assert node.report(eve, rank="1", sequence=2, **shared).status == 200
+    group = {"group": True, "mode": "step", "deadline_seconds": 60}
+    try:
+        for user in (ada, eve):
+            reply = act(user, node.urls["socket"], target={"workload": "llm"}, **group)
+            assert targets(reply) == {user.pid}
+        named = act(root, node.urls["socket"], target={"pid": ada.pid}, **group)
+        assert targets(named) == {ada.pid}
+    finally:
+        for user in (ada, eve):
+            node.report(user, sequence=3)
+
+
+def test_terminate_reaches_no_process_that_a_made_up_report_names(
+    node: Node, root: LocalUser, eve: LocalUser, url: str
+) -> None:
+    victim = subprocess.Popen(["sleep", "600"])
+    try:
+        ticks = start_time_ticks(f"/proc/{victim.pid}")
+        made_up = {"start_time_ticks": ticks, "pid_namespace": pid_namespace(), "session": f"made-up-{url}"}
+        node.report(eve, pid=victim.pid, workload="left-behind", **made_up)
+        reply = act(root, url, "terminate", target={"workload": "left-behind"}, dry_run=False, wait_seconds=1)
+        assert reply.status in (200, 404)
+        if reply.status == 200:
+            assert {result["outcome"] for result in reply.document["results"]} == {"refused"}
+        assert victim.poll() is None
+        node.report(eve, pid=victim.pid, sequence=2, final=True, **made_up)
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_the_audit_log_and_the_events_show_a_user_its_own_actions(
+    ada: LocalUser, eve: LocalUser, root: LocalUser, url: str
+) -> None:
+    mine = act(ada, url, "reset_peak", target={"pid": ada.pid}, dry_run=False).document
+    others = act(root, url, "reset_peak", target={"pid": ada.pid}, dry_run=False).document
+    shown = {action["id"] for action in ada.request(url, "GET", ACTIONS).document["actions"]}
+    assert mine["id"] in shown
+    assert others["id"] not in shown
+    assert eve.request(url, "GET", f"{ACTIONS}/{mine['id']}").status == 404
+    assert eve.request(url, "DELETE", f"{ACTIONS}/{mine['id']}").status == 404
+    assert {mine["id"], others["id"]} <= {a["id"] for a in root.request(url, "GET", ACTIONS).document["actions"]}
+    for action in (mine, others):
+        assert root.request(url, "DELETE", f"{ACTIONS}/{action['id']}").document["state"] == "cancelled"
+    seen = eve.request(url, "GET", "/api/v1/events?type=action,action_asked").document["events"]
+    assert {event["detail"]["requested_by"].partition(":pid=")[0] for event in seen} <= {
+        f"unix:uid={EVE}",
+        f"loopback:uid={EVE}",
+    }
+
+
+def test_an_idempotency_key_cannot_be_taken_from_another_caller_or_an_alert(
+    ada: LocalUser, eve: LocalUser, root: LocalUser, url: str
+) -> None:
+    fingerprint = "unix" if url.startswith("unix") else "tcp"
+    keys = [f"job-{url}", f"alert:{fingerprint}:monday-{url}", f"{fingerprint}:monday-{url}"]
+    for key in keys:
+        assert act(eve, url, "reset_peak", target={"pid": eve.pid}, key=key).status == 200
+    assert targets(act(ada, url, target={"pid": ada.pid}, key=keys[0])) == {ada.pid}
+    labels = {"alertname": f"Leak by policy:x{url}", "gpumem_action": "reset_peak", "gpumem_target_pid": str(eve.pid)}
+    alert = {"status": "firing", "labels": labels, "startsAt": f"monday-{url}", "fingerprint": fingerprint}
+    message = {"version": "4", "alerts": [alert]}
+    (outcome,) = root.request(url, "POST", "/api/v1/alerts", message).document["alerts"]
+    assert outcome["outcome"] == "acted"
+    action = root.request(url, "GET", f"{ACTIONS}/{outcome['action_id']}").document
+    assert action["requested_by"].startswith("alert:Leak_by_policy_x")
+    root.request(url, "DELETE", f"{ACTIONS}/{action['id']}")
+
+
+def test_a_flood_of_dry_runs_ends_at_the_limit_and_displaces_no_action() -> None:
+    node = Node(open_folder(), "--action.caller-limit", "20")
+    try:
+        ada, eve = node.user(ADA), node.user(EVE)
+        kept = act(ada, node.urls["socket"], target={"all": True}, dry_run=False).document["id"]
+        statuses = [act(eve, node.urls["loopback"], target={"all": True}).status for _ in range(25)]
+        assert statuses == [200] * 20 + [429] * 5
+        assert act(eve, node.urls["socket"], target={"all": True}).status == 429
+        assert ada.request(node.urls["socket"], "GET", f"{ACTIONS}/{kept}").status == 200
+        assert act(ada, node.urls["socket"], target={"all": True}).status == 200
+    finally:
+        node.close()
+
+
+def test_with_a_token_file_every_user_needs_the_token() -> None:
+    folder = open_folder()
+    token = folder / "token"
+    token.write_text("a-long-token\n")
+    token.chmod(0o600)
+    node = Node(folder, "--action.token-file", str(token))
+    try:
+        users = (node.user(0), node.user(ADA), node.user(0, NEW_PID_NAMESPACE))
+        for url in node.urls.values():
+            for user in users:
+                assert act(user, url, target={"all": True}).status == 401
+                assert user.request(url, "GET", "/api/v1/caller").document["rights"] == "none"
+            admitted = act(users[1], url, target={"all": True}, dry_run=True)
+            assert admitted.status == 401
+            sent = {"action": "empty_cache", "target": {"all": True}, "dry_run": True}
+            reply = users[0].request(url, "POST", ACTIONS, sent, Authorization="Bearer a-long-token")
+            assert len(targets(reply)) == 3
+            assert reply.document["requested_by"].startswith("token:token@")
+    finally:
+        node.close()
+
+
+def test_hidden_identities_are_shown_to_their_owner_and_to_root() -> None:
+    node = Node(open_folder(), "--web.hide-identities")
+    try:
+        root, ada, eve = node.user(0), node.user(ADA), node.user(EVE)
+        node.report(ada, sequence=2, command="python secret.py")
+        shown = {}
+        for user in (root, ada, eve):
+            listed = user.request(node.urls["loopback"], "GET", "/api/v1/processes").document["processes"]
+            (shown[user.uid],) = [one["command"] for one in listed if one["pid"] == ada.pid]
+            live = user.request(node.urls["loopback"], "GET", "/api/v1/live").document
+            assert ("secret.py" in str(live)) == (user is root)
+            whole = user.request(node.urls["loopback"], "GET", "/api/v1/live?processes=documents").document
+            (in_one,) = [one["command"] for one in whole["state"]["processes"] if one["pid"] == ada.pid]
+            assert in_one == shown[user.uid], "`info` and `top` show a user its own names"
+        assert shown[EVE] is None
+        assert shown[0] is not None
+        assert shown[ADA] == shown[0]
+        assert "secret.py" not in node.exporter.request("GET", "/metrics").body.decode()
+        for user, hidden in ((eve, True), (ada, True), (root, False)):
+            events = user.request(node.urls["socket"], "GET", "/api/v1/events?type=process_started").document["events"]
+            commands = {event["detail"]["command"] for event in events}
+            assert (commands == {None}) == hidden
+    finally:
+        node.close()
+
+
+def test_a_mounted_socket_works_read_only() -> None:
+    """A training container may mount the socket's folder read-only: connect(2) needs no writable mount."""
+    node = Node(open_folder())
+    mounted = open_folder()
+    script = f"""
+        mount --bind {node.folder} {mounted} && mount -o remount,bind,ro {mounted} &&
+        ! touch {mounted}/x 2>/dev/null && exec {shutil.which("curl") or "curl"} -sS --fail \
+        --unix-socket {mounted}/exporter.sock http://localhost/api/v1/caller
+    """
+    try:
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", script], capture_output=True, text=True, check=False, timeout=60
+        )
+        if "unshare" in done.stderr or "mount" in done.stderr.split(":", 1)[0]:
+            pytest.skip(done.stderr.strip())
+        assert '"uid":0' in done.stdout.replace(" ", ""), done
+    finally:
+        node.close()
+        mounted.rmdir()
+
+
+def test_on_the_exporter_of_a_user_that_user_and_root_have_every_right() -> None:
+    as_ada = ("setpriv", f"--reuid={ADA}", f"--regid={ADA}", "--clear-groups")
+    try:
+        importable = subprocess.run(
+            [*as_ada, sys.executable, "-c", "import gpumem_exporter.cli.main"],
+            env={"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            check=False,
+        )
+    except OSError as error:
+        pytest.skip(str(error))
+    if importable.returncode != 0:
+        pytest.skip("another user cannot read this repository")
+    folder = open_folder()
+    os.chown(folder, ADA, ADA)
+    node = Node(folder, launcher=as_ada)
+    try:
+        ada, eve, root = node.user(ADA), node.user(EVE), node.user(0)
+        contained = node.user(0, NEW_PID_NAMESPACE)
+        rights = {
+            (name, user.uid): user.request(url, "GET", "/api/v1/caller").document["rights"]
+            for name, url in node.urls.items()
+            for user in (ada, eve, root)
+        }
+        # This exporter cannot see the descriptors of other users' processes, and so not where a connection comes from.
+        assert rights == {
+            ("socket", ADA): "all",
+            ("loopback", ADA): "all",
+            ("socket", EVE): "own",
+            ("loopback", EVE): "none",
+            ("socket", 0): "all",
+            ("loopback", 0): "none",
+        }
+        assert contained.request(node.urls["socket"], "GET", "/api/v1/caller").document["rights"] == "own"
+    finally:
+        node.close()
+
+
+def test_a_user_does_not_end_the_start_of_another_users_engine(node: Node, root: LocalUser, url: str) -> None:
+    uuid = UUIDS[5]  # no other test uses this device
+    own, engine = node.user(1003), node.user(1004)  # the processes of the other users are counted
+    clear = {"target": {"pid": own.pid}, "dry_run": False, "deadline_seconds": 60}
+    on_device = {"devices": (sample(uuid, 0, MIB),)}
+    assert node.report(own, sequence=2, **on_device).status == 200
+    assert node.report(engine, sequence=2, engine_starting=True, **on_device).status == 200
+    waiting = act(own, url, **clear)
+    assert waiting.status == 202
+    assert [wait["pid"] for wait in waiting.document["waits_for"]] == [engine.pid]
+    refused = act(own, url, **clear, force=True)
+    assert refused.status == 403
+    assert str(engine.pid) in refused.detail
+    forced = act(root, url, **clear, force=True)
+    assert (forced.status, forced.document["waits_for"]) == (202, [])
+    assert node.report(engine, sequence=3, engine_starting=False, **on_device).status == 200
+    assert act(own, url, **clear).document["waits_for"] == []

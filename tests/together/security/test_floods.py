@@ -1,0 +1,252 @@
+"""What one client can make the exporter store: a real exporter process, its memory as the kernel counts it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.errors import ExporterUntrustedError
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.peer import user_name
+from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, to_wire
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.commands.doctor import diagnose
+from gpumem_exporter.cli.doctor.finding import FAIL
+from gpumem_exporter.cli.fleet.options import FleetOptions
+from gpumem_exporter.cli.options import ConnectionOptions
+from gpumem_exporter.events.ooms import MAX_PER_MINUTE
+from gpumem_exporter.server.http.listeners import BindError, bind
+from gpumem_exporter.server.web.streams import MAX_STREAMS_OF_VIEWER
+from tests.support.acting_as import needs_root
+from tests.support.builders import UUIDS, report
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.other_user import OTHER_UID, rogue_server
+from tests.support.waiting import patient, wait_for
+
+MIB = 1 << 20
+MOST_BYTES = 120 * MIB
+HEAD = b"POST /api/v1/reports HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
+    started = ExporterProcess(tmp_path_factory.mktemp("floods"), fresh=True)
+    yield started
+    print(started.log())
+    started.close()
+
+
+def peak_bytes(exporter: ExporterProcess) -> int:
+    status = Path(f"/proc/{exporter.pid}/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
+def connections(exporter: ExporterProcess, count: int, stack: contextlib.ExitStack) -> list[socket.socket]:
+    opened = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(count)]
+    for connection in opened:
+        connection.settimeout(patient(30))
+        connection.connect(str(exporter.socket))
+        connection.setblocking(False)
+    return opened
+
+
+def flood(opened: list[socket.socket], sent: bytes) -> None:
+    """Send to every connection as much as the exporter reads."""
+    left = {connection: memoryview(sent) for connection in opened}
+    quiet_since = time.monotonic()
+    while left and time.monotonic() - quiet_since < 0.5:
+        for connection in tuple(left):
+            try:
+                part = connection.send(left[connection])
+            except BlockingIOError:
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                part = len(left[connection])
+            quiet_since = time.monotonic()
+            left[connection] = left[connection][part:]
+            if not left[connection]:
+                del left[connection]
+
+
+def test_pipelined_requests_use_little_memory(exporter: ExporterProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        get = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        opened = connections(exporter, 16, stack)
+        flood(opened, get * (250 * 1024 // len(get)))
+        wait_for(lambda: all(map(_is_answered, opened)), "answers or the end of the connections")
+        assert peak_bytes(exporter) < MOST_BYTES
+
+
+@pytest.mark.parametrize("size", [250 << 10, MIB - 1])
+def test_half_sent_bodies_use_little_memory(exporter: ExporterProcess, size: int) -> None:
+    with contextlib.ExitStack() as stack:
+        opened = connections(exporter, 400, stack)
+        flood(opened, HEAD + b"Content-Length: 1048576\r\n\r\n" + b" " * size)
+        assert peak_bytes(exporter) < MOST_BYTES
+        refused = wait_for(lambda: [each for each in opened if b" 503 " in _answer(each)[:20]], "a refused body")
+        assert b"retry-after: 1\r\n" in _answer(refused[0])
+    wait_for(lambda: exporter.request("POST", "/api/v1/reports", {}).status == 422, "an answer to another report")
+
+
+def _is_answered(connection: socket.socket) -> bool:
+    """Return whether the exporter has answered or closed a connection, so that it has read what was sent."""
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
+
+
+def _answer(connection: socket.socket) -> bytes:
+    """Return what the exporter has sent, without removing it."""
+    try:
+        return connection.recv(65536, socket.MSG_PEEK)
+    except (BlockingIOError, ConnectionResetError):
+        return b""
+
+
+@pytest.mark.parametrize(("mode", "accepted"), [(0o775, False), (0o757, False), (0o1777, True)])
+def test_a_socket_needs_a_folder_that_others_cannot_write(tmp_path: Path, mode: int, accepted: bool) -> None:
+    tmp_path.chmod(mode)
+    path = tmp_path / "exporter.sock"
+    if accepted:
+        bind([], str(path)).close()
+    else:
+        with pytest.raises(BindError, match=f"chmod go-w {tmp_path}"):
+            bind([], str(path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("umask", [0, 0o077])
+def test_a_socket_has_its_mode_from_the_start(tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "chmod", None)
+    monkeypatch.setattr(os, "chmod", None)
+    before = os.umask(umask)
+    try:
+        with bind([], str(tmp_path / "exporter.sock")):
+            assert stat.S_IMODE((tmp_path / "exporter.sock").stat().st_mode) == 0o666
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+
+
+def test_a_replaced_socket_is_logged_once_and_degrades_the_health(tmp_path: Path) -> None:
+    with contextlib.closing(ExporterProcess(tmp_path)) as exporter:
+        assert exporter.get("/health")["checks"]["socket"] == {"status": "ok", "detail": str(exporter.socket)}
+        (address,) = re.findall(r"addresses=(http://[^, ]*)", exporter.log().replace('"', ""))
+        with contextlib.closing(Connection(address, timeout_seconds=patient(30))) as tcp:
+            for change in ("removed", "replaced"):
+                exporter.socket.unlink(missing_ok=True)
+                if change == "replaced":
+                    with socket.socket(socket.AF_UNIX) as other:
+                        other.bind(str(exporter.socket))
+                check = json.loads(tcp.request("GET", "/health").body)["checks"]["socket"]
+                assert check["status"] == "degraded"
+                assert change in check["detail"]
+                wait_for(lambda change=change: f"was {change}" in exporter.log(), "the log line")
+        assert exporter.stop() == 0
+        assert exporter.log().count("level=error") == 2
+        assert exporter.socket.exists(), "the file of another process"
+
+
+@needs_root
+def test_a_taken_address_names_the_user(tmp_path: Path) -> None:
+    user = user_name(OTHER_UID)
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        os.chown(made, OTHER_UID, OTHER_UID)
+        path = Path(made, "exporter.sock")
+        with rogue_server(tmp_path, path), pytest.raises(BindError, match=f"pid [0-9]+ of {user}"):
+            bind([], str(path))
+    with rogue_server(tmp_path) as server:
+        address = server.url.removeprefix("http://")
+        for taken in (address, address.replace("127.0.0.1", "")):
+            with pytest.raises(BindError, match=f"a process of {user}"):
+                bind([taken])
+
+
+@needs_root
+def test_doctor_names_an_untrusted_server(tmp_path: Path) -> None:
+    with rogue_server(tmp_path) as server:
+        (trust,) = (each for each in diagnose(ConnectionOptions(url=server.url)) if each.check == "trust")
+    assert trust.verdict == FAIL
+    assert f"uid {OTHER_UID}" in trust.detail
+
+
+@needs_root
+def test_a_token_is_for_actions_at_a_trusted_exporter(tmp_path: Path) -> None:
+    with rogue_server(tmp_path) as server, ExporterApi((server.url,), token="secret", token_for_reads=False) as api:
+        api.get("/api/v1/devices")
+        with pytest.raises(ExporterUntrustedError, match=f"uid {OTHER_UID}"):
+            api.submit({"action": "empty_cache", "target": {"all": True}})
+        assert b"/api/v1/devices" in server.received()
+        assert b"secret" not in server.received()
+    assert not FleetOptions().trust({}).insecure
+    assert FleetOptions(insecure=True).trust({}).insecure
+    assert FleetOptions().trust({"GPUMEM_EXPORTER_INSECURE": "1"}).insecure
+
+
+def test_a_flood_of_out_of_memory_errors_is_limited(tmp_path: Path) -> None:
+    storage = ("--storage.path", str(tmp_path / "events"), "--storage.max-bytes", str(8 * MIB), *QUICK)
+    with contextlib.closing(ExporterProcess(tmp_path, *storage)) as exporter:
+        pid = os.getpid()
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+        for sequence in range(1, 21):
+            errors = tuple(OutOfMemory(uuid=UUIDS[0], number=50 * sequence + number) for number in range(50))
+            sent = report(pid, ooms=errors, sequence=sequence, start_time_ticks=ticks, pid_namespace=namespace)
+            assert exporter.request("POST", REPORTS_PATH, to_wire(sent)).status == 200
+        wait_for(lambda: exporter.metrics().value("gpumem_events_dropped_total") >= 800, "the errors beyond the limit")
+        assert exporter.log().count('msg="out of memory"') <= 2 * MAX_PER_MINUTE  # in at most two minutes
+        assert stat.S_IMODE((tmp_path / "events" / "events.db").stat().st_mode) == 0o600
+
+
+def test_a_rebound_name_reads_nothing_on_loopback(exporter: ExporterProcess) -> None:
+    (address,) = re.findall(r"addresses=(http://[^, ]*)", exporter.log().replace('"', ""))
+    with contextlib.closing(Connection(address, timeout_seconds=patient(30))) as tcp:
+        for path in ("/", "/metrics", "/api/v1/processes", "/api/v1/live", "/health"):
+            assert tcp.request("GET", path, headers={"Host": "evil.example"}).status == 403
+            assert tcp.request("GET", path).status in (200, 503)
+
+
+@needs_root
+def test_one_user_cannot_take_all_streams(exporter: ExporterProcess) -> None:
+    (port,) = re.findall(r"http://127\.0\.0\.1:([0-9]+)", exporter.log())
+    with contextlib.ExitStack() as stack:
+        mine = [_stream(int(port), stack) for _ in range(MAX_STREAMS_OF_VIEWER + 1)]
+        assert mine == [b"200"] * MAX_STREAMS_OF_VIEWER + [b"503"]
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setgroups([])
+                os.setgid(OTHER_UID)
+                os.setuid(OTHER_UID)
+                os.write(writer, _stream(int(port), stack))
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as answer:
+            assert answer.read() == b"200"
+        os.waitpid(child, 0)
+        assert exporter.request("GET", "/api/v1/live").status == 200, "the page polls"
+
+
+def _stream(port: int, stack: contextlib.ExitStack) -> bytes:
+    """Open a stream and return the status of the answer."""
+    connection = stack.enter_context(socket.socket())
+    connection.settimeout(patient(30))
+    connection.connect(("127.0.0.1", port))
+    connection.sendall(b"GET /api/v1/live HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n")
+    return connection.recv(65536).split()[1]

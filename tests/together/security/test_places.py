@@ -1,0 +1,309 @@
+"""A container is a boundary for every uid: attacks from containers on exporters of several users, with real kernels."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from gpumem_client.wire.protocol import MODES, CommandResult
+from tests.support.acting_as import needs_root
+from tests.support.builders import MIB, UUIDS, sample
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.local_users import (
+    NEW_MOUNT_NAMESPACE,
+    NEW_PID_NAMESPACE,
+    NEW_USER_NAMESPACE,
+    Cgroup,
+    LocalUser,
+    Reply,
+    needs_cgroups,
+)
+from tests.support.waiting import patient
+
+pytestmark = [needs_root, needs_cgroups]
+
+ACTIONS = "/api/v1/actions"
+ADA, EVE, GPUMEM = 1001, 1002, 1003
+CONTAINER = NEW_PID_NAMESPACE | NEW_MOUNT_NAMESPACE
+KINDS = {
+    "docker": (CONTAINER, True),
+    "docker --pid host": (NEW_MOUNT_NAMESPACE, True),
+    "namespaces only": (CONTAINER, False),
+}
+"""The namespaces of a container, and whether its cgroup names it."""
+EXPORTERS = {
+    "root": (),
+    "root without capabilities": ("setpriv", "--bounding-set=-all", "--inh-caps=-all"),
+    "another user": ("setpriv", f"--reuid={GPUMEM}", f"--regid={GPUMEM}", "--clear-groups", "--bounding-set=-all"),
+}
+
+
+class Node:
+    """An exporter, users of the host, and containers."""
+
+    def __init__(self, exporter: str = "root", *flags: str) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="gpumem-"))
+        self.folder.chmod(0o755)
+        if exporter == "another user":
+            os.chown(self.folder, GPUMEM, GPUMEM)
+        self.exporter = ExporterProcess(
+            self.folder, *QUICK, "--report.expiry", "600", *flags, launcher=EXPORTERS[exporter]
+        )
+        self.url, self.tcp = self.exporter.url, self.exporter.tcp_url
+        self.users: list[LocalUser] = []
+        self.cgroups: list[Cgroup] = []
+
+    def user(self, uid: int, **place: Any) -> LocalUser:
+        """Start a process of a user, which reports itself."""
+        user = LocalUser(uid, **place)
+        self.users.append(user)
+        reply = self.report(user)
+        assert reply.status == 200, reply
+        return user
+
+    def container(self, kind: str = "docker") -> dict[str, Any]:
+        """Return the place of a new container, for `user`. Its namespaces are those of its first process."""
+        namespaces, has_cgroup = KINDS[kind]
+        if has_cgroup:
+            self.cgroups.append(Cgroup(uuid4().hex * 2))
+        return {"namespaces": namespaces, "cgroup": self.cgroups[-1] if has_cgroup else None}
+
+    def report(self, sender: LocalUser, about: LocalUser | None = None, url: str = "", **changes: Any) -> Reply:
+        """Let a user report about a process."""
+        about = about or sender
+        known = {"modes": MODES, "devices": (sample(UUIDS[0], 0, MIB),)}
+        return sender.send(url or self.url, about.report(**{**known, **changes}))
+
+    def shown(self) -> dict[int | str, str | None]:
+        """Return the workload of each reporting process, by name."""
+        processes = self.exporter.get("/api/v1/processes")["processes"]
+        return {each["pid"]: each["workload"] for each in processes if each["reporting"]}
+
+    def close(self) -> None:
+        for user in self.users:
+            user.close()
+        for cgroup in reversed(self.cgroups):
+            cgroup.close()
+        self.exporter.close()
+        shutil.rmtree(self.folder)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with contextlib.closing(Node()) as node:
+        yield node
+
+
+def act(user: LocalUser, url: str, target: dict[str, Any], **request: Any) -> Reply:
+    sent = {"action": "empty_cache", "wait_seconds": 0, "dry_run": True, "target": target, **request}
+    return user.request(url, "POST", ACTIONS, sent)
+
+
+def reached(user: LocalUser, url: str) -> set[int]:
+    """Return the processes that an action of a user on all processes has."""
+    reply = act(user, url, {"all": True})
+    assert reply.status in (200, 403), reply
+    return {result["pid"] for result in reply.document["results"]} if reply.status == 200 else set()
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_container_reaches_its_own_processes_only(exporter: str, kind: str) -> None:
+    """Root of a container becomes uid 1001, and two pods run as uid 1001, which is Ada's on the host."""
+    with contextlib.closing(Node(exporter)) as node:
+        ada, root = node.user(ADA), node.user(0)
+        first, second = node.container(kind), node.container(kind)
+        one, its_root, two = node.user(ADA, **first), node.user(0, **first), node.user(ADA, **second)
+        assert reached(ada, node.url) == {ada.pid, one.pid, two.pid}, "as with kill(2)"
+        assert reached(one, node.url) == {one.pid}
+        assert reached(two, node.url) == {two.pid}
+        # Without a cgroup, each process here has namespaces of its own.
+        assert reached(its_root, node.url) == ({its_root.pid, one.pid} if first["cgroup"] else {its_root.pid})
+        assert reached(root, node.url) >= {ada.pid, root.pid, one.pid, its_root.pid, two.pid}
+        for attacker in (one, its_root):
+            for victim in (ada, root, two):
+                assert act(attacker, node.url, {"pid": victim.pid}, dry_run=False).status == 403
+                stolen = {"workload": "stolen", "session": "later", "session_started_seconds": 1e12}
+                for final in (False, True):
+                    reply = node.report(attacker, victim, **stolen, final=final)
+                    assert reply.status == 403, reply
+                    assert f"pid {victim.own_pid} belongs to uid" in reply.detail
+        assert set(node.shown().values()) == {"train"}
+        assert len(node.shown()) == 5
+
+
+def test_a_nested_cgroup_with_the_name_of_another_container_is_in_its_own(node: Node) -> None:
+    """A container with a writable cgroup creates one below its own and names it after the victim's."""
+    victim_at = node.container()
+    victim = node.user(ADA, **victim_at)
+    attacker_at = node.container()
+    name = victim_at["cgroup"].path.name.removeprefix("docker-").removesuffix(".scope")
+    forged = Cgroup(name, attacker_at["cgroup"].path.name)
+    node.cgroups.append(forged)
+    attacker = node.user(ADA, namespaces=CONTAINER, cgroup=forged)
+    assert reached(attacker, node.url) == {attacker.pid}
+    assert node.report(attacker, victim, workload="stolen").status == 403
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_root_of_a_container_does_not_take_over_a_process_of_another_one(exporter: str) -> None:
+    """A wrong start time is enough for a process not to be found; the later start won, and got the commands."""
+    with contextlib.closing(Node(exporter)) as node:
+        victim, attacker = node.user(0, **node.container()), node.user(0, **node.container())
+        root = node.user(0)
+        wrong = {
+            "pid": victim.own_pid,
+            "pid_namespace": victim.pid_namespace,
+            "start_time_ticks": victim.start_time_ticks + 10**6,
+            "session": "later",
+            "session_started_seconds": 1e12,
+            "workload": "stolen",
+        }
+        assert node.report(attacker, **wrong).status == 200
+        assert node.shown()[victim.pid] == "train"
+        action = act(root, node.url, {"pid": victim.pid}, dry_run=False, deadline_seconds=60)
+        assert action.status == 202, action
+        assert "commands" not in node.report(attacker, **wrong, sequence=2).document
+        claimed = (CommandResult(action.document["id"], "done", reason="a lie"),)
+        assert node.report(attacker, **wrong, sequence=3, results=claimed).status == 200
+        (command,) = node.report(victim, sequence=2).document["commands"]
+        assert command["id"] == action.document["id"]
+        assert node.report(attacker, **wrong, sequence=4, final=True).status == 200
+        assert node.shown()[victim.pid] == "train"
+
+
+def test_the_name_of_a_process_that_cannot_be_seen_cannot_be_contested_away(node: Node) -> None:
+    ada, eve, inside = node.user(ADA), node.user(EVE), node.user(ADA, **node.container())
+    unseen = {"pid": 77, "pid_namespace": 4242, "start_time_ticks": 5}
+    assert node.report(ada, **unseen, session="ada", workload="ada").status == 200
+    (name,) = {name for name, workload in node.shown().items() if workload == "ada"}
+    for attacker in (eve, inside):
+        claim = {**unseen, "session": f"{attacker.pid}", "session_started_seconds": 1e12, "workload": "squatter"}
+        assert node.report(attacker, **claim).status == 200
+        assert node.shown()[name] == "ada"
+    assert [*node.shown().values()].count("squatter") == 2
+    assert {result["pid"] for result in act(ada, node.url, {"pid": name}).document["results"]} == {name}
+
+
+def test_invented_processes_take_no_place_of_true_ones() -> None:
+    """Root of a container sends reports of many uids about processes that do not exist."""
+    with contextlib.closing(Node("root", "--report.max-processes", "8")) as node:
+        true = {node.user(ADA).pid for _ in range(6)}
+        place = node.container()
+        for uid in range(2000, 2010):
+            attacker = LocalUser(uid, **place)
+            node.users.append(attacker)
+            for pid in range(100, 103):
+                node.report(attacker, pid=pid, pid_namespace=4242, session=f"{uid}-{pid}")
+        assert true <= node.shown().keys()
+        true |= {node.user(ADA).pid for _ in range(2)}
+        assert node.shown().keys() == true
+
+
+def test_a_claimed_rank_neither_joins_nor_blocks_a_group(node: Node) -> None:
+    ada, root, inside = node.user(ADA), node.user(0), node.user(ADA, **node.container())
+    shared = {"workload": "llm", "step": 50, "step_seconds": 0.1, "sequence": 2}
+    assert node.report(ada, rank="0", **shared).status == 200
+    assert node.report(inside, rank="1", **shared).status == 200
+    group = {"group": True, "mode": "step", "deadline_seconds": 60}
+    for caller, target in ((ada, {"workload": "llm"}), (root, {"pid": ada.pid}), (inside, {"workload": "llm"})):
+        reply = act(caller, node.url, target, **group)
+        assert reply.status == 200, reply
+        assert {result["pid"] for result in reply.document["results"]} == {inside.pid if caller is inside else ada.pid}
+    ambiguous = act(root, node.url, {"workload": "llm"}, **group)
+    assert ambiguous.status == 409
+    for named in (f"pid {ada.pid}", f"pid {inside.pid}", f"uid {ADA}"):
+        assert named in ambiguous.detail
+    both = act(root, node.url, {"pid": [ada.pid, inside.pid]}, **group)
+    assert {result["pid"] for result in both.document["results"]} == {ada.pid, inside.pid}
+
+
+# Over loopback
+
+
+def test_over_loopback_a_container_with_the_hosts_network_has_the_same_rights(node: Node) -> None:
+    ada, root = node.user(ADA), node.user(0)
+    place = node.container()
+    one, its_root, two = node.user(ADA, **place), node.user(0, **place), node.user(ADA, **node.container())
+    assert reached(root, node.tcp) == {each.pid for each in (ada, root, one, its_root, two)}
+    assert reached(ada, node.tcp) == {ada.pid, one.pid, two.pid}
+    assert reached(one, node.tcp) == {one.pid}
+    assert reached(its_root, node.tcp) == {one.pid, its_root.pid}
+    assert node.report(one, url=node.tcp, sequence=2).status == 200
+    for victim in (ada, two):
+        assert node.report(one, victim, url=node.tcp, workload="stolen").status == 403
+    assert set(node.shown().values()) == {"train"}
+
+
+@pytest.mark.parametrize("exporter", ["root without capabilities", "another user"])
+def test_an_exporter_that_cannot_see_who_holds_a_connection_gives_it_no_rights(exporter: str) -> None:
+    with contextlib.closing(Node(exporter)) as node:
+        ada, inside = node.user(ADA), node.user(ADA, **node.container())
+        for user in (ada, inside):
+            caller = user.request(node.tcp, "GET", "/api/v1/caller").document
+            assert (caller["uid"], caller["rights"]) == (ADA, "none")
+            assert "--action.token-file" in caller["reason"]
+            assert act(user, node.tcp, {"all": True}).status == 403
+        reply = node.report(ada, url=node.tcp, sequence=2)
+        assert reply.status == 403
+        assert "unix socket" in reply.detail
+
+
+@pytest.mark.parametrize("uid", [0, ADA])
+def test_a_connection_that_a_container_passes_to_a_process_of_the_host_has_no_rights(node: Node, uid: int) -> None:
+    """The holder is a process of the same user on the host; the socket was created in the container."""
+    place = node.container()
+    receiving, sending = socket.socketpair(socket.AF_UNIX)
+    host, _, port = node.tcp.removeprefix("http://").rpartition(":")
+    creator = os.fork()
+    if not creator:
+        with contextlib.suppress(BaseException):
+            place["cgroup"].enter()
+            os.setgroups([])
+            os.setuid(uid)
+            made = socket.socket()
+            made.connect((host, int(port)))
+            sending.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [made.fileno()]))])
+        os._exit(0)
+    os.waitpid(creator, 0)
+    _, ancillary, *_ = receiving.recvmsg(1, socket.CMSG_SPACE(4))
+    (descriptor,) = array.array("i", ancillary[0][2])
+    receiving.close()
+    sending.close()
+    reader, writer = os.pipe()
+    holder = os.fork()
+    if not holder:
+        with contextlib.suppress(BaseException):
+            os.setuid(uid)
+            passed = socket.socket(fileno=descriptor)
+            passed.settimeout(patient(30))
+            passed.sendall(b"GET /api/v1/caller HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            while data := passed.recv(65536):
+                os.write(writer, data)
+        os._exit(0)
+    os.close(descriptor)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answers:
+        caller = json.loads(answers.read().partition(b"\r\n\r\n")[2])
+    os.waitpid(holder, 0)
+    assert (caller["uid"], caller["rights"]) == (uid, "none")
+
+
+def test_namespaces_that_a_user_makes_take_one_share() -> None:
+    """Every user may make user namespaces without end."""
+    with contextlib.closing(Node("root", "--action.caller-limit", "2")) as node:
+        made = [node.user(0, namespaces=NEW_USER_NAMESPACE | NEW_PID_NAMESPACE) for _ in range(3)]
+        assert [act(each, node.url, {"pid": each.pid}).status for each in made] == [200, 200, 429]
+        other = node.user(ADA, **node.container())
+        assert act(other, node.url, {"pid": other.pid}).status == 200

@@ -1,0 +1,237 @@
+"""Invalid requests to a real exporter change nothing: /metrics before and after differ only in the count of refusals.
+
+Polls and reports are an hour apart, so that the pages can be compared line by line. Unit tests check the rules of each
+field and their messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire import procfs
+from gpumem_client.wire.http import Answer
+from gpumem_client.wire.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
+from tests.emulation.node import MIB, EmulatedNode
+from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import patient, wait_for
+
+ACTIONS = "/api/v1/actions"
+QUIET = ("--collect.interval", "3600", "--report.interval", "3600", "--report.expiry", "36000")
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+class QuietExporter:
+    """An exporter that knows one process, and valid reports of it."""
+
+    def __init__(self, node: EmulatedNode, folder: Path) -> None:
+        self.node = node
+        self.exporter = ExporterProcess(folder, *QUIET, "--report.max-processes", "1", environment=node.environment())
+        self._sequence = 0
+        self.identity = ProcessIdentity(
+            pid=os.getpid(),
+            start_time_ticks=procfs.start_time_ticks(),
+            pid_namespace=procfs.pid_namespace(),
+            session="the current session",
+            session_started_seconds=100.0,
+            workload="kept",
+        )
+        assert self.post(self.good_report()).status == 200
+        assert self.exporter.metrics().value("gpumem_torch_allocated_bytes") == 3 * MIB
+        started = {"type": "process_started"}
+        wait_for(lambda: self.exporter.metrics().value("gpumem_events_total", **started) == 1, "the event of its start")
+
+    def good_report(self) -> dict[str, Any]:
+        """The next report of the known process."""
+        self._sequence += 1
+        sample = DeviceSample(
+            uuid=self.node.uuid(0), allocated_bytes=3 * MIB, reserved_bytes=20 * MIB, reclaimable_bytes=MIB
+        )
+        return to_wire(Report(self.identity, self._sequence, devices=(sample,), actions=("empty_cache",)))
+
+    def post(self, document: Any) -> Answer:
+        return self.exporter.request("POST", REPORTS_PATH, document)
+
+    def page(self) -> list[str]:
+        """The lines of a scrape, without its duration and the exporter's CPU time and memory."""
+        lines = self.exporter.request("GET", "/metrics").body.decode().splitlines()
+        return [
+            line for line in lines if not line.startswith(("gpumem_scrape_collector_duration_seconds{", "process_"))
+        ]
+
+    def state(self) -> tuple[Any, ...]:
+        """The JSON documents, without times."""
+        processes = self.exporter.get("/api/v1/processes")["processes"]
+        for process in processes:
+            del process["sample_age_seconds"]
+        return processes, self.exporter.get("/api/v1/devices"), self.exporter.get(ACTIONS)
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QuietExporter]:
+    folder = tmp_path_factory.mktemp("quiet")
+    with EmulatedNode(folder / "node") as node:
+        # this process has bytes on the device, so that the ledger is not empty
+        node.set_process(os.getpid(), 0, 500 * MIB)
+        quiet_exporter = QuietExporter(node, folder)
+        yield quiet_exporter
+        print(quiet_exporter.exporter.log())
+        quiet_exporter.exporter.close()
+
+
+def changed_lines(before: list[str], after: list[str]) -> dict[str, tuple[float, float]]:
+    """The series with a new value and new series."""
+    was, is_now = ({line.rpartition(" ")[0]: line.rpartition(" ")[2] for line in page} for page in (before, after))
+    assert was.keys() <= is_now.keys()
+    return {name: (float(was.get(name, 0)), float(value)) for name, value in is_now.items() if was.get(name) != value}
+
+
+def assert_refused(answer: Answer, status: int) -> dict[str, Any]:
+    problem: dict[str, Any] = json.loads(answer.body)
+    assert (answer.status, problem["status"]) == (status, status), problem
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert problem["detail"]
+    return problem
+
+
+def put(*path: str | int, value: Any) -> Change:
+    def change(report: dict[str, Any]) -> None:
+        *way, last = path
+        target: Any = report
+        for key in way:
+            target = target[key]
+        target[last] = value
+
+    return change
+
+
+def another_session(started_seconds: float, start_time_ticks: int = 0) -> Change:
+    """Return a change to another reporter in the same process."""
+
+    def change(report: dict[str, Any]) -> None:
+        report["process"] |= {
+            "session": "another",
+            "session_started_seconds": started_seconds,
+            "start_time_ticks": report["process"]["start_time_ticks"] + start_time_ticks,
+        }
+
+    return change
+
+
+SAMPLE = ("devices", 0)
+BAD_REPORTS: dict[str, tuple[int, str, str, Change]] = {
+    "a number of 2^63": (422, "invalid", "devices.0.reserved_bytes", put(*SAMPLE, "reserved_bytes", value=2**63)),
+    "more allocated than reserved": (
+        *(422, "invalid", "devices.0.allocated_bytes"),
+        put(*SAMPLE, "allocated_bytes", value=21 * MIB),
+    ),
+    "an unknown device": (422, "unknown_device", "devices.0.uuid", put(*SAMPLE, "uuid", value="GPU-elsewhere")),
+    "no process": (422, "invalid", "process", put("process", value=None)),
+    "a result with an unknown outcome": (
+        *(422, "invalid", "results.0.outcome"),
+        put("results", value=[{"id": "a", "outcome": "melted"}]),
+    ),
+    "an older session of the same pid": (409, "superseded", "", another_session(99.0)),
+    "an older process of the same pid": (409, "superseded", "", another_session(200.0, start_time_ticks=-1)),
+    "a process too many": (503, "dropped", "", put("process", "pid", value=os.getppid())),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REPORTS)
+def test_an_invalid_report_changes_only_the_count_of_refusals(quiet: QuietExporter, name: str) -> None:
+    status, outcome, field, spoil = BAD_REPORTS[name]
+    report = quiet.good_report()
+    report["devices"][0] |= {"allocated_bytes": 4 * MIB, "ooms": 9}  # valid new values, which must not be stored
+    spoil(report)
+    before, state = quiet.page(), quiet.state()
+    problem = assert_refused(quiet.post(report), status)
+    if field:
+        assert [error["field"].startswith(field) for error in problem["errors"]] == [True], problem
+    changes = changed_lines(before, quiet.page())
+    counted = changes.pop(f'gpumem_reports_total{{outcome="{outcome}"}}')
+    assert counted[1] - counted[0] == 1
+    if outcome == "dropped":
+        dropped = changes.pop("gpumem_processes_dropped_total")
+        assert dropped[1] - dropped[0] == 1
+    changes.pop(f'gpumem_reports_created{{outcome="{outcome}"}}', None)  # comes with the first of its kind
+    assert changes == {}
+    assert quiet.state() == state
+
+
+BAD_BODIES = {
+    "nothing": (422, b""),
+    "no JSON": (422, b"<html>"),
+    "a hundred thousand brackets": (422, b"[" * 100_000),
+    "10 MB of JSON": (413, b'{"process": "' + b"x" * 10_000_000 + b'"}'),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_a_body_that_is_not_a_report_changes_only_the_count_of_refusals(quiet: QuietExporter, name: str) -> None:
+    status, body = BAD_BODIES[name]
+    before, state = quiet.page(), quiet.state()
+    assert send(quiet.exporter.socket, REPORTS_PATH, body) == status
+    changes = changed_lines(before, quiet.page())
+    outcome = "too_large" if status == 413 else "invalid"
+    counted = changes.pop(f'gpumem_reports_total{{outcome="{outcome}"}}')
+    assert counted[1] - counted[0] == 1
+    changes.pop(f'gpumem_reports_created{{outcome="{outcome}"}}', None)  # comes with the first of its kind
+    assert changes == {}
+    assert quiet.state() == state
+
+
+BAD_ACTIONS: dict[str, tuple[int, Any]] = {
+    "no target": (422, {"action": "empty_cache"}),
+    "a target with an unknown key": (422, {"action": "empty_cache", "target": {"all": True, "host": "x"}}),
+    "an unknown action": (422, {"action": "explode", "target": {"all": True}}),
+    "a pid that does not report": (404, {"action": "empty_cache", "target": {"pid": 2**31 - 1}}),
+    "keys that match nothing together": (
+        404,
+        {"action": "empty_cache", "target": {"pid": os.getpid(), "workload": "elsewhere"}},
+    ),
+    "a dry run that matches nothing": (404, {"action": "empty_cache", "target": {"gpu": "9"}, "dry_run": True}),
+    "10 MB of JSON": (413, {"action": "empty_cache", "target": {"all": True}, "reason": "x" * 10_000_000}),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ACTIONS)
+def test_an_invalid_request_for_an_action_changes_nothing(quiet: QuietExporter, name: str) -> None:
+    status, request = BAD_ACTIONS[name]
+    before, state = quiet.page(), quiet.state()
+    assert send(quiet.exporter.socket, ACTIONS, json.dumps(request).encode()) == status
+    assert quiet.page() == before
+    assert quiet.state() == state
+    # the process gets no command
+    reply = quiet.post(quiet.good_report())
+    assert reply.status == 200
+    assert "commands" not in json.loads(reply.body)
+
+
+def send(path: Path, route: str, body: bytes) -> int:
+    """Post a body and return the status of the problem.
+
+    The exporter may reply and close the connection before the whole body is sent; then the connection is reset.
+    """
+    head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    received = b""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(patient(30))
+        sock.connect(str(path))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        with contextlib.suppress(ConnectionResetError):
+            while piece := sock.recv(1 << 16):
+                received += piece
+    heading, _, document = received.partition(b"\r\n\r\n")
+    assert b"application/problem+json" in heading
+    status = int(heading.split()[1])
+    assert json.loads(document)["status"] == status
+    return status

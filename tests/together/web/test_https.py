@@ -1,0 +1,362 @@
+"""`serve --web.config.file`: TLS and passwords at the TCP addresses, for scrapers, browsers, commands and reporters."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import re
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+import bcrypt
+import pytest
+import trustme
+
+from gpumem_client.wire.errors import ExporterUnreachableError, ExporterUntrustedError
+from gpumem_client.wire.http import Answer, Connection
+from gpumem_exporter.cli.fleet.prometheus import Prometheus
+from gpumem_exporter.server.http.connections import Limits
+from gpumem_exporter.server.http.listeners import bind
+from gpumem_exporter.server.serve import demo_url
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import EmulatedNode
+from tests.support.certificates import issue, trust
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.running_command import run_command
+from tests.support.running_exporter import running_exporter
+from tests.support.running_prometheus import RunningPrometheus
+from tests.support.waiting import patient, wait_for
+
+TLS = {"cert_file": "tls.crt", "key_file": "tls.key"}
+USERS = {"ada": bcrypt.hashpw(b"s:ecr@t", bcrypt.gensalt(4)).decode()}
+PASSWORD = "ada:s:ecr@t"
+IN_URL = "ada:s%3Aecr%40t@"
+GONE = r"(?i)alert|reset|eof|closed connection"
+"""The possible errors of a refused client: they depend on when it reads the refusal."""
+REPORT = "/api/v1/reports"
+ACTIONS = "/api/v1/actions"
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, authority: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the certificate and its authority, which this process trusts."""
+    folder = tmp_path / "web"
+    folder.mkdir()
+    issue(authority, folder)
+    monkeypatch.setenv("SSL_CERT_FILE", str(trust(authority, folder)))
+    return folder
+
+
+@dataclass(frozen=True)
+class Https:
+    """An exporter behind https."""
+
+    process: ExporterProcess
+    port: int
+    config: Path
+
+    def url(self, user: str = "") -> str:
+        return f"https://{user}127.0.0.1:{self.port}"
+
+    def request(self, path: str, method: str = "GET", user: str = "", body: bytes | None = None, **more: str) -> Answer:
+        sent = {"Content-Type": "application/json", **more} if body is not None else more
+        with closing(Connection(self.url(user), timeout_seconds=patient(30))) as connection:
+            return connection.request(method, path, body, sent)
+
+    def reload(self) -> str:
+        """Send SIGHUP and return the log line of the reload."""
+        before = self.process.log().count("web configuration")
+        self.process.signal(signal.SIGHUP)
+        wait_for(lambda: self.process.log().count("web configuration") > before, "the reload")
+        return [line for line in self.process.log().splitlines() if "web configuration" in line][-1]
+
+
+StartHttps = Callable[..., Https]
+
+
+@pytest.fixture
+def start_https(folder: Path, start_exporter: StartExporter) -> StartHttps:
+    def start(
+        *flags: str,
+        tls: Mapping[str, str] | None = TLS,
+        users: Mapping[str, str] | None = None,
+        on: EmulatedNode | None = None,
+    ) -> Https:
+        parts = {"tls_server_config": tls, "basic_auth_users": users}
+        config = folder / "web.yml"
+        config.write_text(json.dumps({key: value for key, value in parts.items() if value}))
+        process = start_exporter(on, *QUICK, "--web.config.file", str(config), *flags)
+        return Https(process, int(process.tcp_url.rpartition(":")[2]), config)
+
+    return start
+
+
+def basic(credentials: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(credentials.encode()).decode()}
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def certificate_of(port: int, authority: Path) -> bytes:
+    """The certificate of a new connection."""
+    context = ssl.create_default_context(cafile=str(authority))
+    with (
+        socket.create_connection(("127.0.0.1", port), patient(30)) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as connection,
+    ):
+        return connection.getpeercert(binary_form=True) or b""
+
+
+def test_tcp_requires_tls_and_the_unix_socket_does_not(start_https: StartHttps, folder: Path) -> None:
+    exporter = start_https("--demo")
+    assert f"addresses={exporter.url()},unix://" in exporter.process.log()
+    context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
+    for name in ("127.0.0.1", "localhost"):
+        with urlopen(f"https://{name}:{exporter.port}/metrics", timeout=patient(30), context=context) as answer:
+            assert b"gpumem_exporter_build_info" in answer.read()
+    with closing(http.client.HTTPConnection("127.0.0.1", exporter.port, timeout=patient(30))) as plain:
+        plain.request("GET", "/metrics")
+        with pytest.raises((http.client.BadStatusLine, ConnectionError)):
+            plain.getresponse()
+    wait_for(lambda: len(exporter.process.processes()) >= 12, "the demo's processes, which come by the socket")
+    with closing(Connection(exporter.url(), timeout_seconds=patient(30))) as connection:
+        assert connection.request("GET", "/health").status == 200
+        assert exporter.process.stop() == 0  # with a connection that is open
+
+
+def test_the_demo_reports_on_a_private_unix_socket() -> None:
+    with bind(["127.0.0.1:0"]) as listeners:
+        with demo_url(listeners) as url:
+            path = Path(url.removeprefix("unix://"))
+            assert path.is_socket()
+            assert path.parent.stat().st_mode & 0o077 == 0
+        assert not path.parent.exists()
+
+
+def test_prometheus_scrapes_it_with_a_password(start_https: StartHttps, folder: Path, tmp_path: Path) -> None:
+    exporter = start_https("--demo", users=USERS)
+    name, _, password = PASSWORD.partition(":")
+    scrape = {
+        "scheme": "https",
+        "tls_config": {"ca_file": str(folder / "authority.crt")},
+        "basic_auth": {"username": name, "password": password},
+    }
+    with RunningPrometheus(tmp_path / "tsdb", {"node": f"127.0.0.1:{exporter.port}"}, scrape=scrape) as prometheus:
+        client = Prometheus(prometheus.url)
+        wait_for(lambda: client.query('up{instance="node"} == 1').series, "a scrape", 60.0)
+        fleet = run_command(
+            *("fleet", "info", "--json", "--prometheus", prometheus.url),
+            *("--instance-url", f"https://{IN_URL}127.0.0.1:{exporter.port}"),
+        )
+    assert fleet.returncode == 0, fleet.stderr
+    (read,) = json.loads(fleet.stdout)["exporters"]
+    assert (read["instance"], read["url"], len(read["devices"])) == ("node", exporter.url(), 8)
+
+
+def test_every_route_over_tcp_requires_the_password_and_the_unix_socket_does_not(start_https: StartHttps) -> None:
+    exporter = start_https(users=USERS)
+    details: set[str] = set()
+    for path in ("/", "/metrics", "/health", "/-/healthy", "/-/ready", "/api/v1/devices", "/openapi.json", "/nothing"):
+        refused = exporter.request(path)
+        assert refused.status == 401, path
+        assert refused.headers["www-authenticate"] == 'Basic realm="gpumem-exporter", charset="UTF-8"'
+        details.add(json.loads(refused.body)["detail"])
+        assert exporter.request(path, user=IN_URL).status == (404 if path == "/nothing" else 200)
+        assert exporter.process.request("GET", path).status == (404 if path == "/nothing" else 200)
+    for wrong in (basic("ada:other"), basic("eve:s:ecr@t"), {"Authorization": "Basic !"}, {"Authorization": "Basic"}):
+        refused = exporter.request("/metrics", **wrong)
+        assert refused.status == 401
+        details.add(json.loads(refused.body)["detail"])
+    assert len(details) == 2, "credentials that are missing, and credentials that are wrong"
+    assert exporter.request(REPORT, "POST", body=b"{}").status == 401
+    reports = 'gpumem_reports_total{outcome="unauthorized"} 1.0'
+    assert reports in exporter.request("/metrics", user=IN_URL).body.decode()
+
+
+def test_a_token_replaces_the_password_and_a_password_replaces_no_token(start_https: StartHttps, folder: Path) -> None:
+    for name in ("action", "report"):
+        (folder / name).touch(0o600)
+        (folder / name).write_text(f"{name}-token\n")
+    flags = [word for name in ("action", "report") for word in (f"--{name}.token-file", str(folder / name))]
+    exporter = start_https(*flags, users=USERS)
+    acting, reporting = bearer("action-token"), bearer("report-token")
+    assert [exporter.request(path, **acting).status for path in (ACTIONS, "/metrics", "/health")] == [200] * 3
+    assert [exporter.request(path, **reporting).status for path in (ACTIONS, "/metrics")] == [401] * 2
+    assert exporter.request(REPORT, "POST", body=b"{}", **reporting).status == 422
+    refused = exporter.request(REPORT, "POST", body=b"{}", **bearer("other"))
+    assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
+    refused = exporter.request(ACTIONS, user=IN_URL)
+    assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
+
+
+def test_loopback_with_a_password_may_act_without_a_token(start_https: StartHttps) -> None:
+    exporter = start_https(users=USERS)
+    body = json.dumps({"action": "empty_cache", "target": {"all": True}, "dry_run": True}).encode()
+    assert exporter.request(ACTIONS, "POST", body=body).status == 401
+    assert exporter.request(ACTIONS, "POST", body=body, user=IN_URL).status == 404  # no process reports
+
+
+def test_sighup_loads_a_renewed_certificate_and_keeps_the_old_one_if_it_is_invalid(
+    start_https: StartHttps, folder: Path, authority: trustme.CA
+) -> None:
+    exporter = start_https(users=USERS)
+    trusted = folder / "authority.crt"
+    first = certificate_of(exporter.port, trusted)
+    with closing(Connection(exporter.url(IN_URL), timeout_seconds=patient(30))) as kept:
+        assert kept.request("GET", "/-/ready").status == 200
+        issue(authority, folder)
+        assert "level=info" in exporter.reload()
+        second = certificate_of(exporter.port, trusted)
+        assert second != first
+        (folder / "tls.key").write_text("half a ke")
+        line = exporter.reload()
+        assert "level=error" in line
+        assert f"{folder}/tls.key" in line
+        assert certificate_of(exporter.port, trusted) == second
+        assert kept.request("GET", "/-/ready").status == 200
+
+
+def test_sighup_loads_new_users_and_refuses_other_changes(
+    start_https: StartHttps, folder: Path, authority: trustme.CA
+) -> None:
+    exporter = start_https(users=USERS)
+    assert exporter.request("/metrics", user=IN_URL).status == 200
+    other = {"bob": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}
+    for changed, message in (
+        ({"basic_auth_users": other}, r"\bTLS\b.*\brestart"),
+        ({"tls_server_config": {**TLS, "min_version": "TLS13"}}, r"\bmin_version\b.*\brestart"),
+    ):
+        exporter.config.write_text(json.dumps(changed))
+        assert re.search(message, exporter.reload())
+        assert exporter.request("/metrics", user=IN_URL).status == 200
+    exporter.config.write_text(json.dumps({"tls_server_config": TLS, "basic_auth_users": other}))
+    assert "users=1" in exporter.reload()
+    assert [exporter.request("/metrics", user=user).status for user in (IN_URL, "bob:x@")] == [401, 200]
+    exporter.config.write_text(json.dumps({"tls_server_config": TLS}))
+    exporter.reload()
+    assert exporter.request("/metrics").status == 200
+
+
+def with_certificate(exporter: Https, folder: Path, client: trustme.CA | None) -> int:
+    """The status of a request with a client certificate of this authority."""
+    context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
+    if client is not None:
+        client.issue_cert("client").configure_cert(context)
+    with urlopen(f"{exporter.url()}/-/ready", timeout=patient(30), context=context) as answer:
+        return int(answer.status)
+
+
+@pytest.mark.parametrize("auth_type", ["VerifyClientCertIfGiven", "RequireAndVerifyClientCert"])
+def test_client_certificates_are_verified(start_https: StartHttps, folder: Path, auth_type: str) -> None:
+    known, stranger = trustme.CA(), trustme.CA()
+    trust(known, folder, "clients.crt")
+    exporter = start_https(tls={**TLS, "client_auth_type": auth_type, "client_ca_file": "clients.crt"})
+    assert with_certificate(exporter, folder, known) == 200
+    with pytest.raises(OSError, match=GONE):
+        with_certificate(exporter, folder, stranger)
+    if auth_type == "VerifyClientCertIfGiven":
+        assert with_certificate(exporter, folder, None) == 200
+        return
+    with pytest.raises(OSError, match=GONE):
+        with_certificate(exporter, folder, None)
+    with pytest.raises(ExporterUnreachableError, match=exporter.url()):
+        exporter.request("/-/ready")
+    trust(stranger, folder, "clients.crt")
+    assert "level=info" in exporter.reload()
+    assert with_certificate(exporter, folder, stranger) == 200
+    with pytest.raises(OSError, match=GONE):
+        with_certificate(exporter, folder, known)
+
+
+def test_commands_over_https_show_no_password(start_https: StartHttps) -> None:
+    exporter = start_https("--demo", users=USERS)
+    wait_for(lambda: len(exporter.process.processes()) >= 12, "the demo's processes")
+    url = exporter.url(IN_URL)
+    doctor = run_command("doctor", "--url", url)
+    assert exporter.url() in doctor.stdout
+    assert "secr" not in doctor.stdout + doctor.stderr
+    assert "s%3A" not in doctor.stdout + doctor.stderr
+    cleared = run_command("clear", "--all", "--dry-run", "--json", "--url", url)
+    assert (cleared.returncode, cleared.stderr) == (0, "")
+    assert len(json.loads(cleared.stdout)["results"]) >= 12
+    refused = run_command("info", "--url", exporter.url())
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "401" in refused.stderr
+    assert "user:password@" in run_command("doctor", "--url", exporter.url()).stdout
+
+
+def test_an_untrusted_certificate_is_an_error(
+    start_https: StartHttps, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = start_https(users=USERS)
+    monkeypatch.setenv("SSL_CERT_FILE", str(trust(trustme.CA(), folder, "another.crt")))
+    with pytest.raises(ExporterUntrustedError, match=r"unable to get local issuer certificate.*SSL_CERT_FILE"):
+        exporter.request("/metrics", user=IN_URL)
+    info = run_command("info", "--url", exporter.url(IN_URL))
+    assert (info.returncode, info.stdout) == (1, "")
+    (line,) = info.stderr.splitlines()
+    assert "certificate" in line
+    assert exporter.url() in line
+    assert "gpumem-exporter serve" not in line
+
+
+def test_a_server_without_tls_has_its_own_error(start_https: StartHttps) -> None:
+    exporter = start_https(tls=None)
+    with pytest.raises(ExporterUnreachableError, match=rf"{exporter.url()}\b.*\bTLS\b"):
+        exporter.request("/metrics")
+
+
+def test_a_client_without_a_handshake_is_disconnected(folder: Path) -> None:
+    (folder / "web.yml").write_text(json.dumps({"tls_server_config": TLS}))
+    limits = Limits(max_connections=8, request_seconds=0.4)
+    with (
+        running_exporter(web_config_file=str(folder / "web.yml"), limits=limits, ready=False) as exporter,
+        socket.create_connection(("127.0.0.1", exporter.port), patient(30)) as connection,
+    ):
+        assert connection.recv(1) == b""
+
+
+def test_a_training_process_reports_over_https_and_clears(
+    node: EmulatedNode, start_https: StartHttps, start_torch: StartTorch
+) -> None:
+    exporter = start_https(users=USERS, on=node)
+    launcher = (sys.executable, "-m", "gpumem_exporter", "run", "--")
+    process = start_torch(launcher=launcher, GPUMEM_EXPORTER_URL=exporter.url(IN_URL))
+    process.exec("import torch; x = torch.empty(64 << 20, dtype=torch.uint8, device='cuda'); del x")
+    exporter.process.wait_for_processes(process.pid)
+    (result,) = exporter.process.act("empty_cache", target={"all": True}, wait_seconds=60)["results"]
+    assert (result["outcome"], result["freed_bytes"]) == ("done", 64 << 20)
+    assert process.finish() == 0
+    wait_for(lambda: not exporter.process.processes(), "its last report")
+
+
+def test_a_training_process_logs_an_untrusted_certificate_once_and_continues(
+    node: EmulatedNode, start_https: StartHttps, start_torch: StartTorch, folder: Path
+) -> None:
+    exporter = start_https(on=node)
+    stranger = str(trust(trustme.CA(), folder, "another.crt"))
+    launcher = (sys.executable, "-m", "gpumem_exporter", "run", "--")
+    process = start_torch(launcher=launcher, GPUMEM_EXPORTER_URL=exporter.url(), SSL_CERT_FILE=stranger)
+    process.exec("import torch; x = torch.empty(1, device='cuda')")
+    complaint = "unable to get local issuer certificate"  # OpenSSL's text
+    wait_for(lambda: complaint in process.stderr(), "its complaint")
+    process.exec("import time; time.sleep(1)")  # later reports log nothing
+    assert process.stderr().count(complaint) == 1
+    assert process.exec("result = x.numel()") == 1
+    assert exporter.process.processes() == {}

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpumem_client as client
+import gpumem_toolkit as toolkit
+from gpumem_client.allocator.settings import KEYS, environment_with, merged, parse_settings
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_toolkit.cleanup.auto_clean import AutoClean
+from gpumem_toolkit.oom.settings_advice import recommend
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+class _Heap:
+    """A fragmented heap; a clear frees its reclaimable bytes."""
+
+    def __init__(self, reclaimable: int, fragmented: int, regained: float = 0.0) -> None:
+        self.reclaimable = reclaimable
+        self.fragmented = fragmented
+        self.regained = regained
+        self.clears = 0
+
+    def samples(self) -> tuple[DeviceSample, ...]:
+        reserved = 4 * GIB + self.fragmented + self.reclaimable
+        return (DeviceSample("", allocated_bytes=4 * GIB, reserved_bytes=reserved, reclaimable_bytes=self.reclaimable),)
+
+    def clear(self) -> int:
+        self.clears += 1
+        freed, self.reclaimable = self.reclaimable, 0
+        return freed
+
+
+def _cleaner(heap: _Heap, **bounds: float) -> AutoClean:
+    settled = {"fragmentation": 0.3, "min_bytes": 100 * MIB, "cooldown_steps": 10, **bounds}
+    return AutoClean(
+        settled["fragmentation"],
+        int(settled["min_bytes"]),
+        int(settled["cooldown_steps"]),
+        samples=heap.samples,
+        clear=heap.clear,
+    )
+
+
+def test_a_fragmented_heap_is_cleared_once_per_cooldown() -> None:
+    heap = _Heap(GIB, 3 * GIB)
+    cleaner = _cleaner(heap)
+    assert cleaner.look() == GIB
+    heap.reclaimable = 200 * MIB
+    assert [cleaner.look() for _ in range(9)] == [0] * 9
+    assert cleaner.look() == 200 * MIB
+    assert (cleaner.clears, cleaner.freed_bytes) == (2, GIB + 200 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("reclaimable", "fragmented"), [(GIB, 100 * MIB), (50 * MIB, 4 * GIB), (0, 0)], ids=["whole", "little", "none"]
+)
+def test_no_clear_that_would_free_little(reclaimable: int, fragmented: int) -> None:
+    heap = _Heap(reclaimable, fragmented)
+    cleaner = _cleaner(heap)
+    assert sum(cleaner.look() for _ in range(50)) == 0
+    assert heap.clears == 0
+
+
+def test_auto_clean_stops_if_the_freed_memory_is_reserved_again(caplog: pytest.LogCaptureFixture) -> None:
+    heap = _Heap(GIB, 3 * GIB)
+    cleaner = _cleaner(heap)
+    cleared_at = []
+    for step in range(500):
+        if cleaner.look():
+            cleared_at.append(step)
+        heap.reclaimable = GIB  # all freed bytes are reserved again
+    assert cleared_at == [0, 20, 60]  # the cooldown doubles, and after three it ends
+    assert cleaner.stopped
+    assert cleaner.clears == 3
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_auto_clean_stops_if_clears_free_little() -> None:
+    heap = _Heap(GIB, 3 * GIB)
+    heap.clear = lambda: MIB  # type: ignore[method-assign]
+    cleaner = _cleaner(heap)
+    for _ in range(500):
+        cleaner.look()
+    assert cleaner.clears == 3
+    assert cleaner.stopped
+
+
+@pytest.mark.parametrize("bounds", [{"fragmentation": 1.5}, {"min_bytes": 0}, {"cooldown_steps": 0}])
+def test_invalid_bounds_are_rejected(bounds: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bounds))):
+        _cleaner(_Heap(0, 0), **bounds)
+
+
+def test_every_function_does_nothing_without_cuda(tmp_path: Path) -> None:
+    assert client.clear_cache(collect_garbage=True) == 0
+    assert toolkit.deep_clean().rungs == ()
+    client.reset_peak()
+    client.set_memory_fraction(0.5)
+    assert toolkit.release_model() == 0
+    assert toolkit.to_cpu({"a": [1, (2,)]}) == {"a": [1, (2,)]}
+    assert client.snapshot(tmp_path / "none") is None
+    assert list(tmp_path.iterdir()) == []
+    assert toolkit.lingering_tensors().groups == ()
+    assert toolkit.recommend_allocator_settings().settings == ()
+    cleaner, detector = toolkit.auto_clean(), toolkit.leak_detector()
+    client.step()
+    cleaner.stop()
+    detector.stop()
+    assert cleaner.clears == 0
+    assert detector.leaks == ()
+
+
+def test_an_invalid_memory_fraction_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"invalid fraction 1\.5"):
+        client.set_memory_fraction(1.5)
+
+
+GOOD = (
+    "expandable_segments:True",
+    "roundup_power2_divisions:[256:1,512:2,1024:4,>:8],expandable_segments:True",
+    "roundup_power2_divisions:8",
+    "garbage_collection_threshold:0.8,per_process_memory_fraction:0.9",
+    "backend:cudaMallocAsync",
+    "pinned_num_register_threads:8",
+    "expandable_segments_reserve:40G",
+)
+BAD = {
+    "expandable_segment:True": ["'expandable_segment'", *KEYS],
+    "expandable_segments=True": ["'expandable_segments=True'", *KEYS],
+    "expandable_segments": ["expandable_segments", "True", "False"],
+    "expandable_segments:true": ["expandable_segments", "'true'", "True", "False"],
+    "max_split_size_mb:5": ["max_split_size_mb", "'5'", "20", "MiB"],
+    "garbage_collection_threshold:1": ["garbage_collection_threshold", "'1'", "0"],
+    "per_process_memory_fraction:1.2": ["per_process_memory_fraction", "'1.2'", "0", " 1"],
+    "roundup_power2_divisions:3": ["roundup_power2_divisions", "'3'", "[256:1,512:2,1024:4,>:8]"],
+    "roundup_power2_divisions:[256:1,500:2]": ["'[256:1,500:2]'", "[256:1,512:2,1024:4,>:8]"],
+    "backend:foo": ["backend", "'foo'", "native", "cudaMallocAsync"],
+    "pinned_num_register_threads:256": ["pinned_num_register_threads", "'256'", "128"],
+    "expandable_segments:True,nokey:1": ["'nokey'", *KEYS],
+    "": ["expandable_segments:True"],
+}
+"""Invalid lines, and words that the error contains: the name, the value, and the accepted values."""
+
+
+@pytest.mark.parametrize("line", GOOD)
+def test_valid_settings_are_parsed_and_written_again(line: str) -> None:
+    assert merged("", parse_settings(line)) == line
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_invalid_settings_are_rejected_with_what_is_accepted(line: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_settings(line)
+    assert [named for named in BAD[line] if named not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
+
+
+@given(st.text(alphabet="abc:,[]>1 ", max_size=30))
+def test_random_text_raises_configuration_error_only(line: str) -> None:
+    try:
+        parse_settings(line)
+    except ConfigurationError:
+        pass
+    else:
+        pytest.fail(f"{line!r} is not valid")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "expandable_segments:True"),
+    ],
+    ids=["none", "the old name", "the new name", "the same key", "both: the old one counts, even empty"],
+)
+def test_settings_are_merged_with_those_in_force(environ: dict[str, str], expected: str) -> None:
+    assert environment_with(environ, "expandable_segments:True") == {"PYTORCH_CUDA_ALLOC_CONF": expected}
+
+
+FRAGMENTED = {"reclaimable_bytes": GIB}
+RETRIES = {"alloc_retries": 7, "ooms": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "current", "line", "named"),
+    [
+        ({}, "", "", ()),
+        (FRAGMENTED, "max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True", ("2.0 GiB", "7.0 GiB")),
+        (FRAGMENTED, "expandable_segments:True", "", ("2.0 GiB",)),
+        (RETRIES, "", "expandable_segments:True", ("7 times", "2 times")),
+        (
+            RETRIES,
+            "per_process_memory_fraction:0.5",
+            "per_process_memory_fraction:0.5,garbage_collection_threshold:0.8",
+            ("7 times",),
+        ),
+        ({"requested_bytes": 3 * GIB}, "roundup_power2_divisions:1", "roundup_power2_divisions:8", ("1.0 GiB",)),
+        ({**FRAGMENTED, **RETRIES}, "backend:cudaMallocAsync", "", ("cudaMallocAsync",)),
+    ],
+    ids=["reclaimable", "fragmented", "expandable", "retries", "retries below a fraction", "rounding", "asynchronous"],
+)
+def test_recommended_settings(values: dict[str, int], current: str, line: str, named: tuple[str, ...]) -> None:
+    measured = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **values}
+    recommended = recommend({0: DeviceSample("", **measured)}, current, "PYTORCH_ALLOC_CONF")
+    assert recommended.line == line
+    assert [word for word in named if word not in recommended.reasons[0]] == []
+    text = str(recommended)
+    assert recommended.reasons[0] in text
+    assert (f"PYTORCH_CUDA_ALLOC_CONF={line}" in text) is bool(line)
+    assert "PYTORCH_ALLOC_CONF" in text
+
+
+@pytest.mark.parametrize("values", [FRAGMENTED, RETRIES, {**FRAGMENTED, **RETRIES}])
+def test_expandable_segments_are_not_recommended_beside_an_allocator_that_they_break(values: dict[str, int]) -> None:
+    measured = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **values}
+    recommended = recommend({0: DeviceSample("", **measured)}, "", expandable_segments_conflict="vLLM is loaded")
+    assert (recommended.settings, recommended.line) == ((), "")
+    assert all("because vLLM is loaded" in reason for reason in recommended.reasons)
+    assert "expandable_segments:True" not in str(recommended)
+
+
+def test_copies_of_a_cleaner_and_a_detector_are_stopped() -> None:
+    cleaner, detector = toolkit.auto_clean(), toolkit.leak_detector()
+    try:
+        trainer = {"cleaner": cleaner, "detector": detector}
+        for copied in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+            assert copied["cleaner"].stopped
+            assert copied["cleaner"].look() == 0
+            assert copied["detector"].leaks == ()
+            client.step()
+            assert copied["detector"].steps == 0
+        assert not cleaner.stopped
+    finally:
+        cleaner.stop()
+        detector.stop()

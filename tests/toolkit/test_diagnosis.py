@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpumem_client.oom.message import is_out_of_memory, parse_oom_message
+from gpumem_toolkit.oom.advice import advise, smaller_batch
+from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis
+from gpumem_toolkit.oom.growth import BlockHistory
+from gpumem_toolkit.oom.guard import clear_frames, oom_guard
+from gpumem_toolkit.oom.phase import Place, origin_of, phase_of
+from gpumem_toolkit.oom.values import OomValues
+
+GIB, MIB = 1 << 30, 1 << 20
+
+NOW = (
+    "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 1 has a total capacity of 7.75 GiB of which 2.00 GiB is free."
+    " Process 99999 has 1024.00 MiB memory in use. Process 5 has 17179869184.00 GiB memory in use."
+    " Including non-PyTorch memory, this process has 4.75 GiB memory in use. 5.42 GiB allowed;"
+    " Of the allocated memory 4.25 GiB is allocated by PyTorch, with 12.00 MiB allocated in private pools"
+    " (e.g., CUDA Graphs), and 960.00 KiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is"
+    " large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+
+
+def test_all_values_of_the_text_are_parsed() -> None:
+    read = parse_oom_message(NOW)
+    assert (read.device, read.requested_bytes, read.total_bytes) == (1, 4 * GIB, int(7.75 * GIB))
+    assert (read.free_bytes, read.process_bytes, read.allowed_bytes) == (2 * GIB, int(4.75 * GIB), round(5.42 * GIB))
+    assert read.allocated_bytes == int(4.25 * GIB)
+    assert read.reserved_bytes == int(4.25 * GIB) + 960 * 1024
+    assert read.private_pools_bytes == 12 * MIB
+    assert read.other_processes == ((99999, GIB),), "an impossible value is ignored"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("NCCL Error 1: unhandled cuda error, out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("DataLoader worker is killed: out of memory"), False),
+        (MemoryError("CUDA out of memory"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_out_of_memory_errors_are_recognized(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one
+
+
+STEP, FORWARD = Place("__main__", "train_step"), Place("torch.nn.modules.module", "_call_impl")
+BACKWARD = [Place("torch._tensor", "backward"), Place("torch.autograd.graph", "_engine_run_backward")]
+OPTIMIZER = [Place("torch.optim.optimizer", "wrapper"), Place("torch.optim.adam", "_init_group")]
+
+
+@pytest.mark.parametrize(
+    ("places", "source_line", "expected"),
+    [
+        ([STEP, FORWARD, Place("torch.nn.modules.linear", "forward")], "x = linear(y)", ("forward", False)),
+        ([STEP, *BACKWARD], "x = run_backward(y)", ("backward", False)),
+        (
+            [STEP, *BACKWARD, Place("torch.utils.checkpoint", "unpack_hook"), FORWARD],
+            "x = linear(y)",
+            ("backward", True),
+        ),
+        ([STEP, *OPTIMIZER], "x = zeros_like(y)", ("optimizer", False)),
+        ([STEP, *BACKWARD, Place("__main__", "hook"), *OPTIMIZER], "x = zeros_like(y)", ("optimizer", False)),
+        ([STEP, *OPTIMIZER, Place("__main__", "closure"), FORWARD], "x = linear(y)", ("forward", False)),
+        ([STEP, Place("torch.optim.lr_scheduler", "step")], "x = step(y)", ("", False)),
+        ([STEP], "x = x.to(device)", ("data transfer", False)),
+        ([STEP], "x = x.half().cuda(non_blocking=True)", ("data transfer", False)),
+        ([STEP], "x = y.sum(z.to)", ("", False)),
+        ([STEP, FORWARD], "x = x.to(device)", ("forward", False)),
+        (
+            [STEP, Place("torch.nn.modules.module", "cuda"), Place("torch.nn.modules.module", "_apply")],
+            "model.cuda()",
+            ("model transfer", False),
+        ),
+        ([STEP], "x = empty(y)", ("", False)),
+    ],
+)
+def test_frames_show_the_phase(places: list[Place], source_line: str, expected: tuple[str, bool]) -> None:
+    assert phase_of(places, source_line) == expected
+
+
+class _Tensor:
+    def to(self, *_: object, **__: object) -> None:
+        raise RuntimeError
+
+
+def test_the_source_line_shows_that_a_tensor_is_moved() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        [each.to("cuda") for each in [_Tensor()]]
+    traceback = caught.value.__traceback__
+    assert traceback is not None
+    at = traceback
+    while at.tb_next is not None and at.tb_next.tb_next is not None:
+        at = at.tb_next
+    at.tb_next = None  # torch's method is in C and has no frame: remove the frame of its stand-in
+    origin = origin_of(traceback)
+    assert origin.phase == "data transfer"
+    assert __file__ in origin.place
+
+
+BASE = OomValues(requested=GIB, free=GIB // 2, total=8 * GIB, allocated=6 * GIB, reserved=6 * GIB, reclaimable=0)
+
+
+def _with(**more: Any) -> OomValues:
+    from dataclasses import replace
+
+    return replace(BASE, **more)
+
+
+RIGHT = [
+    ("the cache would do", _with(reserved=7 * GIB, reclaimable=GIB), "clear"),
+    ("the fraction forbids what is free", _with(free=4 * GIB, allowed=6 * GIB), "memory_fraction"),
+    ("more than the device has", _with(requested=20 * GIB, phase="forward", batch_size=64, grown=GIB), "split_request"),
+    ("a sure leak", _with(leaked=3 * GIB, leak_per_step=MIB, other_processes=((9, 2 * GIB),)), "leak"),
+    ("another process", _with(other_processes=((9, 2 * GIB),), phase="forward"), "other_process"),
+    ("free memory in pieces", _with(reserved=7 * GIB, fragmented=GIB, phase="forward"), "expandable_segments"),
+    (
+        "forward, measured",
+        _with(phase="forward", batch_size=64, grown=4 * GIB, batch_growth=6 * GIB, bytes_per_item=96 * MIB),
+        "smaller_batch",
+    ),
+    ("forward, nothing measured", _with(phase="forward", batch_size=64, grown=4 * GIB), "smaller_batch"),
+    ("backward, batch of one", _with(phase="backward", batch_size=1, grown=4 * GIB), "checkpointing"),
+    (
+        "the optimizer's state",
+        _with(
+            phase="optimizer",
+            optimizer="AdamW",
+            parameters=2 * GIB,
+            optimizer_state=GIB,
+            optimizer_state_missing=3 * GIB,
+        ),
+        "optimizer_state",
+    ),
+    (
+        "the same on eight ranks",
+        _with(
+            phase="optimizer",
+            optimizer="AdamW",
+            parameters=2 * GIB,
+            optimizer_state=GIB,
+            optimizer_state_missing=3 * GIB,
+            ranks=8,
+        ),
+        "shard",
+    ),
+    (
+        "the optimizer's temporaries",
+        _with(phase="optimizer", optimizer="AdamW", parameters=2 * GIB, optimizer_state=4 * GIB),
+        "optimizer_temporaries",
+    ),
+    ("a batch on its way", _with(phase="data transfer", requested=5 * GIB), "pieces"),
+    ("a model on its way", _with(phase="model transfer", parameters=12 * GIB), "half_precision"),
+]
+
+
+@pytest.mark.parametrize(("values", "kind"), [row[1:] for row in RIGHT], ids=[row[0] for row in RIGHT])
+def test_the_first_advice_fits_the_values(values: OomValues, kind: str) -> None:
+    advice = advise(values)
+    assert advice[0].kind == kind
+    ranks = [0 if each.enough else 1 if each.enough is None else 2 for each in advice]
+    assert ranks == sorted(ranks), "advice that is enough comes first"
+    text = str(OomDiagnosis(values, advice))
+    assert text.startswith(NOTE_PREFIX)
+    assert f"1. {advice[0]}" in text
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "proposed", "enough"),
+    [
+        ({"optimizer": "AdamW", "optimizer_foreach": True}, "fused=True", True),
+        ({"optimizer": "AdamW"}, "fused=True", True),
+        ({"optimizer": "RMSprop", "optimizer_foreach": True}, "foreach=False", None),
+        ({"optimizer": "AdamW", "optimizer_fused": True}, None, None),
+        ({"optimizer": "RMSprop"}, None, None),
+    ],
+)
+def test_no_optimizer_is_advised_to_work_as_it_works_already(
+    optimizer: dict[str, Any], proposed: str | None, enough: bool | None
+) -> None:
+    values = _with(phase="optimizer", parameters=2 * GIB, optimizer_state=4 * GIB, **optimizer)
+    advice = [each for each in advise(values) if each.kind == "optimizer_temporaries"]
+    assert [each.enough for each in advice] == ([enough] if proposed else [])
+    assert all(proposed in each.text for each in advice if proposed)
+
+
+def test_small_fragmentation_or_a_small_process_ranks_after_a_smaller_batch() -> None:
+    for more in ({"fragmented": 600 * MIB, "reserved": 8 * GIB}, {"other_processes": ((1, 600 * MIB),)}):
+        values = _with(phase="forward", batch_size=64, grown=4 * GIB, **more)
+        kinds = [each.kind for each in advise(values)]
+        assert kinds[0] == "smaller_batch"
+        assert {"expandable_segments", "other_process"} & set(kinds)
+
+
+def test_expandable_segments_are_not_advised_beside_an_allocator_that_they_break() -> None:
+    advice = advise(_with(reserved=7 * GIB, fragmented=GIB, expandable_conflict="SGLang is loaded"))
+    assert "expandable_segments" not in " ".join(f"{each.kind} {each}" for each in advice)
+    (fewer_sizes,) = (each for each in advice if each.kind == "fewer_sizes")
+    assert "because SGLang is loaded" in str(fewer_sizes)
+
+
+def test_the_expected_growth_of_the_block_counts_if_it_is_more_than_the_request() -> None:
+    # this request lacked half a GiB, and the block needed four GiB more
+    values = _with(
+        phase="forward",
+        other_processes=((1, GIB),),
+        batch_size=64,
+        grown=GIB,
+        batch_growth=5 * GIB,
+        bytes_per_item=80 * MIB,
+    )
+    assert values.short == int(3.5 * GIB)
+    advice = advise(values)
+    assert advice[0].kind == "smaller_batch"
+    assert next(each for each in advice if each.kind == "other_process").enough is False
+
+
+@pytest.mark.parametrize(("phase", "kind"), [("forward", "split_request"), ("data transfer", "pieces")])
+@pytest.mark.parametrize(
+    ("batch", "enough", "first"),
+    [
+        ({}, True, None),
+        ({"batch_size": 1 << 20}, None, None),
+        ({"batch_size": 1 << 20, "batch_growth": 16 * GIB, "bytes_per_item": 16 << 10}, True, None),
+        ({"batch_size": 1 << 20, "batch_growth": 240 * GIB, "bytes_per_item": 240 << 10}, False, "smaller_batch"),
+    ],
+    ids=["no batch", "nothing measured", "the request is all", "the rest does not fit"],
+)
+def test_a_change_of_one_operation_is_enough_only_if_the_rest_of_the_batch_fits(
+    phase: str, kind: str, batch: dict[str, Any], *, enough: bool | None, first: str | None
+) -> None:
+    values = _with(phase=phase, requested=16 * GIB, free=7 * GIB, allocated=GIB // 4, grown=0, **batch)
+    advice = advise(values)
+    assert next(each for each in advice if each.kind == kind).enough is enough
+    assert advice[0].kind == (first or kind)
+
+
+def test_the_proposed_batch_fits_the_measured_growth_per_item() -> None:
+    values = _with(phase="forward", batch_size=200, grown=2 * GIB, batch_growth=20 * GIB, bytes_per_item=100 * MIB)
+    fits = smaller_batch(values)
+    assert fits is not None
+    room = 2 * GIB + GIB // 2
+    fixed = 20 * GIB - 200 * 100 * MIB
+    assert fixed + fits * 100 * MIB <= room
+    assert fixed + (fits + 8) * 100 * MIB > room * 0.9
+    assert fits < 200
+
+
+def test_expected_growth_is_a_line_through_measured_batches() -> None:
+    history = BlockHistory()
+    assert history.growth(8) is history.bytes_per_item() is None
+    history.measured(10, 600)
+    assert history.growth(20) == 1200
+    history.measured(20, 1100)
+    assert (history.growth(40), history.bytes_per_item()) == (2100, 50)
+    history.measured(20, 1120)
+    assert history.growth(20) == 1120, "the last measurement of a size counts"
+    history.bounded(20, 1110, close=False)
+    history.bounded(20, 5000, close=True)
+    assert history.growth(20) == 1110, "the lowest bound of a size counts"
+
+
+def test_a_distant_bound_counts_only_until_there_is_a_close_one() -> None:
+    history = BlockHistory()
+    history.bounded(8, 8000, close=False)
+    history.bounded(4, 8000, close=False)
+    assert (history.growth(16), history.bytes_per_item()) == (16000, 1000)
+    history.bounded(4, 2000, close=True)
+    assert (history.growth(16), history.bytes_per_item()) == (8000, 500)
+
+
+def test_the_peak_of_a_larger_batch_is_not_predicted_from_sizes_whose_peak_is_the_optimizers() -> None:
+    history = BlockHistory()
+    for size, growth in ((1024, 1024), (2048, 512), (4096, 768), (8192, 1536), (16384, 3072)):
+        history.measured(size, growth * MIB)
+    assert history.growth(32768) == 6144 * MIB
+
+
+def test_growth_from_run_to_run_is_a_leak_after_sixteen_runs() -> None:
+    leaking, steady = BlockHistory(), BlockHistory()
+    for run in range(30):
+        leaking.started(GIB + run * 50 * MIB)
+        steady.started(GIB + (run % 4) * 50 * MIB)
+        assert run >= 18 or leaking.leaked() is None
+    found = leaking.leaked()
+    assert found is not None
+    assert found[0] == 26 * 50 * MIB
+    assert found[1].slope == 50 * MIB
+    assert steady.leaked() is None
+
+
+def test_without_cuda_a_guard_adds_no_note() -> None:
+    guard = oom_guard()
+    error = RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+    with pytest.raises(RuntimeError) as caught, guard:
+        raise error
+    assert caught.value is error
+    assert not hasattr(error, "__notes__")
+    assert guard.diagnosis is None
+
+
+def _raises(held: object) -> None:
+    raise RuntimeError(str(held)[:1])
+
+
+def test_ended_frames_are_cleared_and_running_frames_are_not() -> None:
+    mine = object()
+    before = sys.getrefcount(mine)
+
+    def fails(kept: object) -> None:
+        _raises(kept)
+
+    try:
+        fails(mine)
+    except RuntimeError as error:
+        assert sys.getrefcount(mine) > before
+        clear_frames(error.__traceback__)
+        assert sys.getrefcount(mine) == before
+        frame = error.__traceback__.tb_frame if error.__traceback__ else None
+        assert frame is not None
+        assert frame.f_locals["mine"] is mine
+
+
+def test_a_suspended_generator_continues_after_its_error_was_cleared() -> None:
+    def worker() -> Iterator[Any]:
+        try:
+            _raises("x")
+        except RuntimeError as error:
+            kept = error
+        yield kept
+        yield "still here"
+
+    running = worker()
+    error = next(running)
+    clear_frames(error.__traceback__)
+    assert next(running) == "still here"
+
+
+def test_a_cache_of_which_nothing_is_known_is_not_called_fragmented() -> None:
+    unknown, known = (
+        str(OomDiagnosis(_with(reserved=8 * GIB, **more), ()))
+        for more in ({"reclaimable": None}, {"reclaimable": GIB, "fragmented": GIB})
+    )
+    assert "2.0 GiB cache, may be released" in unknown
+    assert "fragmented" not in unknown
+    assert "1.0 GiB fragmented" in known

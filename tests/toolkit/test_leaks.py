@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from itertools import islice
+
+import pytest
+
+from gpumem_toolkit.leaks.detector import Leak, LeakDetector
+from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup
+from gpumem_toolkit.leaks.referrers import NO_REFERRER
+from gpumem_toolkit.leaks.suspects import descriptions, frequent, grown, kinds_to_search
+from gpumem_toolkit.leaks.trend import Trend, fit_line
+from tests.support.seeded_runs import MIB, SHAPES, allocated, hard_shapes
+
+SEEDS = range(12)
+
+
+def _found(series: Iterable[int], steps: int) -> int | None:
+    trend = Trend()
+    for step, value in enumerate(islice(series, steps)):
+        slope = trend.add(value)
+        if slope is not None:
+            return step
+    return None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_run_without_a_leak_raises_an_alarm(seed: int) -> None:
+    for name, shape in {**SHAPES, **hard_shapes()}.items():
+        assert _found(allocated(shape, seed), 600) is None, name
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_leak_of_one_percent_in_a_thousand_steps_or_more_is_found_within_200_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    for name, shape in SHAPES.items():
+        percent, start = rng.choice((1.0, 1.0, 1.5, 3.0, 8.0)), rng.choice((0, 0, 137, 400))
+        found = _found(allocated(shape, seed, percent=percent, from_step=start), start + 200)
+        assert found is not None, (name, percent, start)
+        assert found >= start
+
+
+def test_a_rare_leak_is_found_early_and_a_slow_one_in_a_longer_window() -> None:
+    rare = allocated(SHAPES["every step the same"], 1, percent=1.0, from_step=300, every=25)
+    assert _found(rare, 500) is not None
+    found = _found(allocated(SHAPES["batches of many lengths"], 3, percent=0.1), 3000)
+    assert found is not None
+    assert found > 300
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("garbage collected at irregular times", 550),
+        ("garbage of which every fifth collection alone frees all", 2000),
+        ("a buffer of the last 20 batches", 1500),
+        ("drifting about", 1200),
+        ("a cache that fills up to 200 MiB", 450),
+    ],
+)
+def test_a_leak_below_a_hard_pattern_is_found_later(name: str, steps: int) -> None:
+    for seed in range(6):
+        assert _found(allocated(hard_shapes()[name], seed, percent=1.0), steps) is not None, seed
+
+
+def test_a_slow_drift_is_seldom_reported() -> None:
+    alarms = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        away, wandering = 0.0, []
+        for _ in range(600):
+            away = 0.95 * away + rng.gauss(0, 4)
+            wandering.append(int((100 + away) * MIB))
+        alarms += _found(wandering, 600) is not None
+    assert alarms <= 1
+
+
+def test_the_margin_of_a_slope_covers_noise_and_is_wider_for_correlated_noise_and_for_few_points() -> None:
+    for seed in range(400):
+        rng = random.Random(seed)
+        slope, margin = fit_line(range(40), [rng.gauss(0, 1) for _ in range(40)])
+        assert abs(slope) < margin
+    rng = random.Random(1)
+    independent = [rng.gauss(0, 1) for _ in range(48)]
+    correlated = [sum(independent[max(0, at - 7) : at + 1]) for at in range(48)]
+    scale = max(map(abs, correlated)) / max(map(abs, independent))
+    assert fit_line(range(48), correlated)[1] > 1.5 * scale * fit_line(range(48), independent)[1]
+    assert fit_line([0, 40, 80, 120], [0, 400, 800, 1200]) == (10, 0)
+    slope, margin = fit_line([0, 40, 80, 120], [0, 390, 810, 1200])
+    assert margin > slope
+
+
+def _detector(reported: list[Leak]) -> LeakDetector:
+    return LeakDetector(reported.append, name_suspects=False)
+
+
+def test_a_leak_is_reported_once_with_its_rate_and_the_steps_left() -> None:
+    reported: list[Leak] = []
+    detector = _detector(reported)
+    for value in islice(allocated(SHAPES["every step the same"], 0, percent=1.0), 400):
+        detector.add(0, 100 * MIB)
+        detector.add(1, value, lambda: 1 << 30)
+    (leak,) = reported
+    assert leak.device == 1
+    assert leak.bytes_per_step == pytest.approx(8 * (1 << 30) / 100 / 1000, rel=0.01)
+    assert leak.steps_left == pytest.approx((1 << 30) / leak.bytes_per_step, abs=1)
+    assert detector.leaks == (leak,)
+    assert [part for part in ("cuda:1", "83.9 KiB", str(leak.steps_left)) if part not in str(leak)] == []
+
+
+def test_freed_memory_ends_a_leak_and_the_next_leak_is_reported() -> None:
+    reported: list[Leak] = []
+    detector = _detector(reported)
+    for _ in range(2):
+        for step in range(250):
+            detector.add(0, (1000 + step) * MIB)
+        assert detector.leaks
+        for _step in range(600):
+            detector.add(0, 900 * MIB)
+        assert detector.leaks == ()
+    assert len(reported) == 2
+
+
+def test_a_leak_is_withdrawn_once_its_growth_has_stopped() -> None:
+    reported: list[Leak] = []
+    detector = _detector(reported)
+    for step in range(600):
+        detector.add(0, (1000 + min(step, 200)) * MIB)
+        assert step >= 220 or bool(detector.leaks) == bool(reported)
+    assert len(reported) == 1
+    assert detector.leaks == ()
+
+
+@pytest.mark.parametrize("name", ["a sawtooth of 16 steps and 64 MiB", "garbage collected at irregular times"])
+def test_a_leak_below_a_sawtooth_is_reported_once_and_not_withdrawn(name: str) -> None:
+    reported: list[Leak] = []
+    detector = _detector(reported)
+    for value in islice(allocated({**SHAPES, **hard_shapes()}[name], 3, percent=1.0), 1500):
+        detector.add(0, value)
+    assert detector.leaks == tuple(reported)
+    assert len(reported) == 1
+
+
+def _group(count: int, shape: tuple[int, ...] = (8, 8), *, graph: bool = False, **more: object) -> TensorGroup:
+    return TensorGroup(shape, "float32", 0, count, count * 256, count if graph else 0, **more)  # type: ignore[arg-type]
+
+
+def test_only_kinds_that_grew_are_suspects() -> None:
+    before = LingeringTensors((_group(10), _group(50, (4,))))
+    holder = "list of 26 in history, a global of train"
+    after = LingeringTensors((_group(26, referrers=(holder,)), _group(50, (4,))))
+    (text,) = descriptions(grown(before, after, least=3))
+    assert [named for named in ("16 ", "26 ", "float32[8x8]", holder) if named not in text] == []
+
+
+def test_the_keeper_of_a_graph_comes_before_tensors_without_referrers() -> None:
+    before = LingeringTensors((_group(10), _group(1, (), graph=True, graph_nodes=30)))
+    after = LingeringTensors(
+        (
+            _group(26, referrers=(NO_REFERRER,)),
+            _group(1, (), graph=True, graph_nodes=78, referrers=("local variable total at train.py:3 in train",)),
+        )
+    )
+    first, second = grown(before, after, least=3)
+    assert first.group.shape == ()
+    assert first.more_nodes == 48
+    assert second.group.shape == (8, 8)
+
+
+def test_holders_are_searched_for_the_largest_growths_only() -> None:
+    before = LingeringTensors(tuple(_group(100, (size,)) for size in range(50)))
+    after = LingeringTensors(
+        (
+            *(_group(104, (size,)) for size in range(50)),
+            _group(40, (77,)),
+            _group(1, (), graph=True, graph_nodes=48),
+        )
+    )
+    kinds = kinds_to_search(grown(before, after, least=3))
+    assert len(kinds) < 10
+    assert {(77,), ()} <= {shape for shape, *_ in kinds}
+
+
+def test_a_leak_of_a_new_shape_each_step_is_found_by_its_dimensions() -> None:
+    before = LingeringTensors(tuple(_group(1, (length, 4)) for length in range(10)))
+    after = LingeringTensors(tuple(_group(1, (length, 4)) for length in range(20)))
+    found = grown(before, after, least=3)
+    assert found
+    assert all(growth.group.shape[0] >= 10 for growth in found)
+
+
+def test_parameters_of_a_model_are_not_frequent_suspects() -> None:
+    walked = LingeringTensors(
+        (
+            _group(100, referrers=("dict of 2 in attribute _parameters of a Linear",)),
+            _group(100, (3,), referrers=("list of 100 in history, a global of train",)),
+        )
+    )
+    assert [growth.group.shape for growth in frequent(walked, least=50)] == [(3,)]

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import traceback
+
+import pytest
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.planning import planner
+from gpumem_toolkit.planning.description import Description
+from gpumem_toolkit.planning.devices import Gpu, parse_bytes, parse_gpu
+from gpumem_toolkit.planning.job import Job, TensorSpec, parse_tensor
+from gpumem_toolkit.planning.worker import place, run_in_worker
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "name", "shape"),
+    [
+        ("float32[B,3,224,224]", "float32", "", (16, 3, 224, 224)),
+        (" bf16 [ B , 7 ] ", "bfloat16", "", (16, 7)),
+        ("int64[B*512]", "int64", "", (16 * 512,)),
+        ("mask=bool[512,2*B*3]", "bool", "mask", (512, 96)),
+        ("float[]", "float32", "", ()),
+    ],
+)
+def test_a_tensor_has_a_dtype_and_dimensions_that_may_contain_the_batch_size(
+    text: str, dtype: str, name: str, shape: tuple[int, ...]
+) -> None:
+    spec = parse_tensor(text)
+    assert (spec.dtype, spec.name, spec.at(16)) == (dtype, name, shape)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("float32", "float32[B,3,224,224]"),
+        ("float31[B]", "bfloat16"),
+        ("float32[B,x]", "'x'"),
+        ("float32[B,0]", "'0'"),
+        ("float32[B*B]", "more than once"),
+        ("float32[B,,3]", "''"),
+    ],
+)
+def test_an_invalid_tensor_is_rejected(text: str, expected: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_tensor(text)
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GiB", 80 * GIB), ("24GB", 24 * 10**9), ("1.5 MiB", 3 << 19), ("512", 512), ("2tib", 2 << 40)]
+)
+def test_a_size_has_binary_or_decimal_units(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "80 gigs", "3i"])
+def test_an_invalid_size_is_rejected(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(repr(text))):
+        parse_bytes(text)
+
+
+def test_a_gpu_is_a_size_or_a_name_and_has_overhead() -> None:
+    assert parse_gpu("H100 80GB") == parse_gpu("h100-80gb")
+    assert parse_gpu("80GiB", 2 * GIB) == Gpu("80GiB", 80 * GIB, 2 * GIB)
+    assert parse_gpu("80GiB", 2 * GIB).free_bytes == 78 * GIB
+    assert parse_gpu("1GiB", 2 * GIB).free_bytes == 0
+    with pytest.raises(ConfigurationError, match="h100-80gb"):
+        parse_gpu("h1000")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("precision", "fp8"), ("optimizer", "lion"), ("loss", "l3"), ("attention", "paged"), ("convolution", "winograd")],
+)
+def test_a_job_with_an_unknown_option_is_rejected(field: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=value):
+        Job(object, (TensorSpec("float32", ()),), **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e9])
+def test_an_invalid_time_limit_is_rejected(seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"{seconds:g}")):
+        run_in_worker(print, timeout_seconds=seconds)
+
+
+def test_the_place_of_an_error_is_the_last_line_of_the_job_s_own_code() -> None:
+    library = sysconfig.get_path("stdlib")
+    files = {
+        "/home/train.py": 1,
+        f"{library}/site-packages/timm/hiera.py": 2,
+        f"{library}/json/decoder.py": 3,
+        planner.__file__: 4,
+        "<string>": 5,
+    }
+    frames = [traceback.FrameSummary(file, line, "f") for file, line in files.items()]
+    assert place(frames) == f"{library}/site-packages/timm/hiera.py:2"
+    assert place(frames[3:]) == "<string>:5"
+
+
+def test_an_inconsistent_description_is_rejected() -> None:
+    with pytest.raises(ConfigurationError, match=r"1000000000\b.*\b32\b.*4096\b.*32000"):
+        Description(32, 4096, 2048, parameters=10**9).job()
+    with pytest.raises(ConfigurationError, match="7 heads"):
+        Description(2, 64, 16, heads=7).job()
+    with pytest.raises(ConfigurationError, match="layers 0"):
+        Description(0, 64, 16).job()
+
+
+def test_importing_the_package_imports_no_torch_and_its_names_are_sorted() -> None:
+    code = (
+        "import sys\n"
+        "import gpumem_toolkit as toolkit\n"
+        "assert list(toolkit.__all__) == sorted(toolkit.__all__) and set(toolkit.__all__) <= set(dir(toolkit))\n"
+        "assert 'torch' not in sys.modules and 'gpumem_toolkit.planning' not in sys.modules\n"
+        "assert toolkit.Plan.__name__ == 'Plan'\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=patient(60)
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,140 @@
+"""The plan of a running job: its sources, its device and its error."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumem_client.reporter.plan import chosen_plan, planned_peak_bytes, with_plan
+from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.core.plan_errors import plan_error_ratio
+from gpumem_toolkit.planning.devices import Gpu
+from gpumem_toolkit.planning.plan import Plan
+
+PLAN = Plan(
+    source="model",
+    gpu=Gpu("24GiB", 24 << 30, 1 << 30),
+    margin=0.85,
+    largest_batch=8,
+    batch=8,
+    accumulation=1,
+    target_effective_batch=None,
+    devices=1,
+    allocated_peak_bytes=900,
+    reserved_peak_bytes=1000,
+    breakdown={},
+)
+
+
+def test_the_text_of_a_plan_whose_batch_does_not_fit_names_the_largest_that_fits_and_its_notes() -> None:
+    text = str(replace(PLAN, batch=16, notes=("compiled",)))
+    assert "a batch of 16 does not fit" in text
+    assert "the largest that fits is 8" in text
+    assert "note: compiled" in text
+    assert "largest" not in str(replace(PLAN, batch=1, largest_batch=0))
+
+
+def test_a_plan_is_a_file_its_content_or_an_object(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(PLAN.as_dict(), indent=2))
+    for plan in (PLAN, PLAN.as_dict(), file, str(file), SimpleNamespace(reserved_peak_bytes=1000)):
+        assert planned_peak_bytes(plan) == 1000
+
+
+def test_an_argument_overrides_the_environment_and_a_path_is_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environ = {"GPUMEM_PLAN": " plan.json "}
+    assert ReporterSettings.resolve(environ={}).plan is None
+    assert ReporterSettings.resolve(environ={"GPUMEM_PLAN": " "}).plan is None
+    assert ReporterSettings.resolve(environ=environ).plan == tmp_path / "plan.json"
+    assert ReporterSettings.resolve(plan="other.json", environ=environ).plan == tmp_path / "other.json"
+    assert ReporterSettings.resolve(plan=PLAN, environ=environ).plan is PLAN
+
+
+def test_a_removed_working_directory_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert chosen_plan("plan.json", {}) == "plan.json"
+    with pytest.raises(ConfigurationError, match=r"plan\.json"):
+        planned_peak_bytes("plan.json")
+
+
+FILE = r"/.*/plan\.json"
+NO_JSON = rf"{FILE}.*gpumem-exporter plan.*--json"
+INVALID_PLANS: dict[str, tuple[Any, str]] = {
+    "an empty mapping": ({}, r"reserved_peak_bytes.*gpumem-exporter plan.*--json"),
+    "nothing planned": ({"reserved_peak_bytes": 0}, r"reserved_peak_bytes.*\b1\b.*2\^63 - 1.*\b0$"),
+    "more than the exporter takes": ({"reserved_peak_bytes": 2**63}, r"2\^63 - 1.*9223372036854775808"),
+    "a fraction": ({"reserved_peak_bytes": 1.5}, r"reserved_peak_bytes.*1\.5"),
+    "a text": ({"reserved_peak_bytes": "80GiB"}, "reserved_peak_bytes.*'80GiB'"),
+    "a table": (b"from    the model\n", NO_JSON),
+    "a null": (b'{"reserved_peak_bytes": null}', rf"{FILE}.*reserved_peak_bytes.*gpumem-exporter plan.*--json"),
+    "deeper than Python goes": (b"[" * 500_000, NO_JSON),
+    "a number of many digits": (b'{"reserved_peak_bytes": 1' + b"0" * 9000 + b"}", FILE),
+    "more than any plan": (b" " * (2 << 20), rf"{FILE}.*\b1048576\b"),
+}
+"""Invalid plans, and a pattern of the error: the file, the field, the value, or the command that writes a plan."""
+
+
+@pytest.mark.parametrize("case", INVALID_PLANS)
+def test_the_error_of_an_invalid_plan_is_one_line_with_place_and_reason(case: str, tmp_path: Path) -> None:
+    plan, pattern = INVALID_PLANS[case]
+    if isinstance(plan, bytes):
+        (tmp_path / "plan.json").write_bytes(plan)
+        plan = tmp_path / "plan.json"
+    with pytest.raises(ConfigurationError, match=pattern) as caught:
+        planned_peak_bytes(plan)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_neither_a_folder_nor_a_pipe_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigurationError, match=str(path)):
+            planned_peak_bytes(path)
+
+
+def test_the_plan_is_for_the_device_with_the_highest_peak() -> None:
+    def planned(*peaks: int | None, plan: int | None = 1000) -> list[int | None]:
+        samples = [DeviceSample(f"GPU-{at}", reserved_peak_bytes=peak) for at, peak in enumerate(peaks)]
+        return [sample.planned_reserved_peak_bytes for sample in with_plan(samples, plan)]
+
+    assert planned(2, 900, None) == [None, 1000, None]
+    assert planned(5, 5) == [1000, None]
+    assert planned(None) == [1000]
+    assert planned() == []
+    assert planned(2, 900, plan=None) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("step", "peak", "planned", "expected"),
+    [
+        (2, 800, 1000, 0.25),
+        (100, 1250, 1000, -0.2),
+        (None, 800, 1000, None),
+        (1, 800, 1000, None),
+        (2, None, 1000, None),
+        (2, 0, 1000, None),
+        (2, 800, None, None),
+    ],
+)
+def test_the_error_is_positive_if_the_plan_was_too_large_and_needs_a_peak_of_two_steps(
+    step: int | None, peak: int | None, planned: int | None, expected: float | None
+) -> None:
+    sample = DeviceSample("GPU-0", reserved_peak_bytes=peak, planned_reserved_peak_bytes=planned)
+    assert plan_error_ratio(sample, step) == pytest.approx(expected)
+    if expected is not None and peak:
+        assert PLAN.error_ratio(peak) == pytest.approx(expected)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from gpumem_toolkit.planning import progress as progress_module
+from gpumem_toolkit.planning.progress import Progress
+from tests.support.waiting import wait_for
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), True), (io.StringIO(), False)])
+def test_the_progress_is_one_line_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, shown: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress() as progress:
+        run = progress.of("checkpointing")
+        run(4)
+        run(315)
+    text = stream.getvalue()
+    assert ("run 2: checkpointing, batch 315" in text) is shown
+    assert "\n" not in text
+    assert text.endswith("\r\033[K") is shown
+
+
+def test_a_log_has_a_line_about_a_plan_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with Progress() as progress:
+        progress.of("checkpointing")(315)
+        now[0] = 45.0
+        wait_for(stream.getvalue, "the line")
+    assert stream.getvalue() == "planning for 45 s: run 1: checkpointing, batch 315\n"
+
+
+def test_the_time_limit_passes_on_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    expired: list[str] = []
+    with Progress(0.05, expired.append) as progress:
+        progress.of("checkpointing")(315)
+        wait_for(lambda: expired, "the end of the time limit")
+    assert expired == ["run 1: checkpointing, batch 315"]
+
+
+def test_a_plan_that_ends_in_time_does_not_expire() -> None:
+    expired: list[str] = []
+    with Progress(600.0, expired.append):
+        pass
+    assert expired == []

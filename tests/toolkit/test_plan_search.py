@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.planning.job import Job, TensorSpec
+from gpumem_toolkit.planning.plan import Target, accumulate
+from gpumem_toolkit.planning.search import Sizing
+from gpumem_toolkit.planning.trace import Mark, Trace, blend, replay
+
+MIB = 1 << 20
+JOB = Job(object, (TensorSpec("float32", ((1, True),)),))
+
+
+def steps(batch: int, count: int = 2, workspace: int = 0) -> Trace:
+    """100 MiB of parameters; in each step 3 MiB of activations per sample, 40 MiB of temporaries and a workspace."""
+    trace = Trace()
+    trace.allocate(100 * MIB, "parameters")
+    for _ in range(count):
+        activations = [trace.allocate(batch * MIB, "activations") for _ in range(3)]
+        trace.free(trace.allocate(40 * MIB + workspace, "temporaries"))
+        for number in activations:
+            trace.free(number)
+    return trace
+
+
+class Made(Sizing):
+    """A sizing with traces from `steps`, which counts them.
+
+    Args:
+        jumps: odd batch sizes have one allocation more.
+        workspace: the bytes of temporary memory, by batch size.
+    """
+
+    def __init__(self, *, jumps: bool = False, workspace: Callable[[int], int] = lambda _: 0) -> None:
+        super().__init__(JOB)
+        self.made = 0
+        self._jumps = jumps
+        self._workspace = workspace
+
+    def _make(self, batch: int) -> Trace:
+        self.made += 1
+        trace = steps(batch, workspace=self._workspace(batch))
+        if self._jumps and batch % 2:
+            trace.free(trace.allocate(512, "temporaries"))
+        return trace
+
+
+def test_the_breakdown_is_that_of_the_peak() -> None:
+    shares = steps(10).peak()
+    assert shares["parameters"] == 100 * MIB
+    assert (shares["activations"], shares["temporaries"], shares["gradients"]) == (30 * MIB, 40 * MIB, 0)
+    assert steps(1).highs()["activations"] == 3 * MIB
+
+
+def test_a_replay_reserves_segments_and_keeps_them_for_the_next_step() -> None:
+    peaks = replay(steps(30))
+    assert (peaks.allocated_bytes, peaks.reserved_bytes) == (230 * MIB, 230 * MIB)
+    assert not peaks.out_of_memory
+    assert replay(steps(30), 229 * MIB).out_of_memory
+    assert not replay(steps(30), 230 * MIB).out_of_memory
+
+
+def test_the_trace_of_another_batch_is_interpolated_from_two() -> None:
+    line = blend(steps(4), 4, steps(8), 8)
+    assert line is not None
+    for batch in (1, 5, 8, 333):
+        assert line.at(batch) == steps(batch)
+
+
+def test_traces_of_different_events_have_no_line() -> None:
+    other = steps(8)
+    other.allocate(1, "temporaries")
+    assert blend(steps(4), 4, other, 8) is None
+
+
+def test_consecutive_frees_have_a_fixed_order() -> None:
+    forward, backward = Trace(), Trace()
+    for trace, order in ((forward, (1, 2)), (backward, (2, 1))):
+        for _ in range(2):
+            trace.allocate(512, "activations")
+        for number in order:
+            trace.free(number)
+    assert forward.events != backward.events
+    assert forward.ordered() == backward.ordered()
+
+
+def kept_from_step_to_step(count: int, grows: int = 0) -> tuple[Trace, list[Mark]]:
+    """Each step frees the output of the step before, after it has allocated its own."""
+    trace, marks, output = Trace(), [], 0
+    for step in range(count):
+        marks.append(trace.mark())
+        batch, previous = trace.allocate(MIB, "activations"), output
+        output = trace.allocate(2 * MIB + step * grows, "activations")
+        if previous:
+            trace.free(previous)
+        trace.free(batch)
+    return trace, [*marks, trace.mark()]
+
+
+def test_a_steady_step_is_repeated() -> None:
+    trace, (_, start, end) = kept_from_step_to_step(2)
+    assert trace.repeated(start, end) == kept_from_step_to_step(3)[0]
+
+
+def test_a_step_that_leaves_more_than_it_found_is_not_repeated() -> None:
+    trace, (_, start, end) = kept_from_step_to_step(2, grows=MIB)
+    assert trace.repeated(start, end) is None
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+@given(free=st.integers(1, 5000))
+def test_the_largest_batch_fits_and_one_more_sample_does_not(jumps: bool, free: int) -> None:
+    sizing = Made(jumps=jumps)
+    largest = sizing.largest(free * MIB)
+    assert largest == 0 or not replay(steps(largest), free * MIB).out_of_memory
+    assert replay(steps(largest + 1), free * MIB).out_of_memory
+    assert sizing.made <= (26 if jumps else 3)
+
+
+def test_a_batch_far_below_the_largest_is_traced_and_not_interpolated() -> None:
+    def workspace(batch: int) -> int:
+        return 300 * MIB if batch == 16 else 0
+
+    sizing = Made(workspace=workspace)
+    assert sizing.largest(5000 * MIB) > 1000
+    assert sizing.peaks(16).reserved_bytes == Made(workspace=workspace).peaks(16).reserved_bytes > 400 * MIB
+
+
+@given(free=st.integers(500, 5000), step=st.integers(2, 100))
+def test_the_largest_batch_fits_even_if_memory_does_not_grow_along_a_line(free: int, step: int) -> None:
+    def workspace(batch: int) -> int:
+        return 200 * MIB * (batch // step % 3)
+
+    largest = Made(workspace=workspace).largest(free * MIB)
+    assert not Made(workspace=workspace).peaks(largest, free * MIB).out_of_memory
+
+
+def test_the_largest_batch_is_a_multiple_of_the_requested_number() -> None:
+    exact = Made().largest(1000 * MIB)
+    assert Made().largest(1000 * MIB, 64) == exact // 64 * 64
+
+
+def test_sharding_divides_only_parameters_gradients_and_optimizer_state() -> None:
+    whole = Made()
+    whole.gathered_bytes = 7 * MIB
+    assert whole.sharded(5).peaks(10).allocated_bytes == whole.peaks(10).allocated_bytes - 80 * MIB + 7 * MIB
+    assert whole.made == 1, "the trace is the same one"
+
+
+@pytest.mark.parametrize(
+    ("largest", "target", "devices", "answer"),
+    [
+        (64, None, 1, (64, 1)),
+        (64, 512, 1, (64, 8)),
+        (64, 48, 1, (48, 1)),
+        (1509, 4096, 1, (1024, 4)),
+        (3, 256, 8, (2, 16)),
+        (10, 97, 1, (10, 10)),
+        (0, 512, 1, (1, 1)),
+    ],
+)
+def test_accumulation_reaches_the_target(
+    largest: int, target: int | None, devices: int, answer: tuple[int, int]
+) -> None:
+    assert accumulate(largest, Target(target, devices)) == answer
+
+
+@given(st.integers(1, 500), st.integers(1, 5000), st.integers(1, 16))
+def test_accumulation_never_falls_short_and_never_overfills(largest: int, target: int, devices: int) -> None:
+    batch, passes = accumulate(largest, Target(target, devices))
+    assert 1 <= batch <= largest
+    assert target <= batch * passes * devices < target + (passes + batch) * devices
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("margin", 0.0), ("margin", 1.5), ("devices", 0), ("multiple_of", 0), ("effective_batch", 0)]
+)
+def test_an_impossible_target_is_rejected(field: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=str(value)):
+        Target(**{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,198 @@
+"""Runs a training step with none, some and all of a model's blocks checkpointed, and measures each variant."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpumem_client.oom.message import is_out_of_memory
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.checkpointing.blocks import checkpointed, find_blocks
+from gpumem_toolkit.checkpointing.comparison import CheckpointingComparison, CheckpointingRow
+from gpumem_toolkit.checkpointing.step import Results, Step, left_as_it_was
+from gpumem_toolkit.training.calling import check_autocast
+from gpumem_toolkit.training.measuring import run_seconds
+from gpumem_toolkit.training.peaks import measure_peak
+
+__all__ = ["compare_checkpointing"]
+
+_DEFAULT_EVERY = (2, 4)
+_NO_CUDA = "no CUDA: the model is on {device}; on the CPU simulate=True predicts what CUDA would allocate"
+
+
+def compare_checkpointing(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Callable[[Any], Any] | None = None,
+    blocks: Iterable[nn.Module] | None = None,
+    every: Iterable[int] | None = None,
+    repeats: int = 5,
+    autocast: torch.dtype | None = None,
+    reset_peaks: bool = False,
+    simulate: bool = False,
+) -> CheckpointingComparison:
+    """Measure one training step, forward and backward, with more and more blocks recomputed in backward.
+
+        print(compare_checkpointing(model, tokens, loss=lambda output: cross_entropy(output, targets)))
+
+    Each variant runs once to warm up, once to measure its peak, and then `repeats` times, from the same random numbers
+    and buffers. Afterwards the model and the random number generators are as before. The model's hooks run; no
+    optimizer does. The results of the variants are compared to the bit. They differ if a block draws random numbers
+    from another generator, or changes something in forward, as batch normalization does.
+
+    The peak is that of the device of the model's first parameter, above what was allocated before the step. It comes
+    from the allocator's history, which is recorded for one step and resets nothing. Where that is not possible (with
+    cudaMallocAsync, or while the user's code records the history), it is bounded; `reset_peaks` makes it exact.
+
+    In a distributed job every rank calls this. Not thread-safe: no other thread may use the model during the call.
+
+    Args:
+        model: the model, on the device where it trains. During the call it is in training mode.
+        batch: a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
+        loss: returns the loss of the model's output. Default: the output's `loss`, the output if it has one element,
+            else its mean.
+        blocks: the modules to checkpoint, in the order in which they run. Default: those of `find_blocks`.
+        every: 2 checkpoints every second block, starting with the first. Default: 2 and 4, if there are more blocks.
+        repeats: number of timed runs.
+        autocast: the dtype of the forward pass, such as `torch.bfloat16`.
+        reset_peaks: reset the allocator's peaks before the run that measures the peak, instead of recording a history.
+        simulate: predict the peaks on a machine without CUDA. During the call CPU tensors of the whole process follow
+            CUDA's rules.
+
+    Raises:
+        ConfigurationError: an argument is invalid, or the model cannot be trained that way.
+    """
+    step = Step(model, batch, loss, autocast)
+    _check(step, repeats, reset_peaks, simulate)
+    description, names = _choose(model, blocks)
+    selections = _from_least_memory(every, len(names))
+    with left_as_it_was(step) as restore:
+        rows, note = _Variants(step, names, restore).rows(selections, repeats, reset_peaks, simulate)
+    return CheckpointingComparison(type(model).__name__, str(step.device), description, repeats, tuple(rows), note)
+
+
+def _check(step: Step, repeats: int, reset_peaks: bool, simulate: bool) -> None:
+    device = step.device
+    if repeats < 1:
+        raise ConfigurationError(f"invalid repeats {repeats}: it must be at least 1")
+    check_autocast(step.autocast)
+    if simulate and device.type != "cpu":
+        raise ConfigurationError(f"simulate is for models on the CPU; this model is on {device}")
+    if reset_peaks and device.type != "cuda":
+        raise ConfigurationError(f"reset_peaks is for models on CUDA; this model is on {device}")
+
+
+def _choose(model: nn.Module, blocks: Iterable[nn.Module] | None) -> tuple[str, list[str]]:
+    """Return a description of the blocks, and their names in the model."""
+    if blocks is None:
+        place, found = find_blocks(model)
+        description = f"{len(found)} {type(found[0]).__name__} in {place or 'the model itself'}"
+    else:
+        found = list(dict.fromkeys(blocks))
+        description = f"{len(found)} given blocks"
+    known = {id(module): name for name, module in model.named_modules()}
+    if not found or any(not known.get(id(block)) for block in found):
+        raise ConfigurationError("invalid blocks: give at least one module inside the model")
+    return description, [known[id(block)] for block in found]
+
+
+def _from_least_memory(every: Iterable[int] | None, blocks: int) -> list[int | None]:
+    """Return the selections in the order of their peaks, so that each raises the allocator's peak."""
+    if every is None:
+        return [1, *(k for k in _DEFAULT_EVERY if k < blocks), None]
+    selections = sorted({1, *every})
+    for k in selections:
+        if not 1 <= k <= blocks:
+            raise ConfigurationError(f"invalid every {k}: the model has {blocks} blocks")
+    return [*selections, None]
+
+
+class _Variants:
+    """Runs a step with some of the named blocks checkpointed. `restore` resets what a run changes."""
+
+    def __init__(self, step: Step, names: Sequence[str], restore: Callable[[], None]) -> None:
+        self._step = step
+        self._names = names
+        self._restore = restore
+
+    def rows(
+        self, selections: Sequence[int | None], repeats: int, reset_peaks: bool, simulate: bool
+    ) -> tuple[Sequence[CheckpointingRow], str]:
+        """Return the rows of the comparison, and why their peaks are unknown."""
+        device = self._step.device
+        rows = self._compare([self._measure(every, repeats, reset_peaks) for every in selections][::-1])
+        if simulate:
+            return self._simulate(rows)
+        return rows, "" if device.type == "cuda" else _NO_CUDA.format(device=device)
+
+    def _measure(self, every: int | None, repeats: int, reset_peaks: bool) -> CheckpointingRow:
+        """Measure time and peak of one variant."""
+        device = self._step.device
+        seconds: list[float] = []
+        chosen = self._chosen(every)
+        try:
+            with self._checkpointed(chosen):
+                self._run_once()  # warms up
+                self._restore()
+                bounds = measure_peak(self._run, device, reset_peaks=reset_peaks)
+                for _ in range(repeats):
+                    self._restore()
+                    seconds.append(run_seconds(self._run, device))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return CheckpointingRow(every, len(chosen), None, None, None, out_of_memory=True)
+        return CheckpointingRow(every, len(chosen), statistics.median(seconds), *bounds)
+
+    def _compare(self, rows: Sequence[CheckpointingRow]) -> list[CheckpointingRow]:
+        """Add to each row the difference of its results from those of the first row that runs. That row runs twice."""
+        compared: list[CheckpointingRow] = []
+        reference: Results | None = None
+        for row in rows:
+            if not row.out_of_memory:
+                try:
+                    with self._checkpointed(self._chosen(row.every)):
+                        reference = reference or Results(self._step, self._run_once())
+                        row = replace(row, difference=reference.difference(self._step, self._run_once()))
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    row = CheckpointingRow(row.every, row.blocks, None, None, None, out_of_memory=True)
+            compared.append(row)
+        return compared
+
+    def _simulate(self, rows: Sequence[CheckpointingRow]) -> tuple[list[CheckpointingRow], str]:
+        """Return the rows with predicted peaks and an empty note, or the same rows with the reason."""
+        from gpumem_toolkit.checkpointing.simulated import simulate_peak
+
+        simulated = []
+        for row in rows:
+            self._restore()
+            try:
+                peak = simulate_peak(self._step, self._chosen(row.every))
+            except ConfigurationError as error:
+                return list(rows), f"not simulated: {error}"
+            simulated.append(replace(row, peak_bytes=peak, peak_at_most_bytes=peak, simulated=True))
+        return simulated, ""
+
+    def _chosen(self, every: int | None) -> Sequence[str]:
+        return self._names[::every] if every is not None else ()
+
+    def _checkpointed(self, chosen: Sequence[str]) -> AbstractContextManager[None]:
+        return checkpointed([self._step.model.get_submodule(name) for name in chosen])
+
+    def _run_once(self) -> Tensor:
+        self._restore()
+        return self._run()
+
+    def _run(self) -> Tensor:
+        loss = self._step.forward()
+        loss.backward()
+        return loss.detach()

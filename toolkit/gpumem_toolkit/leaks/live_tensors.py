@@ -1,0 +1,338 @@
+"""Counts the live CUDA tensors by kind, and finds what refers to them.
+
+The walk covers the objects that Python's garbage collector tracks. It runs none of the user's code: it compares types
+by `type()`, and reads tensors through the base class, with `__torch_function__` disabled. The result contains text and
+numbers, so it keeps no tensor alive.
+
+The walk does not find tensors that only C++ refers to, such as activations saved for a backward pass. It marks tensors
+with an autograd graph, because the graph keeps such activations.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from gpumem_client.allocator import torch_access
+from gpumem_client.allocator.attached import no_cuda
+from gpumem_client.allocator.torch_access import initialized_torch
+from gpumem_client.notebook import ShownAsText
+from gpumem_client.wire.units import human_bytes
+from gpumem_toolkit.leaks.frozen_objects import FrozenObjects
+from gpumem_toolkit.leaks.referrers import TARGETS_MAX, Referrers
+from gpumem_toolkit.leaks.tracked_objects import count_objects, find_of_types, find_types
+
+__all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "lingering_tensors", "walk"]
+
+_CHUNK = 4096
+_GRAPH_NODES_MAX = 20_000
+_SAMPLES_MAX = 8
+_HOLDERS_MAX = 4
+_GENERATIONS = (0, 1, 2)
+"""The generations of the garbage collector."""
+
+Kind = tuple[tuple[int, ...], str, int, bool]
+"""Shape, dtype, device, and whether the tensors have an autograd graph. The key of a group, the same in every walk."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup(ShownAsText):
+    """Live tensors of one shape and dtype on one device."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: int
+    count: int
+    bytes: int
+    """Bytes of their storages. A storage that several tensors share is counted with the first of them."""
+    with_graph: int = 0
+    """Number of tensors that keep an autograd graph, and with it the activations that it saved."""
+    graph_nodes: int = 0
+    """Nodes in those graphs, at most 20,000 per walk."""
+    referrers: tuple[str, ...] = ()
+    """What refers to some of the tensors, the most frequent first."""
+
+    @property
+    def kind(self) -> Kind:
+        """The key of the group, the same in every walk."""
+        return self.shape, self.dtype, self.device, self.with_graph > 0
+
+    def __str__(self) -> str:
+        shape = "x".join(str(size) for size in self.shape) or "scalar"
+        graph = f", {self.with_graph} with their autograd graph" if self.with_graph else ""
+        held = f", held by {'; '.join(self.referrers)}" if self.referrers else ""
+        tensors = f"{self.count} tensors {self.dtype}[{shape}] on cuda:{self.device}"
+        return f"{tensors}, {human_bytes(self.bytes)}{graph}{held}"
+
+
+@dataclass(frozen=True, slots=True)
+class LingeringTensors(ShownAsText):
+    """The result of a walk. Prints as a table."""
+
+    groups: tuple[TensorGroup, ...] = ()
+    """The groups with most bytes first."""
+    complete: bool = True
+    """False if a limit ended the walk, or if objects are hidden: there may be more."""
+    objects: int = 0
+    hidden_objects: int = 0
+    """Objects that `gc.freeze()` hides from the walk, and that it did not reach from other objects. Most belong to
+    built-in types, but some may be tensors that only C code refers to."""
+    duration_seconds: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all groups."""
+        return sum(group.bytes for group in self.groups)
+
+    def __str__(self) -> str:
+        lines = [str(group) for group in self.groups] or ["no live CUDA tensor"]
+        if self.hidden_objects:
+            lines.append(f"(gc.freeze() hides {self.hidden_objects:,} objects from the walk: there may be more)")
+        elif not self.complete:
+            lines.append("(a limit ended the walk: there may be more)")
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class _Found:
+    count: int = 0
+    bytes: int = 0
+    with_graph: int = 0
+    graph_nodes: int = 0
+    samples: list[Any] = field(default_factory=list)
+
+
+def lingering_tensors(
+    *,
+    min_bytes: int = 0,
+    max_groups: int = 20,
+    max_seconds: float = 1.0,
+    max_objects: int = 5_000_000,
+    referrers: bool = True,
+) -> LingeringTensors:
+    """Group the live CUDA tensors by shape, dtype and device, and name what refers to them.
+
+    The walk keeps the GIL for about 0.1 s per million objects. If a limit ends it earlier, `complete` is False. It
+    collects, copies and keeps nothing. Any thread may call this. Without CUDA the result is empty and a warning is
+    logged.
+
+    Objects that `gc.freeze()` hides are found through what refers to them, which takes about 1.3 s per million objects
+    more. `hidden_objects` is the number of objects that were not found so, and `complete` is then False.
+
+    Args:
+        min_bytes: smallest group in the result.
+        max_groups: number of groups in the result; the largest are kept.
+        max_seconds: CPU seconds for the walk, again for frozen objects, and again for the search for referrers.
+        max_objects: number of objects to examine.
+        referrers: search for what refers to the tensors, which takes longer than the walk.
+    """
+    torch = initialized_torch()
+    if torch is None:
+        no_cuda("lingering_tensors")
+        return LingeringTensors()
+    return walk(
+        torch,
+        min_bytes=min_bytes,
+        max_groups=max_groups,
+        max_seconds=max_seconds,
+        max_objects=max_objects,
+        kinds_to_search=_all_kinds if referrers else None,
+        count_frozen=True,
+    )
+
+
+def walk(
+    torch: Any,
+    *,
+    min_bytes: int = 0,
+    max_groups: int = 10_000,
+    max_seconds: float = 0.5,
+    max_objects: int = 5_000_000,
+    kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None,
+    count_frozen: bool = False,
+) -> LingeringTensors:
+    """Walk as `lingering_tensors` does. `kinds_to_search` chooses the kinds whose referrers are searched.
+
+    With `count_frozen`, frozen tensors are counted, too. Two such counts differ if a limit ends one of them.
+    """
+    started = time.perf_counter()
+    reader, frozen = _Reader(torch), FrozenObjects()
+    # CPU time: waits on a busy machine do not shorten the walk.
+    count, complete = _group(reader, time.thread_time() + max_seconds, max_objects)
+    if count_frozen:
+        frozen.reach(time.thread_time() + max_seconds, max_objects)
+        _group_frozen(reader, frozen)
+        count += len(frozen.objects)
+    hidden = frozen.unreached
+    found = reader.found
+    groups = [
+        TensorGroup(*kind[:3], group.count, group.bytes, group.with_graph, group.graph_nodes)
+        for kind, group in found.items()
+        if group.bytes >= min_bytes
+    ]
+    groups.sort(key=lambda group: -group.bytes)
+    complete = complete and not hidden and len(groups) <= max_groups
+    result = LingeringTensors(tuple(groups[:max_groups]), complete, count, hidden)
+    kinds = kinds_to_search(result) if kinds_to_search is not None else ()
+    if kinds:
+        samples = [sample for kind in kinds for sample in _spread(found[kind].samples, TARGETS_MAX // len(kinds))]
+        frozen.reach(time.thread_time() + max_seconds, max_objects)
+        finder = Referrers((samples, found, *(group.samples for group in found.values())), frozen)
+        holders = finder.describe(samples, time.thread_time() + max_seconds)
+        described = (replace(group, referrers=_holders(found[group.kind].samples, holders)) for group in result.groups)
+        result = replace(result, groups=tuple(described))
+        del samples, finder
+    frozen.clear()
+    return replace(result, duration_seconds=time.perf_counter() - started)
+
+
+def _all_kinds(counted: LingeringTensors) -> list[Kind]:
+    return [group.kind for group in counted.groups]
+
+
+def _spread(samples: list[Any], count: int) -> list[Any]:
+    """Return some of the oldest and some of the youngest samples."""
+    return samples if len(samples) <= count else samples[: count // 2] + samples[len(samples) - (count + 1) // 2 :]
+
+
+def _holders(samples: list[Any], held: Mapping[int, str]) -> tuple[str, ...]:
+    counts = Counter(held[id(sample)] for sample in samples if id(sample) in held)
+    return tuple(holder for holder, _ in counts.most_common(_HOLDERS_MAX))
+
+
+def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
+    """Read the tensors among all objects, the youngest generation first, because leaked tensors are young.
+
+    Within a generation the oldest come first, so that a storage is counted with the tensor that made it, not a view.
+
+    Returns:
+        The number of objects, and whether no limit ended the walk.
+    """
+    count, left, complete = 0, max_objects, True
+    kept: list[list[Any]] = []  # keeps the ids of the tensors valid
+    with reader.base_class_alone():
+        for generation in _GENERATIONS:
+            size = count_objects(generation)
+            skip = max(0, size - left)
+            readable = {kind for kind in find_types(generation, skip=skip) if reader.reads(kind)}
+            tensors = find_of_types(generation, readable, skip=skip)
+            count += size
+            complete = complete and not skip
+            left = max(0, left - size)
+            kept.append(tensors)
+            for at, tensor in enumerate(tensors):
+                if at % _CHUNK == 0 and time.thread_time() >= end:
+                    return count, False
+                reader.add(tensor)
+    return count, complete
+
+
+def _group_frozen(reader: _Reader, frozen: FrozenObjects) -> None:
+    """Read the tensors among the frozen objects."""
+    with reader.base_class_alone():
+        for tensor in frozen.of_types({kind for kind in frozen.types() if reader.reads(kind)}):
+            reader.add(tensor)
+
+
+class _Reader:
+    """Reads plain tensors through their base class."""
+
+    def __init__(self, torch: Any) -> None:
+        base = torch_access.tensor_base_class(torch)
+        self._torch = torch
+        self._base = base
+        self.found: dict[Kind, _Found] = {}
+        self._seen: set[int] = set()
+        self._storages: set[tuple[int, int]] = set()
+        self._nodes: set[Any] = set()
+
+    def base_class_alone(self) -> Any:
+        """Disable `__torch_function__` of subclasses and of active modes within a `with` block."""
+        return torch_access.without_torch_function(self._torch)
+
+    def reads(self, kind: type) -> bool:
+        """Whether tensors of this type can be read without running its code. A wrapper's inner tensors can."""
+        if self._torch.Tensor not in kind.__mro__:
+            return False
+        for base in kind.__mro__:
+            if base is self._torch.Tensor:
+                return True
+            if "__torch_dispatch__" in base.__dict__:
+                return False
+        return False
+
+    def add(self, tensor: Any) -> None:
+        """Count a tensor on a device once, and keep it as a sample of its group."""
+        if id(tensor) in self._seen:  # the collector has moved it to an older generation
+            return
+        self._seen.add(id(tensor))
+        base = self._base
+        device = base.device.__get__(tensor)
+        if device.type != "cuda":
+            return
+        index = device.index if device.index is not None else 0
+        try:
+            graph = base.grad_fn.__get__(tensor)
+        except RuntimeError:
+            graph = None  # raised for a view whose base was changed in place
+        try:
+            shape = tuple(base.size(tensor))
+        except RuntimeError:
+            return  # nested: its buffers are separate tensors
+        name = str(base.dtype.__get__(tensor)).removeprefix("torch.")
+        group = self.found.setdefault((shape, name, index, graph is not None), _Found())
+        group.count += 1
+        if graph is not None:
+            group.with_graph += 1
+            group.graph_nodes += self._follow(graph)
+        try:
+            storage = base.untyped_storage(tensor)
+            key = index, storage.data_ptr()
+            if key not in self._storages:
+                self._storages.add(key)
+                group.bytes += storage.nbytes()
+        except (RuntimeError, NotImplementedError, AttributeError):
+            pass  # sparse: its parts are separate tensors
+        if len(group.samples) == _SAMPLES_MAX:
+            del group.samples[_SAMPLES_MAX // 2]
+        group.samples.append(tensor)
+
+    def _follow(self, node: Any) -> int:
+        """Return the number of graph nodes that are reached from this one for the first time."""
+        waiting, count = [node], 0
+        while waiting and len(self._nodes) < _GRAPH_NODES_MAX:
+            node = waiting.pop()
+            if node is None or node in self._nodes:
+                continue
+            self._nodes.add(node)
+            count += 1
+            waiting += [parent for parent, _ in object.__getattribute__(node, "next_functions")]
+        return count
+
+
+def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3) -> tuple[str, ...]:
+    """Return where blocks of these requested sizes were allocated, if the allocator records its history."""
+    try:
+        if not sizes or not torch_access.history_is_recorded(torch):
+            return ()
+        segments = torch.cuda.memory_snapshot()
+    except (AttributeError, RuntimeError):
+        return ()
+    blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
+    places = Counter(
+        _own_frame(block["frames"]) for block in blocks if block.get("requested_size") in sizes and block.get("frames")
+    )
+    return tuple(f"{count} allocated at {place}" for place, count in places.most_common(max_frames))
+
+
+def _own_frame(frames: list[dict[str, Any]]) -> str:
+    torch_folder = (getattr(sys.modules.get("torch"), "__file__", None) or "").rpartition("/")[0]
+    for frame in [*frames, frames[0]]:
+        filename = frame["filename"]
+        if filename.endswith((".py", ">")) and not (torch_folder and filename.startswith(torch_folder)):
+            break
+    return f"{frame['filename']}:{frame['line']} in {frame['name']}"

@@ -1,0 +1,255 @@
+"""`watch`: splits allocated bytes into parameters, gradients, optimizer state and the rest."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gpumem_client.allocator.reclaimable import known
+from gpumem_client.allocator.torch_access import Statistics, initialized_torch
+from gpumem_client.hooks.steps import OneStep, Steps, process_steps
+from gpumem_client.notebook import ShownAsText
+from gpumem_client.phases.observed import Observed, WatchedBytes, process_observed
+from gpumem_client.wire.units import human_bytes
+from gpumem_toolkit.measure.component_count import COMPONENTS, ComponentCount
+from gpumem_toolkit.measure.tensor_bytes import HOST
+
+__all__ = ["ComponentBytes", "Watch", "watch"]
+
+_INTERVAL_SECONDS = 10.0
+_SLICE_SECONDS = 0.0005
+"""Time that a count takes in one step."""
+_WRAPPER_ATTRIBUTES = ("module", "_orig_mod", "_fsdp_wrapped_module")
+_WRAPPERS_MAX = 4
+_VALID_SECONDS = 60.0
+"""A count is valid for this time, and for three times the time between the last two counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentBytes(ShownAsText):
+    """The bytes of one device, or of host memory, by component."""
+
+    index: int | None
+    """The index of the device; None for host memory."""
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    other: int | None
+    """Other allocated bytes: activations, buffers, batches, rounding. None if unknown."""
+
+    def __str__(self) -> str:
+        values = ((name.replace("_", " "), getattr(self, name)) for name in (*COMPONENTS, "other"))
+        place = "host" if self.index is None else f"cuda:{self.index}"
+        return f"{place} " + ", ".join(f"{name} {human_bytes(value)}" for name, value in values if value is not None)
+
+
+class Watch(ShownAsText):
+    """Counts the bytes of one model and its optimizer, until one of them is deleted or `close` is called.
+
+    Has weak references only. Any thread may call any method. A count runs in the thread that ends a step.
+
+    Raises:
+        TypeError: the model is not a module.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        observed: Observed | None = None,
+        steps: Steps | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if model is not None and not (hasattr(model, "_parameters") and hasattr(model, "_modules")):
+            raise TypeError(f"cannot watch a {type(model).__name__}: the model must be a torch.nn.Module or None")
+        self._observed = observed or process_observed()
+        self._clock = clock
+        self._model = None if model is None else weakref.ref(model, self._on_deleted)
+        inner = _inner_optimizer(optimizer)
+        self._optimizer = None if inner is None else weakref.ref(inner, self._on_deleted)
+        self._counting = threading.Lock()
+        self._step = OneStep()
+        self._optimizer_reports_steps = False
+        self._counted_after = 0
+        self._count: ComponentCount | None = None
+        self._started_seconds = float("-inf")
+        self._between_starts_seconds = 0.0
+        self._latest: tuple[ComponentBytes, ...] = ()
+        self._closed = False
+        self._stop_listening = (steps or process_steps()).listen(self._on_step)
+
+    @property
+    def latest(self) -> tuple[ComponentBytes, ...]:
+        """The last complete count: each device, then host memory. Empty before the first count and without CUDA."""
+        return self._latest
+
+    def look(self) -> tuple[ComponentBytes, ...]:
+        """Count now, in this thread, at about one microsecond per tensor. Empty without CUDA.
+
+        To count gradients, call it before `zero_grad()`.
+        """
+        torch = initialized_torch()
+        if torch is None or self._closed:
+            return ()
+        with self._counting:
+            count = self._start(torch, self._clock())
+            count.advance(float("inf"))
+            self._finish(torch, count)
+        return self._latest
+
+    def close(self) -> None:
+        """Stop counting, and withdraw the last count from the reports."""
+        self._closed = True
+        self._stop_listening()
+        self._count = None
+        self._observed.set_components(self, None)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Callable[[], Watch], tuple[()]]:
+        """Copy or pickle as a closed watch, for example with the model that has it as an attribute."""
+        return _closed_watch, ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._latest)) or "no CUDA, or no step yet"
+
+    def _on_deleted(self, _: weakref.ref[Any]) -> None:
+        self.close()
+
+    def _on_step(self, optimizer: Any) -> None:
+        if not self._counts_after(optimizer):
+            return
+        now = self._clock()
+        if self._count is None and now - self._started_seconds < _INTERVAL_SECONDS:
+            return
+        torch = initialized_torch()
+        if torch is None or not self._counting.acquire(blocking=False):
+            return
+        try:
+            count = self._count
+            if count is None or self._counted_after != id(optimizer):
+                self._counted_after = id(optimizer)
+                count = self._start(torch, now)
+            if count.advance(_SLICE_SECONDS):
+                self._finish(torch, count)
+        finally:
+            self._counting.release()
+
+    def _counts_after(self, optimizer: Any) -> bool:
+        """Whether to count a slice at this end of a step; `optimizer` is None for a mark of the user's code.
+
+        All slices are counted at the same point of a step: at another point, gradients may be released.
+        """
+        watched = self._optimizer() if self._optimizer is not None else None
+        if watched is None:
+            return self._step.ends(optimizer)
+        self._optimizer_reports_steps = self._optimizer_reports_steps or optimizer is watched
+        return optimizer is (watched if self._optimizer_reports_steps else None)
+
+    def _start(self, torch: Any, now: float) -> ComponentCount:
+        if self._started_seconds != float("-inf"):
+            self._between_starts_seconds = now - self._started_seconds
+        self._started_seconds = now
+        # The local name stays valid if `close` runs at the same time.
+        count = self._count = ComponentCount(torch, self._model, self._optimizer)
+        return count
+
+    def _finish(self, torch: Any, count: ComponentCount) -> None:
+        self._count = None
+        counted = count.bytes()
+        statistics = Statistics(torch)
+        allocated = {index: known(statistics.state(index), "allocated_bytes") for index in statistics.devices()}
+        valid_seconds = max(_VALID_SECONDS, 3 * self._between_starts_seconds)
+        self._observed.set_components(
+            self,
+            WatchedBytes(
+                {index: (components, allocated.get(index)) for index, components in counted.items() if index != HOST},
+                time.monotonic() + valid_seconds,
+                self._watched_ids(),
+            ),
+        )
+        if self._closed:  # `close` ran in another thread before the count was set
+            self._observed.set_components(self, None)
+            return
+        devices = [*sorted({*allocated, *counted} - {HOST}), *([HOST] if HOST in counted else [])]
+        self._latest = tuple(_component_bytes(each, counted.get(each, {}), allocated.get(each)) for each in devices)
+
+    def _watched_ids(self) -> frozenset[int]:
+        """The ids of the innermost model and of the optimizer."""
+        model = self._model() if self._model is not None else None
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        return frozenset(id(one) for one in (_inner_model(model), optimizer) if one is not None)
+
+
+def watch(model: Any, optimizer: Any = None) -> Watch:
+    """Count the bytes of a model's parameters, gradients and optimizer state on each device.
+
+    The result is in the reports (`gpumem_torch_component_bytes`), in `summary()` and in the returned object. A count
+    starts every ten seconds at most, and runs in the training thread at the end of steps, for half a millisecond each:
+    some forty steps for ten thousand tensors. Where PyTorch does not report the steps (before torch 2.1, or for another
+    kind of optimizer) it runs at `gpumem.step()`.
+
+    Each storage counts once, also if tensors share it. A `DTensor` (FSDP2) counts with its local shard, a quantized
+    tensor with its parts. Tensors in host memory are not reported. Tensors that the optimizer updates and the model
+    does not contain count as parameters. `other` is the rest of the allocated bytes at the end of the step: activations
+    that are kept, buffers, batches, gathered parameters, communication buckets, and the allocator's rounding.
+
+    Several watches add up. If several watches share a model or an optimizer, only one is counted: the one that covers
+    both, otherwise the most recent. The watch puts no hook on the model, and ends with it. It does nothing while CUDA
+    is not initialized.
+
+    Args:
+        model: a module, wrapped or not; None to count only what the optimizer updates.
+        optimizer: an optimizer of `torch.optim`, a wrapper of one, or any object with `state` and `param_groups`.
+
+    Raises:
+        TypeError: the model is not a module.
+    """
+    return Watch(model, optimizer)
+
+
+def _inner_model(model: Any) -> Any:
+    """Return the module inside DataParallel, DistributedDataParallel, FSDP1 or a compiled module."""
+    for _ in range(_WRAPPERS_MAX):
+        modules = getattr(model, "_modules", {})
+        wrapped = modules.keys() & _WRAPPER_ATTRIBUTES
+        if len(modules) != 1 or not wrapped:
+            break
+        model = modules[wrapped.pop()]
+    return model
+
+
+def _inner_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer of `torch.optim` inside wrappers of libraries: PyTorch reports the steps of that one."""
+    base = getattr(sys.modules.get("torch.optim.optimizer"), "Optimizer", None)
+    inner, depth = optimizer, 0
+    while inner is not None and base is not None and not isinstance(inner, base) and depth < _WRAPPERS_MAX:
+        inner, depth = getattr(inner, "optimizer", None) or getattr(inner, "optim", None), depth + 1
+    return inner if base is not None and isinstance(inner, base) else optimizer
+
+
+def _closed_watch() -> Watch:
+    closed = Watch(None, None, steps=Steps())
+    closed.close()
+    return closed
+
+
+def _component_bytes(index: int, components: Mapping[str, int], allocated: int | None) -> ComponentBytes:
+    other = None if allocated is None else allocated - sum(components.values())
+    return ComponentBytes(
+        index=None if index == HOST else index,
+        parameters=components.get("parameters", 0),
+        gradients=components.get("gradients", 0),
+        optimizer_state=components.get("optimizer_state", 0),
+        other=other if other is not None and other >= 0 else None,
+    )

@@ -1,0 +1,89 @@
+"""Measures how much a guarded block grows per batch size, and whether memory grows from run to run. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+from gpumem_toolkit.leaks.trend import Slope, Trend
+
+__all__ = ["BlockHistory"]
+
+_SIZES_MAX = 32
+_WARM_UP_RUNS = 3
+_LEAST_LEAK = 1 << 20
+
+
+class BlockHistory:
+    """The runs of one block on one device. Only one thread may use it at a time."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self._growths: OrderedDict[int | None, int] = OrderedDict()
+        self._per_item_at_most = math.inf
+        self._trend = Trend(warm_up_steps=_WARM_UP_RUNS, least_growth=_LEAST_LEAK)
+        self._first_start: int | None = None
+        self._last_start = 0
+
+    def started(self, allocated_bytes: int) -> None:
+        """Record the allocated bytes at the start of a run."""
+        self.runs += 1
+        if self.runs > _WARM_UP_RUNS and self._first_start is None:
+            self._first_start = allocated_bytes
+        self._last_start = allocated_bytes
+        self._trend.add(allocated_bytes)
+
+    def measured(self, batch_size: int | None, growth_bytes: int) -> None:
+        """Record the exact peak of a run without an error, relative to its start."""
+        self._growths[batch_size] = growth_bytes
+        self._growths.move_to_end(batch_size)
+        while len(self._growths) > _SIZES_MAX:
+            self._growths.popitem(last=False)
+
+    def bounded(self, batch_size: int | None, most_bytes: int, *, close: bool) -> None:
+        """Record an upper bound of the peak of a run without an error, relative to its start.
+
+        Args:
+            batch_size: the batch size of the run.
+            most_bytes: the bound.
+            close: whether the peak is near the bound.
+        """
+        before = self._growths.get(batch_size)
+        if before is not None or close:
+            self.measured(batch_size, most_bytes if before is None else min(before, most_bytes))
+        elif batch_size:
+            self._per_item_at_most = min(self._per_item_at_most, most_bytes / batch_size)
+
+    def growth(self, batch_size: int | None) -> int | None:
+        """Return the expected growth with this batch size, or None without a measured run."""
+        known = self._growths.get(batch_size)
+        if known is not None or batch_size is None:
+            return known
+        line = self._line()
+        return None if line is None else round(line[0] * batch_size + line[1])
+
+    def bytes_per_item(self) -> int | None:
+        """Return the growth per item of a batch."""
+        line = self._line()
+        return None if line is None else max(1, round(line[0]))
+
+    def leaked(self) -> tuple[int, Slope] | None:
+        """Return the growth since the first runs and its slope, if memory surely grows from run to run."""
+        slope = self._trend.judge_now()
+        if slope is None or self._first_start is None:
+            return None
+        return max(0, self._last_start - self._first_start), slope
+
+    def _line(self) -> tuple[float, float] | None:
+        """Return bytes per item and fixed bytes; with one batch size, or with distant bounds only, no fixed bytes."""
+        points = [(size, growth) for size, growth in self._growths.items() if size]
+        if not points:
+            return None if math.isinf(self._per_item_at_most) else (self._per_item_at_most, 0.0)
+        # In small batches the peak is a fixed part, such as the optimizer's temporaries. In larger ones it follows the
+        # batch, so the line goes through the largest size and the size nearest to its half.
+        size, growth = max(points)
+        other, other_growth = min(points, key=lambda point: abs(point[0] - size / 2))
+        slope = (growth - other_growth) / (size - other) if other < size else 0.0
+        if slope <= 0:
+            return growth / size, 0.0
+        return slope, max(0.0, growth - slope * size)

@@ -1,0 +1,146 @@
+"""Recommends allocator settings from measured values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from gpumem_client.allocator.attached import attached, no_cuda
+from gpumem_client.allocator.reclaimable import fragmented_bytes
+from gpumem_client.allocator.settings import VARIABLES, in_force, merged, parse_settings
+from gpumem_client.notebook import ShownAsText
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_client.wire.units import counted, human_bytes
+from gpumem_toolkit.oom.neighbors import expandable_segments_conflict
+
+__all__ = ["Recommendation", "recommend", "recommend_allocator_settings"]
+
+_FRAGMENTED_SHARE = 0.1
+_FRAGMENTED_LEAST = 256 << 20
+_ROUNDED_SHARE = 0.1
+_RETRIES_MANY = 3
+_Cause = tuple[str, str, str, str]
+"""A setting and its value, both empty if none helps; what was observed; the effect of the setting, or other advice."""
+_NO_OPTION = "expandable segments are no option, because {}: use fewer tensor sizes or less memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation(ShownAsText):
+    """Settings for the next run, and the reasons. Prints as text."""
+
+    settings: tuple[tuple[str, str], ...] = ()
+    reasons: tuple[str, ...] = ()
+    """One reason per setting, or the reason for no change."""
+    current: str = ""
+    """The settings in force now."""
+    variable: str = ""
+    """The environment variable that sets them; empty if none is set."""
+
+    @property
+    def line(self) -> str:
+        """All settings for the next run, including those in force; empty if no change is recommended."""
+        return merged(self.current, dict(self.settings)) if self.settings else ""
+
+    def __str__(self) -> str:
+        came = f" (from {self.variable})" if self.variable else ""
+        lines = [f"in force: {self.current or 'the defaults'}{came}"]
+        if self.settings:
+            lines.append(f"next run: {VARIABLES[0]}={self.line}")
+        lines += [f"  {reason}" for reason in self.reasons]
+        return "\n".join(lines)
+
+
+def recommend_allocator_settings() -> Recommendation:
+    """Recommend allocator settings for this process' memory, with reasons.
+
+    Settings take effect when CUDA starts: set them in the environment of the next run, for example with
+    `gpumem-exporter run --allocator`. Call this at the end of a representative step; it takes at most one walk over the
+    heap. Without CUDA it recommends nothing.
+    """
+    allocator = attached()
+    if allocator is None:
+        no_cuda("recommend_allocator_settings")
+        return Recommendation(reasons=("no CUDA: nothing was measured",))
+    index_of = {allocator.uuid(index): index for index in allocator.devices()}
+    devices = {index_of[sample.uuid]: sample for sample in allocator.samples() if sample.uuid in index_of}
+    conflict = expandable_segments_conflict()
+    return recommend(devices, allocator.settings, in_force(os.environ)[0], expandable_segments_conflict=conflict)
+
+
+def recommend(
+    devices: Mapping[int, DeviceSample], current: str, variable: str = "", *, expandable_segments_conflict: str = ""
+) -> Recommendation:
+    """Return the recommendation for samples by device index.
+
+    Args:
+        devices: the samples.
+        current: the settings in force.
+        variable: the environment variable that set them.
+        expandable_segments_conflict: why expandable segments are no option in this process; empty if they are one.
+    """
+    try:
+        settings = parse_settings(current) if current else {}
+    except ConfigurationError:  # settings of a newer release
+        settings = {}
+    if settings.get("backend") == "cudaMallocAsync":
+        reason = "backend:cudaMallocAsync is the driver's own allocator: PyTorch's settings do not affect it"
+        return Recommendation(reasons=(reason,), current=current, variable=variable)
+    wanted: dict[str, str] = {}
+    reasons: list[str] = []
+    for index, sample in devices.items():
+        name = f"cuda:{index}"
+        for causes in (_fragmentation, _rounding, _retries):
+            for setting, value, observation, effect in causes(name, sample, settings):
+                if setting == "expandable_segments" and expandable_segments_conflict:
+                    reasons.append(f"{observation}; {_NO_OPTION.format(expandable_segments_conflict)}")
+                    continue
+                if setting not in wanted:
+                    reason = f"{observation}; {effect}"
+                    reasons.append(f"{setting}:{value}: {reason}" if setting else reason)
+                if setting:
+                    wanted.setdefault(setting, value)
+    if not reasons:
+        reasons.append("the measured values suggest no change")
+    return Recommendation(tuple(wanted.items()), tuple(reasons), current, variable)
+
+
+def _fragmentation(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
+    fragmented, reserved = fragmented_bytes(sample), sample.reserved_bytes
+    if fragmented is None or not reserved or fragmented < max(_FRAGMENTED_LEAST, _FRAGMENTED_SHARE * reserved):
+        return
+    share = (
+        f"{name} has {human_bytes(fragmented)} of {human_bytes(reserved)} reserved memory fragmented between tensors"
+    )
+    if settings.get("expandable_segments") == "True":
+        yield "", "", f"{share}, although segments are expandable", "allocate long-lived tensors first"
+        return
+    remove = "; max_split_size_mb has no effect then: remove it" if "max_split_size_mb" in settings else ""
+    yield "expandable_segments", "True", share, f"expandable segments are unmapped and reused by the page{remove}"
+
+
+def _rounding(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
+    if not sample.requested_bytes or sample.allocated_bytes is None or "roundup_power2_divisions" not in settings:
+        return
+    rounded = sample.allocated_bytes - sample.requested_bytes
+    if rounded >= max(_FRAGMENTED_LEAST, _ROUNDED_SHARE * sample.allocated_bytes):
+        share = f"on {name} {human_bytes(rounded)} of {human_bytes(sample.allocated_bytes)} are rounding"
+        yield "roundup_power2_divisions", "8", share, "finer divisions round less"
+
+
+def _retries(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
+    retries = sample.alloc_retries or 0
+    if retries < _RETRIES_MANY:
+        return
+    observation = f"{name} had to empty its cache {retries} times for an allocation"
+    if sample.ooms:
+        observation += f", and ran out of memory {counted(sample.ooms, 'time', 'times')}"
+    fraction = settings.get("per_process_memory_fraction")
+    if fraction is not None and float(fraction) < 1 and "garbage_collection_threshold" not in settings:
+        effect = f"releases what was unused for long before it reaches the limit of {fraction}"
+        yield "garbage_collection_threshold", "0.8", observation, f"the allocator then {effect}"
+    elif settings.get("expandable_segments") == "True":
+        yield "", "", observation, "no setting helps: use less memory (a smaller batch, checkpointing)"
+    else:
+        yield "expandable_segments", "True", observation, "expandable segments grow by the page instead"

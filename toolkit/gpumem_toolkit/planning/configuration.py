@@ -1,0 +1,193 @@
+"""Writes planned values into YAML and TOML files, and restores the files.
+
+Only the values change. Comments, order and line ends stay. The first change of a file saves the original as
+`NAME.backup`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpumem_client.wire.errors import ConfigurationError
+
+__all__ = ["apply", "backup_of", "diff", "parse_map", "planned_text", "restore"]
+
+Value = int | str
+
+
+def parse_map(texts: Sequence[str], values: Mapping[str, Value]) -> dict[str, Value]:
+    """Parse assignments such as `train.batch_size=batch`, and return the planned value of each key.
+
+    Raises:
+        ConfigurationError: an assignment has another form, or names an unknown value.
+    """
+    chosen: dict[str, Value] = {}
+    for text in texts:
+        key, equals, name = text.partition("=")
+        if not (key.strip() and equals):
+            raise ConfigurationError(f"invalid --map {text!r}: write KEY=VALUE, such as train.batch_size=batch")
+        if name.strip() not in values:
+            raise ConfigurationError(f"invalid --map {text!r}: the planned values are {', '.join(values)}")
+        chosen[key.strip()] = values[name.strip()]
+    return chosen
+
+
+def planned_text(path: Path, values: Mapping[str, Value]) -> tuple[str, str]:
+    """Return a file's text before and after the change. Writes nothing.
+
+    Args:
+        path: a .yaml, .yml or .toml file.
+        values: the planned values by the dotted path of an existing key, such as `train.loader.batch_size` or
+            `stages.0.batch`.
+
+    Raises:
+        ConfigurationError: the file cannot be read, a key is missing, or the package for the file format is missing.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
+        raise ConfigurationError(f"{path}: {reason}") from error
+    suffix = path.suffix.lower()
+    if suffix in (".yaml", ".yml"):
+        return text, _edit_yaml(text, values, path)
+    if suffix == ".toml":
+        return text, _edit_toml(text, values, path)
+    raise ConfigurationError(f"{path}: only .yaml, .yml and .toml files can be changed")
+
+
+def diff(path: Path, before: str, after: str) -> str:
+    """Return the change as `diff -u` shows it; empty if there is none."""
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), str(path), f"{path} (planned)"
+    )
+    return "".join(line if line.endswith("\n") else line + "\n" for line in lines)
+
+
+def apply(path: Path, before: str, after: str) -> None:
+    """Write the new text atomically. Keep the original in the backup, unless there is one already.
+
+    Raises:
+        ConfigurationError: the file or its backup cannot be written.
+    """
+    try:
+        if not backup_of(path).exists():
+            _replace(backup_of(path), before, path)
+        _replace(path, after, path)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+
+
+def restore(path: Path) -> None:
+    """Restore a file from its backup, and remove the backup.
+
+    Raises:
+        ConfigurationError: there is no backup, or the file cannot be written.
+    """
+    try:
+        backup_of(path).replace(path.resolve())
+    except FileNotFoundError as error:
+        raise ConfigurationError(f"{path}: there is no {backup_of(path).name} to restore it from") from error
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+
+
+def backup_of(path: Path) -> Path:
+    """Return the path of a file's backup."""
+    return path.with_name(path.name + ".backup")
+
+
+def _replace(path: Path, text: str, like: Path) -> None:
+    path = path.resolve()  # replaces the target of a link, not the link
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(like, name)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _edit_yaml(text: str, values: Mapping[str, Value], path: Path) -> str:
+    yaml = _package("ruamel.yaml", path)
+    try:
+        root = yaml.YAML(typ="rt", pure=True).compose(text)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path} is not valid YAML: {_first_line(error)}") from error
+    places = []
+    for key, value in values.items():
+        name, node = None, root
+        for part in key.split("."):
+            name, node = _inside(node, part)
+            if node is None:
+                raise ConfigurationError(f"{path} has no key {key!r}; add it first")
+        if not hasattr(node, "value") or not isinstance(node.value, str):
+            raise ConfigurationError(f"{path}: {key!r} is not a single value")
+        start, end, new = node.start_mark.index, node.end_mark.index, str(value)
+        if start == end and name is not None:
+            # The key has no value, and the marks show where the next token starts. Insert after the colon.
+            start = end = text.index(":", name.end_mark.index) + 1
+            new = f" {new}"
+        places.append((start, end, new))
+    # Two marks enclose the value with its quotes. Replacing from the end keeps the other marks valid.
+    for start, end, new in sorted(places, reverse=True):
+        text = text[:start] + new + text[end:]
+    return text
+
+
+def _inside(node: Any, part: str) -> tuple[Any, Any]:
+    """Return the nodes of a key and its value, or of an index; None if it is missing."""
+    pairs = getattr(node, "value", None)
+    if not isinstance(pairs, list):
+        return None, None
+    if pairs and isinstance(pairs[0], tuple):
+        return next(((key, value) for key, value in pairs if key.value == part), (None, None))
+    return None, pairs[int(part)] if part.isdecimal() and int(part) < len(pairs) else None
+
+
+def _edit_toml(text: str, values: Mapping[str, Value], path: Path) -> str:
+    tomlkit = _package("tomlkit", path)
+    try:
+        document = tomlkit.parse(text)
+    except tomlkit.exceptions.ParseError as error:
+        raise ConfigurationError(f"{path} is not valid TOML: {_first_line(error)}") from error
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        holder: Any = document
+        try:
+            for part in parents:
+                holder = holder[int(part) if isinstance(holder, list) else part]
+            index = int(last) if isinstance(holder, list) else last
+            former = holder[index]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"{path} has no key {key!r}; add it first") from error
+        if isinstance(former, dict | list):
+            raise ConfigurationError(f"{path}: {key!r} is not a single value")
+        item = tomlkit.item(value)
+        if hasattr(former, "trivia"):
+            item.trivia.indent, item.trivia.comment_ws = former.trivia.indent, former.trivia.comment_ws
+            item.trivia.comment, item.trivia.trail = former.trivia.comment, former.trivia.trail
+        holder[index] = item
+    return str(tomlkit.dumps(document))
+
+
+def _package(name: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"changing {path.name} needs the Python package {name}: pip install {name}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,134 @@
+"""The description of a training job for the planner."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpumem_client.wire.errors import ConfigurationError
+
+__all__ = ["LOOPS", "LOSSES", "OPTIMIZERS", "PRECISIONS", "Job", "TensorSpec", "parse_tensor"]
+
+PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")
+"""`fp32`; `bf16` and `fp16`: autocast over fp32 parameters; `pure-…`: parameters in bf16 or fp16."""
+OPTIMIZERS = (
+    *("adam", "adamw", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "adafactor", "asgd"),
+    *("lbfgs", "muon", "rprop", "sparseadam", "adam8bit", "adamw8bit", "described", "none"),
+)
+"""Those of `torch.optim`; 8-bit Adam as in bitsandbytes; `described`: its option `bytes` is the state per parameter."""
+LOOPS = ("script", "trainer")
+"""`script`: `out = model(**batch); out.loss.backward()`; `trainer`: the output is dropped before backward."""
+ATTENTIONS = ("auto", "flash", "efficient", "math", "cudnn")
+CONVOLUTIONS = ("cudnn", "native")
+LOSSES = ("auto", "cross_entropy", "mse", "mean", "sum", "output")
+
+_PLAIN = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_SHORT = {"double": "float64", "float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16"}
+_DTYPES = {name: name for name in _PLAIN} | _SHORT | {"bf16": "bfloat16", "long": "int64", "int": "int32"}
+_TENSOR = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<shape>[^\[\]]*)\]\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor whose shape may depend on the batch size.
+
+    Attributes:
+        dtype: PyTorch's name of the type, such as `bfloat16`.
+        shape: for each dimension a factor, and whether the batch size multiplies it.
+        name: the keyword argument that receives the tensor; empty for a positional argument.
+    """
+
+    dtype: str
+    shape: tuple[tuple[int, bool], ...]
+    name: str = ""
+
+    def at(self, batch: int) -> tuple[int, ...]:
+        """Return the shape at a batch size."""
+        return tuple(factor * batch if scaled else factor for factor, scaled in self.shape)
+
+
+def parse_tensor(text: str) -> TensorSpec:
+    """Parse `[name=]dtype[dimension, …]`; a dimension is a number, `B`, or a product such as `B*512`.
+
+    Raises:
+        ConfigurationError: the text has another form; the message says what is accepted.
+    """
+    match = _TENSOR.fullmatch(text)
+    if match is None:
+        raise ConfigurationError(f"invalid tensor {text!r}: write float32[B,3,224,224] or tokens=int64[B,1024]")
+    dtype = _DTYPES.get(match["dtype"])
+    if dtype is None:
+        raise ConfigurationError(
+            f"invalid dtype {match['dtype']!r} in {text!r}: use one of {', '.join(sorted(_DTYPES))}"
+        )
+    words = [word.strip() for word in match["shape"].split(",")] if match["shape"].strip() else []
+    return TensorSpec(dtype, tuple(_dimension(word, text) for word in words), match["name"] or "")
+
+
+def _dimension(word: str, text: str) -> tuple[int, bool]:
+    factor, batches = 1, 0
+    for part in word.split("*"):
+        part = part.strip()
+        if part in ("B", "b"):
+            batches += 1
+        elif part.isdecimal() and int(part) > 0:
+            factor *= int(part)
+        else:
+            raise ConfigurationError(f"invalid dimension {word!r} in {text!r}: use a number, B, or a product of them")
+    if batches > 1:
+        raise ConfigurationError(f"dimension {word!r} in {text!r} contains the batch size more than once")
+    return factor, batches == 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job.
+
+    Attributes:
+        make_model: returns the module. It is called under a FakeTensorMode, so that the model takes no memory.
+        inputs: the arguments of the model.
+        targets: the arguments of the loss after the model's output.
+        loss: one of LOSSES, or a callable of the output and the targets. `auto` uses an output that is one number or
+            has a `loss`; otherwise `cross_entropy` for integer targets, `mse` for others, and `mean` without targets.
+            An output whose `loss` is None needs targets.
+        optimizer: one of OPTIMIZERS, or a callable of the parameters.
+        optimizer_options: keyword arguments of the optimizer, such as `fused=True` or `momentum=0.9`.
+        precision: one of PRECISIONS.
+        attention: the kernel of scaled dot-product attention, one of ATTENTIONS.
+        convolution: `cudnn`, or `native` if cuDNN is off.
+        accumulation: backward passes before each optimizer step.
+        checkpointing: recompute the model's repeated blocks in backward, in addition to the model's own checkpointing.
+        frozen: train only the last layer that has parameters.
+        loop: one of LOOPS. In a `script` the model's output lives until the next forward pass has ended.
+    """
+
+    make_model: Callable[[], Any]
+    inputs: Sequence[TensorSpec]
+    targets: Sequence[TensorSpec] = ()
+    loss: str | Callable[..., Any] = "auto"
+    optimizer: str | Callable[..., Any] = "adamw"
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    precision: str = "fp32"
+    attention: str = "auto"
+    convolution: str = "cudnn"
+    accumulation: int = 1
+    checkpointing: bool = False
+    frozen: bool = False
+    loop: str = "script"
+
+    def __post_init__(self) -> None:
+        _check_choice("precision", self.precision, PRECISIONS)
+        _check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        _check_choice("loss", self.loss, LOSSES)
+        _check_choice("loop", self.loop, LOOPS)
+        _check_choice("attention", self.attention, ATTENTIONS)
+        _check_choice("convolution", self.convolution, CONVOLUTIONS)
+        if self.accumulation < 1:
+            raise ConfigurationError(f"invalid accumulation {self.accumulation}: it must be at least 1")
+
+
+def _check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
+    if isinstance(value, str) and value not in accepted:
+        raise ConfigurationError(f"invalid {name} {value!r}: use one of {', '.join(accepted)}")

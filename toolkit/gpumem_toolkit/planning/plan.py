@@ -1,0 +1,159 @@
+"""A plan: predicted memory, batch size and accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gpumem_client.notebook import ShownAsText
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.units import human_bytes
+from gpumem_toolkit.planning.devices import Gpu
+
+__all__ = ["Change", "Plan", "Target", "accumulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target of a plan.
+
+    Attributes:
+        effective_batch: samples in one optimizer step over all devices; None means one batch of the largest size.
+        devices: number of data-parallel processes.
+        margin: the part of the device's free memory that the plan uses.
+        multiple_of: batch sizes are multiples of this number.
+        batch: samples in one pass; None means the planner chooses.
+    """
+
+    effective_batch: int | None = None
+    devices: int = 1
+    margin: float = 0.85
+    multiple_of: int = 1
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin <= 1:
+            raise ConfigurationError(f"invalid margin {self.margin}: it must be above 0 and at most 1")
+        values = {
+            "devices": self.devices,
+            "multiple of": self.multiple_of,
+            "target": self.effective_batch,
+            "batch": self.batch,
+        }
+        for name, value in values.items():
+            if value is not None and value < 1:
+                raise ConfigurationError(f"invalid {name} {value}: it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The effect of one change of the job.
+
+    Attributes:
+        name: the change.
+        reserved_peak_bytes: the reserved peak at the plan's batch size; None if the change is impossible.
+        largest_batch: the largest batch that fits with the change; None if it is unknown.
+        note: what the change costs, or why it is impossible.
+    """
+
+    name: str
+    reserved_peak_bytes: int | None
+    largest_batch: int | None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(ShownAsText):
+    """The predicted memory of a job on a device. All sizes are bytes.
+
+    Attributes:
+        source: `model`, `profile` (measured on a device) or `description`.
+        margin: the part of the device's free memory that the plan uses.
+        largest_batch: the largest batch size that fits; 0 if not even one sample fits.
+        batch: the batch size to train with: the requested one, the largest, or a smaller one that reaches the target.
+        accumulation: backward passes before each optimizer step.
+        target_effective_batch: the requested effective batch over all devices; None if none was requested.
+        devices: number of data-parallel processes.
+        allocated_peak_bytes: the prediction for `torch.cuda.max_memory_allocated` at `batch`.
+        reserved_peak_bytes: the prediction for `max_memory_reserved`.
+        breakdown: parameters, buffers, gradients, optimizer, activations and temporaries at the peak. `overhead` is the
+            allocator's rounding and cache.
+        highest: the peak of each kind of memory, reached at different times. Empty if only the total is known.
+        changes: changes of the job that save memory, and their effects.
+        notes: what the job does on a device and the plan leaves out.
+    """
+
+    source: str
+    gpu: Gpu
+    margin: float
+    largest_batch: int
+    batch: int
+    accumulation: int
+    target_effective_batch: int | None
+    devices: int
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    breakdown: Mapping[str, int]
+    highest: Mapping[str, int] = field(default_factory=dict)
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the batch size fits."""
+        return self.batch <= self.largest_batch
+
+    @property
+    def effective_batch(self) -> int:
+        """Samples in one optimizer step over all devices."""
+        return self.batch * self.accumulation * self.devices
+
+    def __str__(self) -> str:
+        peak = f"{human_bytes(self.reserved_peak_bytes)} reserved, {human_bytes(self.allocated_peak_bytes)} allocated"
+        smaller = f"; the largest that fits is {self.largest_batch}" if self.largest_batch else ""
+        lines = [f"a batch of {self.batch} does not fit {self.gpu.name}: it needs {peak}{smaller}"]
+        if self.fits:
+            accumulation = f", accumulated {self.accumulation} times" if self.accumulation > 1 else ""
+            lines = [
+                f"{self.gpu.name} fits a batch of up to {self.largest_batch}",
+                f"use a batch of {self.batch}{accumulation}: effective batch {self.effective_batch}",
+                f"peak: {peak}",
+            ]
+        lines.append(", ".join(f"{kind} {human_bytes(size)}" for kind, size in self.breakdown.items()))
+        for change in self.changes:
+            largest = f", largest batch {change.largest_batch}" if change.largest_batch is not None else ""
+            note = f" ({change.note})" if change.note else ""
+            lines.append(f"{change.name}: peak {human_bytes(change.reserved_peak_bytes)}{largest}{note}")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def error_ratio(self, reserved_peak_bytes: int) -> float:
+        """Compare with a measured `torch.cuda.max_memory_reserved`: 0.05 means that the plan is 5 % too large."""
+        return self.reserved_peak_bytes / reserved_peak_bytes - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON-compatible values."""
+        document = asdict(self)
+        document["gpu"]["free_bytes"] = self.gpu.free_bytes
+        document["breakdown_bytes"] = document.pop("breakdown")
+        document["highest_bytes"] = document.pop("highest")
+        return {**document, "fits": self.fits, "effective_batch": self.effective_batch}
+
+
+def accumulate(largest_batch: int, target: Target) -> tuple[int, int]:
+    """Return the batch size and the accumulation that reach a target effective batch.
+
+    The result reaches the target exactly if that takes less than twice the minimum number of passes. Otherwise it has
+    the minimum number of passes and slightly exceeds the target.
+    """
+    if target.batch is not None:
+        return target.batch, 1
+    if target.effective_batch is None or largest_batch < 1:
+        return max(1, largest_batch), 1
+    share = -(-target.effective_batch // target.devices)
+    for even in range(min(largest_batch, share), min(largest_batch, share) // 2, -1):
+        if share % even == 0:
+            return even, share // even
+    accumulation = -(-share // largest_batch)
+    return -(-share // accumulation), accumulation

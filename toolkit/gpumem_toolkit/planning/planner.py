@@ -1,0 +1,222 @@
+"""Makes a plan: the largest batch that fits, the accumulation, the breakdown, and changes that save memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.planning.description import Description
+from gpumem_toolkit.planning.devices import Gpu, parse_gpu
+from gpumem_toolkit.planning.job import Job, TensorSpec, parse_tensor
+from gpumem_toolkit.planning.plan import Change, Plan, Target, accumulate
+from gpumem_toolkit.planning.progress import Progress
+from gpumem_toolkit.planning.search import Sizing
+from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, run_in_worker
+
+__all__ = ["plan", "plan_description", "plan_in_worker", "plan_job", "profile_in_worker"]
+
+
+def plan(
+    make_model: Callable[[], Any],
+    inputs: str | Sequence[str],
+    gpu: str | Gpu,
+    *,
+    targets: str | Sequence[str] = (),
+    loss: str | Callable[..., Any] = "auto",
+    optimizer: str | Callable[..., Any] = "adamw",
+    optimizer_options: Mapping[str, Any] | None = None,
+    precision: str = "fp32",
+    attention: str = "auto",
+    convolution: str = "cudnn",
+    loop: str = "script",
+    target_effective_batch: int | None = None,
+    batch: int | None = None,
+    accumulation: int = 1,
+    devices: int = 1,
+    margin: float = 0.85,
+    changes: bool = True,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Plan:
+    """Plan the training of a model, without a GPU and without the memory that the training needs.
+
+    The model is built in a fresh interpreter, which imports the module or script of `make_model`. A script therefore
+    calls `plan` under `if __name__ == "__main__":`. Lambdas, closures and functions of a notebook need cloudpickle.
+
+    Args:
+        make_model: returns the `torch.nn.Module`. For this and the arguments up to `convolution`, see `job.Job`.
+        inputs: the arguments of the model, such as `float32[B,3,224,224]`.
+        gpu: a size (`80GiB`), a name (`h100-80gb`), or a Gpu.
+        targets: the arguments of the loss after the model's output.
+        loss: a name, or a callable of the output and the targets.
+        optimizer: a name, or a callable of the parameters.
+        optimizer_options: keyword arguments of the optimizer.
+        precision: of parameters and computation.
+        attention: the attention kernel.
+        convolution: cudnn or native.
+        loop: `script` keeps the model's output through the backward pass, `trainer` drops it before.
+        target_effective_batch: samples in one optimizer step, over all devices.
+        batch: samples in one pass. By default the planner chooses.
+        accumulation: backward passes before each optimizer step.
+        devices: number of data-parallel processes.
+        margin: the part of the device's free memory to plan with.
+        changes: also plan the job with changes that save memory. Takes a few times longer.
+        timeout_seconds: the time limit of the plan.
+
+    Raises:
+        ConfigurationError: an argument is invalid, the model fails on tensors without values, or the time limit has
+            passed. The cause of the error has the traceback.
+    """
+    job = Job(
+        make_model,
+        _tensors(inputs),
+        _tensors(targets),
+        loss,
+        optimizer,
+        optimizer_options or {},
+        precision,
+        attention,
+        convolution,
+        accumulation,
+        loop=loop,
+    )
+    target = Target(target_effective_batch, devices, margin, batch=batch)
+    return plan_in_worker(job, _gpu(gpu), target, changes=changes, timeout_seconds=timeout_seconds)
+
+
+def plan_description(
+    description: Description,
+    gpu: str | Gpu,
+    *,
+    target_effective_batch: int | None = None,
+    devices: int = 1,
+    margin: float = 0.85,
+    multiple_of: int = 1,
+    batch: int | None = None,
+    changes: bool = True,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    **options: Any,
+) -> Plan:
+    """Plan a decoder-only transformer from its description; `options` are those of Job, all others those of `plan`.
+
+    Raises:
+        ConfigurationError: an argument is invalid.
+    """
+    target = Target(target_effective_batch, devices, margin, multiple_of, batch)
+    job = description.job(**options)
+    return plan_in_worker(
+        job, _gpu(gpu), target, source="description", changes=changes, timeout_seconds=timeout_seconds
+    )
+
+
+def plan_in_worker(
+    job: Job,
+    gpu: Gpu,
+    target: Target,
+    *,
+    source: str = "model",
+    changes: bool = True,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+) -> Plan:
+    """Run `plan_job` in a fresh interpreter. The job must be picklable."""
+    _check(job, target)
+    return run_in_worker(plan_job, job, gpu, target, source=source, changes=changes, timeout_seconds=timeout_seconds)
+
+
+def profile_in_worker(
+    job: Job, gpu: Gpu, target: Target, *, batch: int, timeout_seconds: float = TIMEOUT_SECONDS
+) -> Plan:
+    """Run `profile.profile_job` in a fresh interpreter, which uses the first GPU."""
+    _check(job, target)
+    return run_in_worker(_profile, job, gpu, target, batch=batch, uses_cuda=True, timeout_seconds=timeout_seconds)
+
+
+def _check(job: Job, target: Target) -> None:
+    if target.effective_batch is not None and (target.batch is not None or job.accumulation > 1):
+        raise ConfigurationError("a target effective batch determines batch and accumulation: give either it or them")
+
+
+def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int, progress: Progress) -> Plan:
+    from gpumem_toolkit.planning.profile import profile_job  # imports torch, which the caller does not need
+
+    return profile_job(job, gpu, target, batch=batch, notify=progress.of("measuring the job"))
+
+
+def plan_job(
+    job: Job,
+    gpu: Gpu,
+    target: Target,
+    *,
+    source: str = "model",
+    changes: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan a job in this process, whose CPU tensors follow CUDA's rules during the call.
+
+    Raises:
+        ConfigurationError: the model fails on tensors without values.
+    """
+    progress = progress or Progress()
+    limit_bytes = int(gpu.free_bytes * target.margin)
+    sizing, largest = _largest(job, limit_bytes, target, progress)
+    batch, accumulation = accumulate(largest, target)
+    peaks, trace = sizing.peaks(batch, gpu.free_bytes if batch <= largest else None), sizing.trace(batch)
+    at_peak = trace.peak()
+    return Plan(
+        source=source,
+        gpu=gpu,
+        margin=target.margin,
+        largest_batch=largest,
+        batch=batch,
+        accumulation=job.accumulation if target.effective_batch is None else accumulation,
+        target_effective_batch=target.effective_batch,
+        devices=target.devices,
+        allocated_peak_bytes=peaks.allocated_bytes,
+        reserved_peak_bytes=peaks.reserved_bytes,
+        breakdown={**at_peak, "overhead": max(0, peaks.reserved_bytes - sum(at_peak.values()))},
+        highest=trace.highs(),
+        changes=tuple(_changes(sizing, batch, limit_bytes, target, progress)) if changes else (),
+        notes=trace.notes,
+    )
+
+
+def _largest(job: Job, limit_bytes: int, target: Target, progress: Progress) -> tuple[Sizing, int]:
+    """Return the largest batch size within a limit, and the sizing of the job that reaches the target with it."""
+    # Gradients that stay between passes leave less memory. More than two passes need the same memory as two.
+    sizing = Sizing(replace(job, accumulation=min(2, job.accumulation)), progress.of("the job"))
+    largest = sizing.largest(limit_bytes, target.multiple_of)
+    if target.effective_batch is None or largest * target.devices >= target.effective_batch:
+        return sizing, largest
+    sizing = Sizing(replace(job, accumulation=2), progress.of("the job with accumulation"))
+    return sizing, sizing.largest(limit_bytes, target.multiple_of)
+
+
+def _gpu(gpu: str | Gpu) -> Gpu:
+    return parse_gpu(gpu) if isinstance(gpu, str) else gpu
+
+
+def _tensors(texts: str | Sequence[str]) -> tuple[TensorSpec, ...]:
+    return tuple(parse_tensor(text) for text in ((texts,) if isinstance(texts, str) else texts))
+
+
+def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target, progress: Progress) -> Iterator[Change]:
+    """Plan the job with one change at a time."""
+    job, shards = base.job, max(2, target.devices)
+    changed: list[tuple[str, Job, str]] = []
+    if not job.checkpointing:
+        changed.append(("checkpointing", replace(job, checkpointing=True), "repeats forward in backward"))
+    if job.precision == "fp32":
+        changed.append(("bf16 autocast", replace(job, precision="bf16"), "parameters and optimizer stay fp32"))
+    if not job.frozen:
+        note = "trains only the last layer; an adapter adds a few parameters"
+        changed.append(("freezing", replace(job, frozen=True), note))
+    sizings = [(name, Sizing(each, progress.of(name)), note) for name, each, note in changed]
+    note = "FSDP2: fully_shard of each repeated block, then of the model"
+    sizings.append((f"sharding over {shards}", base.sharded(shards), note))
+    for name, sizing, cost in sizings:
+        try:
+            largest = sizing.largest(limit_bytes, target.multiple_of, recorded=False)
+            yield Change(name, sizing.peaks(batch).reserved_bytes, largest, cost)
+        except ConfigurationError as error:
+            yield Change(name, None, None, str(error))

@@ -1,0 +1,120 @@
+"""Plans from training steps on this machine's GPU, for models that fail on tensors without values."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.planning.devices import Gpu
+from gpumem_toolkit.planning.job import Job
+from gpumem_toolkit.planning.model import DTYPES, checkpoint_blocks
+from gpumem_toolkit.planning.plan import Plan, Target, accumulate
+from gpumem_toolkit.planning.stepping import Watch, train
+
+__all__ = ["profile_job"]
+
+STEPS = 2
+"""The number of steps in a measurement. The first one creates the optimizer state."""
+
+
+class _Measured(NamedTuple):
+    """The peaks of one batch size in bytes, and the bytes of each kind."""
+
+    allocated: int
+    reserved: int
+    shares: dict[str, int]
+
+
+def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int, notify: Callable[[int], None]) -> Plan:
+    """Plan by the line through two measurements on cuda:0: at a batch size and at half of it.
+
+    Uses CUDA and resets the peak statistics of this process. `notify` is called with a batch size before it is
+    measured.
+
+    Raises:
+        ConfigurationError: there is no CUDA, or the measured batch does not fit.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "CUDA is not available: --profile measures on a GPU; without --profile no GPU is needed"
+        )
+    if batch < 2:
+        raise ConfigurationError(f"invalid batch {batch}: it must be at least 2, because half of it is measured too")
+    accumulating = replace(job, accumulation=2) if target.effective_batch is not None else job
+    try:
+        small, large = (_measure(accumulating, size, notify) for size in (batch // 2, batch))
+    except torch.OutOfMemoryError as error:
+        raise ConfigurationError(f"batch {batch} does not fit: measure a smaller one with --batch") from error
+    span = batch - batch // 2
+    slope = max(1, -(-(large.allocated - small.allocated) // span))
+    # The allocator's rounding and cache grow with the allocated bytes.
+    slack = large.reserved / max(1, large.allocated)
+    fixed = large.allocated - slope * batch
+    limit = gpu.free_bytes * target.margin / slack
+    largest = max(0, int((limit - fixed) // slope)) // target.multiple_of * target.multiple_of
+    size, accumulation = accumulate(largest, target)
+    allocated = fixed + slope * size
+    rest = max(0, allocated - sum(large.shares.values()))
+    return Plan(
+        source="profile",
+        gpu=gpu,
+        margin=target.margin,
+        largest_batch=largest,
+        batch=size,
+        accumulation=accumulation if target.effective_batch is not None else job.accumulation,
+        target_effective_batch=target.effective_batch,
+        devices=target.devices,
+        allocated_peak_bytes=allocated,
+        reserved_peak_bytes=int(allocated * slack),
+        breakdown={**large.shares, "activations": rest, "overhead": int(allocated * (slack - 1))},
+    )
+
+
+class _Sizes(Watch):
+    """Measures parameters, gradients and optimizer state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.shares: dict[str, int] = {}
+
+    def optimizer(self, counts_on_device: bool) -> None:  # noqa: ARG002 - part of Watch
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        self.shares = {
+            "parameters": _bytes(self._model.parameters()),
+            "buffers": _bytes(self._model.buffers()),
+            "gradients": _bytes(gradients),
+            "optimizer": 0,
+        }
+
+    def stepped(self, optimizer: Any, counts_on_device: bool) -> None:  # noqa: ARG002 - part of Watch
+        values = [v for state in optimizer.state.values() for v in state.values()]
+        self.shares["optimizer"] = _bytes(v for v in values if isinstance(v, Tensor) and v.is_cuda)
+
+
+def _bytes(tensors: Any) -> int:
+    parts = [part for t in tensors for part in ((t._indices(), t._values()) if t.is_sparse else (t,))]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
+    return sum(storages.values())
+
+
+def _measure(job: Job, batch: int, notify: Callable[[int], None]) -> _Measured:
+    notify(batch)
+    torch.cuda.init()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(0)
+    model = job.make_model().to("cuda").train()
+    if job.precision.startswith("pure-"):
+        model.to(DTYPES[job.precision])
+    if job.checkpointing:
+        checkpoint_blocks(model)
+    sizes = _Sizes(model)
+    train(job, model, batch, STEPS, "cuda", sizes)
+    torch.cuda.synchronize()
+    return _Measured(torch.cuda.max_memory_allocated(0), torch.cuda.max_memory_reserved(0), sizes.shares)

@@ -1,0 +1,1 @@
+"""Batch sizes, accumulation, checkpoints on disk and inference for training scripts."""

@@ -1,0 +1,151 @@
+"""Tries one batch size with real training steps, on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from gpumem_client import clear_cache, oom_guard
+from gpumem_client.hooks.steps import no_training
+from gpumem_client.notebook import ShownAsText
+from gpumem_client.oom.message import is_out_of_memory
+from gpumem_client.phases.measured import Measured, MemoryUse
+from gpumem_client.wire.units import human_bytes
+from gpumem_toolkit.errors import RankFailedError
+from gpumem_toolkit.training.measuring import HighestMemory
+from gpumem_toolkit.training.ranks import Ranks
+
+__all__ = ["BatchSizeTry", "Trial", "join_numbers"]
+
+_log = logging.getLogger("gpumem_toolkit")
+_SETTLING_RUNS = 8
+"""The memory of a size has stopped growing if this number of runs reaches no new maximum on any rank."""
+_MAX_CAUSES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizeTry(ShownAsText):
+    """One batch size that was tried.
+
+    Attributes:
+        size: the batch size.
+        fits: whether the size fits on every rank.
+        peak_bytes: the peak on this rank; None if it did not raise the allocator's own peak, which is never reset.
+        ranks_out_of_memory: the global ranks on which the size did not fit; empty in a process that trains alone.
+        runs: completed calls of `step` on this rank.
+    """
+
+    size: int
+    fits: bool
+    peak_bytes: int | None = None
+    ranks_out_of_memory: tuple[int, ...] = ()
+    runs: int = 0
+
+    def __str__(self) -> str:
+        outcome = "fits" if self.fits else "out of memory"
+        if self.ranks_out_of_memory:
+            outcome += f" on rank {join_numbers(self.ranks_out_of_memory)}"
+        return f"{self.size:>8}  {human_bytes(self.peak_bytes):>9}  {self.runs:>4}  {outcome}"
+
+
+class _Outcome(IntEnum):
+    """What some runs with a batch size came to on one rank."""
+
+    FITS = 0
+    GROWS = 1
+    """The runs fit, and the memory still reached a new maximum."""
+    OUT_OF_MEMORY = 2
+    FAILED = 3
+
+
+class Trial:
+    """Tries batch sizes, one after the other. All ranks call it in the same order.
+
+    Args:
+        step: runs one training step with a batch of the given size.
+        runs: the first calls of `step` with a size.
+        ranks: the ranks that try together.
+
+    Attributes:
+        error: the out-of-memory error of the last try on this rank, with its frames; None if the size fits.
+    """
+
+    def __init__(self, step: Callable[[int], object], runs: int, ranks: Ranks) -> None:
+        self.error: BaseException | None = None
+        self._step = step
+        self._runs = runs
+        self._ranks = ranks
+        self._done = 0
+        self._highest = HighestMemory()
+
+    def run(self, size: int, max_runs: int) -> BatchSizeTry:
+        """Run the step until memory stops growing or `max_runs` is reached, the same number of times on all ranks."""
+        self.error = None  # frees the frames of the last try
+        clear_cache(collect_garbage=True)
+        self._done, self._highest = 0, HighestMemory()
+        used: list[MemoryUse] = []
+        runs = min(self._runs, max_runs)
+        with no_training(), Measured("batch size", kept=False, ended=used.append):
+            while True:
+                outcomes = self._outcomes(size, runs)
+                worst = max(outcomes.values())
+                runs = min(_SETTLING_RUNS, max_runs - self._done)
+                if worst != _Outcome.GROWS or not runs:
+                    break
+        if worst == _Outcome.GROWS and max_runs > self._runs:
+            _log.warning("the memory of batch size %d still grows after %d runs", size, self._done)
+        main = used[0].main if used else None
+        failed = tuple(rank for rank, outcome in outcomes.items() if outcome == _Outcome.OUT_OF_MEMORY)
+        return BatchSizeTry(
+            size,
+            fits=not failed,
+            peak_bytes=main.peak_bytes if main is not None and main.exact else None,
+            ranks_out_of_memory=failed if self._ranks.size > 1 else (),
+            runs=self._done,
+        )
+
+    def _outcomes(self, size: int, runs: int) -> dict[int, float]:
+        """Run the step and return the outcome of each rank. Raises errors other than out of memory."""
+        outcome = _Outcome.FITS
+        try:
+            with oom_guard(batch_size=size, free_frames=True, clean=False):  # frees memory for the next size
+                for _ in range(runs):
+                    self._step(size)
+                    self._done += 1
+                    if self._highest.rises():
+                        outcome = _Outcome.GROWS
+                torch.cuda.synchronize()  # raises asynchronous errors in this try
+        except Exception as raised:
+            if not _is_out_of_memory(raised):
+                with contextlib.suppress(Exception):  # the error of the step is more important
+                    self._ranks.gather(_Outcome.FAILED)
+                raise
+            self.error, outcome = raised, _Outcome.OUT_OF_MEMORY
+        outcomes = self._ranks.gather(outcome)
+        failed = tuple(rank for rank, each in outcomes.items() if each == _Outcome.FAILED)
+        if failed:
+            raise RankFailedError(
+                f"the step with a batch of {size} failed on rank {join_numbers(failed)}; see the error of that rank",
+                failed,
+            )
+        return outcomes
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error or one of its causes is an out-of-memory error."""
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None or is_out_of_memory(cause):
+            break
+        cause = cause.__cause__
+    return cause is not None and is_out_of_memory(cause)
+
+
+def join_numbers(numbers: Iterable[int]) -> str:
+    """Return numbers as a text, with commas."""
+    return ", ".join(map(str, numbers))

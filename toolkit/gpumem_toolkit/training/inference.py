@@ -1,0 +1,81 @@
+"""Runs a model for inference, and measures the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from gpumem_client.phases.measured import MemoryUse, memory_context
+from gpumem_toolkit.training.calling import autocasting, check_autocast, evaluating
+
+__all__ = ["inference_mode"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def inference_mode(
+    model: nn.Module, *, autocast: torch.dtype | None = None, reset_peaks: bool = False
+) -> InferenceMode:
+    """Run a model for inference, in a `with` block or in each call of a decorated function.
+
+        with inference_mode(model) as use:
+            outputs = model(batch)
+        use.peak_bytes
+
+    Enters `torch.inference_mode()`, `model.eval()` and optionally `torch.autocast`, and afterwards restores the mode of
+    each part of the model. Logs the memory use of the block as `client.memory_context` does.
+
+    Tensors created in the block cannot be saved for backward. Use `torch.no_grad()` instead for a model that keeps
+    tensors from call to call and trains afterwards.
+
+    Args:
+        model: the model, in evaluation mode for all threads. No other thread may train it or enter a block for it.
+        autocast: `torch.bfloat16` or `torch.float16`.
+        reset_peaks: reset the allocator's peaks at the start of the block, so that its peak is exact.
+
+    Raises:
+        ConfigurationError: autocast does not support the dtype.
+        TypeError: the decorated function is a generator or a coroutine, whose body runs after the block.
+    """
+    check_autocast(autocast)
+    return InferenceMode(model, autocast, reset_peaks)
+
+
+class InferenceMode(contextlib.ContextDecorator):
+    """The context manager and decorator of `inference_mode`. Reentrant, but only for one thread at a time."""
+
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None, reset_peaks: bool) -> None:
+        self._arguments = model, autocast, reset_peaks
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> MemoryUse:
+        model, autocast, reset_peaks = self._arguments
+        with contextlib.ExitStack() as stack:
+            name = f"inference of {type(model).__name__}"
+            use = stack.enter_context(memory_context(name, reset_peaks=reset_peaks))
+            stack.enter_context(evaluating(model))
+            stack.enter_context(torch.inference_mode())
+            stack.enter_context(autocasting(model, autocast))
+            self._entered.append(stack.pop_all())
+        return use
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, traceback)
+
+    def __call__(self, function: _Function) -> _Function:
+        """Run each call of a function in the block."""
+        deferred = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_deferred(function) for is_deferred in deferred):
+            raise TypeError(f"{function.__qualname__} runs its body after the call returns: use `with` inside it")
+        return super().__call__(function)
+
+    def _recreate_cm(self) -> InferenceMode:
+        return InferenceMode(*self._arguments)  # calls may come from several threads

@@ -1,0 +1,79 @@
+"""The ranks that train together, and the exchange of a number between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_toolkit.errors import RankFailedError
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The members of a process group, or this process alone.
+
+    `gather` and `total` are collective: every rank calls them, in the same order. They raise RankFailedError if a rank
+    exited, or did not answer within the group's timeout. Not thread-safe.
+
+    Attributes:
+        size: number of ranks.
+        numbers: the global number of each rank.
+    """
+
+    def __init__(self) -> None:
+        self.size = 1
+        self.numbers: tuple[int, ...] = (0,)
+        self._group: Any = None
+        self._rank = 0
+        self._device = torch.device("cpu")
+        self._row: Any = None
+
+    @classmethod
+    def of(cls, group: Any = None) -> Ranks:
+        """Return the members of a group, by default of the default group; this process alone if there is no group.
+
+        Raises:
+            ConfigurationError: this process does not belong to the group, or torch.distributed is not initialized.
+        """
+        ranks = cls()
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is not None:
+                raise ConfigurationError("the process group needs torch.distributed, which is not initialized")
+            return ranks
+        ranks._group, ranks._rank = group, dist.get_rank(group)
+        if ranks._rank < 0:
+            raise ConfigurationError(f"rank {dist.get_rank()} does not belong to the given process group")
+        ranks.numbers = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+        ranks.size = len(ranks.numbers)
+        kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
+        ranks._device = torch.device("cpu" if "cpu" in kinds else kinds[0])
+        return ranks
+
+    def gather(self, value: float) -> dict[int, float]:
+        """Return the value of each rank by its global number. Only the first call allocates on a device."""
+        if self.size == 1:
+            return {self.numbers[0]: value}
+        if self._row is None:
+            self._row = torch.empty(self.size, dtype=torch.float64, device=self._device)
+        self._row.zero_()
+        self._row[self._rank] = value
+        self._reduce(self._row)
+        return dict(zip(self.numbers, self._row.tolist(), strict=True))
+
+    def total(self, value: float) -> Any:
+        """Return the sum over the ranks: a number with a CPU backend, otherwise a tensor on the device."""
+        if self.size == 1:
+            return value
+        total = torch.full((), value, dtype=torch.float64, device=self._device)
+        self._reduce(total)
+        return total.item() if self._device.type == "cpu" else total
+
+    def _reduce(self, tensor: Any) -> None:
+        try:
+            dist.all_reduce(tensor, group=self._group)
+        except RuntimeError as error:  # a closed connection or a timeout
+            raise RankFailedError(f"the all-reduce over ranks {list(self.numbers)} failed: {error}") from error

@@ -1,0 +1,242 @@
+"""Writes a checkpoint completely or not at all, in a file that loads into host memory on any machine.
+
+`torch.save` overwrites the previous checkpoint, so that a full disk or a killed job destroys both. Its files load CUDA
+tensors onto the device, and a machine without a GPU cannot load them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import secrets
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from gpumem_client.notebook import ShownAsText
+from gpumem_client.wire.errors import ConfigurationError, StorageError
+from gpumem_client.wire.units import human_bytes
+from gpumem_toolkit.training.storage_tags import saved_from_host
+
+__all__ = ["SavedCheckpoint", "save_checkpoint"]
+
+_log = logging.getLogger("gpumem_toolkit")
+
+_GATHER = (
+    "gather the state on all ranks"
+    " (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
+    " with StateDictOptions(full_state_dict=True, cpu_offload=True)) and save it on one rank, or save the parts with"
+    " torch.distributed.checkpoint.save"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint(ShownAsText):
+    """The cost of a checkpoint.
+
+    Attributes:
+        path: the file, with links resolved.
+        file_bytes: size of the file.
+        staged_bytes: host memory for copies of device tensors: the largest storage, or 0 if all are on the CPU.
+        duration_seconds: time until the file was synced to the disk.
+    """
+
+    path: Path
+    file_bytes: int
+    staged_bytes: int
+    duration_seconds: float
+
+    def __str__(self) -> str:
+        staged = f", {human_bytes(self.staged_bytes)} of host memory at most" if self.staged_bytes else ""
+        return f"{self.path}: {human_bytes(self.file_bytes)} in {self.duration_seconds:.1f} s{staged}"
+
+
+def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheckpoint:
+    """Save a checkpoint: `save_checkpoint("last.pt", model=model, optimizer=optimizer, step=step)`.
+
+    The file contains a dictionary of the given names. An object with a `state_dict` is saved as its state, everything
+    else as it is. `torch.load(path, weights_only=True)` reads the file into host memory on any machine.
+
+    Takes no device memory: storages are copied to the host one by one. As with `torch.save`, a view saves its whole
+    storage; `.clone()` saves the view alone.
+
+    The file is written under another name in the same folder, synced to the disk and renamed, and keeps the permissions
+    of the file that it replaces. After an error the previous file stays. A killed process leaves a hidden `.part` file.
+
+    Any thread may call this. If several processes train the same model, only one of them should call it.
+
+    Raises:
+        ConfigurationError: there is nothing to save; a part is a DTensor or contains a FullyShardedDataParallel; an
+            object cannot be loaded with `weights_only=True`; the path is not a file.
+        StorageError: the file cannot be written.
+    """
+    if not parts:
+        raise ConfigurationError("nothing to save: write save_checkpoint(path, model=model)")
+    target = Path(os.path.realpath(path))
+    mode = _mode(target)
+    started = time.monotonic()
+    _refuse_collective(parts)
+    tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
+    _refuse_shards(tree)
+    sizes = _Sizes()
+    written_bytes = _write(tree, target, mode, sizes)
+    saved = SavedCheckpoint(target, written_bytes, sizes.staged_bytes, time.monotonic() - started)
+    _log.info("saved %s", saved)
+    return saved
+
+
+def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Sizes) -> int:
+    """Write a checkpoint and return its size in bytes. After an error no part of it remains."""
+    import torch
+
+    handled = sys.exc_info()[1]
+    part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
+    file: _File | None = None
+    try:
+        with _File(
+            part, "xb", opener=lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)
+        ) as file:
+            if mode is not None:
+                with contextlib.suppress(OSError):  # a file system without permissions
+                    part.chmod(mode)
+            with saved_from_host(sizes.note):
+                torch.save(tree, cast(IO[bytes], file))
+            _refuse_unloadable(part)
+            os.fsync(file.fileno())
+        written_bytes = part.stat().st_size
+        part.replace(target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        # Torch replaces a write error by its own error.
+        cause = file.error if file is not None and file.error is not None else error
+        if isinstance(cause, OSError):
+            room = "" if file is None else _room(target.parent, sizes.total_bytes)
+            raise StorageError(f"{target} cannot be written: {cause.strerror or cause}{room}") from cause
+        context = error.__context__  # torch's RuntimeError must not replace a KeyboardInterrupt
+        if context is not handled and not isinstance(context, Exception | None):
+            raise context from None
+        raise
+    _sync_folder(target.parent)
+    return written_bytes
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # not every file system can sync folders
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+
+
+def _refuse_collective(parts: Mapping[str, Any]) -> None:
+    """Refuse a `FullyShardedDataParallel`, whose `state_dict` waits for all ranks: only one process saves."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is None:
+        return
+    for name, part in parts.items():
+        modules = getattr(part, "modules", None)
+        if callable(modules) and any(isinstance(module, kind) for module in modules()):
+            raise ConfigurationError(
+                f"{name} contains a FullyShardedDataParallel, and this process has only a part of it: {_GATHER}"
+            )
+
+
+def _refuse_shards(tree: Any) -> None:
+    """Refuse a DTensor, of which this process has only a part."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None:
+        return
+    for name, value in _leaves(tree, ""):
+        if isinstance(value, kind):
+            raise ConfigurationError(f"{name} is a DTensor, and this process has only a part of it: {_GATHER}")
+
+
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(tree, list | tuple):
+        for i, value in enumerate(tree):
+            yield from _leaves(value, f"{name}[{i}]")
+    else:
+        yield name, tree
+
+
+def _refuse_unloadable(part: Path) -> None:
+    """Refuse a file that `torch.load(weights_only=True)` rejects. Reads the pickle in the file and no tensors."""
+    import torch
+
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(part)
+    if unsafe:
+        raise ConfigurationError(
+            f"{', '.join(sorted(unsafe))} cannot be loaded with weights_only=True: save numbers, strings, tensors,"
+            " lists and dictionaries instead, or call torch.serialization.add_safe_globals"
+        )
+
+
+class _File(io.FileIO):
+    """The file that torch writes to. Keeps the error of a write, because torch replaces it by its own error."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all data."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        return size
+
+
+def _mode(target: Path) -> int | None:
+    """Return the permissions of the file to replace; None if there is no file. Refuses folders and special files."""
+    try:
+        mode = target.stat().st_mode
+    except OSError:
+        return None
+    if not stat.S_ISREG(mode):
+        raise ConfigurationError(f"{target} is not a regular file")
+    return stat.S_IMODE(mode)
+
+
+def _room(folder: Path, needed_bytes: int) -> str:
+    try:
+        free = human_bytes(shutil.disk_usage(folder).free)
+    except OSError:
+        return ""
+    return f"; it needs {human_bytes(needed_bytes)}, and {free} are free"
+
+
+class _Sizes(dict[tuple[str, int], int]):
+    """The bytes of the saved storages, by type of device and address."""
+
+    def note(self, storage: Any) -> None:
+        """Count a storage."""
+        self[storage.device.type, storage.data_ptr()] = storage.nbytes()
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all storages."""
+        return sum(self.values())
+
+    @property
+    def staged_bytes(self) -> int:
+        """The size of the largest storage on a device."""
+        return max((size for (kind, _), size in self.items() if kind != "cpu"), default=0)
