@@ -7,13 +7,12 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
@@ -106,7 +105,7 @@ def create_app(
     with _without_pydantic_v1():
         for router in (*_api_routers(runtime, health), *_page_routers(runtime, health)):
             app.include_router(router)
-    _add_guards(app, runtime)
+    _add_guard(app, runtime)
     install_problem_handlers(app)
     return app
 
@@ -146,24 +145,6 @@ class _Application(FastAPI):
         return self.openapi_schema
 
 
-@dataclass(frozen=True, slots=True)
-class DirectRoutes:
-    """The middleware that calls the most frequent routes itself: FastAPI's search for a route takes as long as they do.
-
-    Args:
-        app: the next application, which has all other routes.
-        routes: by path.
-    """
-
-    app: ASGIApp
-    routes: Mapping[str, ASGIApp]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on the request."""
-        route = self.routes.get(scope["path"], self.app) if scope["type"] == "http" else self.app
-        await route(scope, receive, send)
-
-
 @contextlib.contextmanager
 def _without_pydantic_v1() -> Iterator[None]:
     """Make imports of `pydantic.v1` fail meanwhile, which saves 30 ms of CPU at the start and 4 MB.
@@ -192,7 +173,6 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
         ),
         caller_router(
             callers=runtime.callers,
-            own_names=runtime.own_names,
             allowed=runtime.settings.action_allow,
             snapshot=runtime.snapshot,
         ),
@@ -229,7 +209,6 @@ def _page_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
             hide_identities_from=runtime.callers if settings.web_hide_identities else None,
             history=runtime.history,
             holds=runtime.holds,
-            own_names=runtime.own_names,
         ),
         page_router(page),
         api_page_router(),
@@ -244,17 +223,13 @@ def _streams(runtime: Runtime, state: LiveState) -> Streams:
     )
 
 
-def _add_guards(app: FastAPI, runtime: Runtime) -> None:
-    """Add the middleware. The one that is added last sees a request first."""
+def _add_guard(app: FastAPI, runtime: Runtime) -> None:
     app.add_middleware(
-        DirectRoutes,
+        Guard,
         routes={
             REPORTS_PATH: ReportsRoute(runtime.ingest),
             runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.snapshot),
         },
-    )
-    app.add_middleware(
-        Guard,
         own_names=runtime.own_names,
         reports=runtime.reports_rule,
         callers=runtime.callers,

@@ -37,8 +37,9 @@ from gpumem_exporter.server.http.held_requests import Holds
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.peer import PeerPlaces
 from gpumem_exporter.server.ingest import Ingest
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
+from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.report_sender import ReportSenders
+from gpumem_exporter.server.security.request_guard import OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History

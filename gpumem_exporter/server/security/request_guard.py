@@ -1,29 +1,33 @@
 """Checks requests before the routes that change something or show events: caller, web page, size of the body.
 
-The other routes are readable by every client, except by web pages if the exporter listens on loopback alone. Pure ASGI.
-The guard reads the whole body within its limit. The route gets it from its first `receive()`, then `http.disconnect`.
+The other routes are readable by every client, except by web pages if the exporter listens on loopback alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ipaddress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_client.wire.protocol import REPORTS_PATH
+from gpumem_exporter.server.http.addresses import is_loopback
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
+from gpumem_exporter.server.security.tokens import TokenFile
 
 if TYPE_CHECKING:
+    from gpumem_exporter.server.security.callers import Callers
     from gpumem_exporter.server.security.web_access import WebAccess  # loaded only if there is a web configuration
 
 ACTIONS_PATH = "/api/v1/actions"
 ALERTS_PATH = "/api/v1/alerts"
+CALLER_PATH = "/api/v1/caller"
 EVENTS_PATH = "/api/v1/events"
 JOBS_PATH = "/api/v1/jobs"
+LIVE_PATH = "/api/v1/live"
 NVML_PATH = "/api/v1/nvml"
 RELOAD_PATH = "/-/reload"
 
@@ -34,9 +38,106 @@ MAX_ALERTS_BYTES = 1 << 20
 MAX_BODY_BYTES = 64 << 10
 """The largest body on the other routes."""
 
-
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
 """Headers of proxies: the connection is then the proxy's, not the caller's, on a socket too."""
+_LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))
+_LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES}
+_OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 503: "busy"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The clients that may use a group of routes: with a token file the clients with its token, else local users."""
+
+    what: str
+    """The subject of the routes, for messages: "actions"."""
+    flag: str
+    """The flag of the token file."""
+    token: TokenFile | None
+    """Required from every client; None admits every user of this machine."""
+
+    def admit(self, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
+        """Raise the ProblemError of a client that is refused."""
+        if (problem := self.refusal(peer, headers)) is not None:
+            raise problem
+
+    def refusal(self, peer: Peer, headers: Mapping[bytes, bytes]) -> ProblemError | None:
+        """Return why a client is refused; None if it is admitted.
+
+        401: a missing or wrong token. 403: the exporter has no token and cannot identify the user.
+        """
+        if self.token is not None:
+            return None if self.matches_token(headers) else self._unauthorized(headers)
+        if peer.uid is not None:
+            return None
+        place = f"from {peer.host}"
+        if not peer.host or is_loopback(peer.host):
+            place = "through a proxy, nor from a user that the kernel does not name"
+        return ProblemError(
+            403,
+            f"{self.what} are allowed over loopback and the unix socket, not {place}; start the "
+            f"exporter with {self.flag} and send that token as `Authorization: Bearer TOKEN`",
+        )
+
+    def matches_token(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Return whether a request has this rule's token."""
+        scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
+        return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(presented.strip())
+
+    def _unauthorized(self, headers: Mapping[bytes, bytes]) -> ProblemError:
+        bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
+        wrong = "wrong token" if bearer else "a token is required"
+        return ProblemError(
+            401,
+            f"{self.what}: {wrong}; send `Authorization: Bearer TOKEN`, the token of the exporter's {self.flag}",
+            {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
+        )
+
+
+class OwnNames:
+    """The names of the exporter that `Host` and `Origin` may have.
+
+    In a DNS rebinding attack, another site's name resolves to this machine's address; the name reveals the attack. An
+    IP address cannot be rebound, so every IP address is accepted.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(name.lower().rstrip(".") for name in names if name) | _LOOPBACK_NAMES
+
+    def require_own_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raise a ProblemError (403) for a request for another host name."""
+        authority = headers.get(b"host", b"").decode("latin-1")
+        host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
+        if not authority or host.lower().rstrip(".") in self._names:
+            return
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            shown = repr(authority[:200])
+            detail = f"the Host {shown} is not this exporter's: use its IP address, the machine's name or a token"
+            raise ProblemError(403, detail) from None
+
+
+def require_own_page(headers: Mapping[bytes, bytes]) -> None:
+    """Raise a ProblemError (403) for a request that a browser marks as made by another site's page."""
+    origin = headers.get(b"origin")
+    if origin is not None:
+        page = origin.decode("latin-1")
+        scheme, separator, authority = page.lower().partition("://")
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if not separator or scheme not in ("http", "https") or authority != host:
+            raise ProblemError(
+                403, f"requests from the web page {page[:200]!r} are refused: it is not a page of the exporter"
+            )
+    if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        raise ProblemError(403, "requests from other sites' web pages are refused")
+
+
+def is_restricted(path: str) -> bool:
+    """Return whether the rule for actions guards a path."""
+    return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
+        (ACTIONS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +145,8 @@ class Guard:
     """The middleware. It sets `peer` in the request's state, and `caller` on the routes of actions and events."""
 
     app: ASGIApp
+    routes: Mapping[str, ASGIApp]
+    """The most frequent routes by path, besides `app`: FastAPI's search for a route takes as long as they do."""
     own_names: OwnNames
     reports: Rule
     callers: Callers
@@ -74,7 +177,7 @@ class Guard:
             return
         if method == "HEAD":
             scope = {**scope, "method": "GET"}  # the server sends no body
-        await self.app(scope, receive, send)
+        await self.routes.get(path, self.app)(scope, receive, send)
 
     async def _admit(self, scope: Scope, path: str) -> bool:
         """Return whether the request is for a route that changes something or shows events.
@@ -90,10 +193,12 @@ class Guard:
         await self._require_password(path, peer, headers)
         rule = self.reports if path == REPORTS_PATH else self.callers.rule
         if path != REPORTS_PATH and not is_restricted(path):
+            if path in (CALLER_PATH, LIVE_PATH):
+                require_own_page(headers)
             if self.loopback_only and peer.host and not rule.matches_token(headers):
                 self.own_names.require_own_host(headers)
             return False
-        self.own_names.require_own_page(headers)
+        require_own_page(headers)
         if rule.token is None:
             # A client with the token is not a web page, and may use any name of the exporter.
             self.own_names.require_own_host(headers)
@@ -122,19 +227,8 @@ class Guard:
         await self.web.users.authenticate(headers.get(b"authorization", b""))
 
 
-_LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES}
-_OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 503: "busy"}
-
-
 class _DisconnectedError(Exception):
     """The client disconnected before its body was complete."""
-
-
-def is_restricted(path: str) -> bool:
-    """Return whether the rule for actions guards a path."""
-    return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
-        (ACTIONS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
-    )
 
 
 def _require_json(headers: Mapping[bytes, bytes]) -> None:
@@ -170,7 +264,7 @@ def _too_large(limit: int) -> ProblemError:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that first returns the body, then the messages of the connection."""
+    """Return a `receive` that returns the whole body, then the messages of the connection: `http.disconnect`."""
     replayed_once = False
 
     async def replayed() -> Message:

@@ -20,15 +20,15 @@ from gpumem_exporter.server.http.connections import owner_of
 from gpumem_exporter.server.http.held_requests import RELEASED, Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames
+from gpumem_exporter.server.security.callers import Callers
+from gpumem_exporter.server.security.request_guard import LIVE_PATH
 from gpumem_exporter.server.web.history import History
 from gpumem_exporter.server.web.live_document import live_document
 from gpumem_exporter.server.web.page import Page
 from gpumem_exporter.server.web.streams import Following, Streams, TooManyStreamsError
 
-__all__ = ["LIVE_PATH", "Audience", "LiveState", "live_router"]
+__all__ = ["Audience", "LiveState", "live_router"]
 
-LIVE_PATH = "/api/v1/live"
 
 EVENT_STREAM = "text/event-stream"
 RETRY_AFTER = {"Retry-After": "5"}
@@ -114,7 +114,6 @@ def live_router(
     hide_identities_from: Callers | None,
     history: History,
     holds: Holds,
-    own_names: OwnNames,
 ) -> APIRouter:
     """Return the route that shows the whole node.
 
@@ -125,7 +124,6 @@ def live_router(
         hide_identities_from: identifies the viewers from whom the identities of others' processes are hidden.
         history: the last ten minutes.
         holds: ends streams when the exporter stops.
-        own_names: refuses other sites' pages.
     """
     router = APIRouter(tags=["state"])
 
@@ -136,7 +134,6 @@ def live_router(
         It has the same content as the documents of devices, processes and health, which are of different times. Its
         format changes with the page and the commands; other programs should read those documents.
         """
-        own_names.require_own_page(dict(request.scope["headers"]))
         streams = await audience.streams(request.scope)
         if processes == "documents":
             viewer = await hide_identities_from.of(request.scope) if hide_identities_from is not None else None

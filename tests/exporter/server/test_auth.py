@@ -14,7 +14,8 @@ from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.host.sockets import SocketHolders
 from gpumem_exporter.server.http.peer import Peer, PeerPlaces
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
+from gpumem_exporter.server.security.callers import Callers
+from gpumem_exporter.server.security.request_guard import OwnNames, Rule, require_own_page
 from gpumem_exporter.server.security.tokens import FileRefresher, TokenFile
 from tests.support.waiting import patient
 
@@ -279,7 +280,7 @@ def test_a_name_that_another_site_could_resolve_to_this_machine_is_refused(host:
 )
 def test_a_browser_may_send_requests_only_from_the_exporters_page(headers: dict[bytes, bytes], accepted: bool) -> None:
     if accepted:
-        NAMES.require_own_page(headers)
+        require_own_page(headers)
     else:
         with pytest.raises(ProblemError):
-            NAMES.require_own_page(headers)
+            require_own_page(headers)

@@ -11,7 +11,7 @@ import pytest
 
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.server.http.peer import Peer
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
+from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.request_guard import (
     ACTIONS_PATH,
     ALERTS_PATH,
@@ -22,6 +22,8 @@ from gpumem_exporter.server.security.request_guard import (
     NVML_PATH,
     RELOAD_PATH,
     Guard,
+    OwnNames,
+    Rule,
 )
 from gpumem_exporter.server.security.tokens import TokenFile
 
@@ -87,7 +89,8 @@ def pass_through(
     if token_file is not None:
         token_file.refresh()
     rule = Rule("things", "--x.token-file", token_file)
-    guard = Guard(route, OwnNames(["node-7"]), rule, Callers(rule, 1000), exchange.outcomes.append, loopback_only)
+    callers = Callers(rule, 1000)
+    guard = Guard(route, {}, OwnNames(["node-7"]), rule, callers, exchange.outcomes.append, loopback_only)
     peer = Peer(client, uid=uid if client in ("127.0.0.1", "") else None, place=HERE)
     scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "state": {"peer": peer}}
     asyncio.run(guard(scope, receive, send))
