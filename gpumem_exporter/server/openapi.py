@@ -27,8 +27,6 @@ from gpumem_exporter.server.http.problems import Problem, problems
 from gpumem_exporter.server.security.request_guard import is_restricted
 from gpumem_exporter.server.web.live import LiveDocument
 
-__all__ = ["Credentials", "describe"]
-
 _REF = "#/components/schemas/{model}"
 _REPLIES: tuple[type, ...] = (
     ActionDocument,
@@ -47,17 +45,14 @@ _REPLIES: tuple[type, ...] = (
 )
 
 _SCHEMES = {
-    "actionToken": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "The token of `--action.token-file`. Without that file, the kernel identifies the caller over "
-        "loopback and the unix socket, and other callers are refused.",
-    },
-    "reportToken": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "The token of `--report.token-file`. Without that file, the kernel identifies the caller over "
-        "loopback and the unix socket, and other callers are refused.",
+    **{
+        f"{of}Token": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": f"The token of `--{of}.token-file`. Without that file, the kernel identifies the caller "
+            "over loopback and the unix socket, and other callers are refused.",
+        }
+        for of in ("action", "report")
     },
     "password": {
         "type": "http",

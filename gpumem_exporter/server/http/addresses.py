@@ -6,8 +6,6 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
-__all__ = ["ListenAddress", "is_loopback", "parse_listen_address"]
-
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 
@@ -28,11 +26,7 @@ class ListenAddress:
 
 
 def parse_listen_address(text: str) -> ListenAddress:
-    """Parse an address. With port 0 the kernel chooses the port.
-
-    Raises:
-        ValueError: the message lists the accepted forms.
-    """
+    """Parse an address, or raise ValueError with the accepted forms. With port 0 the kernel chooses the port."""
     wrong = ValueError("expected HOST:PORT, [IPV6]:PORT or :PORT")
     host, separator, port = text.strip().rpartition(":")
     if not separator or not port.isascii() or not port.isdecimal() or len(port) > 5 or int(port) > 65535:

@@ -6,9 +6,10 @@ When connections or a budget in bytes are used up, the owner with the most loses
 from __future__ import annotations
 
 import ipaddress
+import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -23,6 +24,9 @@ _IDLE_SECONDS = 1.0
 """A connection makes room for another one of its own owner only after this time."""
 _REFUSALS = 64
 """The number of connections beyond the limit that are kept until they are answered with 503. Others are closed."""
+
+_log = logging.getLogger(__name__)
+
 
 PIECE_BYTES = 128 << 10
 """A longer reply is sent in pieces of this size, so that a slow client's copy of it is never larger."""
@@ -79,6 +83,14 @@ class Connection:
     the exporter works on a request."""
     refused: bool = False
     """It is beyond the limit, and its first request is answered with 503."""
+    reject_bodies: Callable[[], object] = lambda: None
+    """Answers its requests whose bodies arrive with 503, and frees the bodies."""
+    bodies_bytes: int = 0
+    """The bodies of its unanswered requests."""
+    unread_body: bytes = b""
+    """The long reply that is being sent; the same object for all readers of a page."""
+    buffered_bytes: int = 0
+    """What its transport keeps, because the client does not read."""
 
     @classmethod
     def of(cls, scope: Scope) -> Connection | None:
@@ -123,6 +135,7 @@ class Connections:
             self._count += 1
             self.wait(connection)
             return True
+        _log.debug("no room for a connection of %s", connection.owner)
         if len(self._refused) >= _REFUSALS:
             return False
         connection.refused = True
@@ -186,17 +199,9 @@ class Connections:
         return True
 
     def _close(self, connection: Connection) -> None:
+        _log.debug("a connection of %s makes room", connection.owner)
         self.remove(connection)
         connection.close()
-
-
-def _heaviest(amounts: Mapping[Connection, int]) -> Connection:
-    """Return the connection with the most bytes of the owner with the most bytes."""
-    totals: Counter[Owner] = Counter()
-    for connection, amount in amounts.items():
-        totals[connection.owner] += amount
-    owner = max(totals, key=totals.__getitem__)
-    return max((each for each in amounts if each.owner == owner), key=amounts.__getitem__)
 
 
 class RequestBodies:
@@ -205,31 +210,21 @@ class RequestBodies:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._total_bytes = 0
-        self._amounts: dict[Connection, int] = {}
-        self._reject: dict[Connection, Callable[[], None]] = {}
+        self._connections: set[Connection] = set()
 
-    def add(self, connection: Connection, size: int, reject: Callable[[], None]) -> None:
-        """Count a part of a body. `reject` drops all bodies of this connection and calls `free`."""
+    def add(self, connection: Connection, size: int) -> None:
+        """Count a part of a body, and reject the bodies of a connection if that is too much."""
         self._total_bytes += size
-        self._amounts[connection] = self._amounts.get(connection, 0) + size
-        self._reject[connection] = reject
+        connection.bodies_bytes += size
+        self._connections.add(connection)
         if self._total_bytes > self._limit_bytes:
-            self._reject[_heaviest(self._amounts)]()
+            _heaviest(self._connections, lambda each: each.bodies_bytes).reject_bodies()
 
     def free(self, connection: Connection) -> None:
         """Forget the bodies of a connection, if there are any."""
-        self._total_bytes -= self._amounts.pop(connection, 0)
-        self._reject.pop(connection, None)
-
-
-@dataclass(slots=True)
-class _Unread:
-    """What the client of one connection has not read."""
-
-    body: bytes = b""
-    """The long reply that is being sent; the same object for all readers of a page."""
-    buffered_bytes: int = 0
-    """In the transport, which does not take more."""
+        self._total_bytes -= connection.bodies_bytes
+        connection.bodies_bytes = 0
+        self._connections.discard(connection)
 
 
 class UnreadReplies:
@@ -240,14 +235,15 @@ class UnreadReplies:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._unread: dict[Connection, _Unread] = {}
+        self._connections: set[Connection] = set()
         self._readers: Counter[int] = Counter()
         """The number of readers of each long reply, by its identity."""
         self.total_bytes = 0
 
     def send(self, connection: Connection, body: bytes) -> None:
         """Count a long reply before it is sent, and close other connections if that is too much."""
-        self._unread.setdefault(connection, _Unread()).body = body
+        connection.unread_body = body
+        self._connections.add(connection)
         self._readers[id(body)] += 1
         if self._readers[id(body)] == 1:
             self.total_bytes += len(body)
@@ -255,46 +251,45 @@ class UnreadReplies:
 
     def sent(self, connection: Connection) -> None:
         """Forget the long reply of a connection: the transport has taken it, or the connection has ended."""
-        unread = self._unread.get(connection)
-        if unread is not None:
-            self._drop_body(unread)
-            self._forget_if_empty(connection, unread)
-
-    def buffer(self, connection: Connection, buffered_bytes: int) -> None:
-        """Note how many bytes the transport of a connection keeps; 0 when its client has read them."""
-        if buffered_bytes == 0 and connection not in self._unread:
-            return
-        unread = self._unread.setdefault(connection, _Unread())
-        self.total_bytes += buffered_bytes - unread.buffered_bytes
-        unread.buffered_bytes = buffered_bytes
-        self._forget_if_empty(connection, unread)
-        self._close_heaviest()
-
-    def forget(self, connection: Connection) -> None:
-        """Forget everything of a connection that has ended."""
-        unread = self._unread.pop(connection, None)
-        if unread is not None:
-            self._drop_body(unread)
-            self.total_bytes -= unread.buffered_bytes
-
-    def _drop_body(self, unread: _Unread) -> None:
-        body, unread.body = unread.body, b""
+        body, connection.unread_body = connection.unread_body, b""
         if body:
             self._readers[id(body)] -= 1
             if not self._readers[id(body)]:
                 del self._readers[id(body)]
                 self.total_bytes -= len(body)
+        if not connection.buffered_bytes:
+            self._connections.discard(connection)
 
-    def _forget_if_empty(self, connection: Connection, unread: _Unread) -> None:
-        if not unread.body and not unread.buffered_bytes:
-            self._unread.pop(connection, None)
+    def buffer(self, connection: Connection, buffered_bytes: int) -> None:
+        """Note how many bytes the transport of a connection keeps; 0 when its client has read them."""
+        self.total_bytes += buffered_bytes - connection.buffered_bytes
+        connection.buffered_bytes = buffered_bytes
+        if buffered_bytes:
+            self._connections.add(connection)
+            self._close_heaviest()
+        elif not connection.unread_body:
+            self._connections.discard(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """Forget everything of a connection that has ended."""
+        self.buffer(connection, 0)
+        self.sent(connection)
 
     def _close_heaviest(self) -> None:
-        while self.total_bytes > self._limit_bytes and len(self._unread) > 1:
-            amounts = {each: len(unread.body) + unread.buffered_bytes for each, unread in self._unread.items()}
-            heaviest = _heaviest(amounts)
+        while self.total_bytes > self._limit_bytes and len(self._connections) > 1:
+            heaviest = _heaviest(self._connections, lambda each: len(each.unread_body) + each.buffered_bytes)
+            _log.debug("a connection of %s closed: it does not read its replies", heaviest.owner)
             self.forget(heaviest)
             heaviest.close()
+
+
+def _heaviest(connections: Collection[Connection], size_of: Callable[[Connection], int]) -> Connection:
+    """Return the connection with the most bytes of the owner with the most bytes."""
+    totals: Counter[Owner] = Counter()
+    for connection in connections:
+        totals[connection.owner] += size_of(connection)
+    owner = max(totals, key=totals.__getitem__)
+    return max((each for each in connections if each.owner == owner), key=size_of)
 
 
 class Clients:

@@ -16,8 +16,6 @@ from gpumem_client.wire.errors import GpumemError
 from gpumem_client.wire.peer import tcp_listener_owner, unix_peer, user_name
 from gpumem_exporter.server.http.addresses import ListenAddress, parse_listen_address
 
-__all__ = ["BindError", "Listeners", "SocketFile", "bind"]
-
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
 _IN_USE = "; if that is not an exporter, choose another --web.listen-address"
@@ -93,11 +91,7 @@ class Listeners:
         return tuple(_authority(sock) for sock in self.sockets if sock.family != socket.AF_UNIX)
 
     def names(self, *, tls: bool = False) -> tuple[str, ...]:
-        """Return the URLs for clients: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`.
-
-        Args:
-            tls: the TCP addresses use TLS.
-        """
+        """Return the URLs for clients: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`."""
         scheme = "https" if tls else "http"
         return tuple(
             f"unix://{self.unix_path}" if sock.family == socket.AF_UNIX else f"{scheme}://{_authority(sock)}"
@@ -119,20 +113,20 @@ class Listeners:
             self.socket_file = None
 
     def add_unix(self, path: str) -> None:
-        """Listen on a unix socket.
-
-        Its mode is 0666: each request is authorized by the credentials of the peer or by a token. The file of a killed
-        exporter is replaced; that of a running one is not.
+        """Listen on a unix socket. The file of a killed exporter is replaced, the file of a running one is not.
 
         Raises:
             BindError: the socket cannot be created, or other users could replace it.
         """
         try:
-            _create_folder(Path(path).parent)
+            # Mode 0755 whatever the umask: with root's 077 no other user could reach the socket.
+            with _umask(0o022), contextlib.suppress(FileExistsError):
+                Path(path).parent.mkdir()
             _require_own_folder(Path(path).parent)
             _remove_unused_socket(path)
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.sockets.append(sock)
+            # Mode 0666: each request is authorized by the credentials of the peer or by a token.
             with _umask(0o111):
                 sock.bind(path)
             self.socket_file = SocketFile.at(path)
@@ -141,11 +135,7 @@ class Listeners:
             raise BindError(f"cannot listen on {path}: {_reason(error)}") from error
 
     def add_tcp(self, address: ListenAddress) -> None:
-        """Listen on a TCP address; without a host, on every IPv4 and IPv6 address of the machine.
-
-        Raises:
-            BindError: the address cannot be bound.
-        """
+        """Listen on a TCP address, or raise BindError. Without a host, listen on every address of the machine."""
         try:
             if not address.host:
                 self._add_every_address(address.port)
@@ -180,11 +170,7 @@ class Listeners:
 
 
 def bind(addresses: Iterable[str], unix_path: str = "") -> Listeners:
-    """Listen on every address.
-
-    Raises:
-        BindError: one of the addresses cannot be bound; then all sockets are closed.
-    """
+    """Listen on every address. If one of them cannot be bound, close all sockets and raise BindError."""
     listeners = Listeners()
     try:
         for address in addresses:
@@ -204,12 +190,6 @@ def _by_whom(address: ListenAddress) -> str:
         if owner is not None:
             return f" by a process of {user_name(owner.uid)}"
     return ""
-
-
-def _create_folder(folder: Path) -> None:
-    """Create the folder with mode 0755 whatever the umask: with root's 077 no other user could reach the socket."""
-    with _umask(0o022), contextlib.suppress(FileExistsError):
-        folder.mkdir()
 
 
 def _require_own_folder(folder: Path) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gpumem_exporter.server.http.connections import PIECE_BYTES, Clients, Connection
@@ -59,6 +58,7 @@ class LimitedProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=_BUFFER_BYTES)
         super().connection_made(ReplyTransport(transport, self.loop, self._unfinished))
         self._connection.close = self.transport.abort
+        self._connection.reject_bodies = self._reject_bodies
         if transport.get_extra_info("sslcontext") is not None:
             self._tls_bytes = _TLS_BYTES
             transport.set_read_buffer_limits(high=_BUFFER_BYTES)  # type: ignore[attr-defined]
@@ -128,28 +128,25 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the application, or refuse the request."""
+        """Start the application, or refuse the request: the parser stops at an error, and the connection is closed."""
         if len(self.pipeline) >= self._limits.pipelined_requests:
-            # The parser stops at this error, and uvicorn closes the connection.
             raise RuntimeError("too many requests wait")
+        if self._connection.refused:
+            self._reject(503, "too many connections are open", {"Retry-After": "1"})
+            raise RuntimeError("the connection is refused")
+        if self._head_length > self._limits.head_bytes:
+            self._reject(431, self._head_too_long())
+            raise RuntimeError("the headers are too long")
         self._in_head = False
         self._head_received = 0
-        app = self.app
-        if self._connection.refused:
-            self.app = _refusal(503, "too many connections are open", {"Retry-After": "1"})
-        elif self._head_length > self._limits.head_bytes:
-            self.app = _refusal(431, self._head_too_long(), {})
-        try:
-            super().on_headers_complete()
-        finally:
-            self.app = app
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Take a part of a body, and make room if the bodies of all connections are too long."""
         if self.transport.is_closing():
             return
         if not self.cycle.response_complete:
-            self._clients.bodies.add(self._connection, len(body), self._reject_bodies)
+            self._clients.bodies.add(self._connection, len(body))
         if not self.transport.is_closing():
             super().on_body(body)
 
@@ -226,15 +223,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
         self._clients.connections.wait(self._connection)
         self.transport.close()
-
-
-def _refusal(status: int, detail: str, headers: dict[str, str]) -> ASGIApp:
-    response = problem_response(status, detail, headers={"Connection": "close", **headers})
-
-    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        await response(scope, receive, send)
-
-    return refuse
 
 
 class ReplyTransport(asyncio.Transport):

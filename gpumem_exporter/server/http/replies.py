@@ -8,8 +8,6 @@ from typing import Any
 
 from fastapi import Response
 
-__all__ = ["accepts_gzip", "json_reply", "json_response", "prefers_openmetrics"]
-
 _OPENMETRICS = "application/openmetrics-text"
 _TEXT_RANGES = ("text/plain", "text/*", "*/*")
 """From the most specific range to the least."""
@@ -26,10 +24,8 @@ def json_response(document: Mapping[str, object], status: int = 200) -> Response
 
 
 def json_reply(model: type, description: str = "Successful Response") -> dict[str, Any]:
-    """Return the OpenAPI description of a JSON reply; `server.openapi` adds the schema of the model.
-
-    FastAPI's `response_model` would build a validator of each model when the exporter starts.
-    """
+    """Return the OpenAPI description of a JSON reply; `server.openapi` adds the schema of the model."""
+    # FastAPI's `response_model` would build a validator of each model when the exporter starts.
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 

@@ -18,7 +18,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from gpumem_exporter.server.http.connections import Clients, Connection, Connections, Limits, Owner, owner_of
+from gpumem_exporter.server.http.connections import Clients, Connection, Limits, Owner, owner_of
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.http.protocol import LimitedProtocol
@@ -62,10 +62,11 @@ class LimitedServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, accept connections, and call `on_started`."""
         await super().startup([])
-        tls = None if self._tls is None else Tls(self._tls, self._clients.limits)
+        limits = self._clients.limits
+        handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))
         for sock in sockets or ():
-            of_socket = None if sock.family == socket.AF_UNIX else tls
-            acceptor: Any = Acceptor(sock, self._clients.connections, self._protocol, of_socket)
+            tls = None if sock.family == socket.AF_UNIX else self._tls
+            acceptor: Any = Acceptor(sock, self._clients, self._protocol, tls, handshakes)
             self.servers.append(acceptor)
         if self.started:
             self._on_started()
@@ -85,52 +86,23 @@ class LimitedServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-class Tls:
-    """TLS for the connections of all TCP sockets."""
-
-    def __init__(self, context: ssl.SSLContext, limits: Limits) -> None:
-        self._context = context
-        self._handshake_seconds = limits.handshake_seconds
-        # A connection that waits for its turn has a file, but none of the buffers of TLS.
-        self._handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))
-
-    async def connect(self, protocol: Callable[[], asyncio.Protocol], sock: socket.socket, owner: Owner) -> None:
-        """Do the handshake of a connection in a turn of its owner.
-
-        Raises:
-            OSError: the handshake failed or took too long.
-            ProblemError: too many handshakes of this owner wait.
-        """
-        try:
-            await asyncio.wait_for(self._connect(protocol, sock, owner), self._handshake_seconds)
-        except asyncio.TimeoutError:
-            raise OSError(errno.ETIMEDOUT, "the TLS handshake takes too long") from None
-
-    async def _connect(self, protocol: Callable[[], asyncio.Protocol], sock: socket.socket, owner: Owner) -> None:
-        async with self._handshakes.of(owner):
-            await asyncio.get_running_loop().connect_accepted_socket(
-                protocol,
-                sock,
-                ssl=self._context,
-                ssl_handshake_timeout=self._handshake_seconds,
-                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
-            )
-
-
 class Acceptor:
     """Accepts the connections of one listening socket. Used on the event loop only; the caller closes the socket."""
 
     def __init__(
         self,
         sock: socket.socket,
-        connections: Connections,
+        clients: Clients,
         protocol: Callable[[Connection], asyncio.Protocol],
-        tls: Tls | None,
+        tls: ssl.SSLContext | None,
+        handshakes: Turns,
     ) -> None:
         self._sock = sock
-        self._connections = connections
+        self._connections = clients.connections
+        self._limits = clients.limits
         self._protocol = protocol
         self._tls = tls
+        self._handshakes = handshakes
         self._loop = asyncio.get_running_loop()
         self._connecting: set[asyncio.Task[None]] = set()
         self._resume: asyncio.TimerHandle | None = None
@@ -185,6 +157,7 @@ class Acceptor:
         if not self._connections.admit(connection):
             sock.close()
             return
+        _log.debug("connection of %s", connection.owner)
         task = self._loop.create_task(self._connect(sock, connection))
         connection.close = task.cancel
         self._connecting.add(task)
@@ -200,9 +173,24 @@ class Acceptor:
             if self._tls is None:
                 await self._loop.connect_accepted_socket(protocol, sock)
             else:
-                await self._tls.connect(protocol, sock, connection.owner)
+                handshake = self._do_handshake(self._tls, protocol, sock, connection.owner)
+                await asyncio.wait_for(handshake, self._limits.handshake_seconds)
         except BaseException as error:
+            _log.debug("connection of %s not opened: %r", connection.owner, error)
             self._connections.remove(connection)
             sock.close()
-            if not isinstance(error, (OSError, ProblemError, asyncio.CancelledError)):
+            if not isinstance(error, (OSError, ProblemError, asyncio.TimeoutError, asyncio.CancelledError)):
                 raise
+
+    async def _do_handshake(
+        self, tls: ssl.SSLContext, protocol: Callable[[], asyncio.Protocol], sock: socket.socket, owner: Owner
+    ) -> None:
+        # A connection that waits for its turn has a file, but none of the buffers of TLS.
+        async with self._handshakes.of(owner):
+            await self._loop.connect_accepted_socket(
+                protocol,
+                sock,
+                ssl=tls,
+                ssl_handshake_timeout=self._limits.handshake_seconds,
+                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
+            )

@@ -6,6 +6,7 @@ The other routes are readable by every client, except by web pages if the export
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,6 +44,8 @@ _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
 _LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))
 _LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES}
 _OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 503: "busy"}
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,7 @@ class Guard:
             if guarded and method == "POST":
                 receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
         except ProblemError as problem:
+            _log.debug("%s %s refused: %s %s", method, path, problem.status, problem.detail)
             if path == REPORTS_PATH:
                 self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
             await problem.response()(scope, receive, send)

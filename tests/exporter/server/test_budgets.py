@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from gpumem_exporter.server.http.connections import (
@@ -26,20 +27,19 @@ def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
     several = [Connection(Peer(), 1) for _ in range(3)]
     one = Connection(Peer(), 2)
 
-    def add(each: Connection, size: int) -> None:
-        def reject() -> None:
-            rejected.append(each)
-            bodies.free(each)
+    def reject(each: Connection) -> None:
+        rejected.append(each)
+        bodies.free(each)
 
-        bodies.add(each, size, reject)
-
-    add(one, 40)
+    for each in (*several, one):
+        each.reject_bodies = partial(reject, each)
+    bodies.add(one, 40)
     for each, size in zip(several, (10, 30, 15), strict=True):
-        add(each, size)
+        bodies.add(each, size)
     assert not rejected
-    add(several[0], 6)
+    bodies.add(several[0], 6)
     assert rejected == [several[1]]
-    add(one, 29)
+    bodies.add(one, 29)
     assert rejected == [several[1]]
 
 
