@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from gpumem_exporter.actions.lifecycle import RunningAction
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.errors import IdempotencyConflictError
-
-__all__ = ["MAX_UNDER_WAY", "ActionRegistry"]
+from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 
 _DRY_RUNS_SHARE = 4
 """One dry run is kept for this number of actions."""
@@ -22,9 +20,7 @@ MAX_UNDER_WAY = 4096
 class ActionRegistry:
     """Finds actions by id and by idempotency key. A key belongs to its caller and is known as long as its action.
 
-    Args:
-        max_finished: the number of finished actions that are kept, besides dry runs.
-        max_bytes: about the memory that they may take, besides dry runs.
+    `max_finished` and `max_bytes` limit the finished actions that are kept, besides dry runs.
     """
 
     def __init__(self, max_finished: int, max_bytes: int = MAX_BYTES) -> None:
@@ -65,9 +61,11 @@ class ActionRegistry:
             raise IdempotencyConflictError(f"Idempotency-Key {key!r} was used for another request (action {action_id})")
         return known
 
-    def under_way(self, share: str) -> int:
-        """Return the number of processes in the running actions of a share, with and without a result."""
-        return sum(running.size for running in self._running.values() if running.action.share == share)
+    def require_room(self, share: str, processes: int) -> None:
+        """Raise `TooManyActionsError` if the running actions of a share have too many processes."""
+        under_way = sum(running.size for running in self._running.values() if running.action.share == share)
+        if under_way and under_way + processes > MAX_UNDER_WAY:
+            raise TooManyActionsError(f"{share} has running actions on {under_way} processes; cancel some", 1.0)
 
     def start(self, running: RunningAction, request: ActionRequest, key: str | None) -> None:
         """Add a new action."""
@@ -87,7 +85,7 @@ class ActionRegistry:
         """Replace a finished action by a later state of it, unless it is forgotten."""
         self._finished.replace(action)
 
-    def recall(self, action: Action, submitted: SubmittedAction | None) -> None:
+    def restore(self, action: Action, submitted: SubmittedAction | None) -> None:
         """Add an action of an earlier run of the exporter, and the request that started it.
 
         Called with the newest first. An action of an earlier run never displaces one of this run.
@@ -105,11 +103,7 @@ class ActionRegistry:
 
 
 class _Kept:
-    """Actions of a limited number and size.
-
-    If there are too many, the share with the most actions loses its oldest one; if they are too large, the share with
-    the most bytes.
-    """
+    """Actions of a limited number and size. The share with the most actions, or most bytes, loses its oldest one."""
 
     def __init__(self, maximum: int, max_bytes: int) -> None:
         self._maximum = maximum

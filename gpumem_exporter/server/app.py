@@ -162,7 +162,7 @@ def _without_pydantic_v1() -> Iterator[None]:
 
 
 def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
-    dispatcher, audit, holds = runtime.dispatcher, runtime.audit, runtime.holds
+    dispatcher, audit, held_requests = runtime.dispatcher, runtime.audit, runtime.held_requests
     hide_identities = runtime.settings.web_hide_identities
     return [
         state_router(
@@ -176,7 +176,7 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
             allowed=runtime.settings.action_allow,
             snapshot=runtime.snapshot,
         ),
-        actions_router(dispatcher=dispatcher, audit=audit, holds=holds, renderer=runtime.renderer),
+        actions_router(dispatcher=dispatcher, audit=audit, held_requests=held_requests, renderer=runtime.renderer),
         alerts_router(
             dispatcher=dispatcher,
             audit=audit,
@@ -187,7 +187,13 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
         policy_router(runtime.policies),
         events_router(runtime.events.log, runtime.renderer, hide_identities=hide_identities),
         jobs_router(runtime.events, runtime.renderer),
-        nvml_router(poller=runtime.poller, dispatcher=dispatcher, audit=audit, holds=holds, clock=runtime.clock),
+        nvml_router(
+            poller=runtime.poller,
+            dispatcher=dispatcher,
+            audit=audit,
+            held_requests=held_requests,
+            clock=runtime.clock,
+        ),
         health_router(health=health, snapshot=runtime.snapshot),
     ]
 
@@ -208,7 +214,7 @@ def _page_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
             renderer=runtime.renderer,
             hide_identities_from=runtime.callers if settings.web_hide_identities else None,
             history=runtime.history,
-            holds=runtime.holds,
+            held_requests=runtime.held_requests,
         ),
         page_router(page),
         api_page_router(),
@@ -256,13 +262,13 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             asyncio.ensure_future(
                 recall_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
             ),
-            asyncio.ensure_future(runtime.audit.recall(runtime.dispatcher)),
+            asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
         ]
         try:
             with reloading_on_hangup(_reloads(runtime)):
                 yield
         finally:
-            runtime.holds.release()
+            runtime.held_requests.stop()
             runtime.presence.close()
             for task in tasks:
                 task.cancel()

@@ -37,7 +37,7 @@ from gpumem_exporter.server.api.event_writes import wait_until_kept
 from gpumem_exporter.server.api.report_schema import ReportReader, shortened
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.server.http.connections import Connection
-from gpumem_exporter.server.http.held_requests import GONE, Ended, Holds
+from gpumem_exporter.server.http.held_requests import Held, HeldRequests
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import FieldError, ProblemError
 from gpumem_exporter.server.http.turns import Turns
@@ -66,7 +66,7 @@ class Ingest:
         presence: removes the process when it ends.
         events: derives events.
         dispatcher: takes results and returns commands.
-        holds: holds requests until there is a command.
+        held_requests: holds requests until there is a command.
         exposition: renders the lines of the process.
         instruments: counts reports by outcome.
         clock: monotonic seconds.
@@ -81,7 +81,7 @@ class Ingest:
         presence: Presence,
         events: Recorder,
         dispatcher: Dispatcher,
-        holds: Holds,
+        held_requests: HeldRequests,
         exposition: Exposition,
         instruments: Instruments,
         *,
@@ -94,7 +94,7 @@ class Ingest:
         self._presence = presence
         self._events = events
         self._dispatcher = dispatcher
-        self._holds = holds
+        self._held_requests = held_requests
         self._exposition = exposition
         self._instruments = instruments
         self._clock = clock
@@ -242,23 +242,19 @@ class Ingest:
         """Return the reply with the commands for the process, as soon as there is one or the hold ends."""
         if process.report.final:
             return self._nothing_to_do
-        commands = await self._commands(process, receive)
-        if commands is GONE:
-            self._presence.connection_lost(process)
-            return None
-        cancelled = self._dispatcher.cancelled(process)
-        delivered = () if isinstance(commands, Ended) else commands
-        for command in delivered:
+        commands, cancelled = self._dispatcher.commands(process), self._dispatcher.cancelled(process)
+        hold_seconds = min(process.report.hold_seconds, self._report_interval_seconds)
+        if not commands and not cancelled and hold_seconds > 0:
+            self._held_requests.wake(process.key)  # a process has one connection: an earlier request has no client
+            held = await self._held_requests.hold(process.key, hold_seconds, receive)
+            if held is Held.GONE:
+                self._presence.connection_lost(process)
+                return None
+            commands, cancelled = self._dispatcher.commands(process), self._dispatcher.cancelled(process)
+        for command in commands:
             fields = {"id": command.id, "action": command.action, "pid": process.report.process.pid}
             _log.debug("command delivered", extra={"fields": fields})
-        return self._encode(delivered, cancelled) if delivered or cancelled else self._nothing_to_do
-
-    async def _commands(self, process: ReportingProcess, receive: Receive) -> tuple[Command, ...] | Ended:
-        hold_seconds = min(process.report.hold_seconds, self._report_interval_seconds)
-        commands = await self._dispatcher.commands(process, 0)
-        if commands or hold_seconds <= 0 or self._dispatcher.cancelled(process):
-            return commands
-        return await self._holds.until(self._dispatcher.commands(process, hold_seconds), receive)
+        return self._encode(commands, cancelled) if commands or cancelled else self._nothing_to_do
 
     def _encode(self, commands: tuple[Command, ...], cancelled: tuple[str, ...]) -> bytes:
         return json.dumps(to_wire(Reply(commands, cancelled, self._report_interval_seconds))).encode()

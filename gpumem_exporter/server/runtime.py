@@ -33,7 +33,7 @@ from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.server.http.addresses import parse_listen_address
-from gpumem_exporter.server.http.held_requests import Holds
+from gpumem_exporter.server.http.held_requests import HeldRequests
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.peer import PeerPlaces
 from gpumem_exporter.server.ingest import Ingest
@@ -72,7 +72,7 @@ class Runtime:
     presence: Presence
     events: Recorder
     audit: Audit
-    holds: Holds
+    held_requests: HeldRequests
     history: History
     ingest: Ingest
     renderer: Renderer
@@ -103,8 +103,8 @@ def build_runtime(
 
     It is longer than other functions because each part has its line, in the order in which they depend on each other.
     """
-    instruments, holds = Instruments(), Holds()
-    instruments.show_held_requests(holds.__len__)
+    instruments, held_requests = Instruments(), HeldRequests()
+    instruments.show_held_requests(held_requests.__len__)
     state = CurrentState(_store(settings), clock, wall_clock)
     events = _recorder(settings, state, instruments)
     poller = Poller(
@@ -117,7 +117,7 @@ def build_runtime(
     )
     record_end = partial(_record_action_end, instruments)
     audit = Audit(events, durable=bool(settings.storage_path), wall_clock=wall_clock, on_lost=record_end)
-    dispatcher = _dispatcher(settings, state, host, audit, ActionEnds(record_end, audit, poller))
+    dispatcher = _dispatcher(settings, state, host, audit, ActionEnds(record_end, audit, poller), held_requests)
     presence = Presence(
         state.store,
         dispatcher,
@@ -140,7 +140,7 @@ def build_runtime(
         presence,
         events,
         dispatcher,
-        holds,
+        held_requests,
         exposition,
         instruments,
         clock=clock,
@@ -162,7 +162,7 @@ def build_runtime(
         presence=presence,
         events=events,
         audit=audit,
-        holds=holds,
+        held_requests=held_requests,
         history=History(reading_expiry_seconds=state.store.reading_expiry_seconds),
         ingest=ingest,
         renderer=Renderer(),
@@ -265,7 +265,14 @@ def _recorder(settings: Settings, state: CurrentState, instruments: Instruments)
     )
 
 
-def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audit, ends: ActionEnds) -> Dispatcher:
+def _dispatcher(
+    settings: Settings,
+    state: CurrentState,
+    host: Host,
+    audit: Audit,
+    ends: ActionEnds,
+    held_requests: HeldRequests,
+) -> Dispatcher:
     limits = RateLimits(
         per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=state.clock
     )
@@ -277,7 +284,8 @@ def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audi
         on_finished=ends.finished,
         terminator=Terminator(host),
         limits=limits,
-        before_release=audit.record,
+        record=audit.record,
+        wake=held_requests.wake,
         call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
         hide_identities=settings.web_hide_identities,
     )

@@ -211,7 +211,7 @@ def build_server(
         limits=limits or Limits(max_connections=_max_connections(2 * settings.report_max_processes + 256)),
         tls=tls,
         on_started=started,
-        on_stopping=runtime.holds.release,
+        on_stopping=runtime.held_requests.stop,
         loop="uvloop",
         access_log=False,
         proxy_headers=False,

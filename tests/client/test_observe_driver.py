@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.reporter.driver_memory import process_list, processes_of_device, read_driver
+from gpumem_client.driver_memory import process_list, processes_of_device, read_driver
 
 SHORT, LONG = struct.Struct("@IQII"), struct.Struct("@IQIIQ")
 SUCCESS, NOT_SUPPORTED, INSUFFICIENT_SIZE = 0, 3, 7

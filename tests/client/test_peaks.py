@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_client.allocator.peaks import PeakWatch
+from gpumem_client.phases.peaks import PeakWatch
 
 
 def state(allocated_peak: int, reserved_peak: int = 100, **other: int) -> dict[str, Any]:

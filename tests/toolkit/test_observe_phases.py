@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gpumem_client import memory_context, phase
 from gpumem_client.phases.measured import Measured, MemoryUse
 from gpumem_client.phases.observed import Observed
-from gpumem_client.phases.peak_bounds import Span
+from gpumem_client.phases.peaks import Span
 from gpumem_client.wire.protocol import MAX_PHASES
 from gpumem_toolkit import milestones, watch
 

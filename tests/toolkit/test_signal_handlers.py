@@ -12,7 +12,7 @@ import pytest
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.phases.measured import Measured

@@ -13,16 +13,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumem_client.allocator import torch_access
+from gpumem_client import torch_access
 from gpumem_client.allocator.captures import Captures
 from gpumem_client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
-from gpumem_client.allocator.memory_limits import environment_limit
 from gpumem_client.allocator.reclaimable import Reclaimable, known
-from gpumem_client.allocator.settings import in_force
-from gpumem_client.allocator.torch_access import DeviceState
+from gpumem_client.allocator.settings import environment_limit, in_force
 from gpumem_client.allocator.unmapped import Unmapped, can_unmap, held_by_driver, unmapped_in
+from gpumem_client.guest_safety import log
+from gpumem_client.hooks.lifecycle import once
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.phases.observed import Observed, process_observed
+from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ReasonCode
 
@@ -273,3 +274,38 @@ def _large_page(settings: str) -> int | None:
     """Return the page size of expandable segments in the large pool, in bytes, if the settings have one (2.10+)."""
     found = re.search(r"\blarge_segment_size_mb:(\d+)", settings.replace(" ", ""))
     return int(found[1]) << 20 if found else None
+
+
+class SharedAllocator:
+    """The allocator that the user's own calls share; the reporter has another one, for its own thread."""
+
+    def __init__(self) -> None:
+        self.allocator: Allocator | None = None
+        self.warned = False
+
+    def detach(self) -> None:
+        """Remove the allocator's hooks from torch; the next call attaches again."""
+        allocator, self.allocator = self.allocator, None
+        if allocator is not None:
+            allocator.detach()
+
+
+def attached() -> Allocator | None:
+    """Return the allocator that the user's calls share, or None without CUDA and in a forked child of such a process.
+
+    Does not initialize CUDA. Any thread may call this.
+    """
+    shared = once("shared_allocator", SharedAllocator)
+    if torch_access.initialized_torch() is None:
+        return None
+    if shared.allocator is None:
+        shared.allocator = Allocator.attach()
+    return shared.allocator
+
+
+def no_cuda(function: str) -> None:
+    """Log once per process that a function does nothing because CUDA is not initialized."""
+    shared = once("shared_allocator", SharedAllocator)
+    if not shared.warned:
+        shared.warned = True
+        log.warning("%s: no CUDA in this process, nothing is done", function)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 
 from gpumem_client.allocator.heap import Heap, PoolSegment
-from gpumem_client.allocator.torch_access import DeviceState
+from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.protocol import DeviceSample
 
 __all__ = ["Reclaimable", "fragmented_bytes", "known"]

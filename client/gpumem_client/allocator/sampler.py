@@ -21,7 +21,7 @@ from typing import Any
 
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS, IdleCache
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.steps import OneStep
 from gpumem_client.wire.protocol import DeviceSample
 

@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpumem_client.allocator.allocator import Allocator
-from gpumem_client.allocator.attached import attached, no_cuda
+from gpumem_client.allocator.allocator import Allocator, attached, no_cuda
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import MAX_TEXT_LENGTH, ReasonCode, SnapshotBlock, SnapshotFile, SnapshotSegment
 

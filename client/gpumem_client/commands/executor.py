@@ -14,10 +14,10 @@ from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.snapshot_file import write_snapshot
-from gpumem_client.allocator.torch_access import DeviceState
 from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.settling import Settling
-from gpumem_client.hooks.guest_safety import raised_by_signal_handler
+from gpumem_client.guest_safety import raised_by_signal_handler
+from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import Command, CommandResult, DeviceResult, ReasonCode, SnapshotFile
 from gpumem_client.wire.units import human_bytes

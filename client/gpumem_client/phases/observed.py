@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_client.allocator.peaks import PeakWatch
-from gpumem_client.allocator.torch_access import Statistics, initialized_torch
-from gpumem_client.hooks.calling_thread import calling_thread, mark_thread
-from gpumem_client.hooks.lifecycle import after_fork_in_child
-from gpumem_client.log import log
-from gpumem_client.phases.peak_bounds import PeakBounds, PhasePeak, Span
-from gpumem_client.process_state import once
+from gpumem_client.guest_safety import log
+from gpumem_client.hooks.lifecycle import after_fork_in_child, once
+from gpumem_client.phases.peaks import PeakBounds, PeakWatch, PhasePeak, Span
+from gpumem_client.torch_access import Statistics, calling_thread, initialized_torch, mark_thread
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES
 
 __all__ = ["Observed", "WatchedBytes", "process_observed"]

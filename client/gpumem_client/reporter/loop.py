@@ -12,17 +12,15 @@ from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
+from gpumem_client.guest_safety import ErrorLog, log
+from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.hooks.steps import Steps
-from gpumem_client.log import log
-from gpumem_client.oom.observer import OutOfMemoryLog
 from gpumem_client.phases.measured import current_phase
-from gpumem_client.reporter.delivery import Delivery, Outcome
+from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.engine_start import EngineStart
-from gpumem_client.reporter.error_log import ErrorLog
 from gpumem_client.reporter.identity import current_process, with_rank, with_ray
 from gpumem_client.reporter.plan import planned_peak_bytes, with_plan
 from gpumem_client.reporter.settings import ReporterSettings
-from gpumem_client.reporter.wakeup import Wakeup
 from gpumem_client.wire.protocol import MAX_TEXT_LENGTH, MODES, CommandResult, OutOfMemory, Reply, Report
 
 __all__ = ["ReportLoop"]

@@ -9,14 +9,12 @@ from collections.abc import Callable
 
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_client.guest_safety import ErrorLog
+from gpumem_client.hooks.out_of_memory import OutOfMemoryLog, OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
-from gpumem_client.oom.observer import OutOfMemoryLog
-from gpumem_client.reporter.delivery import Delivery
-from gpumem_client.reporter.error_log import ErrorLog
+from gpumem_client.reporter.delivery import Delivery, Wakeup
 from gpumem_client.reporter.loop import ReportLoop
 from gpumem_client.reporter.settings import ReporterSettings
-from gpumem_client.reporter.wakeup import Wakeup
 from gpumem_client.wire.protocol import OutOfMemory
 
 __all__ = ["Worker"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import isinf
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.engine_starts import StartGuard, describe, devices_of, waits
+from gpumem_exporter.actions.engine_starts import describe, devices_of, starts_on, waits
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.model import Rule
 from gpumem_exporter.actions.policy.outcomes import Outcomes, Stop
@@ -225,9 +225,10 @@ class _Round:
         if not self._snapshot.starting:
             return ""
         request = state.rule.request
-        guard = StartGuard(request.action, Caller.policy(state.rule.name), request.force)
         processes = self._processes(state.rule, seen)
-        starting = guard.waits_for(
+        starting = starts_on(
+            request,
+            Caller.policy(state.rule.name),
             {uuid for process in processes for uuid in devices_of(process, self._snapshot)},
             self._snapshot,
             [] if seen.process.host_pid is None else [seen.process.host_pid],

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.policy.model import (
     DEFAULT_COOLDOWN_SECONDS,
     DEFAULT_STILL_FREE_SECONDS,
@@ -22,12 +21,11 @@ from gpumem_exporter.actions.policy.quantities import read_quantity, shown_quant
 from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.actions.request import (
     ACTIONS,
-    DEFAULT_DEADLINE_SECONDS,
     MAX_SETTLE_SECONDS,
+    OPTIONS,
     ActionRequest,
     Target,
     invalid_fields,
-    mode_for,
 )
 from gpumem_exporter.core.yaml_file import YamlReader, is_scalar, line_of
 
@@ -40,6 +38,8 @@ MAX_RULES = 100
 
 _RULE_KEYS = ("name", "workloads", "when", "for", "do", "cooldown", "max_per_hour", "stop_after", "dry_run")
 _DO_KEYS = ("action", "mode", "group", "collect_garbage", "fraction", "force", "deadline")
+_SECONDS = {"deadline": "deadline_seconds"}
+"""A time in a file has its unit, so that its key has none."""
 _STOP_KEYS = ("clears", "freed_under", "still_free_after")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _DAY_SECONDS = 86400.0
@@ -133,21 +133,19 @@ class _Reader(YamlReader):
         if action not in self._allowed:
             allowed = ", ".join(sorted(self._allowed)) or "none"
             self.fail(given["action"], f"action: {action} is not allowed here; --action.allow has {allowed}")
-        group = self.flag(given, "group", default=False)
-        request = ActionRequest(
-            action=action,
-            target=Target(all=True),
-            mode=mode_for(self.choice(given["mode"], "mode", MODES) if "mode" in given else None, group=group),
-            group=group,
-            collect_garbage=self.flag(given, "collect_garbage", default=False),
-            fraction=self._quantity(given["fraction"], "fraction", "ratio") if "fraction" in given else None,
-            force=self.flag(given, "force", default=False),
-            deadline_seconds=self._number(given, "deadline", "seconds", DEFAULT_DEADLINE_SECONDS),
-        )
+        values = {_SECONDS.get(key, key): self._option(node, key) for key, node in given.items() if key != "action"}
+        request = ActionRequest(action, Target(all=True), **values)
         for invalid in invalid_fields(request):
             key = invalid.field.removesuffix("_seconds")
             self.fail(given.get(key, node), f"{key}: {invalid.message}")
         return request
+
+    def _option(self, node: Node, key: str) -> Any:
+        option = OPTIONS[_SECONDS.get(key, key)]
+        if option.unit:
+            return self._quantity(node, key, option.unit)
+        choice = self.choice(node, key, option.choices or ("true", "false"))
+        return choice if option.choices else choice == "true"
 
     def _stop_after(self, node: Node | None, action: str) -> StopAfter | None:
         clears = action == "empty_cache"  # no other action releases memory to the driver

@@ -81,7 +81,7 @@ def alerts_router(
         except ProblemError:
             count_alert("invalid")
             raise
-        await audit.wait_until_recalled()  # otherwise an alert that was acted on before a restart would count as new
+        await audit.wait_until_restored()  # otherwise an alert that was acted on before a restart would count as new
         # Without an await from here on, a second message with the same alerts finds these actions.
         outcomes = [receiver.take(alert, request.state.caller) for alert in message.alerts]
         for each in outcomes:

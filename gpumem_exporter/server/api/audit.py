@@ -28,7 +28,7 @@ __all__ = ["Audit"]
 T = TypeVar("T")
 
 _RESTARTED = "the exporter restarted before the result arrived; the action may have been done"
-_RECALLED_SECONDS = 2 * MAX_DEADLINE_SECONDS
+_RESTORED_SECONDS = 2 * MAX_DEADLINE_SECONDS
 _RETRY_SECONDS = 1.0
 _WAIT_SECONDS = 5.0
 _PAGE = 500
@@ -60,7 +60,7 @@ class Audit:
         self._wall_clock = wall_clock
         self._on_lost = on_lost
         self._ends: dict[str, Future[bool]] = {}
-        self._recalled = asyncio.Event()
+        self._restored = asyncio.Event()
 
     async def record(self, submitted: SubmittedAction) -> None:
         """Record a new action; return when it is on disk, or when the disk fails. Without a disk, return at once."""
@@ -81,17 +81,17 @@ class Audit:
         if end is not None:
             await wait_until_kept(self._events.log, end)
 
-    async def wait_until_recalled(self) -> None:
+    async def wait_until_restored(self) -> None:
         """Wait until the dispatcher knows the actions before the restart, for some seconds at most."""
-        if self.durable and not self._recalled.is_set():
+        if self.durable and not self._restored.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._recalled.wait(), _WAIT_SECONDS)
+                await asyncio.wait_for(self._restored.wait(), _WAIT_SECONDS)
 
-    async def recall(self, dispatcher: Dispatcher) -> None:
+    async def restore(self, dispatcher: Dispatcher) -> None:
         """Give the dispatcher the actions before the restart. Retries while the disk fails."""
         if not self.durable:
             return
-        since_unix_seconds = self._wall_clock() - _RECALLED_SECONDS
+        since_unix_seconds = self._wall_clock() - _RESTORED_SECONDS
         query = Query(since_unix_seconds=since_unix_seconds, types=("action_asked", "action"), limit=_PAGE)
         try:
             while True:
@@ -103,9 +103,9 @@ class Audit:
                     break
             self._restore(dispatcher, events)
         except Exception:  # noqa: BLE001 - another attempt would fail in the same way
-            _log.exception("cannot recall the actions before this start")
+            _log.exception("cannot restore the actions before this start")
         finally:
-            self._recalled.set()
+            self._restored.set()
 
     def _restore(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
         submitted = dict(_readable(events, "action_asked", read_requested))
@@ -119,7 +119,7 @@ class Audit:
                 self._on_lost(lost)
                 self.finished(lost)
         for action, submission in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
-            dispatcher.recall(action, submission)
+            dispatcher.restore(action, submission)
 
 
 def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -> Iterator[tuple[str, T]]:

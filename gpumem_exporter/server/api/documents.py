@@ -8,8 +8,7 @@ from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.actions.permission import may_act_on
-from gpumem_exporter.actions.targets import gpu_labels
+from gpumem_exporter.actions.selection import gpu_labels
 from gpumem_exporter.core.ledger import (
     DeviceLedger,
     ProcessShare,
@@ -144,7 +143,7 @@ def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[See
 def _knows(viewer: Caller, process: SeenProcess) -> bool:
     if viewer.rights is not Rights.OWN:
         return viewer.rights is Rights.ALL
-    return process.reporter is not None and may_act_on(viewer, process.reporter)
+    return process.reporter is not None and viewer.may_act_on(process.reporter)
 
 
 def _facts(process: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.api.rendering import Renderer, encoded
 from gpumem_exporter.server.http.connections import owner_of
-from gpumem_exporter.server.http.held_requests import RELEASED, Holds
+from gpumem_exporter.server.http.held_requests import Held, HeldRequests
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.callers import Callers
@@ -32,6 +33,7 @@ __all__ = ["Audience", "LiveState", "live_router"]
 
 EVENT_STREAM = "text/event-stream"
 RETRY_AFTER = {"Retry-After": "5"}
+_LONGEST_SECONDS = 86400.0
 _HEADERS = {"Cache-Control": "no-store", "Vary": "Accept"}
 
 
@@ -113,7 +115,7 @@ def live_router(
     renderer: Renderer,
     hide_identities_from: Callers | None,
     history: History,
-    holds: Holds,
+    held_requests: HeldRequests,
 ) -> APIRouter:
     """Return the route that shows the whole node.
 
@@ -123,7 +125,7 @@ def live_router(
         renderer: runs `state.render`.
         hide_identities_from: identifies the viewers from whom the identities of others' processes are hidden.
         history: the last ten minutes.
-        holds: ends streams when the exporter stops.
+        held_requests: ends streams when the exporter stops.
     """
     router = APIRouter(tags=["state"])
 
@@ -140,7 +142,7 @@ def live_router(
             build = partial(replace(state, viewer=viewer).render, whole_processes=True)
             moment, node = streams.moment(), await renderer.render_shared(("live documents", viewer), build)
         elif EVENT_STREAM in request.headers.get("accept", ""):
-            return _Stream(streams, history, holds)
+            return _Stream(streams, history, held_requests)
         else:
             _, moment, node = await streams.latest()
         body = b'{"moment":%b,"state":%b,"history":%b}' % (moment, node, _rendered(history))
@@ -152,23 +154,28 @@ def live_router(
 class _Stream(Response):
     """A reply that continues until the client disconnects or the exporter stops."""
 
-    def __init__(self, streams: Streams, history: History, holds: Holds) -> None:
+    def __init__(self, streams: Streams, history: History, held_requests: HeldRequests) -> None:
         super().__init__(headers={**_HEADERS, "X-Accel-Buffering": "no"}, media_type=EVENT_STREAM)
         del self.headers["content-length"]
         self._streams = streams
         self._history = history
-        self._holds = holds
+        self._held_requests = held_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events, each when the client has read enough of the previous one."""
         try:
             with self._streams.follow(owner_of(scope["state"]["peer"])) as following:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                ended = await self._holds.until(self._send_events(following, send), receive)
+                sending = asyncio.ensure_future(self._send_events(following, send))
+                sending.add_done_callback(self._held_requests.wake)
+                try:
+                    ended = await self._held_requests.hold(sending, _LONGEST_SECONDS, receive)
+                finally:
+                    sending.cancel()
         except TooManyStreamsError as error:
             await ProblemError(503, str(error), RETRY_AFTER).response()(scope, receive, send)
             return
-        if ended is RELEASED:
+        if ended is Held.STOPPING:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, following: Following, send: Send) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.targets import gpu_labels
+from gpumem_exporter.actions.selection import gpu_labels
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.documents import SeenProcess, devices_document, processes_document, seen_processes

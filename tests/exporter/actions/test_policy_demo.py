@@ -92,7 +92,7 @@ class DemoBench:
             sent = process.report(reporter.sequence, reporter.results)
             known = self.store.put_report(sent, host_pid=pid, now_seconds=self.now, now_unix_seconds=self.now)
             self.dispatcher.take_results(known)
-            commands = await self.dispatcher.commands(known, 0)
+            commands = self.dispatcher.commands(known)
             reporter.results = process.run_commands(Reply(commands=tuple(commands)))
 
 

@@ -9,19 +9,19 @@ import pytest
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
-from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
+from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 from gpumem_exporter.cli.doctor.exporter import (
     check_actions,
     check_auth,
     check_clock,
     check_health,
+    check_pid_namespace,
+    check_reporters,
     check_trust,
     check_version,
-    is_on_this_machine,
     reach,
 )
-from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
-from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
+from gpumem_exporter.cli.doctor.machine import check_driver, check_driver_elsewhere, is_on_this_machine
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from tests.support.golden import assert_golden
@@ -158,8 +158,8 @@ def test_the_text_of_each_finding() -> None:
             for finding in _driver(_Provider(error=absent), _health(error="its own reason", released=released))
         ),
         *_driver(_Provider(error=ImportError("No module named 'pynvml'"))),
-        *(judge_driver_elsewhere(_health(source, "it is gone")) for source in ("", "nvml", "demo")),
-        judge_driver_elsewhere(_health(error="released by ada", released=True)),
+        *(check_driver_elsewhere(_health(source, "it is gone")) for source in ("", "nvml", "demo")),
+        check_driver_elsewhere(_health(error="released by ada", released=True)),
         reach(_Api({"status": "ok"}, api), tried)[0],  # type: ignore[arg-type]
         reach(_Api(ExporterUnreachableError("no exporter answers at x"), api), tried)[0],  # type: ignore[arg-type]
         *(reach(_Api(ExporterAnswerError(code, "why"), api), tried)[0] for code in (401, 404)),  # type: ignore[arg-type]
@@ -199,10 +199,8 @@ def test_the_text_of_each_finding() -> None:
         *_namespace(),
         *_namespace(_process(5, host_pid=None), mode="sidecar"),
         *_namespace(_process(1), mode=None),
-        *collect("clock", broken),
+        *run_check("clock", broken),
     ]
-    assert verdict_of(findings) == FAIL
-    assert verdict_of([found for found in findings if found.verdict != FAIL]) == WARN
     lines = [f"{found.verdict} {found.check}: {found.detail}{found.fix and f' → {found.fix}'}" for found in findings]
     assert not any("secret" in line for line in lines)
     assert_golden("doctor.txt", "\n".join(lines).replace(__version__, "VERSION") + "\n")

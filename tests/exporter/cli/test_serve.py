@@ -2,12 +2,9 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.application import invoke
-from gpumem_exporter.cli.commands.serve import read_plain_words
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.server.settings import Settings, setting_key
 
@@ -77,30 +74,6 @@ def test_every_flag_reaches_its_setting(served: list[tuple[Settings, bool]]) -> 
         log_format="json",
     )
     assert served == [(settings, True)]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--log.level=debug"],
-        ["--demo", "--config.file", ""],
-        ["--action.allow", "clear", "--action.allow=gc"],
-        ["--web.hide-identities", "--log.level", "debug"],
-    ],
-)
-def test_plain_words_have_the_values_that_typer_reads(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[dict[str, Any]] = []
-    monkeypatch.setattr("gpumem_exporter.cli.commands.serve.serve", lambda values: read.append(values) or 0)
-    invoke(["serve", *words])
-    assert read_plain_words(words) == {name: value for name, value in read[0].items() if value not in (None, [], False)}
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["--help"], ["--no-such", "1"], ["--log.level"], ["--log.level", "--demo"], ["x"], ["--web.hide-identities=1"]],
-)
-def test_typer_reads_help_and_wrong_usage(words: list[str]) -> None:
-    assert read_plain_words(words) is None
 
 
 def test_an_empty_flag_overrides_the_environment(

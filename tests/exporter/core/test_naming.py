@@ -8,7 +8,7 @@ import re
 import pytest
 
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.actions.targets import select_reporting
+from gpumem_exporter.actions.selection import select_reporting
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import Names, json_pid

@@ -26,17 +26,17 @@ def test_unreadable_earlier_actions_are_logged_and_delay_no_request(
     dispatcher: Any = None
     audit = Audit(recorder, durable=True, wall_clock=lambda: 1e9, on_lost=lambda _: None)
 
-    async def recall() -> bool:
-        await audit.recall(dispatcher)
-        waiting = asyncio.ensure_future(audit.wait_until_recalled())
+    async def restore() -> bool:
+        await audit.restore(dispatcher)
+        waiting = asyncio.ensure_future(audit.wait_until_restored())
         await asyncio.sleep(0)
         return waiting.done()
 
-    assert asyncio.run(recall())
+    assert asyncio.run(restore())
     assert "no JSON" in caplog.text
 
 
-def test_of_a_long_audit_trail_the_latest_actions_are_recalled() -> None:
+def test_of_a_long_audit_trail_the_latest_actions_are_restored() -> None:
     stored = [Event("action", 0.0, id=number, detail={"results": [{}] * 9}) for number in range(1, 101)]
 
     def read(query: Query) -> Future[Page]:

@@ -21,9 +21,8 @@ from gpumem_client.wire.peer import user_name
 from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, to_wire
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.commands.doctor import diagnose
-from gpumem_exporter.cli.doctor.finding import FAIL
+from gpumem_exporter.cli.doctor import FAIL
 from gpumem_exporter.cli.fleet.options import FleetOptions
-from gpumem_exporter.cli.options import ConnectionOptions
 from gpumem_exporter.events.ooms import MAX_PER_MINUTE
 from gpumem_exporter.server.http.listeners import BindError, bind
 from gpumem_exporter.server.web.streams import MAX_STREAMS_OF_VIEWER
@@ -179,7 +178,7 @@ def test_a_taken_address_names_the_user(tmp_path: Path) -> None:
 @needs_root
 def test_doctor_names_an_untrusted_server(tmp_path: Path) -> None:
     with rogue_server(tmp_path) as server:
-        (trust,) = (each for each in diagnose(ConnectionOptions(url=server.url)) if each.check == "trust")
+        (trust,) = (each for each in diagnose(server.url) if each.check == "trust")
     assert trust.verdict == FAIL
     assert f"uid {OTHER_UID}" in trust.detail
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpumem_client.allocator.attached import attached
+from gpumem_client.allocator.allocator import attached
 from gpumem_client.allocator.reclaimable import fragmented_bytes
 from gpumem_client.clear import clear_cache
+from gpumem_client.guest_safety import log
 from gpumem_client.hooks.steps import OneStep, process_steps
-from gpumem_client.log import log
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import human_bytes
 

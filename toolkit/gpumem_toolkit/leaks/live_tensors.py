@@ -17,11 +17,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpumem_client.allocator import torch_access
-from gpumem_client.allocator.attached import no_cuda
-from gpumem_client.allocator.torch_access import initialized_torch
-from gpumem_client.notebook import ShownAsText
-from gpumem_client.wire.units import human_bytes
+from gpumem_client import torch_access
+from gpumem_client.allocator.allocator import no_cuda
+from gpumem_client.torch_access import initialized_torch
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.frozen_objects import FrozenObjects
 from gpumem_toolkit.leaks.referrers import TARGETS_MAX, Referrers
 from gpumem_toolkit.leaks.tracked_objects import count_objects, find_of_types, find_types

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gpumem_client.allocator.torch_access import Statistics, initialized_torch, without_torch_function
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.steps import Steps, process_steps
-from gpumem_client.log import log
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.phases.observed import process_observed
-from gpumem_client.wire.units import human_bytes, human_growth
+from gpumem_client.torch_access import Statistics, initialized_torch, without_torch_function
+from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
 from gpumem_toolkit.measure.model_forward import before_forwards
 
 __all__ = ["DeviceMilestone", "Milestone", "Milestones", "milestones"]

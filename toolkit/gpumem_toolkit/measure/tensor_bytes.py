@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety
 
 __all__ = ["HOST", "Storages", "bytes_of_unshared", "tensors_in"]
 

@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gpumem_client.allocator.attached import attached, no_cuda
+from gpumem_client.allocator.allocator import attached, no_cuda
 from gpumem_client.allocator.reclaimable import fragmented_bytes
 from gpumem_client.allocator.settings import VARIABLES, in_force, merged, parse_settings
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_client.wire.units import counted, human_bytes
+from gpumem_client.wire.units import ShownAsText, counted, human_bytes
 from gpumem_toolkit.oom.neighbors import expandable_segments_conflict
 
 __all__ = ["Recommendation", "recommend", "recommend_allocator_settings"]

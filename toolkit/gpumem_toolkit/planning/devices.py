@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from gpumem_client.wire.errors import ConfigurationError
 
-__all__ = ["DEFAULT_OVERHEAD_BYTES", "KNOWN_GPUS", "Gpu", "parse_bytes", "parse_gpu"]
-
 MIB = 1 << 20
 
-DEFAULT_OVERHEAD_BYTES = 768 * MIB
-"""The CUDA context with its kernels (200 to 700 MB) and the driver's reserve, without NCCL."""
+CONTEXT_BYTES = 512 * MIB
+"""The CUDA context with its kernels (200 to 700 MB), without NCCL."""
+DEFAULT_OVERHEAD_BYTES = CONTEXT_BYTES + 256 * MIB
+"""The context and the driver's reserve."""
 
 KNOWN_GPUS = {
     "t4": 15360,
@@ -72,6 +72,28 @@ def parse_gpu(text: str, overhead_bytes: int | None = None) -> Gpu:
             f"invalid GPU {text!r}: use its memory, such as 80GiB, or one of {', '.join(KNOWN_GPUS)}"
         ) from error
     return Gpu(text.strip(), total_bytes, overhead)
+
+
+def smallest_gpu(overhead_bytes: int | None = None) -> Gpu:
+    """Return the smallest GPU that CUDA shows to this process.
+
+    Raises:
+        ConfigurationError: there is no GPU, or no torch that can use it.
+    """
+    try:
+        import torch
+
+        # Initializes CUDA in the process of the command, but creates no context.
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    except (ImportError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"give --gpu, such as --gpu 80GiB; this node's GPUs cannot be read: {error}"
+        ) from error
+    if not devices:
+        raise ConfigurationError("give --gpu, such as --gpu 80GiB; this node has no GPU that PyTorch can use")
+    smallest = min(devices, key=lambda device: device.total_memory)
+    # CUDA's total, unlike NVML's, is without the driver's reserve.
+    return Gpu(smallest.name, smallest.total_memory, CONTEXT_BYTES if overhead_bytes is None else overhead_bytes)
 
 
 def parse_bytes(text: str) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpumem_client.allocator.reclaimable import known
-from gpumem_client.allocator.torch_access import Statistics
+from gpumem_client.torch_access import Statistics
 
 __all__ = ["HighestMemory", "distance_ratio", "run_seconds"]
 

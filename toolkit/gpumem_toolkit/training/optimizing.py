@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.phases.measured import Measured
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.measure.tensor_bytes import Storages
 from gpumem_toolkit.training.calling import call_model, evaluating
 from gpumem_toolkit.training.measuring import distance_ratio, run_seconds

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from gpumem_client.allocator.reclaimable import known
-from gpumem_client.allocator.torch_access import DeviceState, Statistics, recorded_history
 from gpumem_client.phases.measured import DeviceUse, Measured, MemoryUse
+from gpumem_client.torch_access import DeviceState, Statistics, recorded_history
 
 __all__ = ["measure_peak", "use_on"]
 

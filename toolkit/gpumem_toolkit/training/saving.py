@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.wire.errors import ConfigurationError, StorageError
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.training.storage_tags import saved_from_host
 
 __all__ = ["SavedCheckpoint", "save_checkpoint"]

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gpumem_client.allocator.torch_access import remove_from_serialization_registry
+from gpumem_client.torch_access import remove_from_serialization_registry
 
 __all__ = ["saved_from_host"]
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError
-from gpumem_exporter.cli import clear_question
-from gpumem_exporter.cli.clear_question import confirmed, stays_free, when
-from gpumem_exporter.cli.clear_requests import ExpectedClear, expect, send_all
+from gpumem_exporter.cli import clear
+from gpumem_exporter.cli.clear import ExpectedClear, confirmed, expect, send_all, stays_free, when
 
 GIB = 1 << 30
 BODY = {"action": "empty_cache", "target": {"all": True}, "mode": "now", "group": False, "deadline_seconds": 30.0}
@@ -107,7 +106,7 @@ def test_the_answer_chooses_the_modes(
     printed = capsys.readouterr().out
     assert "Stays free 7.2 GiB" in printed
     assert "llm (2 ranks)" in printed
-    assert clear_question.can_ask() is False
+    assert clear.can_ask() is False
 
 
 def test_a_dry_run_leaves_mode_and_default_deadline_to_the_exporter() -> None:

@@ -1,39 +1,18 @@
 """Every use of a private name of torch; the other modules of the client use torch's public names only.
 
-Two modules of `client.hooks` are exceptions: `cuda_start`, which `gpumem-exporter run` loads as a single file, and
-`model_forward`, whose hook is public. Nothing here imports torch, initializes CUDA or creates a context. If an older
-release or another allocator does not have a name, the value is None.
+`hooks/cuda_start.py` is the exception, because `gpumem-run` loads it as a single file. Nothing here imports torch,
+initializes CUDA or creates a context. If an older release or another allocator does not have a name, the value is None.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
-__all__ = [
-    "DeviceState",
-    "Statistics",
-    "allocator_settings",
-    "attach_oom_observer",
-    "calling_thread_mark",
-    "current_stream_is_capturing",
-    "find_cublas_clear",
-    "find_pinned_cache_clear",
-    "history_is_recorded",
-    "initialized_torch",
-    "nccl_bytes",
-    "pinned_host_bytes",
-    "recorded_history",
-    "remove_from_serialization_registry",
-    "set_calling_thread_mark",
-    "take_snapshot",
-    "tensor_base_class",
-    "tensors_of_module",
-    "uncompiled",
-    "without_torch_function",
-]
+from gpumem_client.guest_safety import guest_safety
 
 DeviceState: TypeAlias = "Mapping[str, Any]"
 """The statistics of one device: `state[name][metric]`, summed over its pools, and `state[counter]`."""
@@ -111,6 +90,20 @@ class Statistics:
     def reset_peaks(self, index: int) -> None:
         """Reset every peak of one device to the current value."""
         self._c._cuda_resetPeakMemoryStats(index)
+
+
+def rank_and_size() -> tuple[int, int] | None:
+    """Return the rank of this process in torch's default process group, and the number of ranks; None without a group.
+
+    Any thread may call this.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    try:
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return int(distributed.get_rank()), int(distributed.get_world_size())
+    except (AttributeError, RuntimeError, ValueError):  # another thread is creating or destroying the group
+        pass
+    return None
 
 
 def allocator_settings(torch: Any) -> str | None:
@@ -232,22 +225,28 @@ def find_pinned_cache_clear(torch: Any) -> Callable[[], None] | None:
     return function
 
 
-def set_calling_thread_mark(mark: int) -> None:
-    """Put a number into torch's thread-local state, unless there is one. Does nothing before torch 2.0."""
-    c = sys.modules["torch"]._C
+@guest_safety()
+def mark_thread() -> None:
+    """Put this thread's number into torch's thread-local state, unless this thread works for another. Takes 0.1 µs.
+
+    Autograd runs a backward pass in its own threads, without the caller's thread-locals and context variables. But it
+    copies torch's state into them. Does nothing before the user's code has imported torch, and before torch 2.0.
+    """
+    c, thread = sys.modules["torch"]._C, threading.get_ident()
     if c._is_key_in_tls(_THREAD_KEY):
         return
     import ctypes
 
-    references = sys.getrefcount(mark)
-    c._stash_obj_in_tls(_THREAD_KEY, mark)
-    if sys.getrefcount(mark) == references:
+    references = sys.getrefcount(thread)
+    c._stash_obj_in_tls(_THREAD_KEY, thread)
+    if sys.getrefcount(thread) == references:
         # Older releases (such as 2.9) add no reference, but drop one when the thread ends. Add the missing one.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mark))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thread))
 
 
-def calling_thread_mark() -> int | None:
-    """Return the mark of this thread, or of the thread for which autograd runs it."""
+@guest_safety()
+def calling_thread() -> int | None:
+    """Return the number of the thread for which autograd runs this one, perhaps itself; None if none is marked."""
     c = sys.modules["torch"]._C
     return int(c._get_obj_in_tls(_THREAD_KEY)) if c._is_key_in_tls(_THREAD_KEY) else None
 
