@@ -34,8 +34,7 @@ from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.hangup import reloading_on_hangup
 from gpumem_exporter.server.background.housekeeping import keep_house, recall_ooms, release_free_memory
-from gpumem_exporter.server.http.addresses import parse_listen_address
-from gpumem_exporter.server.http.listeners import SocketFile
+from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
 from gpumem_exporter.server.security.request_guard import Guard

@@ -32,9 +32,8 @@ from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer
 from gpumem_exporter.server.background.liveness import Presence
-from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.held_requests import HeldRequests
-from gpumem_exporter.server.http.listeners import SocketFile
+from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.server.http.peer import PeerPlaces
 from gpumem_exporter.server.ingest import Ingest
 from gpumem_exporter.server.security.callers import Callers

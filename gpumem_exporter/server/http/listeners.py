@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterable, Iterator
@@ -14,15 +16,52 @@ from pathlib import Path
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_client.wire.peer import tcp_listener_owner, unix_peer, user_name
-from gpumem_exporter.server.http.addresses import ListenAddress, parse_listen_address
 
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
 _IN_USE = "; if that is not an exporter, choose another --web.listen-address"
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 _WRITABLE_BY_OTHERS = 0o022
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """An address of `--web.listen-address`: `host:port`, `[ipv6]:port`, or `:port` for every address of the machine."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host == "localhost" or is_loopback(self.host)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_listen_address(text: str) -> ListenAddress:
+    """Parse an address, or raise ValueError with the accepted forms. With port 0 the kernel chooses the port."""
+    wrong = ValueError("expected HOST:PORT, [IPV6]:PORT or :PORT")
+    host, separator, port = text.strip().rpartition(":")
+    if not separator or not port.isascii() or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+        raise wrong
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            return ListenAddress(str(ipaddress.IPv6Address(host[1:-1])), int(port))
+        except ValueError:
+            raise wrong from None
+    if host and not _HOST_NAME.fullmatch(host):
+        raise wrong
+    return ListenAddress(host, int(port))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether the address of a peer is a loopback address of this machine."""
+    return host == "::1" or host.startswith(("127.", "::ffff:127."))
 
 
 class BindError(GpumemError):

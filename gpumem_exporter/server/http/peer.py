@@ -19,7 +19,7 @@ from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.host.places import Places
 from gpumem_exporter.host.sockets import SocketHolders
-from gpumem_exporter.server.http.addresses import is_loopback
+from gpumem_exporter.server.http.listeners import is_loopback
 
 
 @dataclass(frozen=True, eq=False)

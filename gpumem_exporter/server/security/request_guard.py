@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_client.wire.protocol import REPORTS_PATH
-from gpumem_exporter.server.http.addresses import is_loopback
+from gpumem_exporter.server.http.listeners import is_loopback
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.tokens import TokenFile
