@@ -1,10 +1,10 @@
 """The modules and functions of the exporter that one request runs through, in their true order.
 
-    python -m tests.support.request_trace [report|scrape|submission|delivery] [--calls]
+    python -m tests.support.request_trace [report|scrape|submission|command|result] [--calls]
 
 prints them for the exporter of this checkout. A module is entered again each time that a function of it starts after a
-function of another module. A coroutine that continues does not start. The work of background threads and of the work
-that is due once a second is left out.
+function of another module. A coroutine that continues does not start, and a comprehension is no function. Background
+work is left out, and so are the modules of values: to read a value is no step of a request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from gpumem_client.wire.http import Connection
-from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
+from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.paths import REPOSITORY
 from tests.support.running_exporter import ACTIONS, running_exporter
@@ -37,6 +37,15 @@ BESIDE = (
     "events/log.py:EventLog._run",
 )
 """What is on the stack of the work that goes on beside requests: modules, or functions."""
+VALUES = (
+    "core/naming.py",
+    "core/place.py",
+    "core/samples.py",
+    "actions/model.py",
+    "events/model.py",
+    "wire/protocol.py",
+)
+"""The modules of immutable values and their names."""
 PID = 4711
 
 
@@ -105,9 +114,10 @@ def _call_of(code: CodeType) -> Call | None:
     except ValueError:
         return None
     package = next((place for place, part in enumerate(parts) if part.startswith("gpumem_")), None)
-    if package is None:
+    if package is None or code.co_name in ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"):
         return None
-    return Call("/".join(parts[package + 1 :]), getattr(code, "co_qualname", code.co_name))
+    module = "/".join(parts[package + 1 :])
+    return None if module in VALUES else Call(module, getattr(code, "co_qualname", code.co_name))
 
 
 def _is_beside(frame: FrameType | None, call_of: Callable[[CodeType], Call | None]) -> bool:
@@ -121,7 +131,7 @@ def _is_beside(frame: FrameType | None, call_of: Callable[[CodeType], Call | Non
 
 def trace_requests() -> dict[str, Trace]:
     """Return the trace of one request of each kind, on a connection and an exporter that have answered some before."""
-    traces = {kind: Trace() for kind in _REQUESTS}
+    traces = {kind: Trace() for kind in ("report", "scrape", "submission", "command", "result")}
     trace = Trace()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -129,32 +139,33 @@ def trace_requests() -> dict[str, Trace]:
         running_exporter(unix=Path(folder) / "socket", report_interval=60.0, report_expiry=600.0),
     ):
         client = Connection(f"unix://{folder}/socket", timeout_seconds=patient(30.0))
-        for number in range(3):
-            for kind, (method, path, document) in _REQUESTS.items():
-                body = json.dumps(document(number)).encode() if document is not None else None
-                with trace.recording():
-                    answer = client.request(method, path, body, {"Content-Type": "application/json"})
-                    time.sleep(0.05)  # what the exporter does after its reply
-                assert answer.status in (200, 202), answer
-                traces[kind].calls = trace.calls
+
+        def request(kind: str, path: str, document: Any = None) -> Any:
+            method, body = ("GET", None) if document is None else ("POST", json.dumps(document).encode())
+            with trace.recording():
+                answer = client.request(method, path, body, {"Content-Type": "application/json"})
+                time.sleep(0.05)  # what the exporter does after its reply
+            assert answer.status in (200, 202), answer
+            traces[kind].calls = trace.calls
+            return answer.body
+
+        for sequence in range(3):
+            request("report", REPORTS_PATH, _report(sequence))
+            request("scrape", "/metrics")
+        for sequence in range(3, 9, 2):
+            submitted = {"action": "empty_cache", "target": {"pid": PID}, "wait_seconds": 0}
+            action_id = json.loads(request("submission", ACTIONS, submitted))["id"]
+            (command,) = json.loads(request("command", REPORTS_PATH, _report(sequence)))["commands"]
+            assert command["id"] == action_id
+            result = CommandResult(action_id, "done", devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),))
+            request("result", REPORTS_PATH, _report(sequence + 1, results=(result,)))
         client.close()
     return traces
 
 
-def _report(number: int) -> dict[str, Any]:
+def _report(number: int, **changes: Any) -> dict[str, Any]:
     device = sample(UUIDS[0], allocated=10 * MIB + number, reclaimable=5 * MIB)
-    return to_wire(report(PID, devices=(device,), sequence=10 + number))
-
-
-def _submission(_: int) -> dict[str, Any]:
-    return {"action": "empty_cache", "target": {"pid": PID}, "wait_seconds": 0}
-
-
-_REQUESTS: dict[str, tuple[str, str, Callable[[int], dict[str, Any]] | None]] = {
-    "report": ("POST", REPORTS_PATH, _report),
-    "scrape": ("GET", "/metrics", None),
-    "submission": ("POST", ACTIONS, _submission),
-}
+    return to_wire(report(PID, devices=(device,), sequence=10 + number, **changes))
 
 
 def main() -> None:
