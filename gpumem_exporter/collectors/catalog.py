@@ -473,8 +473,7 @@ EVENTS_DROPPED = _counter(
 )
 HELD_REQUESTS = _gauge(
     "gpumem_held_requests",
-    "Open requests that wait for data: reports that wait for commands, actions that wait for their end, live pages."
-    " About one per reporting process.",
+    "Open requests that wait: reports for commands, actions for their end. About one per reporting process.",
 )
 POLICY_EVALUATIONS = _counter(
     "gpumem_policy_evaluations_total",

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from gpumem_client.wire.protocol import OUTCOMES
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.model import RESULTS
+from gpumem_exporter.actions.policy.values import RESULTS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Samples, Series, Subject, View

@@ -11,7 +11,7 @@ from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.events.model import Event
 
 if TYPE_CHECKING:
-    from gpumem_exporter.actions.policy.outcomes import Stop
+    from gpumem_exporter.actions.policy.rule_state import Stop
 
 T = TypeVar("T")
 

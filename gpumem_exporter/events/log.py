@@ -20,7 +20,7 @@ from typing import TypeVar
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query
 from gpumem_exporter.events.storage import Storage
-from gpumem_exporter.nvml.failure_log import FailureLog
+from gpumem_exporter.nvml.failures import FailureLog
 
 T = TypeVar("T")
 

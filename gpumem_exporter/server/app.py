@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI
@@ -17,9 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.host import Host
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.actions import actions_router
@@ -41,10 +40,8 @@ from gpumem_exporter.server.runtime import Runtime, build_runtime
 from gpumem_exporter.server.security.file_refresher import FileRefresher
 from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.settings import Settings
-from gpumem_exporter.server.web.api_page import api_page_router
-from gpumem_exporter.server.web.live import Audience, LiveState, live_router
+from gpumem_exporter.server.web.live import LiveRenderings, LiveState, live_router
 from gpumem_exporter.server.web.page import Page, page_router
-from gpumem_exporter.server.web.streams import Streams
 
 __all__ = ["create_app"]
 
@@ -220,33 +217,16 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
 def _page_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
     settings = runtime.settings
     page = Page(runtime.version, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
-    host = socket.gethostname()
-    state = LiveState(runtime.snapshot, health, runtime.history, page, host, settings.action_allow)
-    everything = public = _streams(runtime, state)
-    if settings.web_hide_identities:
-        public = _streams(runtime, replace(state, viewer=Caller(CallerKind.UNKNOWN)))
-    audience = Audience(everything, public, runtime.callers)
+    state = LiveState(runtime.snapshot, health.document, page, socket.gethostname(), settings.action_allow)
     return [
         live_router(
-            audience=audience,
-            state=state,
-            renderer=runtime.renderer,
-            hide_identities_from=runtime.callers if settings.web_hide_identities else None,
+            renderings=LiveRenderings(state, runtime.renderer, clock=runtime.clock, wall_clock=runtime.wall_clock),
             history=runtime.history,
-            held_requests=runtime.held_requests,
+            hide_identities_from=runtime.callers if settings.web_hide_identities else None,
             own_names=runtime.own_names,
         ),
         page_router(page),
-        api_page_router(),
     ]
-
-
-def _streams(runtime: Runtime, state: LiveState) -> Streams:
-    return Streams(
-        lambda: runtime.renderer.render_shared(("live rows", state.viewer), state.render),
-        clock=runtime.clock,
-        wall_clock=runtime.wall_clock,
-    )
 
 
 def _add_guards(app: FastAPI, runtime: Runtime) -> None:
@@ -321,7 +301,7 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
-        "record_history": lambda: runtime.history.take(runtime.snapshot()),
+        "record_history": lambda: runtime.history.add(runtime.snapshot()),
     }
     if runtime.policies is not None:
         chores["run_policies"] = runtime.policies.tick

@@ -25,7 +25,7 @@ from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, EventLog, Recorder, Storage, last_ooms
 from gpumem_exporter.host import Host
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -131,7 +132,7 @@ FULL = DeviceSample(
 
 
 def reporting(
-    pid: int, namespace: int, host_pid: int | None, *samples: DeviceSample, pinned: int | None = None, **who: str
+    pid: int, namespace: int, host_pid: int | None, *samples: DeviceSample, pinned: int | None = None, **who: Any
 ) -> ReportingProcess:
     """Return a reporting process."""
     identity = ProcessIdentity(pid, 7000, namespace, f"session-{pid}", 12.5, **who)

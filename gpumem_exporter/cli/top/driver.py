@@ -52,7 +52,7 @@ def open_driver() -> DriverReader:
     """Return a reader of this node's driver."""
     # The screen shows the error. A line in the log would overwrite the screen.
     logging.getLogger("gpumem_exporter").addHandler(logging.NullHandler())
-    from gpumem_exporter.host import LinuxHost
+    from gpumem_exporter.host.linux import LinuxHost
     from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 
     return DriverReader(PynvmlProvider(), LinuxHost())

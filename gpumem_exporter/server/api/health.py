@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from gpumem_client.wire.units import counted
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.events import EventLog, EventLogStatus
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.replies import json_reply, json_response

@@ -140,7 +140,7 @@ class Turns:
 class ReadTurns:
     """An application in which owners take turns at reading the API's documents.
 
-    A turn ends when the reply starts, so a client that reads slowly, or follows a stream, does not occupy it. Writes
+    A turn ends when the reply starts, so a client that reads slowly does not occupy it. Writes
     (reports, actions) and scrapes do not wait for it.
 
     Args:

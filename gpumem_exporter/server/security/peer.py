@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import socket
@@ -16,6 +15,7 @@ from gpumem_client.wire.peer import PeerCredentials, SocketOwner, peer_pidfd, tc
 from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.host.places import Places
+from gpumem_exporter.host.proc_entries import ProcEntries
 from gpumem_exporter.server.http.addresses import is_loopback
 
 __all__ = ["Peer", "own_places"]
@@ -105,11 +105,8 @@ def _has_exited(pidfd: int) -> bool:
 
 def _uid(pid: int) -> int | None:
     """Return the effective uid of a process: what is known of a reused pid before Linux 6.5."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text("utf-8", "replace").splitlines():
-            if line.startswith("Uid:"):
-                return int(line.split()[2])
-    return None
+    status = ProcEntries(Path("/proc")).status(pid)
+    return status.uid if status is not None else None
 
 
 _OVERFLOW_UID = 65534

@@ -17,7 +17,7 @@ from gpumem_exporter.errors import (
     NvmlPermissionError,
     NvmlUnavailableError,
 )
-from gpumem_exporter.nvml.backoff import Backoff
+from gpumem_exporter.nvml.failures import Backoff
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.reader import NodeReader
 from tests.support.builders import NobodyHost

@@ -15,7 +15,7 @@ import pytest
 
 from gpumem_exporter import errors
 from gpumem_exporter.core.samples import DeviceMemory
-from gpumem_exporter.nvml import library as library_module
+from gpumem_exporter.nvml import driver_library as library_module
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 from gpumem_exporter.nvml.return_codes import RETURN_CODES

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from gpumem_client.wire.procfs import parse_stat_start_time, parse_stat_state
-
-__all__ = ["HiddenError", "ProcEntries"]
 
 _ENDED = "ZXx"
 _LONGEST_READ = 1 << 16
@@ -19,26 +18,30 @@ class HiddenError(Exception):
     """The process exists, but this user may not read the file."""
 
 
-class ProcEntries:
-    """The files of /proc/PID. Thread-safe, without state.
+class ProcStatus(NamedTuple):
+    """Lines of /proc/PID/status."""
 
-    Args:
-        proc: the mount point of the proc file system.
+    uid: int
+    """The effective uid."""
+    pids: tuple[int, ...]
+    """In the PID namespace of /proc, and in each namespace below it that the process is in; its own one last."""
+
+
+class ProcEntries:
+    """The files of /proc/PID. Thread-safe, without state. None needs the right to trace the process, except `environ`.
+
+    A method raises HiddenError if the process exists, but this user may not read the file.
     """
 
     def __init__(self, proc: Path) -> None:
         self._proc = str(proc)
 
-    def path(self, pid: int | str, name: str) -> str:
-        """Return the path of a file of a process."""
-        return f"{self._proc}/{pid}/{name}"
+    def path(self, pid: int | str, name: str = "") -> str:
+        """Return the path of a file of a process, or of its folder."""
+        return f"{self._proc}/{pid}/{name}" if name else f"{self._proc}/{pid}"
 
     def read(self, pid: int | str, name: str, longest_bytes: int = _LONGEST_READ) -> bytes | None:
-        """Return the first `longest_bytes` of a file; None if the process does not exist.
-
-        Raises:
-            HiddenError: the process exists, but this user may not read the file.
-        """
+        """Return the first `longest_bytes` of a file; None if the process does not exist."""
         try:
             # Fast, without buffering and pathlib, because this runs each second for every process on every device.
             descriptor = os.open(self.path(pid, name), os.O_RDONLY | os.O_CLOEXEC)
@@ -51,13 +54,35 @@ class ProcEntries:
         except OSError as error:
             raise HiddenError(str(error)) from error
 
+    def text(self, pid: int | str, name: str) -> str:
+        """Return a file as text; empty if it is hidden or the process does not exist."""
+        try:
+            return (self.read(pid, name) or b"").decode("utf-8", "replace")
+        except HiddenError:
+            return ""
+
+    def status(self, pid: int | str) -> ProcStatus | None:
+        """Return the status of a process; None if it is hidden or the process does not exist."""
+        # A process chooses its name, the first line, in which the kernel escapes nothing but "\n" and "\\". In it,
+        # splitlines() would find other lines, such as the uid of another user.
+        rows = {row[0]: row for row in map(str.split, self.text(pid, "status").split("\n")) if row}
+        uids, pids = rows.get("Uid:", []), rows.get("NSpid:", [])
+        return ProcStatus(int(uids[2]), tuple(map(int, pids[1:]))) if len(uids) > 2 else None
+
+    def owner(self, pid: int | str) -> os.stat_result | None:
+        """Return the status of the folder; None if the process does not exist.
+
+        Root owns the folder of a process that is not dumpable, such as a process of sshd for its user.
+        """
+        try:
+            return os.stat(self.path(pid))  # noqa: PTH116 - pathlib costs ten times as much
+        except OSError:
+            return None
+
     def start_time_ticks(self, pid: int | str) -> int | None:
         """Return the start time in clock ticks after boot; None if the process does not exist or has exited.
 
         A zombie counts as exited, because it uses no resources.
-
-        Raises:
-            HiddenError: the process exists, but this user may not read its `stat`.
         """
         stat = self.read(pid, "stat")
         if stat is None:
@@ -72,9 +97,6 @@ class ProcEntries:
         """Return variables of the initial environment of a process; empty if they are not set.
 
         Other variables are neither decoded nor stored, because an environment may contain secrets.
-
-        Raises:
-            HiddenError: the process exists, but this user may not read its environment.
         """
         environment = b"\0" + (self.read(pid, "environ", _LONGEST_ENVIRONMENT) or b"")
         values = []
