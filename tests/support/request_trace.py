@@ -1,6 +1,6 @@
 """The modules and functions of the exporter that one request runs through, in their true order.
 
-    python -m tests.support.request_trace [report|scrape|submission|command|result] [--calls]
+    python -m tests.support.request_trace [report|scrape|submission|command|result|reading] [--calls]
 
 prints them for the exporter of this checkout. A module is entered again each time that a function of it starts after a
 function of another module. A coroutine that continues does not start, and a comprehension is no function. Background
@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,15 +28,12 @@ from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, DeviceResul
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.paths import REPOSITORY
 from tests.support.running_exporter import ACTIONS, running_exporter
-from tests.support.waiting import patient
+from tests.support.waiting import patient, wait_for
 
-BESIDE = (
-    "nvml/poller.py",
-    "server/background/housekeeping.py",
-    "server/security/file_refresher.py",
-    "events/log.py:EventLog._run",
-)
-"""What is on the stack of the work that goes on beside requests: modules, or functions."""
+POLLER = "gpumem-poller"
+THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files")
+HOUSEKEEPING = "server/background/housekeeping.py"
+"""What goes on beside requests: threads, and a module of the event loop."""
 VALUES = (
     "core/naming.py",
     "core/place.py",
@@ -61,10 +58,14 @@ class Call:
 
 
 class Trace:
-    """The calls while `recording()`. Only threads that start while it is `installed()` are seen."""
+    """The calls of requests, or of one thread, while `recording()`.
 
-    def __init__(self) -> None:
+    Only threads that start while the trace is `installed()` are seen.
+    """
+
+    def __init__(self, thread: str = "") -> None:
         self.calls: list[Call] = []
+        self._thread = thread
         self._recording = False
         self._started: set[FrameType] = set()
         self._known: dict[CodeType, Call | None] = {}
@@ -90,19 +91,34 @@ class Trace:
 
     @property
     def entries(self) -> list[str]:
-        """The modules in the order in which the request enters them."""
+        """The modules in the order in which they are entered."""
         return [module for module, _ in groupby(call.module for call in self.calls)]
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules in the order in which they are first entered."""
+        return list(dict.fromkeys(self.entries))
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not self._recording or frame in self._started:
             return
-        call = self._call(frame.f_code)
-        if call is None or _is_beside(frame, self._call):
+        thread, call = threading.current_thread().name, self._call(frame)
+        if call is None or (thread != self._thread if self._thread else self._is_beside(thread, frame)):
             return
         self._started.add(frame)  # a coroutine has one frame from its start to its end
         self.calls.append(call)
 
-    def _call(self, code: CodeType) -> Call | None:
+    def _is_beside(self, thread: str, frame: FrameType | None) -> bool:
+        if thread in THREADS_BESIDE:
+            return True
+        while frame is not None:
+            call, frame = self._call(frame), frame.f_back
+            if call is not None and call.module == HOUSEKEEPING:
+                return True
+        return False
+
+    def _call(self, frame: FrameType) -> Call | None:
+        code = frame.f_code
         if code not in self._known:
             self._known[code] = _call_of(code)
         return self._known[code]
@@ -118,15 +134,6 @@ def _call_of(code: CodeType) -> Call | None:
         return None
     module = "/".join(parts[package + 1 :])
     return None if module in VALUES else Call(module, getattr(code, "co_qualname", code.co_name))
-
-
-def _is_beside(frame: FrameType | None, call_of: Callable[[CodeType], Call | None]) -> bool:
-    while frame is not None:
-        call = call_of(frame.f_code)
-        if call is not None and (call.module in BESIDE or str(call) in BESIDE):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def trace_requests() -> dict[str, Trace]:
@@ -160,7 +167,20 @@ def trace_requests() -> dict[str, Trace]:
             result = CommandResult(action_id, "done", devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),))
             request("result", REPORTS_PATH, _report(sequence + 1, results=(result,)))
         client.close()
-    return traces
+    return {**traces, "reading": trace_reading()}
+
+
+def trace_reading() -> Trace:
+    """Return the trace of one reading of the driver."""
+    trace = Trace(POLLER)
+    with trace.installed(), running_exporter(), trace.recording():
+        starts = wait_for(lambda: found if len(found := _polls(trace.calls)) > 1 else None, "two polls")
+    trace.calls = trace.calls[starts[0] : starts[1]]
+    return trace
+
+
+def _polls(calls: list[Call]) -> list[int]:
+    return [place for place, call in enumerate(calls) if str(call) == "nvml/poller.py:Poller._poll"]
 
 
 def _report(number: int, **changes: Any) -> dict[str, Any]:

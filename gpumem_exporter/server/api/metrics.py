@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -61,12 +62,12 @@ class MetricsRoute:
             await problem.response()(scope, receive, send)
 
 
+@dataclass(slots=True)
 class Page:
     """A rendered page, shared by its readers."""
 
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-        self._compressed: asyncio.Future[bytes] | None = None
+    body: bytes
+    _compressed: asyncio.Future[bytes] | None = None
 
     async def compressed(self) -> bytes:
         """Return the page as gzip, which is compressed once."""
