@@ -22,8 +22,6 @@ from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
 from gpumem_exporter.events import Event, Query, Recorder
 from gpumem_exporter.events.actions import read_action, read_requested
 
-__all__ = ["Audit"]
-
 T = TypeVar("T")
 
 _RESTARTED = "the exporter restarted before the result arrived; the action may have been done"
@@ -40,10 +38,8 @@ _log = logging.getLogger(__name__)
 class Audit:
     """Records actions and reads them after a restart. Used on the event loop only.
 
-    Args:
-        durable: whether the records of `events` are on disk.
-        wall_clock: seconds of the Unix epoch.
-        on_lost: called with each action that a restart has interrupted.
+    `durable` is whether the records of `events` are on disk. `on_lost` receives each action that a restart has
+    interrupted.
     """
 
     def __init__(
