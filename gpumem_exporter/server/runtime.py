@@ -33,12 +33,12 @@ from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.presence import Presence
-from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.held_requests import HeldRequests
-from gpumem_exporter.server.http.listeners import SocketFile
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
-from gpumem_exporter.server.security.peer_places import PeerPlaces
+from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
+from gpumem_exporter.server.http.peer import PeerPlaces
+from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.report_sender import ReportSenders
+from gpumem_exporter.server.security.request_guard import OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History
