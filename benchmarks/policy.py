@@ -42,8 +42,6 @@ def main() -> int:
     spent: dict[str, list[float]] = {"usual": [], "worst": [], "scrape": []}
     for turn in progress.turns(given.rounds):
         snapshot = snapshot_at(turn + 1)
-        for process in snapshot.processes:
-            exposition.refresh(process)
         spent["usual"].append(timed(usual.evaluate, snapshot, frozenset)[0])
         spent["worst"].append(timed(worst.evaluate, snapshot, frozenset)[0])
         spent["scrape"].append(timed(exposition.render, snapshot, openmetrics=False)[0])

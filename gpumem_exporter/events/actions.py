@@ -13,8 +13,6 @@ from gpumem_exporter.events.model import Event
 if TYPE_CHECKING:
     from gpumem_exporter.actions.policy.rule_state import Stop
 
-__all__ = ["MAX_RESULTS", "action_event", "policy_stopped_event", "read_action", "read_requested", "requested_event"]
-
 T = TypeVar("T")
 
 _COLUMNS = ("gpu", "uuid", "pid", "workload", "rank")

@@ -23,7 +23,6 @@ from gpumem_exporter.actions.policy.rule_state import Decision, RuleState, Stop
 from gpumem_exporter.actions.policy.rules import Rule
 from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations, shown_quantity
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 
 MAX_DECISIONS = 16
@@ -218,7 +217,7 @@ class _Round:
 
     @cached_property
     def _names(self) -> dict[ProcessKey, str]:
-        return {process.key: name for name, process in Names.of(self._snapshot).reporting}
+        return {process.key: name for name, process in self._snapshot.names.reporting}
 
 
 def _reason(rule: Rule, seen: Observation) -> str:
