@@ -24,7 +24,7 @@ from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
-from gpumem_exporter.server.background.hangup import take_over_hangup
+from gpumem_exporter.server.background.housekeeping import take_over_hangup
 from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind
 from gpumem_exporter.server.http.systemd_sockets import take_systemd_sockets
