@@ -19,7 +19,7 @@ from gpumem_exporter.actions.model import EngineWait
 from gpumem_exporter.actions.registry import ActionRegistry
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.selection import Selection, host_pids
-from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionForbiddenError, GroupIncompleteError
@@ -84,7 +84,7 @@ def waits(
     `unix_offset_seconds` is the time of the Unix epoch at zero of the snapshot's clock. The identities of other users'
     processes are hidden from `viewer`.
     """
-    names = {process.key: name for name, process in Names.of(snapshot).reporting}
+    names = {process.key: name for name, process in snapshot.names.reporting}
     found: dict[tuple[int | str, str], EngineWait] = {}
     # An engine may be known by its title and by its report: the entry that counts for longer is shown.
     for engine in sorted(engines, key=lambda each: each.until_seconds):

@@ -11,7 +11,7 @@ from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.mismatch import nothing_matches, unknown_names
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
@@ -129,11 +129,11 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
         TargetNotFoundError: no process or device has one of the target's names, or nothing matches the target.
         ActionForbiddenError: only processes match that the caller may not act on.
     """
-    names = Names.of(snapshot)
+    names = snapshot.names
     permitted = [(name, process) for name, process in names.reporting if caller.may_act_on(process)]
     shown = permitted if hide_identities else names.reporting
     if request.target.given():
-        _require_known(request, snapshot, names, permitted, shown)
+        _require_known(request, snapshot, permitted, shown)
     matching = tuple(select_reporting(request.target, snapshot))
     listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
     if not matching and not listed:
@@ -158,7 +158,7 @@ def select_reporting(target: Target, snapshot: Snapshot) -> Iterator[SelectedPro
     """Yield the reporting processes of a target. A target with a device excludes processes that do not use it."""
     gpus = gpu_labels(snapshot)
     by_device = bool(target.uuid or target.gpu)
-    for name, process in Names.of(snapshot).reporting:
+    for name, process in snapshot.names.reporting:
         identity = process.report.process
         if not (
             target.admits("pid", name)
@@ -200,11 +200,9 @@ def select_listed(target: Target, snapshot: Snapshot) -> Iterator[TerminationTar
         yield TerminationTarget(pid, "", "", pid, start_time_ticks, tuple(found[pid]))
 
 
-def _require_known(
-    request: ActionRequest, snapshot: Snapshot, names: Names, permitted: _Reporting, shown: _Reporting
-) -> None:
+def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:
     """Check that each name of the target exists. An action on only some of the names would hide a typing error."""
-    listed = _listed_pids(snapshot)
+    names, listed = snapshot.names, _listed_pids(snapshot)
     of_target = listed if request.action == "terminate" else frozenset[int]()
     known = _known_names(snapshot, names.reporting, permitted, of_target)
     if all(known[selector].keys() >= set(values) for selector, values in request.target.given().items()):

@@ -30,7 +30,6 @@ from gpumem_exporter.server.api.jobs import jobs_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
-from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.hangup import reloading_on_hangup
 from gpumem_exporter.server.background.housekeeping import keep_house, recall_ooms, release_free_memory
@@ -235,7 +234,7 @@ def _add_guards(app: FastAPI, runtime: Runtime) -> None:
     app.add_middleware(
         DirectRoutes,
         routes={
-            REPORTS_PATH: ReportsRoute(runtime.ingest),
+            REPORTS_PATH: runtime.reports,
             runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.snapshot),
         },
     )

@@ -31,11 +31,11 @@ from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer
-from gpumem_exporter.server.background.liveness import Presence
+from gpumem_exporter.server.api.reports import ReportsRoute
+from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.held_requests import HeldRequests
 from gpumem_exporter.server.http.listeners import SocketFile
-from gpumem_exporter.server.ingest import Ingest
 from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.peer_places import PeerPlaces
 from gpumem_exporter.server.security.report_sender import ReportSenders
@@ -73,7 +73,7 @@ class Runtime:
     audit: Audit
     held_requests: HeldRequests
     history: History
-    ingest: Ingest
+    reports: ReportsRoute
     renderer: Renderer
     own_names: OwnNames
     reports_rule: Rule
@@ -133,14 +133,13 @@ def build_runtime(
         hide_identities=settings.web_hide_identities,
     )
     peer_places = PeerPlaces()
-    ingest = Ingest(
+    reports = ReportsRoute(
         state.store,
         ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places),
         presence,
         events,
         dispatcher,
         held_requests,
-        exposition,
         instruments,
         clock=clock,
         wall_clock=wall_clock,
@@ -163,7 +162,7 @@ def build_runtime(
         audit=audit,
         held_requests=held_requests,
         history=History(reading_expiry_seconds=state.store.reading_expiry_seconds),
-        ingest=ingest,
+        reports=reports,
         renderer=Renderer(),
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),

@@ -23,10 +23,10 @@ from gpumem_exporter.actions.request import Target
 from gpumem_exporter.collectors.catalog import METRICS, SCRAPED
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
-    LastOom,
     NodeReading,
     ProcessFacts,
     ProcessKey,
@@ -94,8 +94,6 @@ def golden_page(*, openmetrics: bool) -> str:
         Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
     )
     exposition = Exposition(instruments, CollectorRegistry(), version="1.2.3", source="nvml", clock=lambda: 0.0)
-    for process in RICH.processes:
-        exposition.refresh(process)
     page = exposition.render(RICH, openmetrics=openmetrics).decode()
     return re.sub(r'(gpumem_exporter_build_info\{.*python=")[^"]*', r"\g<1>3.11.7", page)
 

@@ -74,7 +74,7 @@ class _Commands(click.Group):
         return list(self.commands)
 
 
-@click.group(cls=_Commands, epilog=_EXAMPLES)
+@click.group(cls=_Commands, epilog=_EXAMPLES, no_args_is_help=False)
 def fleet() -> None:
     """Show many nodes, and act on them by a query."""
 

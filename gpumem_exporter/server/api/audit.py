@@ -21,7 +21,6 @@ from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
 from gpumem_exporter.events import Event, Query, Recorder
 from gpumem_exporter.events.actions import read_action, read_requested
-from gpumem_exporter.server.api.event_writes import read_all_events, wait_until_kept
 
 __all__ = ["Audit"]
 
@@ -66,7 +65,7 @@ class Audit:
         """Record a new action; return when it is on disk, or when the disk fails. Without a disk, return at once."""
         kept = self._events.action_requested(submitted)
         if self.durable:
-            await wait_until_kept(self._events.log, kept)
+            await self._events.log.wait_until_kept(kept)
 
     def finished(self, action: Action) -> None:
         """Record the end of an action."""
@@ -79,7 +78,7 @@ class Audit:
         """Return when the end of an action is on disk, or when the disk fails."""
         end = self._ends.get(action.id)
         if end is not None:
-            await wait_until_kept(self._events.log, end)
+            await self._events.log.wait_until_kept(end)
 
     async def wait_until_restored(self) -> None:
         """Wait until the dispatcher knows the actions before the restart, for some seconds at most."""
@@ -96,7 +95,7 @@ class Audit:
         try:
             while True:
                 try:
-                    events = await read_all_events(self._events.log, query, max_rows=_MAX_ROWS)
+                    events = await self._events.log.pages(query, max_rows=_MAX_ROWS)
                 except StorageError:
                     await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
                 else:

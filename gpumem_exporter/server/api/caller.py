@@ -10,7 +10,6 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.caller import Rights
-from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.http.problems import problems
 from gpumem_exporter.server.http.replies import json_reply, json_response
@@ -68,7 +67,7 @@ def caller_router(
             "rights": found.rights.value,
             "actions": list(found.permitted_actions(allowed)),
             "allowed_actions": list(allowed),
-            "processes": sum(found.may_act_on(process) for _, process in Names.of(snapshot()).reporting),
+            "processes": sum(found.may_act_on(process) for _, process in snapshot().names.reporting),
             "reason": refusal.detail if refusal is not None else None,
         }
         return json_response(document)

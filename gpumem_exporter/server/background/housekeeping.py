@@ -11,7 +11,6 @@ from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import EventLog, Query, last_ooms
-from gpumem_exporter.server.api.event_writes import read_all_events
 
 __all__ = ["keep_house", "recall_ooms", "release_free_memory"]
 
@@ -70,7 +69,7 @@ async def recall_ooms(
         try:
             since_unix_seconds = wall_clock() - SHOWN_SECONDS
             query = Query(since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN)
-            ooms = await read_all_events(log, query)
+            ooms = await log.pages(query)
         except StorageError:
             await asyncio.sleep(RETRY_SECONDS)  # the event log has logged the error
         except Exception:  # noqa: BLE001 - the exporter works without them

@@ -162,7 +162,7 @@ class Milestones(ShownAsText):
         statistics = Statistics(torch)
         found = []
         for index in statistics.devices():
-            state = self._observed.look(index, statistics.state)
+            state = self._observed.read(index, statistics.state)
             if state is None:
                 continue
             allocated, peak = (state["allocated_bytes"][metric] for metric in ("current", "peak"))

@@ -10,14 +10,9 @@ from __future__ import annotations
 import sys
 import time
 
-from gpumem_toolkit.leaks.frozen_objects import FrozenObjects
-from gpumem_toolkit.leaks.tracked_objects import find_of_types
-
-__all__ = ["expandable_segments_conflict"]
+from gpumem_toolkit.leaks.interpreter_objects import GENERATIONS, find_frozen, tracked_of_types
 
 _LIBRARIES = {"vllm": "vLLM", "sglang": "SGLang", "torch_memory_saver": "torch_memory_saver"}
-_GENERATIONS = (0, 1, 2)
-"""The generations of the garbage collector."""
 _FROZEN_SECONDS, _FROZEN_MAX = 1.0, 5_000_000
 
 
@@ -32,19 +27,13 @@ def expandable_segments_conflict() -> str:
             return f"{name} is loaded"
     pool_class = getattr(sys.modules.get("torch.cuda.memory"), "MemPool", None)  # torch 2.5 and later
     if pool_class is not None and (
-        any(find_of_types(generation, (pool_class,)) for generation in _GENERATIONS) or _frozen_pool(pool_class)
+        any(tracked_of_types(generation, (pool_class,)) for generation in GENERATIONS)
+        or any(
+            type(each) is pool_class for each in find_frozen(time.thread_time() + _FROZEN_SECONDS, _FROZEN_MAX).objects
+        )
     ):
         return "the program uses a torch.cuda.MemPool"
     return ""
-
-
-def _frozen_pool(pool_class: type) -> bool:
-    """Whether there is a pool among the objects that `gc.freeze()` hides."""
-    frozen = FrozenObjects()
-    frozen.reach(time.thread_time() + _FROZEN_SECONDS, _FROZEN_MAX)
-    found = bool(frozen.of_types((pool_class,)))
-    frozen.clear()
-    return found
 
 
 def _version_of(module: object) -> tuple[int, ...]:

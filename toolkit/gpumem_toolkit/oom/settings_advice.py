@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gpumem_client.allocator.allocator import attached, no_cuda
-from gpumem_client.allocator.reclaimable import fragmented_bytes
+from gpumem_client.allocator.reclaimable import unreturnable_bytes
 from gpumem_client.allocator.settings import VARIABLES, in_force, merged, parse_settings
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
@@ -106,7 +106,7 @@ def recommend(
 
 
 def _fragmentation(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
-    fragmented, reserved = fragmented_bytes(sample), sample.reserved_bytes
+    fragmented, reserved = unreturnable_bytes(sample), sample.reserved_bytes
     if fragmented is None or not reserved or fragmented < max(_FRAGMENTED_LEAST, _FRAGMENTED_SHARE * reserved):
         return
     share = (

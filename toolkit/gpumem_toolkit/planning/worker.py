@@ -114,8 +114,7 @@ def run_in_worker(
     """
     if _in_worker:
         raise ConfigurationError(
-            "the planner imports this script to find the model: call gpumem_toolkit.plan under"
-            " `if __name__ == '__main__':`"
+            "the planner imports this script to find the model: call `plan` under `if __name__ == '__main__':`"
         )
     if not 0 < timeout_seconds <= _LONGEST_SECONDS:
         raise ConfigurationError(

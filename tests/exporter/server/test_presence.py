@@ -10,7 +10,7 @@ from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.server.background.liveness import Presence
+from gpumem_exporter.server.background.presence import Presence
 from tests.support.builders import report
 from tests.support.dispatching import build_dispatcher
 
@@ -108,7 +108,7 @@ def test_an_expired_reporter_without_a_host_pid_is_removed_only_if_its_connectio
         bench.presence.connection_lost(process)
 
     bench.now += 10
-    bench.presence.reported(bench.take_report(3, host_pid=None, sequence=2))
+    bench.take_report(3, host_pid=None, sequence=2)
     bench.presence.sweep()
     assert bench.pids() == [1, 2, 3], "no report has expired"
     bench.now += 16
@@ -123,7 +123,7 @@ def test_a_quiet_process_that_runs_another_program_is_removed_and_its_actions_en
     async def scenario() -> None:
         for session in ("first", "second"):
             bench.host.runs = 77 if session == "first" else 78
-            bench.presence.reported(bench.take_report(1, host_pid=1, session=session))
+            bench.presence.started(bench.take_report(1, host_pid=1, session=session))
             bench.now += 2.1
             bench.presence.sweep()
             assert bench.pids() == [1], "it runs the program of its first report"

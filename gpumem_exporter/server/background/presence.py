@@ -11,8 +11,6 @@ from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, SilentRep
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.host import Host
 
-__all__ = ["Presence"]
-
 _EXIT_CHECK_DELAYS_SECONDS = (0.0, 0.05, 0.2, 0.5)
 """The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
 ends, and a large process takes time to end."""
@@ -22,21 +20,15 @@ ends, and a large process takes time to end."""
 class _Program:
     """The program of a process at the first report of a session; None if it is unknown."""
 
-    session: str
-    host_pid: int | None
+    host_pid: int
     program: int | None
 
 
 class Presence:
     """Removes reporters whose processes have ended. Used on the event loop only.
 
-    Args:
-        store: has the processes.
-        dispatcher: has the actions of the processes.
-        host: the operating system.
-        clock: monotonic seconds.
-        report_interval_seconds: a process is not checked within two intervals after its last report.
-        on_ended: receives the key of each process before it is removed, and the reason.
+    A process is not checked within two report intervals after its last report. `on_ended` receives the key of each
+    process before it is removed, and the reason.
     """
 
     def __init__(
@@ -57,19 +49,16 @@ class Presence:
         self._quiet_seconds = 2 * report_interval_seconds
         self._programs: dict[ProcessKey, _Program] = {}
         self._watches: set[asyncio.Task[None]] = set()
-        self._disconnected: set[ProcessKey] = set()
-        """Reporters without a known host pid whose connection broke after their last report."""
+        self._disconnected: dict[ProcessKey, float] = {}
+        """The time of the last report of reporters without a known host pid whose connection broke after it."""
 
-    def reported(self, process: ReportingProcess) -> None:
-        """Note a report: the process is connected, and runs the program of the first report of its session."""
-        key, session, host_pid = process.key, process.report.process.session, process.host_pid
-        self._disconnected.discard(key)
-        known = self._programs.get(key)
-        if known is None or (known.session, known.host_pid) != (session, host_pid):
+    def started(self, process: ReportingProcess) -> None:
+        """Note the program of a process at the first report of a session."""
+        self._programs.pop(process.key, None)
+        if process.host_pid is not None:
             while len(self._programs) > 2 * self._store.max_processes:
                 del self._programs[next(iter(self._programs))]
-            program = self._host.program(host_pid) if host_pid is not None else None
-            self._programs[key] = _Program(session, host_pid, program)
+            self._programs[process.key] = _Program(process.host_pid, self._host.program(process.host_pid))
 
     def forget(self, key: ProcessKey, reason: str) -> None:
         """Remove a process that has ended."""
@@ -91,12 +80,14 @@ class Presence:
         quiet: list[ReportingProcess | SilentReporter] = [
             process for process in snapshot.processes if now - process.received_seconds > self._quiet_seconds
         ]
-        self._disconnected &= {process.key for process in snapshot.processes} | {one.key for one in snapshot.silent}
+        silent = {reporter.key for reporter in snapshot.silent}
         ended = [
-            (silent.key, "its connection broke, and it has not reported since")
-            for silent in snapshot.silent
-            if silent.key in self._disconnected
+            (key, "its connection broke, and it has not reported since") for key in self._disconnected.keys() & silent
         ]
+        last_seconds = {process.key: process.received_seconds for process in snapshot.processes}
+        self._disconnected = {
+            key: seconds for key, seconds in self._disconnected.items() if last_seconds.get(key) == seconds
+        }
         for reporter in (*quiet, *snapshot.silent):
             reason = self._end(reporter)
             if reason:
@@ -110,7 +101,7 @@ class Presence:
         running process reports again before, and a stopped process keeps its connection.
         """
         if process.host_pid is None:
-            self._disconnected.add(process.key)
+            self._disconnected[process.key] = process.received_seconds
         else:
             watch = asyncio.ensure_future(self._watch(process))
             self._watches.add(watch)
