@@ -21,9 +21,7 @@ from gpumem_toolkit.planning.cuda_rules import cuda_rules
 from gpumem_toolkit.planning.model import find_blocks, make_fake_mode, recomputed
 from gpumem_toolkit.planning.simulation import Tracer, move, quiet
 from gpumem_toolkit.planning.trace import replay
-from gpumem_toolkit.training.calling import check_autocast
-from gpumem_toolkit.training.measuring import run_seconds
-from gpumem_toolkit.training.peaks import measure_peak
+from gpumem_toolkit.training.model_runs import check_autocast, measure_peak, run_seconds
 
 _DEFAULT_EVERY = (2, 4)
 _NO_CUDA = "no CUDA: the model is on {device}; on the CPU simulate=True predicts what CUDA would allocate"

@@ -11,8 +11,6 @@ from gpumem_client.notebook import ShownAsText
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import human_bytes
 
-__all__ = ["CheckpointingComparison", "CheckpointingRow", "Difference"]
-
 _NAMES_SHOWN = 3
 
 

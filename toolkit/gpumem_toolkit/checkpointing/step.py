@@ -15,10 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.checkpointing.comparison import Difference
-from gpumem_toolkit.training.calling import autocasting, call_model
-from gpumem_toolkit.training.measuring import distance_ratio
-
-__all__ = ["Results", "Step", "left_as_it_was"]
+from gpumem_toolkit.training.model_runs import autocasting, call_model, distance_ratio
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from gpumem_client.log import log
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import human_bytes
 
-__all__ = ["AutoClean", "auto_clean"]
-
 _WORTH_SHARE = 0.5
 """A clear fails if it frees less than this share of `min_bytes`…"""
 _REGAINED_SHARE = 0.8

@@ -11,8 +11,6 @@ from gpumem_client.allocator.attached import no_cuda
 from gpumem_client.allocator.torch_access import initialized_torch, tensors_of_module
 from gpumem_client.clear import clear_cache
 
-__all__ = ["release_model", "to_cpu"]
-
 
 def release_model(model: Any = None, optimizer: Any = None) -> int:
     """Free the device memory of a model and an optimizer, also if other objects refer to them. Returns the bytes freed.

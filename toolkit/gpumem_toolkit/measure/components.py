@@ -19,8 +19,6 @@ from gpumem_client.wire.units import human_bytes
 from gpumem_toolkit.measure.component_count import COMPONENTS, ComponentCount
 from gpumem_toolkit.measure.tensor_bytes import HOST
 
-__all__ = ["ComponentBytes", "Watch", "watch"]
-
 _INTERVAL_SECONDS = 10.0
 _SLICE_SECONDS = 0.0005
 """Time that a count takes in one step."""

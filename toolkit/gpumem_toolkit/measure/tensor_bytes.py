@@ -9,8 +9,6 @@ from typing import Any
 
 from gpumem_client.hooks.guest_safety import guest_safety
 
-__all__ = ["HOST", "Storages", "bytes_of_unshared", "tensors_in"]
-
 HOST = -1
 """PyTorch's device index of a tensor in host memory."""
 

@@ -7,8 +7,6 @@ from collections import OrderedDict
 
 from gpumem_toolkit.leaks.trend import Slope, Trend
 
-__all__ = ["BlockHistory"]
-
 _SIZES_MAX = 32
 _WARM_UP_RUNS = 3
 _LEAST_LEAK = 1 << 20

@@ -23,8 +23,6 @@ from gpumem_client.phases.blocks import RunningBlocks, run_calls_in
 from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis, Run, diagnose
 from gpumem_toolkit.oom.growth import BlockHistory
 
-__all__ = ["OomGuard", "oom_guard"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _BLOCKS_MAX = 64

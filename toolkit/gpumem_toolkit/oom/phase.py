@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Origin", "Place", "batch_of_forward", "origin_of", "phase_of", "self_in_frame"]
-
 _FRAMES_MAX = 400
 _TRANSFER = re.compile(r"\.(?:to|cuda|copy_|pin_memory|to_empty)\(")
 _BACKWARD = {"torch._tensor": "backward", "torch.autograd": "", "torch.autograd.graph": "_engine_run_backward"}

@@ -17,8 +17,6 @@ from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
 
-__all__ = ["apply", "backup_of", "diff", "parse_map", "planned_text", "restore"]
-
 Value = int | str
 
 

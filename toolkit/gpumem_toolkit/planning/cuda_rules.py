@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_map
 
 from gpumem_toolkit.planning import recurrent
 
-__all__ = ["cuda_rules"]
-
 _FLOAT32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "group_norm"),

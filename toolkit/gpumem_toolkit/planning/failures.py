@@ -15,8 +15,6 @@ from torch._subclasses.fake_tensor import (
 
 from gpumem_toolkit.planning.worker import place
 
-__all__ = ["explain"]
-
 _PROFILE = "plan from measured steps instead: --profile on a machine with a GPU"
 _SPARSE = "SparseTensorImpl"  # in the error of every access to the memory of a sparse tensor
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)

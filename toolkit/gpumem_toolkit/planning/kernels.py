@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["prepare", "temporaries"]
-
 BLAS_WORKSPACE_BYTES = 32 << 20
 """cuBLAS on Hopper (`at::cuda::getChosenWorkspaceSize`); 8 MiB on older GPUs."""
 LT_WORKSPACE_BYTES = 1 << 20

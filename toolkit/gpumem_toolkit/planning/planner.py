@@ -7,15 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.description import Description
 from gpumem_toolkit.planning.devices import Gpu, parse_gpu
-from gpumem_toolkit.planning.job import Job, TensorSpec, parse_tensor
+from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor
 from gpumem_toolkit.planning.plan import Change, Plan, Target, accumulate
 from gpumem_toolkit.planning.progress import Progress
 from gpumem_toolkit.planning.search import Sizing
 from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, run_in_worker
-
-__all__ = ["plan", "plan_description", "plan_in_worker", "plan_job", "profile_in_worker"]
 
 
 def plan(

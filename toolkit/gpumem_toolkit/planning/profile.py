@@ -17,8 +17,6 @@ from gpumem_toolkit.planning.model import DTYPES, checkpoint_blocks
 from gpumem_toolkit.planning.plan import Plan, Target, accumulate
 from gpumem_toolkit.planning.stepping import Watch, train
 
-__all__ = ["profile_job"]
-
 STEPS = 2
 """The number of steps in a measurement. The first one creates the optimizer state."""
 

@@ -28,8 +28,6 @@ from typing import IO, Any, TypeVar, cast
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.progress import Progress
 
-__all__ = ["TIMEOUT_SECONDS", "WorkerError", "main", "named", "place", "run_in_worker"]
-
 TIMEOUT_SECONDS = 600.0
 """The default time limit of a plan. Plans of models with billions of parameters take about a minute."""
 _LONGEST_SECONDS = 1_000_000

@@ -14,10 +14,8 @@ import torch
 
 from gpumem_client import clear_cache
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.training.calling import check_autocast
-from gpumem_toolkit.training.gradient_sync import GradientSync, device_type, is_fsdp1, ranks_of
-
-__all__ = ["GradientAccumulator"]
+from gpumem_toolkit.training.model_runs import check_autocast
+from gpumem_toolkit.training.ranks import GradientSync, device_type, is_fsdp1, ranks_of
 
 _log = logging.getLogger("gpumem_toolkit")
 _Batch = TypeVar("_Batch")

@@ -15,11 +15,9 @@ from gpumem_client.allocator.attached import no_cuda
 from gpumem_client.notebook import ShownAsText
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.errors import NoBatchSizeError
+from gpumem_toolkit.planning.search import Bisection
 from gpumem_toolkit.training.batch_trial import BatchSizeTry, Trial, join_numbers
-from gpumem_toolkit.training.bisection import Bisection
 from gpumem_toolkit.training.ranks import Ranks
-
-__all__ = ["BatchSizeSearch", "BatchSizeTry", "find_batch_size"]
 
 _log = logging.getLogger("gpumem_toolkit")
 
@@ -105,7 +103,7 @@ def _find(step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> Batch
     cuda = torch.cuda.is_available()
     _check_same_on_all(ranks, limits, cuda)
     if cuda:
-        return _Search(step, limits, ranks).run()
+        return _SizeFinder(step, limits, ranks).run()
     no_cuda("find_batch_size")
     return BatchSizeSearch(limits.start // limits.multiple_of * limits.multiple_of)
 
@@ -135,8 +133,8 @@ class _Limits:
             raise ConfigurationError(f"invalid margin {self.margin}: it must be at least 0 and below 1")
 
 
-class _Search:
-    """One search. Its parts run on all ranks in the same order."""
+class _SizeFinder:
+    """Finds the size. Its parts run on all ranks in the same order."""
 
     def __init__(self, step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> None:
         self._limits = limits

@@ -10,17 +10,17 @@ from enum import IntEnum
 
 import torch
 
-from gpumem_client import clear_cache, oom_guard
+from gpumem_client import clear_cache
+from gpumem_client.allocator.reclaimable import known
+from gpumem_client.allocator.torch_access import Statistics
 from gpumem_client.hooks.steps import no_training
 from gpumem_client.notebook import ShownAsText
 from gpumem_client.oom.message import is_out_of_memory
 from gpumem_client.phases.measured import Measured, MemoryUse
 from gpumem_client.wire.units import human_bytes
 from gpumem_toolkit.errors import RankFailedError
-from gpumem_toolkit.training.measuring import HighestMemory
+from gpumem_toolkit.oom.guard import oom_guard
 from gpumem_toolkit.training.ranks import Ranks
-
-__all__ = ["BatchSizeTry", "Trial", "join_numbers"]
 
 _log = logging.getLogger("gpumem_toolkit")
 _SETTLING_RUNS = 8
@@ -63,6 +63,25 @@ class _Outcome(IntEnum):
     FAILED = 3
 
 
+class _HighestMemory:
+    """The highest reserved bytes, and the highest allocated bytes between two steps, of each device so far."""
+
+    def __init__(self) -> None:
+        self._statistics = Statistics(torch)
+        self._highest: dict[tuple[int, str], int] = {}
+
+    def rises(self) -> bool:
+        """Read the memory. Returns whether it is higher than in all earlier calls."""
+        rose = False
+        for device in self._statistics.devices():
+            state = self._statistics.state(device)
+            for name in ("reserved_bytes", "allocated_bytes"):
+                now = known(state, name) or 0
+                rose = rose or now > self._highest.get((device, name), 0)
+                self._highest[device, name] = max(now, self._highest.get((device, name), 0))
+        return rose
+
+
 class Trial:
     """Tries batch sizes, one after the other. All ranks call it in the same order.
 
@@ -81,13 +100,13 @@ class Trial:
         self._runs = runs
         self._ranks = ranks
         self._done = 0
-        self._highest = HighestMemory()
+        self._highest = _HighestMemory()
 
     def run(self, size: int, max_runs: int) -> BatchSizeTry:
         """Run the step until memory stops growing or `max_runs` is reached, the same number of times on all ranks."""
         self.error = None  # frees the frames of the last try
         clear_cache(collect_garbage=True)
-        self._done, self._highest = 0, HighestMemory()
+        self._done, self._highest = 0, _HighestMemory()
         used: list[MemoryUse] = []
         runs = min(self._runs, max_runs)
         with no_training(), Measured("batch size", kept=False, ended=used.append):

@@ -16,11 +16,7 @@ from gpumem_client.phases.measured import Measured
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import human_bytes
 from gpumem_toolkit.measure.tensor_bytes import Storages
-from gpumem_toolkit.training.calling import call_model, evaluating
-from gpumem_toolkit.training.measuring import distance_ratio, run_seconds
-from gpumem_toolkit.training.peaks import measure_peak, use_on
-
-__all__ = ["ForwardUse", "ModelOptimization", "optimize_model"]
+from gpumem_toolkit.training.model_runs import call_model, distance_ratio, evaluating, measure_peak, run_seconds, use_on
 
 _log = logging.getLogger("gpumem_toolkit")
 
