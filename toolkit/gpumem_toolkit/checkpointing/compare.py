@@ -215,13 +215,11 @@ def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _simulate_peak(step: Step, blocks: Sequence[str]) -> int:
-    """Return the peak bytes of a training step above its start, with the named blocks checkpointed.
+    """Return the peak bytes of a training step above its start, on fake tensors, with the named blocks checkpointed.
 
     Takes about a second and does not change the model. Not thread-safe: it runs in this process, because the model and
-    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call.
-
-    Raises:
-        ConfigurationError: the model cannot be copied, or fails on tensors without values.
+    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call. Raises
+    ConfigurationError if the model cannot be copied, or fails on tensors without values.
     """
     tracer = Tracer()
     with quiet("the model"):

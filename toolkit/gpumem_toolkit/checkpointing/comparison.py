@@ -16,15 +16,12 @@ _NAMES_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The differences between two runs.
-
-    Attributes:
-        names: the results that differ: `loss`, `gradient of …`, `buffer …`.
-        largest_ratio: the largest distance, divided by the norm of the first run's tensor. None if shapes differ.
-    """
+    """The differences between two runs."""
 
     names: tuple[str, ...]
+    """The results that differ: `loss`, `gradient of …`, `buffer …`."""
     largest_ratio: float | None
+    """The largest distance, divided by the norm of the first run's tensor. None if shapes differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +110,7 @@ class CheckpointingComparison(ShownAsText):
     def figure(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Return a `matplotlib.figure.Figure` with time and peak of each row as bars, and write it to `path`.
 
-        Raises:
-            ConfigurationError: matplotlib is missing.
-            OSError: the file cannot be written.
+        Raises ConfigurationError without matplotlib, and OSError if the file cannot be written.
         """
         try:
             from matplotlib.figure import Figure

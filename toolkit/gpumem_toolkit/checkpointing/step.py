@@ -76,10 +76,8 @@ def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
     """Undo what runs of the step change: gradients, buffers, random number generators and modes.
 
     Yields a function that undoes the changes before each run. Within the context a model in evaluation mode is in
-    training mode; a model in training mode keeps the modes of its parts.
-
-    Raises:
-        ConfigurationError: a run would change the parameters, or the model cannot be trained.
+    training mode; a model in training mode keeps the modes of its parts. Raises ConfigurationError if a run would
+    change the parameters, or if the model cannot be trained.
     """
     _check(step)
     modes = [(module, module.training) for module in step.model.modules()]

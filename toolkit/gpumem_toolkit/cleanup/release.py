@@ -18,10 +18,6 @@ def release_model(model: Any = None, optimizer: Any = None) -> int:
     Parameters, gradients and buffers become empty, and the optimizer loses its state. Neither can be used afterwards:
     save first what you need. Tensors that were made from them (`state_dict`, views, averaged weights) keep their
     memory. Then garbage and cache are released as in `clear_cache`.
-
-    Args:
-        model: a `torch.nn.Module`, which may be wrapped.
-        optimizer: a `torch.optim.Optimizer`.
     """
     torch = initialized_torch()
     if torch is None:

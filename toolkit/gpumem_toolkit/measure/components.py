@@ -50,9 +50,6 @@ class Watch(ShownAsText):
     """Counts the bytes of one model and its optimizer, until one of them is deleted or `close` is called.
 
     Has weak references only. Any thread may call any method. A count runs in the thread that ends a step.
-
-    Raises:
-        TypeError: the model is not a module.
     """
 
     def __init__(

@@ -235,9 +235,8 @@ def _location(model: Any) -> str:
 def before_forwards(callback: Callable[[Any], bool]) -> Callable[[], None]:
     """Call `callback(module)` before each forward pass of any module, until it returns False.
 
-    Returns:
-        A function that ends the calls. The hook leaves torch at the next forward pass, because a garbage collection may
-        call the function while a forward pass copies the hooks, where a removal would raise.
+    Returns a function that ends the calls. The hook leaves torch at the next forward pass, because a garbage collection
+    may call the function while a forward pass copies the hooks, where a removal would raise.
     """
     # A hook on the model itself would be pickled with it.
     register = getattr(sys.modules.get("torch.nn.modules.module"), "register_module_forward_pre_hook", None)

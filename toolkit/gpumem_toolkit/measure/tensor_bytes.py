@@ -23,9 +23,6 @@ class Storages:
 
     A storage is identified by the address of its C++ object. The address of its memory is not enough: the memory of
     another storage may lie there after a move.
-
-    Args:
-        torch: the torch module of the user's code.
     """
 
     def __init__(self, torch: Any) -> None:

@@ -63,12 +63,7 @@ def origin_of(traceback: TracebackType | None) -> Origin:
 
 
 def phase_of(places: Sequence[Place], source_line: str = "") -> tuple[str, bool]:
-    """Return the phase, and whether a backward pass was recomputing. Pure.
-
-    Args:
-        places: the outermost first.
-        source_line: the source of the innermost place.
-    """
+    """Return the phase, and whether a backward pass was recomputing. Pure. The line is the source of the last place."""
     phase, recomputed = "", False
     for place in places:
         event = _event(place)

@@ -72,14 +72,7 @@ def recommend_allocator_settings() -> Recommendation:
 def recommend(
     devices: Mapping[int, DeviceSample], current: str, variable: str = "", *, expandable_segments_conflict: str = ""
 ) -> Recommendation:
-    """Return the recommendation for samples by device index.
-
-    Args:
-        devices: the samples.
-        current: the settings in force.
-        variable: the environment variable that set them.
-        expandable_segments_conflict: why expandable segments are no option in this process; empty if they are one.
-    """
+    """Return the recommendation for samples by device index. `variable` set the settings in force."""
     try:
         settings = parse_settings(current) if current else {}
     except ConfigurationError:  # settings of a newer release

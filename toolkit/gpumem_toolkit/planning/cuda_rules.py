@@ -118,11 +118,7 @@ def _without_dtype(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _attention(kernel: str) -> Callable[..., Tensor]:
-    """Return `scaled_dot_product_attention` as one kernel. Autograd then saves the same tensors as on a GPU.
-
-    Args:
-        kernel: auto, flash, efficient, math or cudnn. `auto` chooses as PyTorch does.
-    """
+    """Return `scaled_dot_product_attention` as one kernel. Autograd then saves the same tensors as on a GPU."""
 
     def run(
         query: Tensor,

@@ -31,17 +31,13 @@ _TENSOR = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<shape>
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor whose shape may depend on the batch size.
-
-    Attributes:
-        dtype: PyTorch's name of the type, such as `bfloat16`.
-        shape: for each dimension a factor, and whether the batch size multiplies it.
-        name: the keyword argument that receives the tensor; empty for a positional argument.
-    """
+    """A tensor whose shape may depend on the batch size."""
 
     dtype: str
     shape: tuple[tuple[int, bool], ...]
+    """For each dimension a factor, and whether the batch size multiplies it."""
     name: str = ""
+    """The keyword argument that receives the tensor; empty for a positional argument."""
 
     def at(self, batch: int) -> tuple[int, ...]:
         """Return the shape at a batch size."""
@@ -49,11 +45,7 @@ class TensorSpec:
 
 
 def parse_tensor(text: str) -> TensorSpec:
-    """Parse `[name=]dtype[dimension, …]`; a dimension is a number, `B`, or a product such as `B*512`.
-
-    Raises:
-        ConfigurationError: the text has another form; the message says what is accepted.
-    """
+    """Parse `[name=]dtype[dimension, …]`; a dimension is a number, `B`, or a product such as `B*512`."""
     match = _TENSOR.fullmatch(text)
     if match is None:
         raise ConfigurationError(f"invalid tensor {text!r}: write float32[B,3,224,224] or tokens=int64[B,1024]")
@@ -138,30 +130,19 @@ _HEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The dimensions of a transformer.
-
-    Attributes:
-        layers: blocks of attention and feed-forward.
-        hidden: the model's width.
-        sequence: tokens of one sample.
-        parameters: total number of parameters; None means a feed-forward part of four times the width.
-        vocabulary: number of different tokens. The output shares the weights of the embedding.
-        heads: number of attention heads; None means heads of width 64, at least one.
-    """
+    """The dimensions of a decoder-only transformer, whose output shares the weights of the embedding."""
 
     layers: int
     hidden: int
     sequence: int
     parameters: int | None = None
+    """Total number of parameters; None means a feed-forward part of four times the width."""
     vocabulary: int = 32000
     heads: int | None = None
+    """None means heads of width 64, at least one."""
 
     def job(self, **options: Any) -> Job:
-        """Return the job that trains the transformer to predict the next token, with these options of Job.
-
-        Raises:
-            ConfigurationError: the dimensions contradict each other.
-        """
+        """Return the job that trains the transformer to predict the next token, with these options of Job."""
         make: Callable[[], Any] = partial(
             _make, self.layers, self.hidden, self._heads(), self._feed_forward(), self.vocabulary
         )

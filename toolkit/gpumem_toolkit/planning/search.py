@@ -16,12 +16,7 @@ _SPREAD = ("parameters", "gradients", "optimizer")
 
 
 class Sizing:
-    """The traces of one job at any batch size. Not thread-safe.
-
-    Args:
-        job: the job.
-        notify: called with a batch size before the job is traced at it.
-    """
+    """The traces of one job at any batch size. Calls `notify` before it traces the job at a size. Not thread-safe."""
 
     def __init__(self, job: Job, notify: Callable[[int], None] = lambda _: None) -> None:
         self.job = job
@@ -29,11 +24,7 @@ class Sizing:
         self._traces: dict[int, Trace] = {}
 
     def trace(self, batch: int) -> Trace:
-        """Record the allocations of the job at a batch size; each size is recorded once.
-
-        Raises:
-            ConfigurationError: the job's code fails.
-        """
+        """Record the allocations of the job at a batch size; each size is recorded once."""
         if batch not in self._traces:
             self._notify(batch)
             self._traces[batch] = self._make(batch)
@@ -143,13 +134,7 @@ class _Sharded(Sizing):
 class Bisection:
     """Chooses the next number to try: doubles while numbers fit, halves while they do not, then bisects.
 
-    Args:
-        start: the first number.
-        maximum: the largest number.
-
-    Attributes:
-        fits: the largest number that fits so far.
-        fails: the smallest number that does not fit so far.
+    `fits` is the largest number that fits so far, `fails` the smallest number that does not.
     """
 
     def __init__(self, start: int, maximum: int) -> None:

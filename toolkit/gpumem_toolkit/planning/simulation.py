@@ -37,7 +37,7 @@ from gpumem_toolkit.planning.model import (
     make_model,
     without_values,
 )
-from gpumem_toolkit.planning.stepping import Watch, train
+from gpumem_toolkit.planning.stepping import Event, train
 from gpumem_toolkit.planning.trace import Mark, Trace
 
 _Counts: TypeAlias = "tuple[int, int, int]"
@@ -179,10 +179,7 @@ def trace_job(job: Job, batch: int) -> Trace:
     """Record the first steps of a job at a batch size on fake tensors, in about a second.
 
     Runs all but the last step, which repeats the one before. Not thread-safe: CPU tensors of the whole process follow
-    CUDA's rules during the call.
-
-    Raises:
-        ConfigurationError: the job's own code failed.
+    CUDA's rules during the call. Raises ConfigurationError if the job's own code fails.
     """
     trace, starts, notes = _run(job, batch, STEPS - 1)
     repeated = trace.repeated(starts[-2], starts[-1])
@@ -192,11 +189,7 @@ def trace_job(job: Job, batch: int) -> Trace:
 
 
 def gathered(job: Job) -> int:
-    """Return the bytes of whole parameters and buffers if the job's model is sharded.
-
-    Raises:
-        ConfigurationError: the model cannot be built.
-    """
+    """Return the bytes of whole parameters and buffers if the job's model is sharded."""
     with quiet("the job's model"), without_values():
         return gathered_bytes(make_model(job, make_fake_mode()))
 
@@ -207,24 +200,36 @@ def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark], tuple[str
     Returns the trace, the start of each step with the last one's end, and what the trace leaves out.
     """
     tracer = Tracer(job.convolution)
+    starts: list[Mark] = []
     with quiet(f"the job at batch size {batch}"), without_values():
         mode = make_fake_mode()
         model = make_model(job, mode)
         notes = (COMPILED,) if is_compiled(model) else ()
         with eager(), mode, cuda_rules(job.attention, job.convolution), tracer:
             move(model, tracer)
-            watch = _Kinds(tracer)
-            train(job, model, batch, steps, "cpu", watch)
+            for event, optimizer, counts_on_device in train(job, model, batch, steps, "cpu"):
+                if event is Event.STEP:
+                    starts.append(tracer.trace.mark())
+                elif event is Event.FORWARD:
+                    tracer.kind = "activations"
+                elif event is Event.BACKWARD:
+                    tracer.kind = "temporaries"
+                elif event is Event.OPTIMIZER:
+                    tracer.ignore_scalars, tracer.in_optimizer = not counts_on_device, True
+                elif optimizer is not None:
+                    tracer.ignore_scalars = tracer.in_optimizer = False
+                    values = (value for state in optimizer.state.values() for value in state.values())
+                    tensors = (value for value in values if isinstance(value, Tensor))
+                    tracer.mark((each for each in tensors if counts_on_device or each.dim()), "optimizer")
     # Without the frees of the remaining tensors, which the tracer records from here on.
-    return tracer.trace.until(watch.starts[-1]), watch.starts, notes
+    return tracer.trace.until(starts[-1]), starts, notes
 
 
 @contextmanager
 def quiet(what: str) -> Iterator[None]:
     """Suppress PyTorch's warnings and logs, and garbage collection, whose timing varies.
 
-    Raises:
-        ConfigurationError: the code in the block failed; `what` names it.
+    If the code in the block fails, raises a ConfigurationError that names `what`.
     """
     collecting = gc.isenabled()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -258,30 +263,3 @@ def move(model: nn.Module, tracer: Tracer) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(mark_gradient)
-
-
-class _Kinds(Watch):
-    """Sets the kind of the allocations that the tracer records."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self.starts: list[Mark] = []
-
-    def step(self) -> None:
-        self.starts.append(self._tracer.trace.mark())
-
-    def forward(self) -> None:
-        self._tracer.kind = "activations"
-
-    def backward(self) -> None:
-        self._tracer.kind = "temporaries"
-
-    def optimizer(self, counts_on_device: bool) -> None:
-        self._tracer.ignore_scalars = not counts_on_device
-        self._tracer.in_optimizer = True
-
-    def stepped(self, optimizer: Any, counts_on_device: bool) -> None:
-        self._tracer.ignore_scalars = self._tracer.in_optimizer = False
-        for state in optimizer.state.values():
-            values = [value for value in state.values() if isinstance(value, Tensor)]
-            self._tracer.mark((v for v in values if counts_on_device or v.dim()), "optimizer")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -19,12 +20,8 @@ _BLOCK = 256
 _LEAST_8BIT = 4096
 
 
-def make_optimizer(job: Job, model: nn.Module) -> tuple[Any, bool]:
-    """Return the optimizer or None, and whether its step counts are on the device.
-
-    Raises:
-        ConfigurationError: PyTorch rejects the options, or the optimizer rejects the model's parameters.
-    """
+def _make_optimizer(job: Job, model: nn.Module) -> tuple[Any, bool]:
+    """Return the optimizer or None, and whether its step counts are on the device."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if job.optimizer == "none" or not parameters:
         return None, False
@@ -104,37 +101,31 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 _FP16_SCALE = 65536.0
 
 
-class Watch:
-    """Receives the progress of a step. `counts_on_device`: the optimizer's step counts are on the device."""
+class Event(Enum):
+    """A point of a training step."""
 
-    def step(self) -> None:
-        """Called before each step and after the last one."""
-
-    def forward(self) -> None:
-        """Called before the batch is created."""
-
-    def backward(self) -> None:
-        """Called after the forward pass."""
-
-    def optimizer(self, counts_on_device: bool) -> None:
-        """Called after the last backward pass of a step."""
-
-    def stepped(self, optimizer: Any, counts_on_device: bool) -> None:
-        """Called after the optimizer's step."""
+    STEP = "before each step, and after the last one"
+    FORWARD = "before the batch is created"
+    BACKWARD = "after the forward pass"
+    OPTIMIZER = "after the last backward pass of a step"
+    STEPPED = "after the optimizer's step"
 
 
-def train(job: Job, model: nn.Module, batch: int, steps: int, device: str, watch: Watch) -> None:
+def train(
+    job: Job, model: nn.Module, batch: int, steps: int, device: str
+) -> Iterator[tuple[Event, torch.optim.Optimizer | None, bool]]:
     """Train for a few steps. As in a plain script, a tensor lives until its variable is reassigned.
 
     In the loop `script` this includes the model's output with its logits. The loop `trainer` drops the output before
-    the backward pass, as transformers' Trainer does.
+    the backward pass, as transformers' Trainer does. Yields each event with the optimizer, and whether the optimizer's
+    step counts are on the device.
     """
-    optimizer, counts_on_device = make_optimizer(job, model)
+    optimizer, counts_on_device = _make_optimizer(job, model)
     autocast = job.precision in ("bf16", "fp16")
     for _ in range(steps):
-        watch.step()
+        yield Event.STEP, optimizer, counts_on_device
         for _ in range(job.accumulation):
-            watch.forward()
+            yield Event.FORWARD, optimizer, counts_on_device
             inputs = _make(job.inputs, batch, device)
             targets = _make(job.targets, batch, device)
             with torch.autocast(device, dtype=DTYPES[job.precision]) if autocast else nullcontext():
@@ -144,16 +135,16 @@ def train(job: Job, model: nn.Module, batch: int, steps: int, device: str, watch
                     del output
                 if job.accumulation > 1:
                     loss = loss / job.accumulation
-            watch.backward()
+            yield Event.BACKWARD, optimizer, counts_on_device
             (loss * _FP16_SCALE if job.precision == "fp16" else loss).backward()
-        watch.optimizer(counts_on_device)
+        yield Event.OPTIMIZER, optimizer, counts_on_device
         if optimizer is None:
             model.zero_grad()
             continue
         optimizer.step()
-        watch.stepped(optimizer, counts_on_device)
+        yield Event.STEPPED, optimizer, counts_on_device
         optimizer.zero_grad()
-    watch.step()
+    yield Event.STEP, optimizer, counts_on_device
 
 
 def _make(specs: Sequence[TensorSpec], batch: int, device: str) -> list[Tensor]:

@@ -24,16 +24,11 @@ _log = logging.getLogger("gpumem_toolkit")
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeSearch(ShownAsText):
-    """The batch size that was found. Converts to an integer with `int(found)`, and to a table with `str(found)`.
-
-    Attributes:
-        size: the batch size to train with.
-        largest: the largest size that fits, before the margin; None without CUDA.
-        tries: the sizes that were tried.
-    """
+    """The batch size that was found. Converts to an integer with `int(found)`, and to a table with `str(found)`."""
 
     size: int
     largest: int | None = None
+    """The largest size that fits, before the margin; None without CUDA."""
     tries: tuple[BatchSizeTry, ...] = ()
 
     def __int__(self) -> int:
@@ -96,11 +91,8 @@ def find_batch_size(
         RankFailedError: `step` raised another error on another rank, or a rank exited.
     """
     first, last, unit = map(operator.index, (start, maximum, multiple_of))
-    return _find(step, _Limits(first, last, unit, margin, runs, max_runs, max_tries), Ranks.of(process_group))
-
-
-def _find(step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> BatchSizeSearch:
-    cuda = torch.cuda.is_available()
+    limits = _Limits(first, last, unit, margin, runs, max_runs, max_tries)
+    ranks, cuda = Ranks.of(process_group), torch.cuda.is_available()
     _check_same_on_all(ranks, limits, cuda)
     if cuda:
         return _SizeFinder(step, limits, ranks).run()

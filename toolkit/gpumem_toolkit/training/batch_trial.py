@@ -30,21 +30,17 @@ _MAX_CAUSES = 8
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeTry(ShownAsText):
-    """One batch size that was tried.
-
-    Attributes:
-        size: the batch size.
-        fits: whether the size fits on every rank.
-        peak_bytes: the peak on this rank; None if it did not raise the allocator's own peak, which is never reset.
-        ranks_out_of_memory: the global ranks on which the size did not fit; empty in a process that trains alone.
-        runs: completed calls of `step` on this rank.
-    """
+    """One batch size that was tried."""
 
     size: int
     fits: bool
+    """Whether the size fits on every rank."""
     peak_bytes: int | None = None
+    """The peak on this rank; None if it did not raise the allocator's own peak, which is never reset."""
     ranks_out_of_memory: tuple[int, ...] = ()
+    """The global ranks on which the size did not fit; empty in a process that trains alone."""
     runs: int = 0
+    """Completed calls of `step` on this rank."""
 
     def __str__(self) -> str:
         outcome = "fits" if self.fits else "out of memory"
@@ -83,15 +79,9 @@ class _HighestMemory:
 
 
 class Trial:
-    """Tries batch sizes, one after the other. All ranks call it in the same order.
+    """Tries batch sizes, one after the other. All ranks call it in the same order. `step` runs `runs` times at first.
 
-    Args:
-        step: runs one training step with a batch of the given size.
-        runs: the first calls of `step` with a size.
-        ranks: the ranks that try together.
-
-    Attributes:
-        error: the out-of-memory error of the last try on this rank, with its frames; None if the size fits.
+    `error` is the out-of-memory error of the last try on this rank, with its frames; None if the size fits.
     """
 
     def __init__(self, step: Callable[[int], object], runs: int, ranks: Ranks) -> None:
@@ -155,14 +145,12 @@ class Trial:
         return outcomes
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error or one of its causes is an out-of-memory error."""
-    cause: BaseException | None = error
-    for _ in range(_MAX_CAUSES):
-        if cause is None or is_out_of_memory(cause):
-            break
-        cause = cause.__cause__
-    return cause is not None and is_out_of_memory(cause)
+    causes = 0
+    while error is not None and causes < _MAX_CAUSES and not is_out_of_memory(error):
+        error, causes = error.__cause__, causes + 1
+    return error is not None and is_out_of_memory(error)
 
 
 def join_numbers(numbers: Iterable[int]) -> str:

@@ -45,11 +45,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_autocast(dtype: torch.dtype | None) -> None:
-    """Reject dtypes that autocast does not support; torch only warns and disables autocast.
-
-    Raises:
-        ConfigurationError: the dtype is not None, torch.bfloat16 or torch.float16.
-    """
+    """Reject dtypes that autocast does not support; torch only warns and disables autocast."""
     if dtype not in (None, torch.bfloat16, torch.float16):
         raise ConfigurationError(f"invalid autocast {dtype}: use torch.bfloat16, torch.float16 or None")
 
@@ -96,12 +92,8 @@ def measure_peak(
     """Run once, and return the bounds of the peak above the allocated bytes before; None where they are unknown.
 
     Without CUDA it does not run. The history is not available with cudaMallocAsync, with a pluggable allocator, and
-    while the user's code records its own. Then the bounds are those of `client.phase`.
-
-    Args:
-        run: allocates on the device, in this thread and those of autograd.
-        device: the device of the peak.
-        reset_peaks: reset the allocator's peaks instead, so that the peak is exact.
+    while the user's code records its own. Then the bounds are those of `gpumem_client.phase`. `reset_peaks` resets the
+    allocator's peaks instead, so that the peak is exact.
     """
     if device.type != "cuda":
         return None, None
@@ -140,10 +132,7 @@ def _bounds(
 ) -> tuple[int, int] | None:
     """Return the bounds of the peak above the start; None if the history does not have all entries.
 
-    Args:
-        entries: the history, the oldest entry first.
-        allocated_bytes: what the allocator counts as allocated meanwhile.
-        freed_bytes: what it counts as freed.
+    The history has the oldest entry first. The bytes are what the allocator counts as allocated and freed meanwhile.
     """
     if not 0 < len(entries) < _ENTRIES_MAX or allocated_bytes is None or freed_bytes is None:
         return None

@@ -15,14 +15,10 @@ from gpumem_toolkit.errors import RankFailedError
 
 
 class Ranks:
-    """The members of a process group, or this process alone.
+    """The members of a process group with their global numbers, or this process alone.
 
     `gather` and `total` are collective: every rank calls them, in the same order. They raise RankFailedError if a rank
     exited, or did not answer within the group's timeout. Not thread-safe.
-
-    Attributes:
-        size: number of ranks.
-        numbers: the global number of each rank.
     """
 
     def __init__(self) -> None:
@@ -35,11 +31,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any = None) -> Ranks:
-        """Return the members of a group, by default of the default group; this process alone if there is no group.
-
-        Raises:
-            ConfigurationError: this process does not belong to the group, or torch.distributed is not initialized.
-        """
+        """Return the members of a group, by default of the default group; this process alone if there is no group."""
         ranks = cls()
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None:

@@ -40,19 +40,15 @@ _GATHER = (
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint(ShownAsText):
-    """The cost of a checkpoint.
-
-    Attributes:
-        path: the file, with links resolved.
-        file_bytes: size of the file.
-        staged_bytes: host memory for copies of device tensors: the largest storage, or 0 if all are on the CPU.
-        duration_seconds: time until the file was synced to the disk.
-    """
+    """The cost of a checkpoint."""
 
     path: Path
+    """The file, with links resolved."""
     file_bytes: int
     staged_bytes: int
+    """Host memory for copies of device tensors: the largest storage, or 0 if all are on the CPU."""
     duration_seconds: float
+    """Seconds until the file was synced to the disk."""
 
     def __str__(self) -> str:
         staged = f", {human_bytes(self.staged_bytes)} of host memory at most" if self.staged_bytes else ""
