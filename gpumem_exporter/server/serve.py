@@ -24,11 +24,11 @@ from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
-from gpumem_exporter.server.background.hangup import take_over_hangup
+from gpumem_exporter.server.background.housekeeping import take_over_hangup
+from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind
-from gpumem_exporter.server.http.response_headers import ResponseHeaders
 from gpumem_exporter.server.http.systemd_sockets import take_systemd_sockets
-from gpumem_exporter.server.http.uvicorn_server import LimitedServer, Limits
+from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.logs import configure_logging
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
@@ -188,10 +188,9 @@ def build_server(
         on_started()
 
     return LimitedServer(
-        ResponseHeaders(app, configured) if configured else app,
+        web.with_headers(app) if web is not None else app,
         limits=limits or Limits(max_connections=_max_connections(2 * settings.report_max_processes + 256)),
         tls=tls,
-        admits=web.admits if web is not None else None,
         on_started=started,
         on_stopping=runtime.held_requests.stop,
         loop="uvloop",

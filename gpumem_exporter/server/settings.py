@@ -18,7 +18,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import expected, shown
 from gpumem_exporter.server.config_file import read_config_file
-from gpumem_exporter.server.http.addresses import parse_listen_address
+from gpumem_exporter.server.http.listeners import parse_listen_address
 from gpumem_exporter.server.security.tokens import TokenFile
 
 ENVIRONMENT_PREFIX = "GPUMEM_"

@@ -23,8 +23,9 @@ from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemo
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.server.app import create_app
+from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
-from gpumem_exporter.server.http.uvicorn_server import LimitedServer, Limits
+from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.serve import build_server
 from gpumem_exporter.server.settings import load_settings, setting_key

@@ -21,7 +21,8 @@ from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.server.api.rendering import Renderer, encoded
 from gpumem_exporter.server.http.problems import problems
 from gpumem_exporter.server.http.replies import json_reply
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames
+from gpumem_exporter.server.security.callers import Callers
+from gpumem_exporter.server.security.request_guard import LIVE_PATH
 from gpumem_exporter.server.web.history import History
 from gpumem_exporter.server.web.page import Page
 
@@ -132,18 +133,15 @@ class LiveRenderings:
         return rendering
 
 
-def live_router(
-    *, renderings: LiveRenderings, history: History, hide_identities_from: Callers | None, own_names: OwnNames
-) -> APIRouter:
+def live_router(*, renderings: LiveRenderings, history: History, hide_identities_from: Callers | None) -> APIRouter:
     """Return the route that shows the whole node.
 
-    `hide_identities_from` identifies the viewers from whom the identities of others' processes are hidden. `own_names`
-    refuses other sites' pages.
+    `hide_identities_from` identifies the viewers from whom the identities of others' processes are hidden.
     """
     router = APIRouter(tags=["state"])
 
     @router.get(
-        "/api/v1/live",
+        LIVE_PATH,
         responses={
             200: json_reply(LiveDocument),
             304: {"description": "unchanged since the reply whose `ETag` the request has in `If-None-Match`"},
@@ -156,7 +154,6 @@ def live_router(
         It has the same content as the documents of devices, processes and health, which are of different times. Its
         format changes with the page and the commands; other programs should read those documents.
         """
-        own_names.require_own_page(dict(request.scope["headers"]))
         viewer = await hide_identities_from.of(request.scope) if hide_identities_from is not None else None
         rendering = await renderings.of(viewer, whole_processes=processes == "documents")
         headers = {"Cache-Control": "no-store", "ETag": f'W/"{rendering.digest}-{history.newest_seconds}"'}

@@ -1,47 +1,43 @@
-"""The users of basic authentication, whose passwords bcrypt verifies slowly on purpose."""
+"""The users of `--web.config.file`, whose passwords bcrypt verifies slowly on purpose."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import hmac
 import secrets
 from collections.abc import Mapping
 
 from gpumem_exporter.server.http.problems import ProblemError
 
-__all__ = ["MAX_WAITING", "Users"]
-
 MAX_WAITING = 64
 """The number of logins that may wait. One is verified at a time, so that guessing passwords uses one CPU at most."""
 
+_CHALLENGE_BASIC = {"WWW-Authenticate": 'Basic realm="gpumem-exporter", charset="UTF-8"'}
+_CHALLENGE_BEARER = {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'}
+"""The reply to a wrong token. With a Basic challenge, a browser would show its password dialog."""
 _MAX_REMEMBERED = 1024
 _MAX_PASSWORD_BYTES = 72
 """The part of a password that bcrypt uses."""
 
 
 class Users:
-    """The users. Used on the event loop only; bcrypt runs in a thread, one login at a time.
+    """The users and their bcrypt hashes. Used on the event loop only; bcrypt runs in a thread, one login at a time."""
 
-    Verified credentials are remembered as a keyed hash, so that a scraper waits for bcrypt only once. Every name, known
-    or not, takes as long to verify as the one with the slowest hash.
-
-    Args:
-        hashes: bcrypt hashes by name.
-    """
-
-    def __init__(self, hashes: Mapping[str, bytes]) -> None:
-        self._hashes = dict(hashes)
+    def __init__(self, hashes: Mapping[str, str]) -> None:
+        self._hashes = {name: hashed.encode() for name, hashed in hashes.items()}
         self._slowest = max(self._hashes.values(), key=_cost, default=b"")
+        # Verified credentials are remembered as a keyed hash, so that a scraper waits for bcrypt only once.
         self._key = secrets.token_bytes(32)
         self._remembered: dict[bytes, str] = {}
-        """The names of verified credentials."""
         self._lock = asyncio.Lock()
         self._waiting = 0
 
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def changed_to(self, hashes: Mapping[str, bytes]) -> Users:
+    def changed_to(self, hashes: Mapping[str, str]) -> Users:
         """Return the users of a reloaded file. Users with the same hash as before need no new verification."""
         users = Users(hashes)
         users._key = self._key
@@ -49,6 +45,22 @@ class Users:
             digest: name for digest, name in self._remembered.items() if users._hashes.get(name) == self._hashes[name]
         }
         return users
+
+    async def authenticate(self, authorization: bytes) -> None:
+        """Check the `Authorization` header of a request.
+
+        Raises:
+            ProblemError: 401; 503 if too many logins wait.
+        """
+        scheme, _, encoded = authorization.partition(b" ")
+        if scheme.lower() == b"bearer":
+            raise ProblemError(401, "the token does not open this route", _CHALLENGE_BEARER)
+        reason = "basic authentication with a name and a password is required"
+        if scheme.lower() == b"basic":
+            if await self.admit(_decoded(encoded)):
+                return
+            reason = "wrong name or password"
+        raise ProblemError(401, f"{reason}; the users are in the exporter's --web.config.file", _CHALLENGE_BASIC)
 
     async def admit(self, credentials: bytes) -> bool:
         """Return whether `name:password` belongs to one of the users.
@@ -79,6 +91,7 @@ class Users:
     def _check(self, credentials: bytes) -> bool:
         import bcrypt
 
+        # Every name, known or not, takes as long to verify as the name with the slowest hash.
         known = self._hashes.get(_name(credentials))
         password = credentials.partition(b":")[2][:_MAX_PASSWORD_BYTES]
         hashed = known or self._slowest
@@ -90,6 +103,13 @@ class Users:
         except ValueError:
             return False  # for example, the password has a zero byte
         return right and known is not None
+
+
+def _decoded(encoded: bytes) -> bytes:
+    try:
+        return base64.b64decode(encoded.strip(), validate=True)
+    except binascii.Error:
+        return b""
 
 
 def _name(credentials: bytes) -> str:
