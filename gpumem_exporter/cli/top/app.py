@@ -69,9 +69,12 @@ class ProcessTable(DataTable[Text]):
     def __init__(self) -> None:
         super().__init__(cursor_type="row", cell_padding=0)
         self._listed: list[Mapping[str, Any]] = []
-        self._shown: list[tuple[Text, int]] = []
+        self._columns: list[tuple[Text, int]] = []
         """The headings and their widths."""
         self._chosen: tuple[object, object] | None = None
+        """The pid and the uuid of the row that the user has selected."""
+        self._placed = 0
+        """Where the cursor was after the last `show`."""
 
     @property
     def selected(self) -> Mapping[str, Any] | None:
@@ -80,35 +83,34 @@ class ProcessTable(DataTable[Text]):
 
     def show(self, layout: Layout, rows: list[Mapping[str, Any]], view: View) -> None:
         """Show rows. Only the cells that differ are drawn again, and the list stays where it was scrolled to."""
-        with self.prevent(DataTable.RowHighlighted):
-            headings = layout.heading(view.column, view.mark)
-            shown = [(heading, width) for heading, (_, width) in zip(headings, layout.columns, strict=True)]
-            moved = shown != self._shown
-            if moved:
-                self._shown = shown
-                self.clear(columns=True)
-                for heading, (column, width) in zip(headings, layout.columns, strict=True):
-                    self.add_column(heading, width=width + 1, key=column.name)
-            while self.row_count > len(rows):
-                self.remove_row(self.ordered_rows[-1].key)
-            for index, row in enumerate(rows):
-                cells = layout.cells(row)
-                if index >= self.row_count:
-                    self.add_row(*cells)
-                    continue
-                for position, (old, new) in enumerate(zip(self.get_row_at(index), cells, strict=True)):
-                    if old != new:
-                        self.update_cell_at(Coordinate(index, position), new)
-            self._listed = rows
-            # After the selected process exits, the next one is selected.
-            index = min(self.cursor_row, max(0, len(rows) - 1))
-            known = [index for index, row in enumerate(rows) if (row["pid"], row["uuid"]) == self._chosen]
-            self.move_cursor(row=known[0] if known else index, scroll=moved)
-
-    def on_data_table_row_highlighted(self) -> None:
-        """Remember what the user selects."""
-        row = self.selected
-        self._chosen = (row["pid"], row["uuid"]) if row is not None else None
+        place = self.cursor_row
+        if place != self._placed and self.selected is not None:  # the user has moved the cursor
+            self._chosen = (self.selected["pid"], self.selected["uuid"])
+        headings = layout.heading(view.column, view.mark)
+        columns = [(heading, width) for heading, (_, width) in zip(headings, layout.columns, strict=True)]
+        moved = columns != self._columns
+        if moved:
+            self._columns = columns
+            self.clear(columns=True)
+            for heading, (column, width) in zip(headings, layout.columns, strict=True):
+                self.add_column(heading, width=width + 1, key=column.name)
+        while self.row_count > len(rows):
+            self.remove_row(self.ordered_rows[-1].key)
+        for index, row in enumerate(rows):
+            cells = layout.cells(row)
+            if index >= self.row_count:
+                self.add_row(*cells)
+                continue
+            for position, (old, new) in enumerate(zip(self.get_row_at(index), cells, strict=True)):
+                if old != new:
+                    self.update_cell_at(Coordinate(index, position), new)
+        self._listed = rows
+        known = [index for index, row in enumerate(rows) if (row["pid"], row["uuid"]) == self._chosen]
+        # After the selected process exits, the next one is selected.
+        self._placed = known[0] if known else max(0, min(place, len(rows) - 1))
+        self.move_cursor(row=self._placed, scroll=moved)
+        if not known and self._chosen is not None:
+            self._chosen = (rows[self._placed]["pid"], rows[self._placed]["uuid"]) if rows else None
 
 
 class Events(VerticalScroll):
