@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
 
+from rich.traceback import Traceback
 from textual.app import App
 from textual.binding import Binding, BindingType
 
@@ -96,6 +97,10 @@ class LiveApp(App[None], Generic[T]):
             return INTERRUPTED
         _die(self.ended)
         return 128 + self.ended
+
+    def _fatal_error(self) -> None:
+        # Textual would print the local variables of each frame, and a token may be among them.
+        self.panic(Traceback(width=None))
 
     def _tick(self) -> None:
         if self.age_seconds > _TICK_SECONDS:
