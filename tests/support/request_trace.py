@@ -33,7 +33,7 @@ from tests.support.waiting import patient
 BESIDE = (
     "nvml/poller.py",
     "server/background/housekeeping.py",
-    "server/security/file_refresher.py",
+    "server/security/tokens.py:FileRefresher._run",
     "events/log.py:EventLog._run",
 )
 """What is on the stack of the work that goes on beside requests: modules, or functions."""
