@@ -20,6 +20,7 @@ Each of these states may be followed by `ENDED`. A transition that is not in the
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -84,6 +85,8 @@ _TRANSITIONS: Mapping[Enum, frozenset[Enum]] = {
     PartState.ENDED: frozenset(),
 }
 
+_log = logging.getLogger(__name__)
+
 State = TypeVar("State", ActionState, PartState)
 
 
@@ -102,9 +105,29 @@ def advanced(state: State, to: State) -> State:
     return to
 
 
+class _Part:
+    """One process's part in an action."""
+
+    __slots__ = ("state",)
+    state: PartState
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the exporter waits until an engine has started."""
+        return self.state is PartState.BLOCKED
+
+    def end(self) -> None:
+        """Record that the result is known."""
+        self._advance(PartState.ENDED)
+
+    def _advance(self, to: PartState) -> None:
+        self.state = advanced(self.state, to)
+        _log.debug("%s is %s", self, to.value)
+
+
 @dataclass(slots=True)
-class CommandPart:
-    """One process's part in an action that the process itself runs."""
+class CommandPart(_Part):
+    """A part that the process itself runs."""
 
     command: Command
     selected: SelectedProcess
@@ -113,6 +136,9 @@ class CommandPart:
     state: PartState = PartState.WAITING
     withdrawal: CommandResult | None = None
     """The result if the process forgets the command; None if that result is for the process to say."""
+
+    def __str__(self) -> str:
+        return f"command {self.command.id} for {self.selected}"
 
     @property
     def key(self) -> ProcessKey:
@@ -139,39 +165,30 @@ class CommandPart:
         """Whether the process has reported that it keeps the command."""
         return self.state in (PartState.KEPT, PartState.RECALLED_KEPT)
 
-    @property
-    def blocked(self) -> bool:
-        """Whether the exporter keeps the command until an engine has started."""
-        return self.state is PartState.BLOCKED
-
     def unblock(self, command: Command) -> None:
         """Record that the process may get this command: the engine has started."""
-        self.state = advanced(self.state, PartState.WAITING)
+        self._advance(PartState.WAITING)
         self.command = command
 
     def deliver(self) -> None:
         """Record that the command is sent. A repetition has no effect."""
         if self.state is not PartState.DELIVERED:
-            self.state = advanced(self.state, PartState.DELIVERED)
+            self._advance(PartState.DELIVERED)
 
     def keep(self) -> None:
         """Record that the process reports that it keeps the command. A repetition has no effect."""
         if not self.kept:
-            self.state = advanced(self.state, PartState.RECALLED_KEPT if self.recalled else PartState.KEPT)
+            self._advance(PartState.RECALLED_KEPT if self.recalled else PartState.KEPT)
 
     def recall(self, withdrawal: CommandResult) -> None:
         """Record that the process must forget the command that it has received. The result is then this one."""
         self.withdrawal = withdrawal
-        self.state = advanced(self.state, PartState.RECALLED_KEPT if self.kept else PartState.RECALLED)
-
-    def end(self) -> None:
-        """Record that the result is known."""
-        self.state = advanced(self.state, PartState.ENDED)
+        self._advance(PartState.RECALLED_KEPT if self.kept else PartState.RECALLED)
 
 
 @dataclass(slots=True)
-class TerminationPart:
-    """One process's part in an action that ends the process."""
+class TerminationPart(_Part):
+    """A part in which the exporter ends the process."""
 
     action_id: str
     target: TerminationTarget
@@ -179,18 +196,12 @@ class TerminationPart:
     """On the dispatcher's clock. A blocked part that has not started by then ends."""
     state: PartState = PartState.TERMINATING
 
-    @property
-    def blocked(self) -> bool:
-        """Whether the exporter waits until an engine has started."""
-        return self.state is PartState.BLOCKED
+    def __str__(self) -> str:
+        return f"termination {self.action_id} of {self.target}"
 
     def unblock(self) -> None:
         """Record that the exporter terminates the process: the engine has started."""
-        self.state = advanced(self.state, PartState.TERMINATING)
-
-    def end(self) -> None:
-        """Record that the result is known."""
-        self.state = advanced(self.state, PartState.ENDED)
+        self._advance(PartState.TERMINATING)
 
 
 Part: TypeAlias = CommandPart | TerminationPart
@@ -205,6 +216,8 @@ class RunningAction:
     """On the dispatcher's clock."""
     request: ActionRequest
     caller: Caller
+    share: str
+    """Of the caller."""
     gpus: GpuLabels = field(default_factory=dict)
     commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
     terminations: list[TerminationPart] = field(default_factory=list)
@@ -248,6 +261,7 @@ class RunningAction:
         """End a process's part with its result. `process` is its last report."""
         del self.commands[part.key]
         part.end()
+        _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
         result = as_shown(result, part.selected.samples, process.report.devices)
         self.add(command_results(part.selected._replace(process=process), result, self.gpus))
 

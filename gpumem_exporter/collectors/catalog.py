@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["METRICS", "OWN", "SCRAPED", "Metric"]
-
 _DEVICE = ("gpu", "uuid")
 _TORCH = ("gpu", "uuid", "pid", "workload", "rank")
 _REPORTER = ("pid", "workload", "rank")

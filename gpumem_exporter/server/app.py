@@ -29,8 +29,12 @@ from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
 from gpumem_exporter.server.api.state import state_router
-from gpumem_exporter.server.background.hangup import reloading_on_hangup
-from gpumem_exporter.server.background.housekeeping import keep_house, recall_ooms, release_free_memory
+from gpumem_exporter.server.background.housekeeping import (
+    keep_house,
+    release_free_memory,
+    reloading_on_hangup,
+    restore_ooms,
+)
 from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
@@ -237,7 +241,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             asyncio.ensure_future(keep_house(_chores(runtime))),
             asyncio.ensure_future(release_free_memory()),
             asyncio.ensure_future(
-                recall_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
+                restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
             ),
             asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
         ]

@@ -24,7 +24,7 @@ from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
-from gpumem_exporter.server.background.hangup import take_over_hangup
+from gpumem_exporter.server.background.housekeeping import take_over_hangup
 from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind
 from gpumem_exporter.server.http.systemd_sockets import take_systemd_sockets
@@ -40,7 +40,7 @@ _STOP_SECONDS = 1
 """The time for running requests when the exporter stops. Requests that wait for a command end at once."""
 
 _SPARE_FILES = 128
-"""The number of file descriptors for everything except connections: those that are being closed, /proc, the driver."""
+"""The number of file descriptors for everything except open connections: closing ones, /proc, the driver."""
 
 _MAX_FILES = 8192
 """The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use."""

@@ -21,17 +21,8 @@ from gpumem_exporter.actions.request import (
     Target,
     invalid_fields,
 )
+from gpumem_exporter.errors import ActionRefusedError
 from gpumem_exporter.server.http.problems import ProblemError, field_errors
-
-__all__ = [
-    "ALERT_KEYS",
-    "AlertBody",
-    "AlertRequestError",
-    "AlertsBody",
-    "RequestedAction",
-    "read_alerts",
-    "requested_action",
-]
 
 MAX_ALERTS = 1000
 DEFAULT_COOLDOWN_SECONDS = 300.0
@@ -68,7 +59,7 @@ class AlertsBody(_Lenient):
     alerts: Annotated[list[AlertBody], Field(max_length=MAX_ALERTS)]
 
 
-class AlertRequestError(Exception):
+class AlertRequestError(ActionRefusedError):
     """The action that an alert requests is invalid; the message says why."""
 
 

@@ -22,8 +22,6 @@ from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
 from gpumem_exporter.events import Event, Query, Recorder
 from gpumem_exporter.events.actions import read_action, read_requested
 
-__all__ = ["Audit"]
-
 T = TypeVar("T")
 
 _RESTARTED = "the exporter restarted before the result arrived; the action may have been done"
@@ -38,13 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Audit:
-    """Records actions and reads them after a restart. Used on the event loop only.
-
-    Args:
-        durable: whether the records of `events` are on disk.
-        wall_clock: seconds of the Unix epoch.
-        on_lost: called with each action that a restart has interrupted.
-    """
+    """Records actions and reads them after a restart; `durable` if the records are on disk. Event loop only."""
 
     def __init__(
         self,
@@ -52,12 +44,14 @@ class Audit:
         *,
         durable: bool,
         wall_clock: Callable[[], float],
-        on_lost: Callable[[Action], None],
+        count: Callable[[Action], None],
+        poll_soon: Callable[[], None],
     ) -> None:
         self._events = events
         self.durable = durable
         self._wall_clock = wall_clock
-        self._on_lost = on_lost
+        self._count = count
+        self._poll_soon = poll_soon
         self._ends: dict[str, Future[bool]] = {}
         self._restored = asyncio.Event()
 
@@ -68,6 +62,14 @@ class Audit:
             await self._events.log.wait_until_kept(kept)
 
     def finished(self, action: Action) -> None:
+        """Count, log and record the end of an action, and poll the driver."""
+        self._count(action)
+        _log_end(action)
+        self.store_end(action)
+        if not action.dry_run:
+            self._poll_soon()
+
+    def store_end(self, action: Action) -> None:
         """Record the end of an action."""
         stored = self._events.action_finished(action)
         if stored is not None and self.durable:
@@ -115,7 +117,6 @@ class Audit:
             if action_id not in ended_ids and dispatcher.get(action_id) is None:
                 lost = _lost(origin)
                 known.append((lost, origin))
-                self._on_lost(lost)
                 self.finished(lost)
         for action, submission in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
             dispatcher.restore(action, submission)
@@ -137,3 +138,19 @@ def _lost(submitted: SubmittedAction) -> Action:
         for pid, workload, rank in submitted.processes
     )
     return replace(submitted.action, state="failed", results=results)
+
+
+def _log_end(action: Action) -> None:
+    fields = {
+        "id": action.id,
+        "action": action.action,
+        "state": action.state,
+        "target": action.target.describe(),
+        "requested_by": action.requested_by,
+        "reason": action.reason,
+        "dry_run": str(action.dry_run).lower(),
+        "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(action.outcomes.items())),
+        "freed_bytes": action.freed_bytes,
+        "duration_seconds": action.duration_seconds,
+    }
+    _log.info("action finished", extra={"fields": fields})

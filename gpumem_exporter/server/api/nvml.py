@@ -95,7 +95,7 @@ def nvml_router(
     def record(action: str, caller: Caller, reason: str) -> None:
         fields = {"action": action, "requested_by": str(caller), "reason": reason}
         _log.info("driver maintenance requested", extra={"fields": fields})
-        audit.finished(dispatcher.note(action, requested_by=caller, reason=reason))
+        audit.store_end(dispatcher.note(action, requested_by=caller, reason=reason))
 
     async def reply(request: Request, body: NvmlBody) -> Response:
         end_seconds = time.monotonic() + body.wait_seconds

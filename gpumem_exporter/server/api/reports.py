@@ -118,9 +118,9 @@ class ReportsRoute:
         try:
             long = len(body) > INLINE_BYTES
             report = await self._read_in_turn(body, scope["state"]) if long else self._reader.read(body)
+            short = shortened(report)
             reported = await self._senders.identify(report.process, scope["state"]["peer"])
             key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
-            short = shortened(report)
             before = self._reports.find(key)
             process = self._reports.put_report(
                 short,

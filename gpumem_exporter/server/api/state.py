@@ -15,8 +15,6 @@ from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_r
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.callers import Callers
 
-__all__ = ["DevicesDocument", "ProcessesDocument", "state_router"]
-
 
 def _document(name: str, fields: dict[str, Any]) -> Any:
     """Return a type whose fields are partly those of a dataclass, which pydantic would mark as optional."""

@@ -20,7 +20,7 @@ def test_unreadable_earlier_actions_are_logged_and_delay_no_request(
 
     recorder: Any = SimpleNamespace(log=SimpleNamespace(pages=pages))
     dispatcher: Any = None
-    audit = Audit(recorder, durable=True, wall_clock=lambda: 1e9, on_lost=lambda _: None)
+    audit = Audit(recorder, durable=True, wall_clock=lambda: 1e9, count=lambda _: None, poll_soon=lambda: None)
 
     async def restore() -> bool:
         await audit.restore(dispatcher)

@@ -25,32 +25,6 @@ def written(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_defaults() -> None:
-    assert load_settings({}, {}).model_dump() == {
-        "web_listen_address": (":9844",),
-        "web_listen_socket": "",
-        "web_systemd_socket": False,
-        "web_telemetry_path": "/metrics",
-        "web_hide_identities": False,
-        "web_config_file": "",
-        "collect_interval": 1.0,
-        "report_interval": 1.0,
-        "report_expiry": 15.0,
-        "report_max_processes": 512,
-        "action_token_file": "",
-        "report_token_file": "",
-        "action_allow": ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction"),
-        "policy_file": "",
-        "action_caller_limit": 600,
-        "action_process_limit": 120,
-        "storage_path": "",
-        "storage_retention": 604800.0,
-        "storage_max_bytes": 64 << 20,
-        "log_level": "info",
-        "log_format": "logfmt",
-    }
-
-
 def test_one_rule_derives_the_names_of_each_setting() -> None:
     names = {field: (setting_key(field), environment_name(setting_key(field))) for field in Settings.model_fields}
     assert names["web_listen_address"] == ("web.listen-address", "GPUMEM_WEB_LISTEN_ADDRESS")
