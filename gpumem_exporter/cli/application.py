@@ -11,7 +11,6 @@ from difflib import get_close_matches
 
 import click
 
-from gpumem_client.run import SUMMARY
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
@@ -30,10 +29,6 @@ Examples:
 \b
 Exit codes: 0 done; 1 the request failed; 2 wrong usage or configuration.
 """
-
-
-_ELSEWHERE = {"run": SUMMARY, "plan": "Predict the GPU memory of a training job before it runs."}
-"""The commands of the client and the toolkit, for the help. The console script calls them without click."""
 
 
 def invoke(words: Sequence[str]) -> int:
@@ -68,8 +63,6 @@ class _Commands(click.Group):
         Raises:
             ConfigurationError: there is no such command.
         """
-        if cmd_name in _ELSEWHERE:
-            return click.Command(cmd_name, help=_ELSEWHERE[cmd_name])
         module = COMMANDS.get(cmd_name)
         if module is None:
             raise ConfigurationError(_unknown(cmd_name))

@@ -1,6 +1,6 @@
 """The console script: runs one command and turns every expected error into one line and an exit code.
 
-`run` is the client's and `plan` the toolkit's. click parses every other command: see `gpumem_exporter.cli.application`.
+click parses every command except `run`, which is the client's: see `gpumem_exporter.cli.application`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Without arguments, print the help.
-
-    Args:
-        arguments: the words after the program's name; those of this process by default.
-    """
+    """Run the command in the words after the program's name and return its exit code. Without words, print the help."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words and words[0] in COMMANDS else ""
     prefix = f"{PROGRAM} {name}".rstrip()
@@ -67,28 +63,13 @@ def _discard_output() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    if words[:1] == ["run"]:
+    if words[:1] == ["run"]:  # without click: it would double the time until the job starts
         from gpumem_client.run import run
 
         return run(words[1:])
-    if words[:1] == ["plan"]:
-        return _plan(words[1:])
     from gpumem_exporter.cli.application import invoke
 
     return invoke(words or ["--help"])
-
-
-def _plan(words: list[str]) -> int:
-    """Run the toolkit's `gpumem-plan`."""
-    try:
-        from gpumem_toolkit.planning.command import main as plan
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("gpumem_toolkit"):
-            raise
-        raise ConfigurationError(
-            "`plan` is part of gpumem-toolkit, which is not installed; install its wheel of this version"
-        ) from error
-    return plan(words, f"{PROGRAM} plan")
 
 
 def _fail(prefix: str, message: str, code: int) -> int:

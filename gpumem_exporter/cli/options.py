@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.http import exporter_urls as default_urls
 from gpumem_exporter.actions.request import (
     OPTIONS,
     SELECTORS,
@@ -68,11 +69,7 @@ connection_options = option_group(
 
 def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the addresses to try, in order."""
-    if url is not None:
-        return (url,)
-    from gpumem_client.wire.http import exporter_urls as urls_of
-
-    return urls_of(environ)
+    return (url,) if url is not None else default_urls(environ)
 
 
 def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:

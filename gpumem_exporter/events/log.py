@@ -20,7 +20,7 @@ from typing import TypeVar
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query
 from gpumem_exporter.events.storage import Storage
-from gpumem_exporter.nvml.failure_log import FailureLog
+from gpumem_exporter.nvml.failures import FailureLog
 
 T = TypeVar("T")
 
@@ -351,12 +351,12 @@ class EventLog:
 
     def _end(self) -> None:
         with self._changed:
-            lost, self._waiting, self._waiting_events = list(self._waiting), deque(), 0
-            self._waiting_sizes.clear()
+            lost = list(self._waiting)
             readers, self._readers = self._readers, deque()
         for _, page in readers:
             _complete(page, StorageError("the exporter is stopping"))
         if lost:
+            self._remove(lost)
             self._drop_warned_seconds = float("-inf")
             self._drop(lost)
         self._storage.close()

@@ -22,7 +22,7 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import EventLog, Recorder, Storage, last_ooms
 from gpumem_exporter.host import Host
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
@@ -31,12 +31,12 @@ from gpumem_exporter.server.api.rendering import Renderer
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
-from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.held_requests import HeldRequests
-from gpumem_exporter.server.http.listeners import SocketFile
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
-from gpumem_exporter.server.security.peer_places import PeerPlaces
+from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
+from gpumem_exporter.server.http.peer import PeerPlaces
+from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.report_sender import ReportSenders
+from gpumem_exporter.server.security.request_guard import OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History

@@ -22,7 +22,7 @@ SHIMS = {"gpumem_exporter.client", "gpumem_exporter.training"}
 ALLOWED = {
     ("gpumem_exporter.demo", "gpumem_client"),
     ("gpumem_exporter.cli", "gpumem_client.run"),
-    ("gpumem_exporter.cli.main", "gpumem_toolkit.planning.command"),
+    ("gpumem_exporter.cli.commands.plan", "gpumem_toolkit.planning.command"),
 }
 """What a folder or module imports beyond the rule: the demo's reporters, and the commands `run` and `plan`."""
 

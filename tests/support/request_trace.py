@@ -1,10 +1,10 @@
 """The modules and functions of the exporter that one request runs through, in their true order.
 
-    python -m tests.support.request_trace [report|scrape|submission|delivery] [--calls]
+    python -m tests.support.request_trace [report|scrape|submission|command|result|reading] [--calls]
 
 prints them for the exporter of this checkout. A module is entered again each time that a function of it starts after a
-function of another module. A coroutine that continues does not start. The work of background threads and of the work
-that is due once a second is left out.
+function of another module. A coroutine that continues does not start, and a comprehension is no function. Background
+work is left out, and so are the modules of values: to read a value is no step of a request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,19 +24,25 @@ from types import CodeType, FrameType
 from typing import Any
 
 from gpumem_client.wire.http import Connection
-from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
+from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.paths import REPOSITORY
 from tests.support.running_exporter import ACTIONS, running_exporter
-from tests.support.waiting import patient
+from tests.support.waiting import patient, wait_for
 
-BESIDE = (
-    "nvml/poller.py",
-    "server/background/housekeeping.py",
-    "server/security/file_refresher.py",
-    "events/log.py:EventLog._run",
+POLLER = "gpumem-poller"
+THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files")
+HOUSEKEEPING = "server/background/housekeeping.py"
+"""What goes on beside requests: threads, and a module of the event loop."""
+VALUES = (
+    "core/naming.py",
+    "core/place.py",
+    "core/samples.py",
+    "actions/model.py",
+    "events/model.py",
+    "wire/protocol.py",
 )
-"""What is on the stack of the work that goes on beside requests: modules, or functions."""
+"""The modules of immutable values and their names."""
 PID = 4711
 
 
@@ -52,10 +58,14 @@ class Call:
 
 
 class Trace:
-    """The calls while `recording()`. Only threads that start while it is `installed()` are seen."""
+    """The calls of requests, or of one thread, while `recording()`.
 
-    def __init__(self) -> None:
+    Only threads that start while the trace is `installed()` are seen.
+    """
+
+    def __init__(self, thread: str = "") -> None:
         self.calls: list[Call] = []
+        self._thread = thread
         self._recording = False
         self._started: set[FrameType] = set()
         self._known: dict[CodeType, Call | None] = {}
@@ -81,19 +91,34 @@ class Trace:
 
     @property
     def entries(self) -> list[str]:
-        """The modules in the order in which the request enters them."""
+        """The modules in the order in which they are entered."""
         return [module for module, _ in groupby(call.module for call in self.calls)]
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules in the order in which they are first entered."""
+        return list(dict.fromkeys(self.entries))
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not self._recording or frame in self._started:
             return
-        call = self._call(frame.f_code)
-        if call is None or _is_beside(frame, self._call):
+        thread, call = threading.current_thread().name, self._call(frame)
+        if call is None or (thread != self._thread if self._thread else self._is_beside(thread, frame)):
             return
         self._started.add(frame)  # a coroutine has one frame from its start to its end
         self.calls.append(call)
 
-    def _call(self, code: CodeType) -> Call | None:
+    def _is_beside(self, thread: str, frame: FrameType | None) -> bool:
+        if thread in THREADS_BESIDE:
+            return True
+        while frame is not None:
+            call, frame = self._call(frame), frame.f_back
+            if call is not None and call.module == HOUSEKEEPING:
+                return True
+        return False
+
+    def _call(self, frame: FrameType) -> Call | None:
+        code = frame.f_code
         if code not in self._known:
             self._known[code] = _call_of(code)
         return self._known[code]
@@ -105,23 +130,15 @@ def _call_of(code: CodeType) -> Call | None:
     except ValueError:
         return None
     package = next((place for place, part in enumerate(parts) if part.startswith("gpumem_")), None)
-    if package is None:
+    if package is None or code.co_name in ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"):
         return None
-    return Call("/".join(parts[package + 1 :]), getattr(code, "co_qualname", code.co_name))
-
-
-def _is_beside(frame: FrameType | None, call_of: Callable[[CodeType], Call | None]) -> bool:
-    while frame is not None:
-        call = call_of(frame.f_code)
-        if call is not None and (call.module in BESIDE or str(call) in BESIDE):
-            return True
-        frame = frame.f_back
-    return False
+    module = "/".join(parts[package + 1 :])
+    return None if module in VALUES else Call(module, getattr(code, "co_qualname", code.co_name))
 
 
 def trace_requests() -> dict[str, Trace]:
     """Return the trace of one request of each kind, on a connection and an exporter that have answered some before."""
-    traces = {kind: Trace() for kind in _REQUESTS}
+    traces = {kind: Trace() for kind in ("report", "scrape", "submission", "command", "result")}
     trace = Trace()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -129,32 +146,46 @@ def trace_requests() -> dict[str, Trace]:
         running_exporter(unix=Path(folder) / "socket", report_interval=60.0, report_expiry=600.0),
     ):
         client = Connection(f"unix://{folder}/socket", timeout_seconds=patient(30.0))
-        for number in range(3):
-            for kind, (method, path, document) in _REQUESTS.items():
-                body = json.dumps(document(number)).encode() if document is not None else None
-                with trace.recording():
-                    answer = client.request(method, path, body, {"Content-Type": "application/json"})
-                    time.sleep(0.05)  # what the exporter does after its reply
-                assert answer.status in (200, 202), answer
-                traces[kind].calls = trace.calls
+
+        def request(kind: str, path: str, document: Any = None) -> Any:
+            method, body = ("GET", None) if document is None else ("POST", json.dumps(document).encode())
+            with trace.recording():
+                answer = client.request(method, path, body, {"Content-Type": "application/json"})
+                time.sleep(0.05)  # what the exporter does after its reply
+            assert answer.status in (200, 202), answer
+            traces[kind].calls = trace.calls
+            return answer.body
+
+        for sequence in range(3):
+            request("report", REPORTS_PATH, _report(sequence))
+            request("scrape", "/metrics")
+        for sequence in range(3, 9, 2):
+            submitted = {"action": "empty_cache", "target": {"pid": PID}, "wait_seconds": 0}
+            action_id = json.loads(request("submission", ACTIONS, submitted))["id"]
+            (command,) = json.loads(request("command", REPORTS_PATH, _report(sequence)))["commands"]
+            assert command["id"] == action_id
+            result = CommandResult(action_id, "done", devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),))
+            request("result", REPORTS_PATH, _report(sequence + 1, results=(result,)))
         client.close()
-    return traces
+    return {**traces, "reading": trace_reading()}
 
 
-def _report(number: int) -> dict[str, Any]:
+def trace_reading() -> Trace:
+    """Return the trace of one reading of the driver."""
+    trace = Trace(POLLER)
+    with trace.installed(), running_exporter(), trace.recording():
+        starts = wait_for(lambda: found if len(found := _polls(trace.calls)) > 1 else None, "two polls")
+    trace.calls = trace.calls[starts[0] : starts[1]]
+    return trace
+
+
+def _polls(calls: list[Call]) -> list[int]:
+    return [place for place, call in enumerate(calls) if str(call) == "nvml/poller.py:Poller._poll"]
+
+
+def _report(number: int, **changes: Any) -> dict[str, Any]:
     device = sample(UUIDS[0], allocated=10 * MIB + number, reclaimable=5 * MIB)
-    return to_wire(report(PID, devices=(device,), sequence=10 + number))
-
-
-def _submission(_: int) -> dict[str, Any]:
-    return {"action": "empty_cache", "target": {"pid": PID}, "wait_seconds": 0}
-
-
-_REQUESTS: dict[str, tuple[str, str, Callable[[int], dict[str, Any]] | None]] = {
-    "report": ("POST", REPORTS_PATH, _report),
-    "scrape": ("GET", "/metrics", None),
-    "submission": ("POST", ACTIONS, _submission),
-}
+    return to_wire(report(PID, devices=(device,), sequence=10 + number, **changes))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from gpumem_exporter.demo import DemoNode
-from gpumem_exporter.demo.reporter import NodeReporter
+from gpumem_exporter.demo.node import NodeReporter
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from tests.support.running_exporter import running_exporter
 from tests.support.waiting import eventually

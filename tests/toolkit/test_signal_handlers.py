@@ -115,10 +115,10 @@ def test_a_command_interrupted_by_a_signal_handler_fails_and_the_error_goes_on()
     sampler = Sampler(allocator, swallow=lambda error: None)
     waiting = Scheduler(Executor(allocator, sampler), allocator, sampler, wake=lambda: None)
     sampler.at_step = waiting.at_step
-    waiting.take(Command("a", "empty_cache", 30.0, mode="step"), expires_seconds=float("inf"))
+    waiting.add(Command("a", "empty_cache", 30.0, mode="step"), expires_seconds=float("inf"))
     with pytest.raises(TooLateError):
         sampler.on_step(None)
-    (result,) = waiting.take_results()
+    (result,) = waiting.collect_results()
     assert (result.id, result.outcome, result.reason) == ("a", "failed", result.reason)
     assert "TooLateError" in result.reason
     assert not sampler.exclusively().locked()

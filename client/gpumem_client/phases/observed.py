@@ -64,7 +64,7 @@ class Observed:
 
     # Peaks
 
-    def look(self, index: int, read: Callable[[int], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    def read(self, index: int, read: Callable[[int], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
         """Read the statistics of one device with `read`, evaluate them, and return them."""
         self._survive_forks()
         with self._lock:
@@ -185,7 +185,7 @@ class Observed:
 
     def _note(self, index: int, state: Mapping[str, Any]) -> None:
         resets = self._watch.resets(index)
-        self._watch.look(index, state)
+        self._watch.note(index, state)
         if "allocated_bytes" not in state:
             return
         allocated, peak = _allocated(state)
@@ -200,7 +200,7 @@ class Observed:
             if reset:
                 bounds.reset_by_user(allocated, peak)
             else:
-                bounds.look(allocated, peak)
+                bounds.note(allocated, peak)
 
     def _reset(self, index: int, state: Mapping[str, Any], statistics: Statistics) -> Mapping[str, Any]:
         """Reset the peaks for a phase, remember their values, and return the statistics after that."""

@@ -39,7 +39,7 @@ class PeakWatch:
         self._peaks: dict[int, dict[str, int]] = {}
         self._resets: dict[int, int] = {}
 
-    def look(self, index: int, state: Mapping[str, Any]) -> None:
+    def note(self, index: int, state: Mapping[str, Any]) -> None:
         """Compare a device's peaks in its nested statistics with those of the previous call."""
         before = self._peaks.get(index, {})
         peaks = {name: state[name]["peak"] for name in _STATISTICS if name in state}
@@ -77,7 +77,7 @@ class PeakBounds:
         self._before_reset = 0
         self._unseen_reset = False
 
-    def look(self, allocated_bytes: int, peak_bytes: int) -> None:
+    def note(self, allocated_bytes: int, peak_bytes: int) -> None:
         """Evaluate a reading during the span."""
         self.now = allocated_bytes
         self.at_least = max(self.at_least, allocated_bytes, peak_bytes if peak_bytes > self._peak_then else 0)

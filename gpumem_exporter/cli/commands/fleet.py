@@ -16,7 +16,7 @@ from gpumem_exporter.cli.fleet.options import (
     overview_options,
     selection_options,
 )
-from gpumem_exporter.cli.fleet.overview import read_overview
+from gpumem_exporter.cli.fleet.overview import Overview, read_overview
 from gpumem_exporter.cli.fleet.prometheus import print_warnings
 from gpumem_exporter.cli.options import action_options, interval_option
 from gpumem_exporter.cli.program import FAILED
@@ -74,7 +74,7 @@ class _Commands(click.Group):
         return list(self.commands)
 
 
-@click.group(cls=_Commands, epilog=_EXAMPLES)
+@click.group(cls=_Commands, epilog=_EXAMPLES, no_args_is_help=False)
 def fleet() -> None:
     """Show many nodes, and act on them by a query."""
 
@@ -93,7 +93,8 @@ def info(query: str, **values: Any) -> int:
         print_json(overview.document())
     else:
         print_warnings(overview.warnings)
-        show(open_console(), overview.tables())
+        console = open_console()
+        show(console, overview.parts(console.width))
     return 0 if overview.complete else FAILED
 
 
@@ -103,12 +104,16 @@ def info(query: str, **values: Any) -> int:
 @fleet_options
 def top(interval_seconds: float, query: str, **values: Any) -> int:
     """Show `fleet info` live; q quits."""
-    from gpumem_exporter.cli.fleet.live import show_live
+    from gpumem_exporter.cli.fleet.live import FleetTop
 
     require_terminal("fleet info")
     options = FleetOptions(**values)
     prometheus = options.connect()
-    return show_live(lambda: read_overview(prometheus, query, options), interval_seconds=interval_seconds)
+
+    def read() -> Overview:
+        return read_overview(prometheus, query, options)
+
+    return FleetTop(read, read(), interval_seconds=interval_seconds).run_to_end()
 
 
 def _add_action(command: ActionCommand) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, get_origin
 
 import click
 
-from gpumem_exporter.cli.options import option_group
 from gpumem_exporter.server.settings import ENVIRONMENT_PREFIX, Settings, load_settings, setting_key
 
 if TYPE_CHECKING:
@@ -32,45 +30,43 @@ Examples:
   gpumem-exporter serve --config.file /etc/gpumem/exporter.yaml --log.format json
 """
 
-_METAVARS = {float: "SECONDS", int: "N"}
-_METAVARS_BY_NAME = {"address": "ADDRESS", "file": "PATH", "socket": "PATH", "path": "PATH", "allow": "ACTION"}
+_METAVARS = {"address": "ADDRESS", "file": "PATH", "socket": "PATH", "path": "PATH", "allow": "ACTION"}
+"""The kind of a value, by the last word of its name."""
 
 
-def _option(name: str, field: FieldInfo) -> Callable[[Any], Any]:
+def _option(name: str, field: FieldInfo) -> click.Option:
     """The option of a setting. Its value stays text: `load_settings` checks the values of every source."""
-    flag = f"--{setting_key(name)}"
+    flags = [f"--{setting_key(name)}", name]
     if field.annotation is bool:
-        return click.option(flag, name, is_flag=True, default=None, help=field.description)
-    repeatable = _repeatable(field)
-    text = f"{field.description}{' (repeatable)' if repeatable else ''} [default: {_shown_default(field)}]"
-    return click.option(flag, name, metavar=_metavar(name, field), multiple=repeatable, help=text)
+        return click.Option(flags, is_flag=True, default=None, help=field.description)
+    kind, default = field.annotation, field.default
+    metavar = _METAVARS.get(name.rpartition("_")[2]) or ("SECONDS" if kind is float else "N" if kind is int else "WORD")
+    if get_origin(kind) is tuple:
+        text = f"{field.description} (repeatable) [default: {', '.join(default)}]"
+        return click.Option(flags, metavar=metavar, multiple=True, help=text)
+    shown = f"{default:g}" if kind is float else default or "none"
+    return click.Option(flags, metavar=metavar, help=f"{field.description} [default: {shown}]")
 
 
-def _repeatable(field: FieldInfo) -> bool:
-    return get_origin(field.annotation) is tuple
-
-
-def _shown_default(field: FieldInfo) -> str:
-    default = field.default
-    if isinstance(default, Sequence) and not isinstance(default, str):
-        return ", ".join(default) or "none"
-    return f"{default:g}" if isinstance(default, float) else str(default) or "none"
-
-
-def _metavar(name: str, field: FieldInfo) -> str:
-    for ending, metavar in _METAVARS_BY_NAME.items():
-        if name.endswith(ending):
-            return metavar
-    return _METAVARS.get(field.annotation, "WORD") if isinstance(field.annotation, type) else "WORD"
-
-
-@click.command(help=_DESCRIPTION, epilog=_EXAMPLES)
-@click.option("--demo", is_flag=True, help="simulate devices and processes; needs no GPU, no driver and no torch")
-@click.option("--config.file", "config_file", metavar="PATH", help="YAML file whose keys are the options below")
-@option_group(*(_option(name, field) for name, field in Settings.model_fields.items()))
-def serve(*, demo: bool, **flags: Any) -> int:
-    """Serve until a signal ends the exporter."""
-    settings = load_settings({name: None if value == () else value for name, value in flags.items()})
+def _serve(*, demo: bool, **flags: Any) -> int:
+    settings = load_settings({setting_key(name): None if value == () else value for name, value in flags.items()})
     from gpumem_exporter.server.serve import run
 
     return run(settings, demo=demo)
+
+
+serve = click.Command(
+    "serve",
+    params=[
+        click.Option(
+            ["--demo"], is_flag=True, help="simulate devices and processes; needs no GPU, no driver and no torch"
+        ),
+        click.Option(
+            ["--config.file", "config_file"], metavar="PATH", help="YAML file whose keys are the options below"
+        ),
+        *(_option(name, field) for name, field in Settings.model_fields.items()),
+    ],
+    callback=_serve,
+    help=_DESCRIPTION,
+    epilog=_EXAMPLES,
+)

@@ -21,8 +21,6 @@ from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH
 
-__all__ = ["EventParameters", "events_document", "events_router"]
-
 MAX_LISTED = 1000
 
 
@@ -99,10 +97,7 @@ class EventsDocument(TypedDict):
 def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -> APIRouter:
     """Return the route of events.
 
-    Args:
-        log: has the events.
-        renderer: encodes replies.
-        hide_identities: hide users, commands and pods from callers that may not act on every process.
+    With `hide_identities`, users, commands and pods are hidden from callers that may not act on every process.
     """
     router = APIRouter(tags=["events"])
 
@@ -133,12 +128,13 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
 def _for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> tuple[Event, ...]:
     """Return the events for a caller that may only act on its own processes."""
     visible = [event for event in events if event.type not in AUDIT_TYPES or event.detail.get("caller") == caller.key]
-    return tuple(_without_identities(event) for event in visible) if hide_identities else tuple(visible)
-
-
-def _without_identities(event: Event) -> Event:
-    detail = {name: None if name in IDENTITY_FIELDS else value for name, value in event.detail.items()}
-    return replace(event, detail=detail)
+    if hide_identities:
+        hidden = dict.fromkeys(IDENTITY_FIELDS)
+        visible = [
+            replace(event, detail={name: hidden.get(name, value) for name, value in event.detail.items()})
+            for event in visible
+        ]
+    return tuple(visible)
 
 
 def events_document(page: Page) -> EventsDocument:

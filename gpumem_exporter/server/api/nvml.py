@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.nvml.open_driver_files import open_driver_files
+from gpumem_exporter.nvml.driver_library import open_driver_files
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.http.held_requests import Held, HeldRequests

@@ -41,7 +41,6 @@ from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.held_requests import Held, HeldRequests
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problem_response
 from gpumem_exporter.server.http.turns import Turns
-from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.security.report_sender import ReportSenders
 
 INLINE_BYTES = 32 << 10
@@ -119,9 +118,9 @@ class ReportsRoute:
         try:
             long = len(body) > INLINE_BYTES
             report = await self._read_in_turn(body, scope["state"]) if long else self._reader.read(body)
-            reported = await self._senders.identify(report.process, Peer.of(scope))
-            key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
             short = shortened(report)
+            reported = await self._senders.identify(report.process, scope["state"]["peer"])
+            key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
             before = self._reports.find(key)
             process = self._reports.put_report(
                 short,

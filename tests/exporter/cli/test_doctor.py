@@ -76,10 +76,6 @@ def _driver(provider: Any, health: Any = (), timeout_seconds: float = 30.0) -> l
     return list(check_driver(lambda: provider, dict(health), timeout_seconds=timeout_seconds))
 
 
-def _verdicts(findings: Iterable[Finding]) -> list[tuple[str, str]]:
-    return [(finding.check, finding.verdict) for finding in findings]
-
-
 def _process(pid: int, state: str = "reporting", **changes: Any) -> dict[str, Any]:
     devices = [{"used_bytes": 2, "reserved_bytes": 1}]
     return {
@@ -98,12 +94,9 @@ def _namespace(*processes: dict[str, Any], **changes: Any) -> list[Finding]:
     return list(check_pid_namespace(processes, **{**known, **changes}))
 
 
-def test_a_driver_that_answers_passes_with_its_devices_and_is_closed() -> None:
-    provider = _Provider([DeviceIdentity("0", "GPU-0", "NVIDIA H100"), DeviceIdentity("1", "GPU-1", "NVIDIA H100")])
-    findings = _driver(provider)
-    assert _verdicts(findings) == [("driver", PASS), ("devices", PASS)]
-    assert "580.1" in findings[0].detail
-    assert "0 NVIDIA H100, 1 NVIDIA H100" in findings[1].detail
+def test_the_driver_is_released() -> None:
+    provider = _Provider([DeviceIdentity("0", "GPU-0", "NVIDIA H100")])
+    assert {finding.verdict for finding in _driver(provider)} == {PASS}
     assert provider.closed
 
 
@@ -147,6 +140,11 @@ def test_the_text_of_each_finding() -> None:
     checks = {"nvml": {"status": "failing", "detail": "the driver is away"}}
     degraded = {"status": "degraded", "devices": 8, "processes": 2, "checks": checks}
     released = {**degraded, "nvml": {"up": False, "error": "released by ada", "released": True}}
+    answers: list[dict[str, Any] | Exception] = [
+        {"actions": []},
+        ExporterAnswerError(401, "a token is needed"),
+        ExporterAnswerError(403, "no"),
+    ]
     findings = [
         *_driver(_Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "GPU-1", error="GPU is lost")])),
         *_driver(_Provider()),
@@ -177,11 +175,7 @@ def test_the_text_of_each_finding() -> None:
         ),
         *(
             finding
-            for answer in (
-                {"actions": []},
-                ExporterAnswerError(401, "a token is needed"),
-                ExporterAnswerError(403, "no"),
-            )
+            for answer in answers
             for has_token in (False, True)
             for finding in check_auth(_Api(answer), has_token=has_token)  # type: ignore[arg-type]
         ),

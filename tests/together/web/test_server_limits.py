@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumem_exporter.server.http.uvicorn_server import Limits
+from gpumem_exporter.server.http.connections import Limits
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
 from tests.support.waiting import eventually, patient
