@@ -64,7 +64,10 @@ def recalled(part: CommandPart) -> None:
     part.recall(CommandResult("a", "refused"))
 
 
-def test_a_command_may_be_delivered_and_kept_twice() -> None:
+def test_a_command_may_be_delivered_and_kept_twice_and_each_new_state_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG")
     part = command_part()
     recall = partial(recalled, part)
     for step, state in (
@@ -78,6 +81,7 @@ def test_a_command_may_be_delivered_and_kept_twice() -> None:
     ):
         step()
         assert part.state is state
+    assert [record.args[1] for record in caplog.records] == ["delivered", "kept", "recalled and kept", "ended"]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
