@@ -15,8 +15,6 @@ from typing import Any
 
 from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE, pid_namespace
 
-__all__ = ["DriverReading", "read_driver"]
-
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _KNOWN_MAX = 2**63 - 1
 """A larger value means unknown."""
@@ -45,10 +43,7 @@ class DriverReading:
 
 
 def read_driver(uuid: str) -> DriverReading:
-    """Read one device by its UUID (`GPU-…`, `MIG-…`). Takes a few milliseconds. Any thread may call this.
-
-    In a container with its own PID namespace the driver's list cannot be matched, and the process values are None.
-    """
+    """Read one device by its UUID (`GPU-…`, `MIG-…`). Takes a few milliseconds. Any thread may call this."""
     try:
         nvml = _library()
         if not uuid or nvml.nvmlInit_v2() != _SUCCESS:
@@ -59,7 +54,8 @@ def read_driver(uuid: str) -> DriverReading:
         device = ctypes.c_void_p()
         if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)) != _SUCCESS:
             return DriverReading()
-        processes = processes_of_device(nvml, device) if _pids_match_the_driver() else None
+        # The driver lists pids of the host: in another PID namespace they name other processes.
+        processes = processes_of_device(nvml, device) if pid_namespace() == INITIAL_PID_NAMESPACE else None
         own = others = None
         if processes is not None and os.getpid() in processes:
             own = processes.pop(os.getpid())
@@ -121,7 +117,3 @@ def _utilization(nvml: Any, device: ctypes.c_void_p) -> float | None:
     if nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(rates)) != _SUCCESS:
         return None
     return float(rates.gpu) / 100
-
-
-def _pids_match_the_driver() -> bool:
-    return pid_namespace() == INITIAL_PID_NAMESPACE

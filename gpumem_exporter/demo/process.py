@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from random import Random
 from typing import NoReturn
 
-from gpumem_client.allocator.simulated import Block, CachingAllocator, SimulatedOutOfMemoryError
+from gpumem_client.allocator.simulated import AllocatorStatistics, Block, CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
@@ -20,6 +20,8 @@ from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, ReasonCode
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.device import SimulatedDevice
+
+_SAME_IN_SAMPLE = tuple(field.name for field in fields(AllocatorStatistics))
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +106,7 @@ class DeviceSlot:
             components["other"] = self.allocator.statistics.allocated_bytes - sum(components.values())
         sample = DeviceSample(
             uuid=self.device.identity.uuid,
-            **asdict(self.allocator.statistics),  # its fields have the same names
+            **{name: getattr(self.allocator.statistics, name) for name in _SAME_IN_SAMPLE},
             reclaimable_bytes=self.allocator.reclaimable_bytes,
             nccl_bytes=self.nccl_bytes,
             memory_limit_bytes=self.allocator.limit_bytes,

@@ -36,11 +36,8 @@ _WALK_BLOCKS_MAX = 20_000
 class Reclaimable:
     """The reclaimable bytes of each device. One thread at a time may call `walk_if_due`, any thread the other methods.
 
-    Args:
-        walk: takes a snapshot and reads it; returns None if the allocator has no snapshot.
-        pools_version: returns a value that changes when a private pool dies, which no statistic shows.
-        clock: monotonic seconds.
-        cpu_clock: CPU seconds of this thread, without waits for the allocator's lock.
+    `walk` takes a snapshot and reads it; it returns None if the allocator has no snapshot. `pools_version` returns a
+    value that changes when a private pool dies, which no statistic shows.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class Reclaimable:
         pools_version: Callable[[], Hashable],
         *,
         clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.thread_time,
+        cpu_clock: Callable[[], float] = time.thread_time,  # without waits for the allocator's lock
     ) -> None:
         self._walk = walk
         self._pools_version = pools_version
@@ -145,11 +142,9 @@ class Reclaimable:
         return heap if layout is not None and _complete(state) and layout == _layout(state) else None
 
     def _may_be_expandable(self, index: int, state: DeviceState) -> bool:
-        """Whether the device may have expandable segments, which are mapped by the page and not counted as segments.
-
-        The settings apply to new segments only, and may change at any time. A device with expandable segments stays
-        marked for the life of the process, because the counters may be reset.
-        """
+        """Whether the device may have expandable segments, which are mapped by the page and not counted as segments."""
+        # Not from the settings: they apply to new segments only, and may change at any time. The counters may be reset,
+        # so a device with expandable segments stays marked for the life of the process.
         if _segments_ever(state) != state["segment"]["allocated"]:
             self._expandable.add(index)
         return index in self._expandable

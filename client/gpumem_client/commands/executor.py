@@ -220,14 +220,12 @@ def _mapped(state: DeviceState | None, name: str, unmapped_bytes: int) -> int | 
 
 
 def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:
-    """Return the bytes that were released to the driver: the growth of the allocator's counter of freed reserved bytes.
-
-    The difference of the reserved bytes would miss what another thread reserved meanwhile. It is used only without the
-    counter (cudaMallocAsync), or if the user's code has reset the counter (`reset_accumulated_memory_stats`).
-    """
+    """Return the bytes that went to the driver: the growth of the allocator's counter of freed reserved bytes."""
     freed_before, freed_after = known(before, "reserved_bytes", "freed"), known(after, "reserved_bytes", "freed")
     if freed_before is not None and freed_after is not None and freed_after >= freed_before:
         return freed_after - freed_before
+    # Without the counter (cudaMallocAsync), or after the user's code has reset it (`reset_accumulated_memory_stats`).
+    # This difference misses what another thread reserved meanwhile.
     reserved_before, reserved_after = known(before, "reserved_bytes"), known(after, "reserved_bytes")
     if reserved_before is None or reserved_after is None:
         return None

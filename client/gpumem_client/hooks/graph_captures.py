@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from gpumem_client.guest_safety import guest_safety
 
-__all__ = ["CaptureHook", "CaptureListener", "listen_to_captures", "running_captures"]
-
 _ENDS = ("capture_end_pre", "capture_end")
 """Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first."""
 

@@ -16,8 +16,6 @@ from gpumem_client.phases.observed import Observed, process_observed
 from gpumem_client.phases.peaks import Span
 from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
 
-__all__ = ["DeviceUse", "Measured", "MemoryUse", "current_phase", "memory_context", "phase", "phase_at_error"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PHASE = "gpumem_phase"

@@ -19,8 +19,6 @@ from gpumem_client.phases.peaks import PeakBounds, PeakWatch, PhasePeak, Span
 from gpumem_client.torch_access import Statistics, calling_thread, initialized_torch, mark_thread
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES
 
-__all__ = ["Observed", "WatchedBytes", "process_observed"]
-
 _LIFTED = ("allocated_bytes", "reserved_bytes")
 
 
@@ -39,8 +37,7 @@ class WatchedBytes:
 class Observed:
     """The phases, peaks and components of one process. Any thread may call any method.
 
-    Args:
-        statistics: returns the statistics to read, or None before CUDA is initialized.
+    `statistics` returns the statistics to read, or None before CUDA is initialized.
     """
 
     def __init__(self, statistics: Callable[[], Statistics | None] | None = None) -> None:

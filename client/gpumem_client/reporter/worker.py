@@ -84,15 +84,12 @@ class Worker:
             sampler.exclusively().acquire(timeout=timeout_seconds)  # never released
 
     def abandon(self) -> None:
-        """Remove the parent's hooks in a forked child, where the thread does not exist.
-
-        A sample there would show the parent's bytes, or wait forever for a lock that was held during the fork. Closing
-        the copy of the connection leaves the parent's open.
-        """
+        """Remove the parent's hooks in a forked child, where the thread does not exist."""
+        # A sample there would show the parent's bytes, or wait forever for a lock that was held during the fork.
         self._observer.listener = None
         if self._allocator is not None:
             self._allocator.detach()
-        self._delivery.close()
+        self._delivery.close()  # a copy: the parent's connection stays open
 
     def _run(self) -> None:
         if threading.get_native_id() != self._started_by:  # equal under greenlets: this is a user's thread
@@ -167,10 +164,8 @@ class Worker:
 
 
 def _block_signals() -> None:
-    """Leave all signals to the user's threads.
-
-    Otherwise a signal that they have blocked, to wait for it with `sigwait`, could reach this thread and end the
-    process. So could SIGPIPE with its default action, when the exporter ends. Signals of faults are not blocked.
-    """
+    """Leave all signals to the user's threads, except signals of faults."""
+    # Otherwise a signal that they have blocked, to wait for it with `sigwait`, could reach this thread and end the
+    # process. So could SIGPIPE with its default action, when the exporter ends.
     faults = {getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "FPE", "ILL", "ABRT", "TRAP", "SYS")}
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)

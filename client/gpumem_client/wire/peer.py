@@ -14,16 +14,6 @@ import struct
 import sys
 from typing import NamedTuple
 
-__all__ = [
-    "PeerCredentials",
-    "SocketOwner",
-    "peer_pidfd",
-    "tcp_listener_owner",
-    "tcp_peer_owner",
-    "unix_peer",
-    "user_name",
-]
-
 
 class PeerCredentials(NamedTuple):
     """SO_PEERCRED of a unix connection, in this process's namespaces. Pid 0: a process it cannot see."""
