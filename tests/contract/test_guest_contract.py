@@ -35,7 +35,11 @@ def private_torch_uses(tree: ast.AST) -> Iterator[str]:
             yield ast.unparse(node)
         if isinstance(node, ast.Call) and _text(node.func) in ("getattr", "hasattr"):
             where, name = node.args[:2]
-            if isinstance(name, ast.Constant) and PRIVATE_NAME.fullmatch(name.value) and TORCH.search(_text(where)):
+            if (
+                isinstance(name, ast.Constant)
+                and PRIVATE_NAME.fullmatch(str(name.value))
+                and TORCH.search(_text(where))
+            ):
                 yield ast.unparse(node)
 
 

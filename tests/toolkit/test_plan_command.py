@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.cli.main import main
+from gpumem_toolkit.planning.command import main
 
-JOB = ("plan", "nowhere:make", "--input", "float32[B,8]", "--gpu", "1GiB")
+JOB = ("nowhere:make", "--input", "float32[B,8]", "--gpu", "1GiB")
 
 
 def error_of(capsys: pytest.CaptureFixture[str], path: Path, assignment: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumem_toolkit.leaks.referrers import NO_REFERRER, Referrers
+from gpumem_toolkit.leaks.referrers import NO_REFERRER, describe_referrers
 
 
 class Thing:
@@ -41,7 +41,7 @@ kept: list[object] = []
 
 def _described(target: object) -> str:
     targets = [target]
-    described = Referrers().describe(targets, time.thread_time() + 60)
+    described = describe_referrers(targets, time.thread_time() + 60)
     return described.get(id(target), "")
 
 
@@ -96,13 +96,13 @@ def test_the_holder_of_an_object_is_named(name: str) -> None:
 
 
 def _described_by_id(holder: object, find: Callable[[object], object]) -> dict[int, str]:
-    return Referrers().describe([find(holder)], time.thread_time() + 60)
+    return describe_referrers([find(holder)], time.thread_time() + 60)
 
 
 def _local_list() -> str:
     # no assertion here: pytest calls locals() in frames with assertions, and the search skips such frames
     others = [Thing()]
-    return next(iter(Referrers().describe([others[0]], time.thread_time() + 60).values()))
+    return next(iter(describe_referrers([others[0]], time.thread_time() + 60).values()))
 
 
 def test_a_local_variable_is_named_with_its_place() -> None:
@@ -132,8 +132,8 @@ def test_nothing_is_kept_alive() -> None:
 
 
 def test_an_object_without_python_referrers_is_described_as_such() -> None:
-    assert next(iter(Referrers().describe([Thing()], time.thread_time() + 60).values())) == NO_REFERRER
+    assert next(iter(describe_referrers([Thing()], time.thread_time() + 60).values())) == NO_REFERRER
 
 
 def test_no_pass_starts_after_the_end() -> None:
-    assert Referrers().describe([Thing()], time.thread_time() - 1) == {}
+    assert describe_referrers([Thing()], time.thread_time() - 1) == {}

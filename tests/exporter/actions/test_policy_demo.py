@@ -15,7 +15,7 @@ import yaml
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import Reply
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.quantities import read_quantity
+from gpumem_exporter.actions.policy.values import read_quantity
 from gpumem_exporter.actions.request import DEFAULT_ACTIONS
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.store import Store
@@ -83,7 +83,7 @@ class DemoBench:
             sent = process.loop.next_report()
             known = self.store.put_report(sent, host_pid=pid, now_seconds=self.now, now_unix_seconds=self.now)
             self.dispatcher.take_results(known)
-            commands = await self.dispatcher.commands(known, 0)
+            commands = self.dispatcher.commands(known)
             process.loop.answered(sent, Outcome.ACCEPTED, Reply(commands=tuple(commands)))
 
 
@@ -171,7 +171,7 @@ def test_a_rule_stops_where_clearing_does_not_help(runs: Runs) -> None:
 def test_each_rule_keeps_its_cooldown(runs: Runs) -> None:
     for rule in runs.real.policies.engine.rules:
         times = requested(runs.real, rule.name)
-        assert all(later - sooner >= rule.cooldown_seconds for sooner, later in itertools.pairwise(times)), rule.name
+        assert all(later - sooner >= rule.cooldown for sooner, later in itertools.pairwise(times)), rule.name
 
 
 def test_a_dry_run_changes_nothing_and_predicts_the_same_actions(runs: Runs) -> None:

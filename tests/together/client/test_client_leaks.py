@@ -224,9 +224,9 @@ def finish_loading(function):
         return function(*arguments)
     return replaced
 if where == "the walk":
-    live_tensors._Reader.add = finish_loading(live_tensors._Reader.add)
+    live_tensors._Reader._add = finish_loading(live_tensors._Reader._add)
 else:
-    referrers._owners = finish_loading(referrers._owners)
+    referrers._Search._owners = finish_loading(referrers._Search._owners)
 loader.start()
 started.wait()
 found = toolkit.lingering_tensors()

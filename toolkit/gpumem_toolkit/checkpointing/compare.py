@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumem_client.hooks.out_of_memory import is_out_of_memory
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.checkpointing.blocks import checkpointed, find_blocks
 from gpumem_toolkit.checkpointing.comparison import CheckpointingComparison, CheckpointingRow
 from gpumem_toolkit.checkpointing.step import Results, Step, left_as_it_was
-from gpumem_toolkit.training.calling import check_autocast
-from gpumem_toolkit.training.measuring import run_seconds
-from gpumem_toolkit.training.peaks import measure_peak
-
-__all__ = ["compare_checkpointing"]
+from gpumem_toolkit.planning.cuda_rules import cuda_rules
+from gpumem_toolkit.planning.model import find_blocks, make_fake_mode, recomputed
+from gpumem_toolkit.planning.simulation import Tracer, move, quiet
+from gpumem_toolkit.planning.trace import replay
+from gpumem_toolkit.training.model_runs import check_autocast, measure_peak, run_seconds
 
 _DEFAULT_EVERY = (2, 4)
 _NO_CUDA = "no CUDA: the model is on {device}; on the CPU simulate=True predicts what CUDA would allocate"
@@ -170,13 +171,11 @@ class _Variants:
 
     def _simulate(self, rows: Sequence[CheckpointingRow]) -> tuple[list[CheckpointingRow], str]:
         """Return the rows with predicted peaks and an empty note, or the same rows with the reason."""
-        from gpumem_toolkit.checkpointing.simulated import simulate_peak
-
         simulated = []
         for row in rows:
             self._restore()
             try:
-                peak = simulate_peak(self._step, self._chosen(row.every))
+                peak = _simulate_peak(self._step, self._chosen(row.every))
             except ConfigurationError as error:
                 return list(rows), f"not simulated: {error}"
             simulated.append(replace(row, peak_bytes=peak, peak_at_most_bytes=peak, simulated=True))
@@ -186,7 +185,7 @@ class _Variants:
         return self._names[::every] if every is not None else ()
 
     def _checkpointed(self, chosen: Sequence[str]) -> AbstractContextManager[None]:
-        return checkpointed([self._step.model.get_submodule(name) for name in chosen])
+        return _checkpointed([self._step.model.get_submodule(name) for name in chosen])
 
     def _run_once(self) -> Tensor:
         self._restore()
@@ -196,3 +195,55 @@ class _Variants:
         loss = self._step.forward()
         loss.backward()
         return loss.detach()
+
+
+@contextmanager
+def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Within the context, recompute the forward pass of these modules in backward. Their hooks run once."""
+    replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+    try:
+        for block in dict.fromkeys(blocks):
+            replaced.append((block, vars(block).get("forward")))
+            block.forward = recomputed(block.forward)
+        yield
+    finally:
+        for block, own in reversed(replaced):
+            if own is None:
+                vars(block).pop("forward", None)
+            else:
+                block.forward = own
+
+
+def _simulate_peak(step: Step, blocks: Sequence[str]) -> int:
+    """Return the peak bytes of a training step above its start, on fake tensors, with the named blocks checkpointed.
+
+    Takes about a second and does not change the model. Not thread-safe: it runs in this process, because the model and
+    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call. Raises
+    ConfigurationError if the model cannot be copied, or fails on tensors without values.
+    """
+    tracer = Tracer()
+    with quiet("the model"):
+        mode = make_fake_mode()
+        model = _fake(step.model, mode)
+        batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, step.batch)
+        chosen = [model.get_submodule(name) for name in blocks]
+        with mode, cuda_rules("auto", "native"), tracer, _checkpointed(chosen):
+            move(model, tracer)
+            tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
+            start = copy.deepcopy(tracer.trace)
+            with torch.enable_grad():
+                loss = step.on(model, batch).forward()
+                tracer.kind = "temporaries"
+                loss.backward()
+        whole = tracer.trace.ordered()
+    return replay(whole).allocated_bytes - replay(start).allocated_bytes
+
+
+def _fake(model: nn.Module, mode: Any) -> nn.Module:
+    """Copy a model without its values; tied parameters stay tied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = mode.from_tensor(buffer.detach())
+    return copy.deepcopy(model, memo)

@@ -14,10 +14,8 @@ from gpumem_client.hooks.steps import OneStep, process_steps
 from gpumem_client.torch_access import Statistics, initialized_torch
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.live_tensors import Kind, LingeringTensors, allocating_frames, walk
-from gpumem_toolkit.leaks.suspects import descriptions, grown, kinds_to_search
+from gpumem_toolkit.leaks.suspects import Growth, descriptions, grown, kinds_to_search
 from gpumem_toolkit.leaks.trend import Growing, Trend
-
-__all__ = ["Leak", "LeakDetector", "known_leak", "leak_detector"]
 
 _SEARCHES = {16: 3, 32: 2, 48: 1}
 """For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect."""
@@ -87,12 +85,8 @@ class LeakDetector:
         self._devices: dict[int, _Device] = {}
         self._step = OneStep()
         self._stop_listening: Callable[[], None] = lambda: None
-        self._steps = 0
-
-    @property
-    def steps(self) -> int:
+        self.steps = 0
         """Number of steps that were examined."""
-        return self._steps
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
@@ -100,7 +94,7 @@ class LeakDetector:
         return tuple(device.leak for device in list(self._devices.values()) if device.leak is not None)
 
     def watch_steps(self) -> None:
-        """Examine the memory after each step of an optimizer, or at each `client.step()`."""
+        """Examine the memory after each step of an optimizer, or at each `gpumem_client.step()`."""
         self._stop_listening()
         self._stop_listening = process_steps().listen(self._on_step)
         _active.add(self)
@@ -114,7 +108,7 @@ class LeakDetector:
     def look(self) -> tuple[Leak, ...]:
         """Examine the memory now, and from now on only in this method. Takes 15 µs per device. Returns `leaks`."""
         self._step.ends(None)
-        self._look()
+        self._examine()
         return self.leaks
 
     def add(
@@ -130,16 +124,22 @@ class LeakDetector:
                 return None
             state.growing = Growing(slope)
             state.count_before, state.steps_since_count = self._count(), 0
-            if state.count_before is not None:
-                return None
-            return self._report(device, state, free_bytes(), (), ())
+            return self._report(device, state, free_bytes) if state.count_before is None else None
         if not state.growing.goes_on(allocated_bytes):
-            self._withdraw(device, state)
-        elif state.leak is None:
-            state.steps_since_count += 1
-            if state.steps_since_count in _SEARCHES:
-                return self._search(device, state, free_bytes)
-        return None
+            if state.leak is not None:
+                log.warning("no memory leak: cuda:%d does not grow any more; the earlier report is withdrawn", device)
+            state.growing = state.leak = state.count_before = None
+            return None
+        if state.count_before is None or state.leak is not None:
+            return None
+        state.steps_since_count += 1
+        least = _SEARCHES.get(state.steps_since_count)
+        if least is None:
+            return None
+        found = self._suspects(state.count_before, least)
+        if not found and state.steps_since_count < _LAST_SEARCH:
+            return None
+        return self._report(device, state, free_bytes, found)
 
     def __reduce__(self) -> tuple[Callable[[], LeakDetector], tuple[()]]:
         """Make copies and pickles, for example those of a trainer, contain a detector that listens to no steps."""
@@ -147,38 +147,19 @@ class LeakDetector:
 
     def _on_step(self, optimizer: Any) -> None:
         if self._step.ends(optimizer):
-            self._look()
+            self._examine()
 
-    def _look(self) -> None:
+    def _examine(self) -> None:
         torch = initialized_torch()
         if torch is None:
             return
         if self._statistics is None:
             self._statistics = Statistics(torch)
-        self._steps += 1
+        self.steps += 1
         for device in self._statistics.devices():
             state = self._statistics.state(device)
             if state is not None:
                 self.add(device, state["allocated_bytes"]["current"], functools.partial(_free_bytes, torch, device))
-
-    def _search(self, device: int, state: _Device, free_bytes: Callable[[], int | None]) -> Leak | None:
-        """Compare the live tensors with the first count. Returns the leak once the search has ended."""
-        before, least = state.count_before, _SEARCHES[state.steps_since_count]
-        if before is None:
-            return None
-        after = self._count(lambda counted: kinds_to_search(grown(before, counted, least=least)))
-        found = grown(before, after, least=least) if after is not None else ()
-        if not found and state.steps_since_count < _LAST_SEARCH:
-            return None
-        torch = initialized_torch()
-        sizes = {growth.group.bytes // growth.group.count for growth in found if growth.group.count}
-        frames = allocating_frames(torch, sizes) if torch is not None else ()
-        return self._report(device, state, free_bytes(), descriptions(found), frames)
-
-    def _withdraw(self, device: int, state: _Device) -> None:
-        if state.leak is not None:
-            log.warning("no memory leak: cuda:%d does not grow any more; the earlier report is withdrawn", device)
-        state.growing = state.leak = state.count_before = None
 
     def _count(
         self, kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None
@@ -186,17 +167,28 @@ class LeakDetector:
         torch = initialized_torch()
         return None if torch is None or not self._name_suspects else walk(torch, kinds_to_search=kinds_to_search)
 
+    def _suspects(self, before: LingeringTensors, least: int) -> tuple[Growth, ...]:
+        after = self._count(lambda counted: kinds_to_search(grown(before, counted, least=least)))
+        return grown(before, after, least=least) if after is not None else ()
+
     def _report(
-        self, device: int, state: _Device, free: int | None, suspects: tuple[str, ...], frames: tuple[str, ...]
-    ) -> Leak | None:
-        if state.growing is None:
-            return None
-        slope = state.growing.slope
+        self, device: int, state: _Device, free_bytes: Callable[[], int | None], found: tuple[Growth, ...] = ()
+    ) -> Leak:
+        assert state.growing is not None  # noqa: S101 - add() has set it
+        slope, free, torch = state.growing.slope, free_bytes(), initialized_torch()
+        sizes = {growth.group.bytes // growth.group.count for growth in found if growth.group.count}
         state.count_before = None
-        left = None if free is None else int(free / slope.slope)
-        rates = (slope.slope, slope.lower, slope.upper)
         state.leak = Leak(
-            device, *rates, slope.steps, slope.grown, suspects, frames, left, hidden_objects=gc.get_freeze_count()
+            device,
+            slope.slope,
+            slope.lower,
+            slope.upper,
+            slope.steps,
+            slope.grown,
+            descriptions(found),
+            allocating_frames(torch, sizes) if torch is not None else (),
+            None if free is None else int(free / slope.slope),
+            gc.get_freeze_count(),
         )
         self._on_leak(state.leak)
         return state.leak
@@ -220,11 +212,12 @@ def leak_detector(
 ) -> LeakDetector:
     """Report memory that grows from step to step, from now on until `stop()` of the returned detector.
 
-    The detector examines the memory after each step of an optimizer (torch 2.1 or later), at each `client.step()`, or
-    at each call of `look()`. That takes 15 µs per device, and one or two milliseconds at every eighth step while memory
-    rises. A steady leak of one percent of the device in 1,000 steps is found after about 130 steps, a slower or
-    irregular one later. Warm-up, spikes, a sawtooth and a cache that fills up are not reported. If the growth stops
-    after a report, a warning says so, and the leak is no longer among `leaks` and in the advice of `oom_guard`.
+    The detector examines the memory after each step of an optimizer (torch 2.1 or later), at each
+    `gpumem_client.step()`, or at each call of `look()`. That takes 15 µs per device, and one or two milliseconds at
+    every eighth step while memory rises. A steady leak of one percent of the device in 1,000 steps is found after about
+    130 steps, a slower or irregular one later. Warm-up, spikes, a sawtooth and a cache that fills up are not reported.
+    If the growth stops after a report, a warning says so, and the leak is no longer among `leaks` and in the advice of
+    `oom_guard`.
 
     Once a device leaks, the detector counts the live tensors, and again some steps later. It names the kinds that grew
     and what refers to them (`lingering_tensors` describes the cost). Nothing happens while CUDA is not initialized.

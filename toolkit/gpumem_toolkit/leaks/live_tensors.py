@@ -10,6 +10,7 @@ with an autograd graph, because the graph keeps such activations.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections import Counter
@@ -21,18 +22,13 @@ from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import no_cuda
 from gpumem_client.torch_access import initialized_torch
 from gpumem_client.wire.units import ShownAsText, human_bytes
-from gpumem_toolkit.leaks.frozen_objects import FrozenObjects
-from gpumem_toolkit.leaks.referrers import TARGETS_MAX, Referrers
-from gpumem_toolkit.leaks.tracked_objects import count_objects, find_of_types, find_types
-
-__all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "lingering_tensors", "walk"]
+from gpumem_toolkit.leaks.interpreter_objects import GENERATIONS, Frozen, count_tracked, find_frozen, tracked_of_types
+from gpumem_toolkit.leaks.referrers import TARGETS_MAX, describe_referrers
 
 _CHUNK = 4096
 _GRAPH_NODES_MAX = 20_000
 _SAMPLES_MAX = 8
 _HOLDERS_MAX = 4
-_GENERATIONS = (0, 1, 2)
-"""The generations of the garbage collector."""
 
 Kind = tuple[tuple[int, ...], str, int, bool]
 """Shape, dtype, device, and whether the tensors have an autograd graph. The key of a group, the same in every walk."""
@@ -139,7 +135,7 @@ def lingering_tensors(
         max_groups=max_groups,
         max_seconds=max_seconds,
         max_objects=max_objects,
-        kinds_to_search=_all_kinds if referrers else None,
+        kinds_to_search=(lambda counted: [group.kind for group in counted.groups]) if referrers else None,
         count_frozen=True,
     )
 
@@ -159,15 +155,16 @@ def walk(
     With `count_frozen`, frozen tensors are counted, too. Two such counts differ if a limit ends one of them.
     """
     started = time.perf_counter()
-    reader, frozen = _Reader(torch), FrozenObjects()
+    reader, frozen = _Reader(torch), Frozen([])
     # CPU time: waits on a busy machine do not shorten the walk.
-    count, complete = _group(reader, time.thread_time() + max_seconds, max_objects)
+    count, complete = reader.add_tracked(time.thread_time() + max_seconds, max_objects)
     if count_frozen:
-        frozen.reach(time.thread_time() + max_seconds, max_objects)
-        _group_frozen(reader, frozen)
+        frozen = find_frozen(time.thread_time() + max_seconds, max_objects)
+        reader.add_frozen(frozen)
         count += len(frozen.objects)
-    hidden = frozen.unreached
+    hidden = max(0, gc.get_freeze_count() - len(frozen.objects))
     found = reader.found
+    reader.seen.clear()  # other threads can free the tensors again
     groups = [
         TensorGroup(*kind[:3], group.count, group.bytes, group.with_graph, group.graph_nodes)
         for kind, group in found.items()
@@ -179,18 +176,13 @@ def walk(
     kinds = kinds_to_search(result) if kinds_to_search is not None else ()
     if kinds:
         samples = [sample for kind in kinds for sample in _spread(found[kind].samples, TARGETS_MAX // len(kinds))]
-        frozen.reach(time.thread_time() + max_seconds, max_objects)
-        finder = Referrers((samples, found, *(group.samples for group in found.values())), frozen)
-        holders = finder.describe(samples, time.thread_time() + max_seconds)
+        if not count_frozen:
+            frozen = find_frozen(time.thread_time() + max_seconds, max_objects)
+        ignored = (found, *(group.samples for group in found.values()))
+        holders = describe_referrers(samples, time.thread_time() + max_seconds, ignored=ignored, frozen=frozen)
         described = (replace(group, referrers=_holders(found[group.kind].samples, holders)) for group in result.groups)
         result = replace(result, groups=tuple(described))
-        del samples, finder
-    frozen.clear()
     return replace(result, duration_seconds=time.perf_counter() - started)
-
-
-def _all_kinds(counted: LingeringTensors) -> list[Kind]:
-    return [group.kind for group in counted.groups]
 
 
 def _spread(samples: list[Any], count: int) -> list[Any]:
@@ -203,72 +195,48 @@ def _holders(samples: list[Any], held: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(holder for holder, _ in counts.most_common(_HOLDERS_MAX))
 
 
-def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
-    """Read the tensors among all objects, the youngest generation first, because leaked tensors are young.
-
-    Within a generation the oldest come first, so that a storage is counted with the tensor that made it, not a view.
-
-    Returns:
-        The number of objects, and whether no limit ended the walk.
-    """
-    count, left, complete = 0, max_objects, True
-    kept: list[list[Any]] = []  # keeps the ids of the tensors valid
-    with reader.base_class_alone():
-        for generation in _GENERATIONS:
-            size = count_objects(generation)
-            skip = max(0, size - left)
-            readable = {kind for kind in find_types(generation, skip=skip) if reader.reads(kind)}
-            tensors = find_of_types(generation, readable, skip=skip)
-            count += size
-            complete = complete and not skip
-            left = max(0, left - size)
-            kept.append(tensors)
-            for at, tensor in enumerate(tensors):
-                if at % _CHUNK == 0 and time.thread_time() >= end:
-                    return count, False
-                reader.add(tensor)
-    return count, complete
-
-
-def _group_frozen(reader: _Reader, frozen: FrozenObjects) -> None:
-    """Read the tensors among the frozen objects."""
-    with reader.base_class_alone():
-        for tensor in frozen.of_types({kind for kind in frozen.types() if reader.reads(kind)}):
-            reader.add(tensor)
-
-
 class _Reader:
     """Reads plain tensors through their base class."""
 
     def __init__(self, torch: Any) -> None:
-        base = torch_access.tensor_base_class(torch)
-        self._torch = torch
-        self._base = base
         self.found: dict[Kind, _Found] = {}
-        self._seen: set[int] = set()
+        self._torch = torch
+        self._base = torch_access.tensor_base_class(torch)
+        self._types = _readable_types(torch.Tensor)
+        self.seen: dict[int, Any] = {}  # keeps the tensors, so that their ids stay valid
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
 
-    def base_class_alone(self) -> Any:
-        """Disable `__torch_function__` of subclasses and of active modes within a `with` block."""
-        return torch_access.without_torch_function(self._torch)
+    def add_tracked(self, end: float, max_objects: int) -> tuple[int, bool]:
+        """Read the tensors among all objects, the youngest generation first, because leaked tensors are young.
 
-    def reads(self, kind: type) -> bool:
-        """Whether tensors of this type can be read without running its code. A wrapper's inner tensors can."""
-        if self._torch.Tensor not in kind.__mro__:
-            return False
-        for base in kind.__mro__:
-            if base is self._torch.Tensor:
-                return True
-            if "__torch_dispatch__" in base.__dict__:
-                return False
-        return False
+        Within a generation the oldest come first, so that a storage is counted with the tensor that made it, not a
+        view. Returns the number of objects, and whether no limit ended the walk.
+        """
+        count, complete = 0, True
+        with torch_access.without_torch_function(self._torch):
+            for generation in GENERATIONS:
+                size = count_tracked(generation)
+                skip = max(0, size - max(0, max_objects - count))
+                count, complete = count + size, complete and not skip
+                for at, tensor in enumerate(tracked_of_types(generation, self._types, skip=skip)):
+                    if at % _CHUNK == 0 and time.thread_time() >= end:
+                        return count, False
+                    self._add(tensor)
+        return count, complete
 
-    def add(self, tensor: Any) -> None:
+    def add_frozen(self, frozen: Frozen) -> None:
+        """Read the tensors among the frozen objects."""
+        with torch_access.without_torch_function(self._torch):
+            for each in frozen.objects:
+                if type(each) in self._types:
+                    self._add(each)
+
+    def _add(self, tensor: Any) -> None:
         """Count a tensor on a device once, and keep it as a sample of its group."""
-        if id(tensor) in self._seen:  # the collector has moved it to an older generation
+        if id(tensor) in self.seen:  # the collector has moved it to an older generation
             return
-        self._seen.add(id(tensor))
+        self.seen[id(tensor)] = tensor
         base = self._base
         device = base.device.__get__(tensor)
         if device.type != "cuda":
@@ -302,15 +270,25 @@ class _Reader:
 
     def _follow(self, node: Any) -> int:
         """Return the number of graph nodes that are reached from this one for the first time."""
-        waiting, count = [node], 0
+        waiting, before = [node], len(self._nodes)
         while waiting and len(self._nodes) < _GRAPH_NODES_MAX:
             node = waiting.pop()
-            if node is None or node in self._nodes:
-                continue
-            self._nodes.add(node)
-            count += 1
-            waiting += [parent for parent, _ in object.__getattribute__(node, "next_functions")]
-        return count
+            if node is not None and node not in self._nodes:
+                self._nodes.add(node)
+                waiting += [parent for parent, _ in object.__getattribute__(node, "next_functions")]
+        return len(self._nodes) - before
+
+
+def _readable_types(tensor: type) -> frozenset[type]:
+    """Return the types whose tensors can be read without running their code. A wrapper's inner tensors can."""
+    found = [tensor]
+    for kind in found:
+        found += set(type.__subclasses__(kind)) - {*found}
+    return frozenset(
+        kind
+        for kind in found
+        if not any("__torch_dispatch__" in base.__dict__ for base in kind.__mro__[: kind.__mro__.index(tensor)])
+    )
 
 
 def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3) -> tuple[str, ...]:

@@ -2,19 +2,8 @@
 
 A window keeps the last 192 points. A point is the smallest value of 1, 4, 16 or 64 steps, so spikes do not count. Four
 windows judge the series at the same time: the short ones find fast leaks early, and only the long ones find slow leaks.
-
-A window summarizes its points in up to three ways, and reports a leak if one summary surely rises:
-
-- the floor of each short block: for noise and short spikes,
-- the mean of each period, for a series that repeats (gradient accumulation, an evaluation, a regular sawtooth),
-- the floor of each long block, for garbage that is collected at irregular times.
-
-A summary surely rises if all of these are true:
-
-- its slope (Theil-Sen) is above zero, except for a chance of about one in a million. Many judgements are made during a
-  run, so each may be wrong only rarely,
-- it grew by 1.5 times its largest fall. A sawtooth falls back to its floor,
-- its later half grows at 0.7 times the slope of its earlier half or more. A cache that fills up slows down.
+A window reports a leak if one of three summaries of its points surely rises: the floors of short blocks, the means of
+periods, or the floors of long blocks.
 
 A series that looks like a leak for a whole window (a first sawtooth of 170 steps, a cache that fills for 200 steps) is
 reported as a leak, until `Growing` sees that its growth has stopped. `benchmarks/leaks.py` measures false alarms and
@@ -25,13 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import sub
 from statistics import fmean, median
-
-__all__ = ["Growing", "Slope", "Trend", "fit_line"]
 
 _POINTS_MAX = 192
 _POINTS_MIN = 16
@@ -43,14 +30,16 @@ _LONG_BLOCK = 12
 _BLOCKS_MAX = 48
 _BLOCKS_MIN = 4
 _STEADY = 0.7
+"""A cache that fills up slows down: the later half has to grow at this share of the rate of the earlier half."""
 _ABOVE_FALLS = 1.5
+"""A sawtooth falls back to its floor: the growth has to be this many times the largest fall."""
 _PERIOD_GAIN = 0.7
 """A longer period has to repeat this much better than the best shorter one."""
 _CORRELATION_MAX = 0.98
 _STOPPED_SHARE = 0.25
 """If a window grows by less than this share of the growth that was found, the growth has stopped."""
 _SIGMAS = 4.75
-"""Standard errors, of a normal distribution, between the slope and its bounds."""
+"""Standard errors between the slope and its bounds: a chance of one in a million. A run makes many judgements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +61,7 @@ class Slope:
 class Trend:
     """Follows one series. `add` costs about two microseconds, and a millisecond at every eighth step of a rise.
 
-    Args:
-        warm_up_steps: values at the start that are ignored.
-        least_growth: smallest growth over a window that is reported, in bytes.
+    The first `warm_up_steps` values are ignored. A growth of less than `least_growth` bytes over a window is no leak.
     """
 
     def __init__(self, *, warm_up_steps: int = 20, least_growth: int = 1 << 20) -> None:
@@ -99,17 +86,14 @@ class Trend:
 class Growing:
     """Follows a series that grows, to see whether the growth continues.
 
-    Compares the floors of windows that are as long as the one in which the growth was found: spikes and a sawtooth do
-    not change them. So the end of a growth, or its release, is seen after three such windows at the latest.
-
-    Attributes:
-        slope: the growth that was found.
+    Compares the floors of windows that are as long as the one in which the growth `slope` was found: spikes and a
+    sawtooth do not change them. So the end of a growth, or its release, is seen after three such windows at the latest.
     """
 
     def __init__(self, slope: Slope) -> None:
         self.slope = slope
-        self._floor_before: float = -math.inf
-        self._floor: float = math.inf
+        self._floor_before = -math.inf
+        self._floor = math.inf
         self._steps = 0
 
     def goes_on(self, value: int) -> bool:
@@ -151,29 +135,31 @@ class _Window:
 
     def _judge(self, short_block: int) -> Slope | None:
         points = list(self._points)
-        if not _rises_by_quarters(points):  # a cheap test first: every series that passes the others passes it
+        quarter = len(points) // 4
+        # A cheap test first: every series that passes the others passes it.
+        if not _rises(_blocks(points[-4 * quarter :], quarter, min)[1]):
             return None
         short_block = max(short_block, math.ceil(len(points) / _BLOCKS_MAX))
-        line = self._sure(*_floors(points, short_block))
+        line = self._sure(*_blocks(points, short_block, min))  # noise and short spikes
         if line is None:
-            period = _period_of(points)
-            if period > short_block:
-                line = self._sure(*_means(points, period))
+            period = _period_of(points)  # gradient accumulation, an evaluation, a regular sawtooth
+            line = self._sure(*_blocks(points, period, fmean)) if period > short_block else None
         if line is None and self._point_steps > 1:
-            line = self._sure(*_floors(points, _LONG_BLOCK))
+            line = self._sure(*_blocks(points, _LONG_BLOCK, min))  # garbage that is collected at irregular times
         if line is None:
             return None
         slope, margin = (each / self._point_steps for each in line)
         return Slope(slope, slope - margin, slope + margin, len(points) * self._point_steps)
 
     def _sure(self, ats: Sequence[int], values: Sequence[float]) -> tuple[float, float] | None:
-        """Return the slope and its margin if the values surely rise, as the module's docstring defines it."""
+        """Return the slope and its margin if the values surely rise."""
         count = len(values)
         if count < _BLOCKS_MIN or values[-1] <= values[0]:
             return None
         slope, margin = fit_line(ats, values)
         growth = slope * (ats[-1] - ats[0])
-        if slope <= margin or growth < max(self._least_growth, _ABOVE_FALLS * _largest_fall(values)):
+        largest_fall = max(highest - value for highest, value in zip(accumulate(values, max), values, strict=True))
+        if slope <= margin or growth < max(self._least_growth, _ABOVE_FALLS * largest_fall):
             return None
         half = (count + 1) // 2
         early, late = _theil_sen(ats[:half], values[:half]), _theil_sen(ats[-half:], values[-half:])
@@ -214,32 +200,18 @@ def _period_of(points: Sequence[int]) -> int:
     best, best_difference = 1, math.inf
     for period in range(1, len(points) // 2 + 1):
         differences = list(map(sub, points[period:], points))
-        growth = sum(differences) / len(differences)
+        growth = fmean(differences)
         difference = sum([abs(each - growth) for each in differences]) / len(differences)
         if difference < _PERIOD_GAIN * best_difference:
             best, best_difference = period, difference
     return best
 
 
-def _floors(points: list[int], block: int) -> tuple[Sequence[int], list[int]]:
-    ends = range(len(points) % block + block, len(points) + 1, block)
-    return ends, [min(points[end - block : end]) for end in ends]
+def _blocks(points: list[int], length: int, summary: Callable[[list[int]], float]) -> tuple[range, list[float]]:
+    """Return the ends of the newest blocks, and a summary of each block."""
+    ends = range(len(points) % length + length, len(points) + 1, length)
+    return ends, [summary(points[end - length : end]) for end in ends]
 
 
-def _means(points: list[int], period: int) -> tuple[Sequence[int], list[float]]:
-    ends = range(len(points) % period + period, len(points) + 1, period)
-    return ends, [fmean(points[end - period : end]) for end in ends]
-
-
-def _largest_fall(values: Sequence[float]) -> float:
-    highest, largest = values[0], 0.0
-    for value in values:
-        highest = max(highest, value)
-        largest = max(largest, highest - value)
-    return largest
-
-
-def _rises_by_quarters(points: Sequence[int]) -> bool:
-    quarter = len(points) // 4
-    lowest = [min(points[end - quarter : end]) for end in range(len(points), len(points) - 4 * quarter, -quarter)]
-    return all(later > earlier for later, earlier in pairwise(lowest))
+def _rises(values: Sequence[float]) -> bool:
+    return all(later > earlier for earlier, later in pairwise(values))

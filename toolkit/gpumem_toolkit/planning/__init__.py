@@ -1,6 +1,7 @@
 """Predicts the memory of a training job before it runs.
 
-`worker` starts a fresh interpreter. `simulation` runs the job's code there on fake tensors, and `tracing` records its
-allocations. `cuda_rules` and `kernels` adapt them to CUDA. `trace` replays them through a model of the caching
-allocator, `search` finds the largest batch size, and `planner` makes the plan. Only `profile` needs a GPU.
+`planner` makes the plan in a fresh interpreter, which `worker` starts. There, `simulation` runs the job's code on fake
+tensors and records a `trace` of its allocations. `cuda_rules`, `recurrent` and `kernels` make the trace like that of a
+GPU. `search` replays traces through a model of the caching allocator to find the largest batch size. Only `profile`
+needs a GPU.
 """

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from gpumem_client.wire.errors import ConfigurationError
 
-__all__ = ["DEFAULT_OVERHEAD_BYTES", "KNOWN_GPUS", "Gpu", "parse_bytes", "parse_gpu"]
-
 MIB = 1 << 20
 
-DEFAULT_OVERHEAD_BYTES = 768 * MIB
-"""The CUDA context with its kernels (200 to 700 MB) and the driver's reserve, without NCCL."""
+CONTEXT_BYTES = 512 * MIB
+"""The CUDA context with its kernels (200 to 700 MB), without NCCL."""
+DEFAULT_OVERHEAD_BYTES = CONTEXT_BYTES + 256 * MIB
+"""The context and the driver's reserve."""
 
 KNOWN_GPUS = {
     "t4": 15360,
@@ -37,17 +37,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The device to plan for.
-
-    Attributes:
-        name: the requested name, or the driver's.
-        total_bytes: all memory of the device.
-        overhead_bytes: memory that tensors cannot use: context, driver and other processes.
-    """
+    """The device to plan for."""
 
     name: str
     total_bytes: int
     overhead_bytes: int = DEFAULT_OVERHEAD_BYTES
+    """Memory that tensors cannot use: context, driver and other processes."""
 
     @property
     def free_bytes(self) -> int:
@@ -56,11 +51,7 @@ class Gpu:
 
 
 def parse_gpu(text: str, overhead_bytes: int | None = None) -> Gpu:
-    """Parse a name (`h100-80gb`) or a size (`80GiB`).
-
-    Raises:
-        ConfigurationError: the text is neither; the message lists the names.
-    """
+    """Parse a name (`h100-80gb`) or a size (`80GiB`)."""
     overhead = DEFAULT_OVERHEAD_BYTES if overhead_bytes is None else overhead_bytes
     name = re.sub(r"[\s_]+", "-", text.strip().lower())
     if name in KNOWN_GPUS:
@@ -74,12 +65,26 @@ def parse_gpu(text: str, overhead_bytes: int | None = None) -> Gpu:
     return Gpu(text.strip(), total_bytes, overhead)
 
 
-def parse_bytes(text: str) -> int:
-    """Parse `80GiB`, `512MiB` or `24GB`; a number alone is bytes.
+def smallest_gpu(overhead_bytes: int | None = None) -> Gpu:
+    """Return the smallest GPU that CUDA shows to this process."""
+    try:
+        import torch
 
-    Raises:
-        ConfigurationError: the text is not a size.
-    """
+        # Initializes CUDA in the process of the command, but creates no context.
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    except (ImportError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"give --gpu, such as --gpu 80GiB; this node's GPUs cannot be read: {error}"
+        ) from error
+    if not devices:
+        raise ConfigurationError("give --gpu, such as --gpu 80GiB; this node has no GPU that PyTorch can use")
+    smallest = min(devices, key=lambda device: device.total_memory)
+    # CUDA's total, unlike NVML's, is without the driver's reserve.
+    return Gpu(smallest.name, smallest.total_memory, CONTEXT_BYTES if overhead_bytes is None else overhead_bytes)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse `80GiB`, `512MiB` or `24GB`; a number alone is bytes."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         raise ConfigurationError(f"invalid size {text!r}: write 80GiB, 24GB or 1073741824")

@@ -15,26 +15,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import checkpoint
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.checkpointing.blocks import find_blocks, recomputed
 from gpumem_toolkit.planning.failures import explain
 from gpumem_toolkit.planning.job import Job
 
 _FEW_VALUES = 4096
-
-__all__ = [
-    "DTYPES",
-    "Decoder",
-    "checkpoint_blocks",
-    "eager",
-    "gathered_bytes",
-    "in_moving_order",
-    "is_compiled",
-    "make_fake_mode",
-    "make_model",
-    "without_values",
-]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
 
@@ -202,6 +189,37 @@ def _freeze(model: nn.Module) -> None:
     kept = {id(p) for p in last.parameters(recurse=False)}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in kept)
+
+
+def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Return name and blocks of the longest `nn.ModuleList` or `nn.Sequential` of one class with parameters.
+
+    Raises:
+        ConfigurationError: no list has at least two blocks.
+    """
+    name, blocks = "", list[nn.Module]()
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = list(dict.fromkeys(module))
+        alike = len({type(child) for child in children}) == 1 and any(True for _ in children[0].parameters())
+        if alike and len(children) > max(1, len(blocks)):
+            name, blocks = path, children
+    if not blocks:
+        raise ConfigurationError(
+            f"{type(model).__name__} has no nn.ModuleList and no nn.Sequential of two or more blocks of one class"
+            " (compare_checkpointing accepts blocks=[...])"
+        )
+    return name, blocks
+
+
+def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function under a checkpoint, which saves only the inputs for backward."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
 
 
 def checkpoint_blocks(model: nn.Module) -> None:

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_client.wire.units import ShownAsText, human_bytes
+from gpumem_client.wire.units import UNKNOWN, ShownAsText, human_bytes
 from gpumem_toolkit.planning.devices import Gpu
 
-__all__ = ["Change", "Plan", "Target", "accumulate"]
+_SOURCES = {
+    "model": "a simulated training step of the model",
+    "profile": "training steps measured on this machine's GPU",
+    "description": "the sizes of a transformer",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of a plan.
-
-    Attributes:
-        effective_batch: samples in one optimizer step over all devices; None means one batch of the largest size.
-        devices: number of data-parallel processes.
-        margin: the part of the device's free memory that the plan uses.
-        multiple_of: batch sizes are multiples of this number.
-        batch: samples in one pass; None means the planner chooses.
-    """
+    """The target of a plan."""
 
     effective_batch: int | None = None
+    """Samples in one optimizer step over all devices; None means one batch of the largest size."""
     devices: int = 1
     margin: float = 0.85
+    """The part of the device's free memory that the plan uses."""
     multiple_of: int = 1
     batch: int | None = None
+    """Samples in one pass; None means the planner chooses."""
 
     def __post_init__(self) -> None:
         if not 0 < self.margin <= 1:
@@ -47,19 +46,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The effect of one change of the job.
-
-    Attributes:
-        name: the change.
-        reserved_peak_bytes: the reserved peak at the plan's batch size; None if the change is impossible.
-        largest_batch: the largest batch that fits with the change; None if it is unknown.
-        note: what the change costs, or why it is impossible.
-    """
+    """The effect of one change of the job."""
 
     name: str
     reserved_peak_bytes: int | None
+    """The reserved peak at the plan's batch size; None if the change is impossible."""
     largest_batch: int | None
     note: str = ""
+    """What the change costs, or why it is impossible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,23 +103,37 @@ class Plan(ShownAsText):
         return self.batch * self.accumulation * self.devices
 
     def __str__(self) -> str:
-        peak = f"{human_bytes(self.reserved_peak_bytes)} reserved, {human_bytes(self.allocated_peak_bytes)} allocated"
-        smaller = f"; the largest that fits is {self.largest_batch}" if self.largest_batch else ""
-        lines = [f"a batch of {self.batch} does not fit {self.gpu.name}: it needs {peak}{smaller}"]
-        if self.fits:
-            accumulation = f", accumulated {self.accumulation} times" if self.accumulation > 1 else ""
-            lines = [
-                f"{self.gpu.name} fits a batch of up to {self.largest_batch}",
-                f"use a batch of {self.batch}{accumulation}: effective batch {self.effective_batch}",
-                f"peak: {peak}",
-            ]
-        lines.append(", ".join(f"{kind} {human_bytes(size)}" for kind, size in self.breakdown.items()))
+        memory = [("memory", "at the peak", "at most" if self.highest else "")]
+        for kind, size in self.breakdown.items():
+            memory.append((kind, human_bytes(size), human_bytes(self.highest.get(kind)) if self.highest else ""))
+        changes = [("change", f"peak at {self.batch}", "largest batch", "")] if self.changes else []
         for change in self.changes:
-            largest = f", largest batch {change.largest_batch}" if change.largest_batch is not None else ""
-            note = f" ({change.note})" if change.note else ""
-            lines.append(f"{change.name}: peak {human_bytes(change.reserved_peak_bytes)}{largest}{note}")
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+            largest = UNKNOWN if change.largest_batch is None else str(change.largest_batch)
+            changes.append((change.name, human_bytes(change.reserved_peak_bytes), largest, change.note))
+        tables = [["", *_aligned(rows)] for rows in (memory, changes) if rows]
+        return "\n".join(line for part in (self._answer(), *tables) for line in part)
+
+    def _answer(self) -> list[str]:
+        gpu = self.gpu
+        lines = [
+            f"from    {_SOURCES[self.source]}",
+            f"device  {gpu.name}: {human_bytes(gpu.total_bytes)}, {human_bytes(gpu.free_bytes)} of it for tensors; "
+            f"the plan uses {self.margin:.0%} of that",
+        ]
+        if not self.fits:
+            largest = f"; the largest that fits is {self.largest_batch}" if self.largest_batch else ""
+            peak = human_bytes(self.reserved_peak_bytes)
+            return [*lines, f"fits    no: a batch of {self.batch} needs {peak}{largest}", *self._notes()]
+        steps = f"accumulate {self.accumulation}, " if self.accumulation > 1 else ""
+        devices = f" on {self.devices} devices" if self.devices > 1 else ""
+        use = f"use     a batch of {self.batch}, {steps}effective batch {self.effective_batch}{devices}"
+        if self.target_effective_batch not in (None, self.effective_batch):
+            use += f" (requested {self.target_effective_batch}, which does not divide evenly)"
+        peaks = f"{human_bytes(self.reserved_peak_bytes)} reserved, {human_bytes(self.allocated_peak_bytes)} allocated"
+        return [*lines, f"fits    up to a batch of {self.largest_batch}", use, f"peak    {peaks}", *self._notes()]
+
+    def _notes(self) -> list[str]:
+        return [f"note    {note}" for note in self.notes]
 
     def error_ratio(self, reserved_peak_bytes: int) -> float:
         """Compare with a measured `torch.cuda.max_memory_reserved`: 0.05 means that the plan is 5 % too large."""
@@ -138,6 +146,18 @@ class Plan(ShownAsText):
         document["breakdown_bytes"] = document.pop("breakdown")
         document["highest_bytes"] = document.pop("highest")
         return {**document, "fits": self.fits, "effective_batch": self.effective_batch}
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines: the first and the fourth column to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " ".join(
+            cell.rjust(width) if index in (1, 2) else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def accumulate(largest_batch: int, target: Target) -> tuple[int, int]:
