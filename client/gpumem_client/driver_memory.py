@@ -1,6 +1,6 @@
 """Reads this process' memory on one device from NVML, for occasional calls.
 
-The library is loaded by its name and creates no CUDA context. The structures are those of nvml.h since driver 510.
+The library is loaded by its name and creates no CUDA context. The structures are as in nvml.h since driver 510.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ CLOCK_TICKS_PER_SECOND = 100
 UPTIME_SECONDS = 40 * 86400
 """The uptime of the simulated machine when the demo starts."""
 SMOOTHING = 0.5
-"""The share by which a device's utilization approaches that of its processes in one tick."""
+"""The share by which a device's utilization approaches the utilization by its processes in one tick."""
 
 
 @dataclass(slots=True)

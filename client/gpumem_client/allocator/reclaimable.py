@@ -30,7 +30,8 @@ _NEEDED = {
 _WALK_SHARE = 500
 """A walk that used t seconds of CPU is repeated after 500 t at the earliest: 0.2 % of a core."""
 _WALK_BLOCKS_MAX = 20_000
-"""A heap with more blocks is not walked: that would stop the interpreter for tens of milliseconds."""
+"""A heap with more blocks is not walked: the snapshot keeps the GIL, 5 to 7 ms for 10,000 blocks and 135 to 210 ms for
+100,000."""
 
 
 class Reclaimable:

@@ -54,7 +54,7 @@ def unmapped_in(segments: Collection[PoolSegment]) -> Unmapped | None:
 def without_unmapped(sample: DeviceSample, unmapped: Unmapped) -> DeviceSample:
     """Return a sample of PyTorch's statistics without the memory that the driver does not hold.
 
-    Its peaks, active and requested bytes stay those of PyTorch.
+    Its peaks, active and requested bytes stay as PyTorch counts them.
     """
     if not unmapped.reserved_bytes or sample.reserved_bytes is None or sample.allocated_bytes is None:
         return replace(sample, unmapped_bytes=unmapped.reserved_bytes)

@@ -120,7 +120,8 @@ class Executor:
             supported = f"this reporter supports {', '.join(self._runners)}"
             return CommandResult(command.id, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
         if self._allocator.capturing:
-            # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer.
+            # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer
+            # (pytorch/pytorch#161037). PyTorch checks the calling thread's stream only.
             return refused_during_capture(command)
         started = self._clock()
         try:
@@ -138,6 +139,7 @@ class Executor:
         return CommandResult(command.id, "done", duration_seconds=duration, devices=devices, snapshot=snapshot)
 
     def _empty_cache(self, command: Command) -> None:
+        # On every device: PyTorch has no other call. Each cudaFree may wait for running kernels.
         if command.collect_garbage:
             self._collect_garbage(command)
         self._allocator.empty_cache()

@@ -87,6 +87,7 @@ class CaptureHook:
         @functools.wraps(original)
         def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
             try:
+                # Before the capture starts: a clear in another thread would otherwise run into it.
                 self._starts(graph)
                 return original(graph, *arguments, **named)
             except BaseException:

@@ -70,7 +70,7 @@ class OneStep:
 
 
 class Steps:
-    """The ends of steps: those of any optimizer of `torch.optim`, and those that the user's code marks.
+    """The ends of steps of any optimizer of `torch.optim`, and the ends that the user's code marks.
 
     A listener's first error is logged, and the listener is not called again. Any thread may call any method. All
     listeners share one hook in PyTorch, which `install` and `remove` do not change while an optimizer steps.
@@ -115,6 +115,8 @@ class Steps:
             return
         register = getattr(optimizers, "register_optimizer_step_post_hook", None)
         if register is not None and not _an_optimizer_steps(optimizers):
+            # At the end of a step the training thread is in no allocation and no capture. Errors of a hook go on into
+            # the user's `optimizer.step()`, so `_report` swallows them.
             self._handle = register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer)))
 
     def remove(self) -> bool:

@@ -160,7 +160,7 @@ class Observed:
     def components(self, index: int) -> Mapping[str, int]:
         """Return the bytes of a device by component, summed over all watches; empty without a valid count.
 
-        If several watches share a model or an optimizer, only one is counted: the one that covers both, otherwise the
+        If several watches share a model or an optimizer, only one is counted: a watch that covers both, otherwise the
         most recent. `other` is the rest of the allocated bytes at the last count. It is missing if it would be
         negative, because then some components lie outside the allocator's memory.
         """

@@ -40,7 +40,7 @@ class PeakWatch:
         self._resets: dict[int, int] = {}
 
     def note(self, index: int, state: Mapping[str, Any]) -> None:
-        """Compare a device's peaks in its nested statistics with those of the previous call."""
+        """Compare a device's peaks in its nested statistics with the peaks of the previous call."""
         before = self._peaks.get(index, {})
         peaks = {name: state[name]["peak"] for name in _STATISTICS if name in state}
         self._peaks[index] = peaks

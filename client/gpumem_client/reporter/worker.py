@@ -47,6 +47,7 @@ class Worker:
         self._ooms = OutOfMemoryLog(self._wakeup.wake)
         self._allocator: Allocator | None = None
         self._loop: ReportLoop | None = None
+        # A daemon: the interpreter must not wait for it, and `disable` waits for a running command.
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
         self._started_by = 0
 

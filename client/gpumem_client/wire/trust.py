@@ -46,8 +46,8 @@ class Trust:
     def objection(self, sock: socket.socket, path: str) -> str:
         """Return why the server at the other end is not accepted; empty if it is.
 
-        The connection has no TLS, which would need no check after that of the certificate. `path` is the path of a unix
-        socket; empty for TCP.
+        The connection has no TLS: over TLS, the certificate has been checked. `path` is the path of a unix socket, or
+        empty for TCP.
         """
         if path:
             peer = unix_peer(sock).uid
