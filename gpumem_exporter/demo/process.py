@@ -1,4 +1,4 @@
-"""A simulated PyTorch process: the calls of its program, and its allocator for the client's reporter.
+"""A simulated PyTorch process on simulated devices: the calls of its program, and its allocator for the client.
 
 Callers hold the simulation's lock.
 """
@@ -18,10 +18,43 @@ from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.reporter.loop import ReportLoop
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, ReasonCode
-from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.demo.device import SimulatedDevice
+from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts
+from gpumem_exporter.nvml.provider import DeviceIdentity
 
 _SAME_IN_SAMPLE = tuple(field.name for field in fields(AllocatorStatistics))
+
+
+class SimulatedDevice:
+    """One device, from which processes allocate memory. Driver and firmware reserve a part of it."""
+
+    def __init__(self, identity: DeviceIdentity, *, total_bytes: int, reserved_bytes: int) -> None:
+        self.identity = identity
+        self.total_bytes = total_bytes
+        self.reserved_bytes = reserved_bytes
+        self.free_bytes = total_bytes - reserved_bytes
+        self.utilization_ratio = 0.0
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes available to programs: the total of `cudaMemGetInfo`."""
+        return self.total_bytes - self.reserved_bytes
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The result of `nvmlDeviceGetMemoryInfo_v2`."""
+        used_bytes = self.usable_bytes - self.free_bytes
+        return DeviceMemory(self.total_bytes, used_bytes, self.free_bytes, self.reserved_bytes)
+
+    def allocate(self, size_bytes: int) -> bool:
+        """Allocate memory; returns False if there is not enough."""
+        if size_bytes > self.free_bytes:
+            return False
+        self.free_bytes -= size_bytes
+        return True
+
+    def free(self, size_bytes: int) -> None:
+        """Release memory."""
+        self.free_bytes += size_bytes
 
 
 @dataclass(slots=True, eq=False)
