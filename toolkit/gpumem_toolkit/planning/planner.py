@@ -11,9 +11,8 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.devices import Gpu, parse_gpu
 from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor
 from gpumem_toolkit.planning.plan import Change, Plan, Target, accumulate
-from gpumem_toolkit.planning.progress import Progress
 from gpumem_toolkit.planning.search import Sizing
-from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, run_in_worker
+from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, Progress, run_in_worker
 
 
 def plan(

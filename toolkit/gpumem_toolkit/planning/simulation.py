@@ -155,6 +155,7 @@ class Tracer(TorchDispatchMode):
                 return 1.0 if args[0].is_floating_point() else 1
             raise
         tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        # CUDA's dropout allocates its mask before its output (`Dropout.cu`).
         for tensor in reversed(tensors) if func is torch.ops.aten.native_dropout.default else tensors:
             self._record(tensor, self.kind)
         for sizes in temporaries(func, args, result, self._convolution):
