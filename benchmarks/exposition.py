@@ -2,9 +2,9 @@
 
     python -m benchmarks.exposition [--quick] [--json]
 
-"scrape" is the cost of a scrape if the reports were rendered when they arrived. Each scrape has new reports and a new
-reading of the driver. It is compared, in turns, with `prometheus_client.generate_latest` on the same samples, with the
-same page without rendered reports, and with one copy of the finished body, the minimum cost of any page.
+Each scrape has new reports of every process and a new reading of the driver. It is compared, in turns, with
+`prometheus_client.generate_latest` on the same samples, with the first page of an exporter, and with one copy of the
+finished body, the minimum cost of any page.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from prometheus_client.registry import Collector
 from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.snapshots import node, reporting
 from gpumem_exporter.collectors.catalog import Metric
-from gpumem_exporter.collectors.exposition import COLLECTORS, Exposition
+from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments, process_registry
-from gpumem_exporter.collectors.view import View
+from gpumem_exporter.collectors.subjects import View
 from gpumem_exporter.core.samples import Snapshot
 
 PROCESSES = 64
@@ -47,7 +47,7 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
     instruments = Instruments()
     instruments.count_report("accepted")
     exposition = Exposition(instruments, process_registry(), version="0", source="nvml")
-    names = ("report", "scrape", "OpenMetrics", "nothing rendered", "copy", "prometheus_client")
+    names = ("scrape", "OpenMetrics", "first page", "copy", "prometheus_client")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     body = b""
     for turn in progress.turns(rounds):
@@ -55,17 +55,15 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
         reading = node(PROCESSES, devices, tick)
         reports = tuple(reporting(pid, devices, tick) for pid in range(PROCESSES))
         snapshot = Snapshot(float(tick), reading, reports)
-        for report in reports:
-            seconds["report"].append(timed(exposition.refresh, report)[0])
         spent, body = timed(exposition.render, snapshot, openmetrics=False)
         seconds["scrape"].append(spent)
         seconds["OpenMetrics"].append(timed(exposition.render, snapshot, openmetrics=True)[0])
         cold = Exposition(instruments, CollectorRegistry(), version="0", source="nvml")
-        seconds["nothing rendered"].append(timed(cold.render, snapshot, openmetrics=False)[0])
+        seconds["first page"].append(timed(cold.render, snapshot, openmetrics=False)[0])
         seconds["copy"].append(timed(bytearray, body)[0])
         if turn < max(3, rounds // 10):  # by far the slowest of them
             embedded = CollectorRegistry()
-            embedded.register(ByPrometheusClient(snapshot))
+            embedded.register(ByPrometheusClient(exposition, snapshot))
             seconds["prometheus_client"].append(timed(generate_latest, embedded)[0])
     series = sum(not line.startswith(b"#") for line in body.splitlines())
     size = f"{PROCESSES} × {devices}, {series} series, {len(body) / 1e6:.2f} MB"
@@ -75,8 +73,7 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
         compared(f"{size}: scrape", scrape, "ms", "prometheus_client", ms["prometheus_client"], CLIENT_RATIO),
         compared(f"{size}: the same", scrape, "ms", "one copy of the body", ms["copy"]),
         compared(f"{size}: in OpenMetrics", ms["OpenMetrics"], "ms", "scrape", scrape),
-        compared(f"{size}: nothing rendered before", ms["nothing rendered"], "ms", "scrape", scrape),
-        Row(f"{size}: rendering a report", ms["report"], "ms"),
+        compared(f"{size}: the first page", ms["first page"], "ms", "scrape", scrape),
     ]
 
 
@@ -90,15 +87,15 @@ def timed(work: Callable[..., Any], *arguments: object, **options: object) -> tu
 class ByPrometheusClient(Collector):
     """The samples of a snapshot for `prometheus_client`."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, exposition: Exposition, snapshot: Snapshot) -> None:
+        self._collectors = exposition.collectors
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         families: dict[Metric, GaugeMetricFamily | CounterMetricFamily] = {}
         view = View.of(self._snapshot)
-        for collector in COLLECTORS:
-            for _, source in collector.subjects(view):
-                samples = source.samples()
+        for collector in self._collectors:
+            for _, samples in collector.subjects(view):
                 for (metric, labels), value in zip(samples.series(*samples.labels), samples.values, strict=True):
                     if value is None:
                         continue

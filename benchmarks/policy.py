@@ -18,8 +18,8 @@ from benchmarks.claims import Options, Progress, compared, show
 from benchmarks.exposition import timed
 from benchmarks.snapshots import node, reporting
 from gpumem_exporter.actions.policy.engine import Engine
-from gpumem_exporter.actions.policy.model import Condition, Rule
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.policy.rules import Rule
+from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
@@ -42,8 +42,6 @@ def main() -> int:
     spent: dict[str, list[float]] = {"usual": [], "worst": [], "scrape": []}
     for turn in progress.turns(given.rounds):
         snapshot = snapshot_at(turn + 1)
-        for process in snapshot.processes:
-            exposition.refresh(process)
         spent["usual"].append(timed(usual.evaluate, snapshot, frozenset)[0])
         spent["worst"].append(timed(worst.evaluate, snapshot, frozenset)[0])
         spent["scrape"].append(timed(exposition.render, snapshot, openmetrics=False)[0])
@@ -58,13 +56,17 @@ def main() -> int:
 
 def rules(slack_over: float) -> tuple[Rule, ...]:
     """Return rules that differ only in their names; none of them ever acts."""
-    when = (
-        Condition("slack_bytes", over=slack_over),
-        Condition("device_free_ratio", under=0.9),
-        Condition("idle_seconds", under=1e9),
-    )
-    action = ActionRequest("empty_cache", Target(), mode="idle")
-    return tuple(Rule(f"rule-{number}", when, action, ("llm-*",), for_seconds=1e9) for number in range(RULES))
+    rule = {
+        "workloads": ["llm-*"],
+        "when": {
+            "slack_bytes": {"over": f"{slack_over}"},
+            "device_free_ratio": {"under": "90%"},
+            "idle_seconds": {"under": "1e9"},
+        },
+        "for": "1d",
+        "do": {"action": "empty_cache", "mode": "idle"},
+    }
+    return tuple(Rule.model_validate({**rule, "name": f"rule-{n}"}, context=ACTIONS) for n in range(RULES))
 
 
 def snapshot_at(tick: int) -> Snapshot:

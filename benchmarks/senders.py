@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmarks.claims import Options, Progress, Row, compared, show, typical
 from benchmarks.reporters import report_body
-from gpumem_exporter.host import LinuxHost
+from gpumem_exporter.host.linux import LinuxHost
 from gpumem_exporter.server.api.report_schema import ReportReader
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.security.report_sender import ReportSenders
 
 CONNECTION_RATIOS = {"loopback": 2.0, "unix socket": 6.0}

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Installs what the tests need and runs them.
 #
-#   sh tests/run.sh                          everything, in parallel; prints the 30 slowest tests
-#   sh tests/run.sh --quick                  unit and cheap contract tests: no torch, no browser, no Prometheus
+#   sh tests/run.sh                          everything, in parallel; prints the 30 slowest tests and the line coverage
+#   sh tests/run.sh --quick                  what needs no torch, no browser and no Prometheus
 #   sh tests/run.sh tests/exporter -k ledger  arguments go to pytest, which then runs in one process
 #
 # Run as root, it also installs the system packages that are missing; otherwise it prints which to install.
@@ -64,5 +64,5 @@ fi
 # The live page is looked at in a real browser, whose package needs the libraries that come with it.
 have chromium || apt_install chromium || fail "chromium is needed: run 'apt-get install chromium' as root"
 
-[ $# -gt 0 ] || exec "$python" -m pytest $parallel --durations=30
+[ $# -gt 0 ] || exec "$python" -m pytest $parallel --durations=30 --cov
 exec "$python" -m pytest "$@"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_client.process_state import once_made
+from gpumem_client.hooks.lifecycle import once_made
 
 if TYPE_CHECKING:
-    from gpumem_client.allocator.attached import AttachedAllocator
+    from gpumem_client.allocator.allocator import SharedAllocator
     from gpumem_client.hooks.steps import Steps
     from gpumem_client.reporter.plan import AnyPlan
     from gpumem_client.reporter.reporter import Reporter
@@ -73,7 +73,7 @@ def stop() -> None:
     steps: Steps | None = once_made("steps")
     if steps is not None:
         steps.remove()
-    allocator: AttachedAllocator | None = once_made("shared_allocator")
+    allocator: SharedAllocator | None = once_made("shared_allocator")
     if allocator is not None:
         allocator.detach()
 

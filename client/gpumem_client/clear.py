@@ -9,14 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_client.allocator import torch_access
-from gpumem_client.allocator.allocator import Allocator
-from gpumem_client.allocator.attached import attached, no_cuda
+from gpumem_client import torch_access
+from gpumem_client.allocator.allocator import Allocator, attached, no_cuda
 from gpumem_client.allocator.reclaimable import known
-from gpumem_client.hooks.guest_safety import guest_safety
-from gpumem_client.log import log
-from gpumem_client.notebook import ShownAsText
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.guest_safety import guest_safety, log
+from gpumem_client.wire.units import ShownAsText, human_bytes
 
 __all__ = ["DeepClean", "Rung", "clean_start", "clear_cache", "deep_clean", "reset_peak", "set_memory_fraction"]
 

@@ -11,14 +11,13 @@ from typing import Any
 
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.settings import VARIABLES, in_force
-from gpumem_client.allocator.torch_access import allocator_settings, initialized_torch
-from gpumem_client.log import log
-from gpumem_client.notebook import ShownAsText
+from gpumem_client.driver_memory import DriverReading, read_driver
+from gpumem_client.guest_safety import log
 from gpumem_client.phases.observed import process_observed
-from gpumem_client.phases.peak_bounds import PhasePeak
-from gpumem_client.reporter.driver_memory import DriverReading, read_driver
+from gpumem_client.phases.peaks import PhasePeak
+from gpumem_client.torch_access import allocator_settings, initialized_torch
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.wire.units import ShownAsText, human_bytes
 
 __all__ = ["DeviceSummary", "Summary", "log_summary", "memory_summary"]
 

@@ -1,4 +1,4 @@
-"""The caller of an action: a value that rules decide on, and one spelling of it for logs, events and the API.
+"""The caller of an action: what it may do, and one spelling of it for logs, events and the API. Pure.
 
 A caller comes from the kernel, a token, the policy file or an alert that the rules admitted. No text of a request
 becomes a part of it, except the name of an alert, which is reduced to letters, digits and `_.-`.
@@ -7,14 +7,20 @@ becomes a part of it, except the name of an alert, which is reduced to letters, 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.core.place import HERE, Place
-
-__all__ = ["Caller", "CallerKind", "Rights", "share_of"]
+from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.errors import ActionForbiddenError, ActionNotAllowedError
 
 _MAX_ALERT_NAME = 128
+_ONLY_ALL = frozenset({"terminate"})
+"""The actions that need `Rights.ALL`."""
+_FORCED_FOR_OWN = frozenset({"empty_cache"})
+"""The actions that need no more rights with `force`. `engine_starts` decides whose engines a clear may disturb."""
 
 
 def share_of(key: str) -> str:
@@ -57,29 +63,24 @@ class Rights(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who requests an action.
-
-    Attributes:
-        kind: How the request came to the exporter.
-        rights: The processes that the caller may act on.
-        uid: Of a user of this machine, in the exporter's user namespace; else None.
-        pid: Of the peer of a unix socket, in the exporter's PID namespace; 0 if the exporter cannot see it.
-        host: Address of a TCP peer; else empty.
-        name: Name of the policy's rule or of the alert; else empty.
-        token: Name of the token's file; empty without a token.
-        place: Where the caller runs, for a user of this machine.
-        sender: The client that sent the alert; else None.
-    """
+    """Who requests an action."""
 
     kind: CallerKind
     rights: Rights = Rights.NONE
     uid: int | None = None
+    """Of a user of this machine, in the exporter's user namespace."""
     pid: int = 0
+    """Of the peer of a unix socket, in the exporter's PID namespace; 0 if the exporter cannot see it."""
     host: str = ""
+    """The address of a TCP peer."""
     name: str = ""
+    """Of the policy's rule or of the alert."""
     token: str = ""
+    """The name of the token's file; empty without a token."""
     place: Place = HERE
+    """Where a user of this machine runs."""
     sender: Caller | None = None
+    """The client that sent the alert."""
 
     @classmethod
     def policy(cls, rule: str) -> Caller:
@@ -113,6 +114,53 @@ class Caller:
     def share(self) -> str:
         """The holder of one share of every limit: see `share_of`."""
         return share_of(self.key)
+
+    def permitted_actions(self, allowed: Iterable[str]) -> tuple[str, ...]:
+        """Return which of the actions of `--action.allow` the caller may request."""
+        if self.rights is Rights.NONE:
+            return ()
+        return tuple(action for action in allowed if self.rights is Rights.ALL or action not in _ONLY_ALL)
+
+    def require_permission(self, request: ActionRequest, allowed: frozenset[str]) -> None:
+        """Check that a caller may request an action, whatever the processes are.
+
+        Raises:
+            ActionNotAllowedError: `--action.allow` does not have the action.
+            ActionForbiddenError: the action needs the rights to act on every process.
+        """
+        if request.action not in allowed:
+            has = ", ".join(sorted(allowed)) or "none"
+            raise ActionNotAllowedError(f"{request.action} is not allowed here; --action.allow has {has}")
+        if self.rights is Rights.ALL:
+            return
+        forces_all = request.force and request.action not in _FORCED_FOR_OWN
+        if request.action in _ONLY_ALL or forces_all or self.rights is Rights.NONE:
+            what = f"{request.action} with force" if request.force else request.action
+            raise ActionForbiddenError(f"{what} needs {self.missing_rights}")
+
+    @property
+    def missing_rights(self) -> str:
+        """What a caller without all rights needs, for messages."""
+        return (
+            "root or the exporter's user, outside of containers, or the token of --action.token-file; "
+            f"{self} has the rights {self.rights.value!r}"
+        )
+
+    def permitted(self, reporting: Iterable[tuple[str, ReportingProcess]]) -> list[tuple[str, ReportingProcess]]:
+        """Return which of these named processes are possible targets."""
+        return [(name, process) for name, process in reporting if self.may_act_on(process)]
+
+    def may_act_on(self, process: ReportingProcess) -> bool:
+        """Return whether a process is a possible target. The kernel names the process's owner: its uid and its place.
+
+        Outside of containers, a user owns its processes wherever they run, as with kill(2). In a container, a user owns
+        its processes in the same container, and root owns all processes there.
+        """
+        if self.rights is not Rights.OWN:
+            return self.rights is Rights.ALL
+        if self.uid is None or not process.attested or not self.place.reaches(process.key.place):
+            return False
+        return process.owner_uid == self.uid or (self.uid == 0 and not self.place.here)
 
     def __str__(self) -> str:
         if self.kind is CallerKind.POLICY:

@@ -1,62 +1,48 @@
 """Delivers actions to the processes that they target, and collects the results.
 
-The path of an action: `submit` creates a command for each process, `commands` delivers it with the reply to the
-process's report, `take_results` takes its result from a later report, and the last result finishes the action.
+The path of an action: `submit` creates a part for each process, `commands` delivers its command with the reply to the
+process's report, `take_results` takes the result from a later report, and the last result finishes the action. The
+states of actions and of their parts are in `lifecycle`. Used on the event loop only.
 
-A command is pending until its result arrives, its deadline passes, or its process exits. It is sent again with each
-reply until the process reports that it keeps it: a reply may get lost, and a reporter that gets a command twice repeats
-the first result. A command is bound to one process and one reporter session in it. No later process with the same pid
-gets it, and no other program in the same process.
+A command is sent again with each reply until the process reports that it keeps it: a reply may get lost, and a reporter
+that gets a command twice repeats the first result. A command is bound to one process and one reporter session in it. No
+later process with the same pid gets it, and no other program in the same process.
 
 A group acts on all ranks or on none, as far as that is possible without a barrier. Its step is some seconds ahead. If a
 rank does not have its command in time, the dispatcher recalls the commands of all ranks.
-
-While an inference engine starts on a device of a process, an action that releases memory is blocked there, and a group
-is blocked as a whole. It continues when the engine has started, and is refused at its deadline. A command that already
-waits in its process for a step or an idle time is withdrawn.
-
-The states of actions and of their parts are in `lifecycle`. Used on the event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from gpumem_client.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
-from gpumem_exporter.actions.blocked_parts import BlockedParts
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.dry_run import expected_refusal
-from gpumem_exporter.actions.engine_starts import StartGuard, describe, devices_of, starts_of_selection
-from gpumem_exporter.actions.held_polls import HeldPolls
-from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, PartState, RunningAction, TerminationPart
+from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, starts_of_selection, starts_on
+from gpumem_exporter.actions.group import whole_group
+from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, Part, PartState, RunningAction, TerminationPart
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
-from gpumem_exporter.actions.permission import require_permission
-from gpumem_exporter.actions.registry import MAX_UNDER_WAY, ActionRegistry
+from gpumem_exporter.actions.registry import ActionRegistry
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.results import (
+from gpumem_exporter.actions.results import command_results, dry_run_results, expected_refusal, termination_results
+from gpumem_exporter.actions.selection import (
+    SelectedProcess,
+    Selection,
     TerminationTarget,
-    command_results,
-    dry_run_results,
+    gpu_labels,
     host_pids,
-    termination_results,
-    unsupported,
+    select,
 )
-from gpumem_exporter.actions.selection import Selection, select
 from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
-from gpumem_exporter.actions.targets import SelectedProcess, gpu_labels
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.errors import ActionNotAllowedError, TooManyActionsError
-
-__all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "SILENT_GRACE_SECONDS", "Dispatcher"]
 
 SILENT_GRACE_SECONDS = 0.75
 """The time after a deadline for the result of a process that has not reported since: it may be on the way."""
@@ -72,18 +58,11 @@ class Dispatcher:
     """Accepts actions, delivers commands, collects results.
 
     Args:
-        store: has the processes that report.
-        allowed: the actions of `--action.allow`.
-        clock: monotonic seconds.
-        wall_clock: seconds of the Unix epoch.
-        on_finished: called once with each action when it has ended.
-        terminator: terminates processes.
-        limits: limits on the number of actions.
-        before_release: awaited for each new action before a process gets a command of it, so that the action is
-            recorded before it has an effect.
+        record: awaited for each new action before a process gets a command of it, so that the action is recorded before
+            it has an effect.
+        wake: ends the held requests that wait for a process or for the id of an action.
         call_later: calls a function after some seconds, so that actions expire in time. Without it, they expire when
             `expire` is called the next time.
-        kept_actions: the number of finished actions that are kept.
         hide_identities: whether callers without all rights learn nothing of others' processes from errors and results.
     """
 
@@ -97,11 +76,13 @@ class Dispatcher:
         on_finished: Callable[[Action], None],
         terminator: Terminator,
         limits: RateLimits,
-        before_release: Callable[[SubmittedAction], Awaitable[None]] | None = None,
+        record: Callable[[SubmittedAction], Awaitable[None]] | None = None,
+        wake: Callable[[Hashable], None] = lambda _key: None,
         call_later: Callable[[float, Callable[[], None]], object] = lambda _seconds, _function: None,
         kept_actions: int = 1000,
         hide_identities: bool = False,
     ) -> None:
+        self.wake = wake
         self._store = store
         self._allowed = allowed
         self._clock = clock
@@ -109,19 +90,14 @@ class Dispatcher:
         self._on_finished = on_finished
         self._terminator = terminator
         self._limits = limits
-        self._before_release = before_release
+        self._record = record
         self._call_later = call_later
         self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
-        self._polls = HeldPolls()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._blocked = BlockedParts(
-            store,
-            self._actions,
-            self,
-            unix_offset_seconds=lambda: wall_clock() - clock(),
-            hide_identities=hide_identities,
+        self._engine_starts = EngineStarts(
+            store, self._actions, self, lambda: wall_clock() - clock(), hide_identities=hide_identities
         )
 
     # 1. A request becomes an action with a part for each process.
@@ -142,69 +118,62 @@ class Dispatcher:
             earlier = self._actions.with_key(requested_by.key, idempotency_key, request)
             if earlier is not None:
                 return earlier
-        self._require_allowed(request.action)
-        require_permission(requested_by, request)
+        requested_by.require_permission(request, self._allowed)
         now = self._clock()
         snapshot = self._store.snapshot(now)
-        selection = select(request, requested_by, snapshot, now, hide_identities=self._hide_identities)
-        guard = StartGuard(request.action, requested_by, request.force)
-        starting = starts_of_selection(guard, selection)
-        guard.require_permission(starting, describe(self._blocked.described(guard, starting, selection.snapshot)))
+        selection = select(request, requested_by, snapshot, hide_identities=self._hide_identities)
+        if request.group:
+            selection = whole_group(selection, request, requested_by, now)
+        starting: tuple[StartingEngine, ...] = ()
+        if snapshot.starting:
+            starting = starts_of_selection(request, requested_by, selection)
+            self._engine_starts.require_permission(request, requested_by, starting, snapshot)
+        share = requested_by.share
         # A dry run reaches no process, so it counts for its caller only.
         if not request.dry_run:
-            self._require_room(requested_by, len(selection.reporting))
-        self._limits.take(requested_by.share, () if request.dry_run else selection.limit_keys())
-        running = self._open(request, selection, guard)
+            self._actions.require_room(share, len(selection.reporting))
+        self._limits.take(share, [] if request.dry_run else selection.limit_keys())
+        running = self._started(request, requested_by, selection, share, now)
         self._actions.start(running, request, idempotency_key)
-        self._create_parts(running, request, selection)
-        if running.blocked or any(
-            result.reason_code == ReasonCode.ENGINE_STARTING for result in running.action.results
-        ):
-            self._blocked.note(running, starting, selection.snapshot)
+        if request.action == "terminate":
+            targets = selection.termination_targets()
+            for target in targets:
+                uuids = [uuid for uuid, _ in target.used_bytes]
+                its = starts_on(request, requested_by, uuids, snapshot, host_pids(targets)) if starting else ()
+                self._add_termination(running, target, its, snapshot)
+        else:
+            for selected in selection.reporting:
+                # A group waits as a whole.
+                its = starting
+                if starting and not request.group:
+                    its = starts_on(request, requested_by, devices_of(selected.process, snapshot), snapshot)
+                self._add_command(running, selected, its, snapshot)
+        if running.blocked or any(each.reason_code == ReasonCode.ENGINE_STARTING for each in running.action.results):
+            self._engine_starts.show(running, starting, snapshot)
         self.finish_if_complete(running)
         if running.commands or running.blocked:
             self._call_later(request.deadline_seconds + SILENT_GRACE_SECONDS, self.expire)
-        if not running.released.is_set() and self._before_release is not None:
+        if not running.recorded.is_set() and self._record is not None:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
-            self._spawn(self._release_after(running, self._before_release(submitted)))
+            self._spawn(self._offer_once(running, self._record(submitted)))
         return running.action
 
     def suggest_clears(self, request: ActionRequest, *, requested_by: Caller, free_deadline: bool) -> Suggestion:
-        """Choose when each process of a clear acts.
-
-        Raises:
-            ActionNotAllowedError: `--action.allow` does not include the action.
-            ActionForbiddenError: the caller may not act on these processes.
-            TargetNotFoundError: no process matches the target.
-        """
-        self._require_allowed(request.action)
+        """Choose when each process of a clear acts. Raises the errors of `submit` that concern action and target."""
+        requested_by.require_permission(request, self._allowed)
         now = self._clock()
-        return suggest_clears(
-            request,
-            requested_by,
-            self._store.snapshot(now),
-            now,
-            free_deadline=free_deadline,
-            hide_identities=self._hide_identities,
-        )
+        snapshot = self._store.snapshot(now)
+        selected = select(request, requested_by, snapshot, hide_identities=self._hide_identities).reporting
+        return suggest_clears(request, selected, snapshot, now, free_deadline=free_deadline)
 
-    def _require_allowed(self, action: str) -> None:
-        if action not in self._allowed:
-            allowed = ", ".join(sorted(self._allowed)) or "none"
-            raise ActionNotAllowedError(f"{action} is not allowed here; --action.allow has {allowed}")
-
-    def _require_room(self, caller: Caller, processes: int) -> None:
-        under_way = self._actions.under_way(caller.share)
-        if under_way and under_way + processes > MAX_UNDER_WAY:
-            raise TooManyActionsError(f"{caller.share} has running actions on {under_way} processes; cancel some", 1.0)
-
-    def _open(self, request: ActionRequest, selection: Selection, guard: StartGuard) -> RunningAction:
-        requested_by, now = guard.caller, self._clock()
+    def _started(
+        self, request: ActionRequest, caller: Caller, selection: Selection, share: str, now: float
+    ) -> RunningAction:
         action = Action(
             id=uuid.uuid4().hex,
             action=request.action,
             state=ActionState.QUEUED.value,
-            requested_by=str(requested_by),
+            requested_by=str(caller),
             created_unix_seconds=self._wall_clock(),
             target=request.target,
             mode=request.mode,
@@ -212,47 +181,26 @@ class Dispatcher:
             at_step=selection.at_step,
             dry_run=request.dry_run,
             reason=request.reason,
-            caller=requested_by.key,
+            caller=caller.key,
             settle_seconds=request.settle_seconds,
         )
-        running = RunningAction(action, now, request, guard, gpu_labels(selection.snapshot), asked_seconds=now)
-        if self._before_release is None or request.dry_run:
-            running.released.set()
+        gpus = gpu_labels(selection.snapshot)
+        running = RunningAction(action, now, request, caller, share, gpus, offered_seconds=now)
+        if self._record is None or request.dry_run:
+            running.recorded.set()
         return running
 
-    def _create_parts(self, running: RunningAction, request: ActionRequest, selection: Selection) -> None:
-        if request.action == "terminate":
-            targets = selection.termination_targets()
-            ended = host_pids(targets)
-            for target in targets:
-                self._add_termination(running, target, selection.snapshot, ended)
-        else:
-            # A group waits as a whole.
-            of_group = starts_of_selection(running.guard, selection) if request.group else ()
-            for selected in selection.reporting:
-                starting = of_group or running.guard.waits_for(
-                    devices_of(selected.process, selection.snapshot), selection.snapshot
-                )
-                self._add_command(running, request, selected, selection.snapshot, starting)
-
     def _add_command(
-        self,
-        running: RunningAction,
-        request: ActionRequest,
-        selected: SelectedProcess,
-        snapshot: Snapshot,
-        starting: Sequence[StartingEngine],
+        self, running: RunningAction, selected: SelectedProcess, starting: Sequence[StartingEngine], snapshot: Snapshot
     ) -> None:
         """Give a process its command, or the result if the request has no effect there."""
+        request = running.request
         every_device = request.action not in _DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
         if every_device:
             selected = selected._replace(samples=selected.process.report.devices)
-        if request.dry_run:
-            result = expected_refusal(selected, request, snapshot)
-        else:
-            result = unsupported(selected.process, request)
+        result = expected_refusal(selected, request, snapshot) if request.dry_run else selected.refusal(request)
         if result is None and request.dry_run and starting:
-            result = self._blocked.refusal(running, starting, snapshot)
+            result = self._engine_starts.refusal(running, starting, snapshot)
         if result is not None:
             running.add(command_results(selected, result, running.gpus))
             return
@@ -275,30 +223,35 @@ class Dispatcher:
         state = PartState.BLOCKED if starting else PartState.WAITING
         part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds, state)
         running.commands[part.key] = part
-        if running.released.is_set() and not starting:
-            self._polls.wake(part.key)
+        if running.recorded.is_set() and not starting:
+            self.wake(part.key)
 
-    async def _release_after(self, running: RunningAction, recorded: Awaitable[None]) -> None:
+    async def _offer_once(self, running: RunningAction, recorded: Awaitable[None]) -> None:
         try:
             await recorded
         finally:
-            running.released.set()
+            running.recorded.set()
             for key in running.commands:
-                self._polls.wake(key)
+                self.wake(key)
 
     # 2. A reporter receives its commands.
 
-    async def commands(self, process: ReportingProcess, hold_seconds: float) -> tuple[Command, ...]:
-        """Return the commands for a process, as soon as there is one, or none after `hold_seconds`.
-
-        Returns early, without commands, if the process must forget a command: see `cancelled`. A second call for the
-        same process ends the first one, because only one of them can have a client. Cancelling the call is safe.
-        """
-        pending = self._pending(process)
-        if not pending and hold_seconds > 0:
-            await self._polls.wait(process.key, hold_seconds)
-            pending = self._pending(process)
-        return tuple(self._deliver(running, part) for running, part in pending[:MAX_COMMANDS])
+    def commands(self, process: ReportingProcess) -> tuple[Command, ...]:
+        """Return the commands for a process, which count as delivered."""
+        now = self._clock()
+        pending = [
+            (running, part)
+            for running in self._actions
+            if running.recorded.is_set()
+            and (part := running.commands.get(process.key)) is not None
+            and part.belongs_to(process)
+            and part.on_the_way
+            and now < part.deadline_seconds
+        ][:MAX_COMMANDS]
+        for running, part in pending:
+            part.deliver()
+            running.start()
+        return tuple([replace(part.command, deadline_seconds=part.deadline_seconds - now) for _, part in pending])
 
     def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:
         """Return the ids of the commands that a process keeps and must forget."""
@@ -307,23 +260,6 @@ class Dispatcher:
             for command_id in process.report.waiting
             if (found := self._part(command_id, process)) is None or found[1].recalled
         )
-
-    def _pending(self, process: ReportingProcess) -> list[tuple[RunningAction, CommandPart]]:
-        now = self._clock()
-        return [
-            (running, part)
-            for running in self._actions
-            if running.released.is_set()
-            and (part := running.commands.get(process.key)) is not None
-            and part.belongs_to(process)
-            and part.on_the_way
-            and now < part.deadline_seconds
-        ]
-
-    def _deliver(self, running: RunningAction, part: CommandPart) -> Command:
-        part.deliver()
-        running.start()
-        return replace(part.command, deadline_seconds=max(0.0, part.deadline_seconds - self._clock()))
 
     def _part(self, action_id: str, process: ReportingProcess) -> tuple[RunningAction, CommandPart] | None:
         running = self._actions.running(action_id)
@@ -339,7 +275,7 @@ class Dispatcher:
         for command_id in process.report.waiting:
             found = self._part(command_id, process)
             if found is not None and not found[1].blocked:
-                found[1].hold()
+                found[1].keep()
         for result in process.report.results:
             found = self._part(result.id, process)
             if found is not None:
@@ -351,17 +287,13 @@ class Dispatcher:
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """End the parts of a process that has exited."""
-        self._polls.wake(key)
+        self.wake(key)
         self._settlements.gone(key)
         for running in self._actions:
             part = running.commands.get(key)
             if part is not None:
-                self._give_up(running, part, "gone", reason, ReasonCode.PROCESS_EXITED)
-
-    def _give_up(self, running: RunningAction, part: CommandPart, outcome: str, reason: str, code: ReasonCode) -> None:
-        """End a process's part of an action with this outcome, because no result will come from the process."""
-        result = CommandResult(running.action.id, outcome, reason, code)
-        self._end(running, part, result, part.selected.process)
+                result = CommandResult(running.action.id, "gone", reason, ReasonCode.PROCESS_EXITED)
+                self._end(running, part, result, part.selected.process)
 
     def _end(self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
         running.end_command(part, result, process)
@@ -372,10 +304,11 @@ class Dispatcher:
 
     def finish_if_complete(self, running: RunningAction) -> None:
         """End an action whose parts all have a result."""
-        if running.complete and not running.finished.is_set():
+        if running.complete and not running.action.finished:
             action = running.finish(self._clock())
             self._actions.finish(action)
             self._on_finished(action)
+            self.wake(action.id)
 
     # Deadlines and cancellation
 
@@ -383,13 +316,13 @@ class Dispatcher:
         """End the parts that are too late. Called about once a second, and after each deadline."""
         now = self._clock()
         self._settlements.expire(now)
-        self._blocked.review(now)
+        self._engine_starts.review(now)
         for running in self._actions:
-            group_is_late = running.action.group and now >= running.asked_seconds + GROUP_ANSWER_SECONDS
+            group_is_late = running.action.group and now >= running.offered_seconds + GROUP_ANSWER_SECONDS
             for part in tuple(running.commands.values()):
                 if part.blocked or part.state is PartState.ENDED:
                     continue  # an engine starts, or withdrawn together with an earlier part of its group
-                if group_is_late and not part.held:
+                if group_is_late and not part.kept:
                     late, code = "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
                 elif part.state is PartState.WAITING and now >= part.deadline_seconds:
                     late, code = "the process did not report before the deadline", ReasonCode.NOT_FETCHED
@@ -397,7 +330,8 @@ class Dispatcher:
                     late, code = "delivered without a result in time; it may still be running", ReasonCode.NO_RESULT
                 else:
                     continue
-                self._give_up(running, part, "expired", late, code)
+                result = CommandResult(running.action.id, "expired", late, code)
+                self._end(running, part, result, part.selected.process)
 
     def _grace_seconds(self, part: CommandPart) -> float:
         """Return how long after its deadline a command may have its result."""
@@ -425,7 +359,7 @@ class Dispatcher:
             self.withdraw_part(running, part, running.withdrawal)
         self.finish_if_complete(running)
 
-    def withdraw_part(self, running: RunningAction, part: CommandPart | TerminationPart, result: CommandResult) -> None:
+    def withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None:
         """End a part that has not started with this result, or recall its command. A termination that runs goes on."""
         if isinstance(part, TerminationPart):
             if part.blocked:
@@ -434,26 +368,24 @@ class Dispatcher:
             self._end(running, part, result, part.selected.process)
         elif not part.recalled and part.state is not PartState.ENDED:
             part.recall(result)
-            self._polls.wake(part.key)
+            self.wake(part.key)
 
     # Termination: the exporter acts, not the process.
 
     def _add_termination(
-        self, running: RunningAction, target: TerminationTarget, snapshot: Snapshot, ended: Sequence[int]
+        self, running: RunningAction, target: TerminationTarget, starting: Sequence[StartingEngine], snapshot: Snapshot
     ) -> None:
-        result = _refusal_of_unproven(running.action.id, target) or self._terminator.refusal(
-            running.action.id, target.host_pid, target.start_time_ticks
-        )
-        starting = running.guard.waits_for([uuid for uuid, _ in target.used_bytes], snapshot, ended)
+        action_id = running.action.id
+        result = self._terminator.refusal(action_id, target)
         if result is None and running.action.dry_run:
-            would = CommandResult(running.action.id, "done", "would be terminated", ReasonCode.WOULD_TERMINATE)
-            result = self._blocked.refusal(running, starting, snapshot) if starting else would
+            would = CommandResult(action_id, "done", "would be terminated", ReasonCode.WOULD_TERMINATE)
+            result = self._engine_starts.refusal(running, starting, snapshot) if starting else would
         if result is not None:
             running.add(termination_results(target, result, running.gpus))
             return
         deadline_seconds = running.started_seconds + running.request.deadline_seconds
         state = PartState.BLOCKED if starting else PartState.TERMINATING
-        part = TerminationPart(target, deadline_seconds, state)
+        part = TerminationPart(action_id, target, deadline_seconds, state)
         running.terminations.append(part)
         if not starting:
             self.start_termination(running, part)
@@ -461,15 +393,12 @@ class Dispatcher:
     def start_termination(self, running: RunningAction, part: TerminationPart) -> None:
         """Terminate a process, once the action is recorded."""
         running.start()
-        if part.target.host_pid is not None:
-            self._spawn(self._terminate(running, part, part.target.host_pid))
+        self._spawn(self._terminate(running, part))
 
-    async def _terminate(self, running: RunningAction, part: TerminationPart, host_pid: int) -> None:
-        await running.released.wait()
+    async def _terminate(self, running: RunningAction, part: TerminationPart) -> None:
+        await running.recorded.wait()
         try:
-            result = running.withdrawal or await self._terminator.end(
-                running.action.id, host_pid, part.target.start_time_ticks
-            )
+            result = running.withdrawal or await self._terminator.end(running.action.id, part.target)
         except Exception as error:  # noqa: BLE001 - the action must end, whatever the error is
             reason = f"{type(error).__name__}: {error}"[:500]
             result = CommandResult(running.action.id, "failed", reason, ReasonCode.EXCEPTION)
@@ -477,21 +406,6 @@ class Dispatcher:
         self.finish_if_complete(running)
 
     # Queries
-
-    async def wait(self, action_id: str, timeout_seconds: float) -> Action:
-        """Return the action when it has ended, or as it is after the timeout.
-
-        Raises:
-            KeyError: there is no such action.
-        """
-        running = self._actions.running(action_id)
-        if running is not None and timeout_seconds > 0:
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(running.finished.wait(), timeout_seconds)
-        action = self.get(action_id)
-        if action is None:
-            raise KeyError(action_id)
-        return action
 
     def get(self, action_id: str) -> Action | None:
         """Return an action as it is now; None if it is unknown or forgotten."""
@@ -504,14 +418,6 @@ class Dispatcher:
     def under_way(self) -> set[ProcessKey]:
         """Return the processes that have a pending command."""
         return {key for running in self._actions for key in running.commands}
-
-    def wake(self, key: ProcessKey) -> None:
-        """Send a process its commands now, if a request of it is held."""
-        self._polls.wake(key)
-
-    def held(self) -> int:
-        """Return the number of requests that are held open."""
-        return len(self._polls)
 
     # Actions of the exporter itself, and of an earlier run
 
@@ -530,22 +436,11 @@ class Dispatcher:
         self._actions.finish(noted)
         return noted
 
-    def recall(self, action: Action, submitted: SubmittedAction | None) -> None:
+    def restore(self, action: Action, submitted: SubmittedAction | None) -> None:
         """Remember an action of an earlier run of the exporter, and the request that started it; newest first."""
-        self._actions.recall(action, submitted)
+        self._actions.restore(action, submitted)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _refusal_of_unproven(action_id: str, target: TerminationTarget) -> CommandResult | None:
-    """Return the refusal of a target whose pid is only the claim of a report; None if kernel and driver confirm it."""
-    if not target.attested:
-        reason, code = "its report is not attested: the kernel has not named the sender", ReasonCode.NOT_ATTESTED
-    elif not target.listed:
-        reason, code = "the driver does not list it on a device", ReasonCode.NOT_LISTED
-    else:
-        return None
-    return CommandResult(action_id, "refused", reason, code)

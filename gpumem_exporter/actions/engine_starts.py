@@ -1,4 +1,4 @@
-"""Decides which actions wait until an inference engine has started. Pure.
+"""Actions wait until inference engines have started. Used on the event loop only.
 
 Memory that another process releases while an engine starts makes the start fail: see `core.starting_engines`. So an
 action that releases memory to the driver waits within its deadline, and is refused at the deadline.
@@ -7,80 +7,58 @@ action that releases memory to the driver waits within its deadline, and is refu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from gpumem_client.wire.protocol import CommandResult, ReasonCode
 from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.actions.group import group_step
+from gpumem_exporter.actions.lifecycle import CommandPart, Part, PartState, RunningAction, TerminationPart
 from gpumem_exporter.actions.model import EngineWait
-from gpumem_exporter.actions.permission import may_act_on
-from gpumem_exporter.actions.results import host_pids
-from gpumem_exporter.actions.selection import Selection
-from gpumem_exporter.core.naming import Names, json_pid
-from gpumem_exporter.core.samples import ReportingProcess, Snapshot, StartingEngine
-from gpumem_exporter.errors import ActionForbiddenError
+from gpumem_exporter.actions.registry import ActionRegistry
+from gpumem_exporter.actions.request import ActionRequest
+from gpumem_exporter.actions.selection import Selection, host_pids
+from gpumem_exporter.core.naming import json_pid
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.errors import ActionForbiddenError, GroupIncompleteError
 
-__all__ = ["RELEASING", "StartGuard", "describe", "devices_of", "refusal", "starts_of_selection", "waits"]
-
-RELEASING = frozenset({"empty_cache", "terminate"})
+_RELEASING = frozenset({"empty_cache", "terminate"})
 """The actions that release memory to the driver. A garbage collection leaves it in the allocator's cache, and a
 fraction releases nothing, with or without force."""
-
 _MAX_NAMED = 4
 
 
-@dataclass(frozen=True, slots=True)
-class StartGuard:
-    """Which starting engines one action waits for.
+def starts_on(
+    request: ActionRequest, caller: Caller, uuids: Iterable[str], snapshot: Snapshot, ended: Iterable[int] = ()
+) -> tuple[StartingEngine, ...]:
+    """Return the engines that start on these devices and whose start this action must not spoil.
 
-    Attributes:
-        action: the action.
-        caller: its caller.
-        force: the caller accepts that the start of an engine fails, if the caller may decide that.
+    `ended` are the host pids that the action terminates: their own start does not matter. With `force`, the caller
+    accepts that the start of an engine fails, if the engine is its own or it may act on every process.
     """
+    if request.action not in _RELEASING or not snapshot.starting:
+        return ()
+    devices, pids = set(uuids), set(ended) if request.action == "terminate" else set[int]()
+    return tuple(
+        engine
+        for engine in snapshot.starting
+        if engine.uuid in devices
+        and (engine.host_pid is None or engine.host_pid not in pids)
+        and not (request.force and _may_spoil(caller, engine))
+    )
 
-    action: str
-    caller: Caller
-    force: bool = False
 
-    def waits_for(
-        self, uuids: Iterable[str], snapshot: Snapshot, host_pids: Iterable[int] = ()
-    ) -> tuple[StartingEngine, ...]:
-        """Return the engines that start on these devices and whose start this action must not spoil.
-
-        Args:
-            uuids: the devices on which the action releases memory.
-            snapshot: the state of the node.
-            host_pids: the processes of the action. Their own start does not matter if the action terminates them.
-        """
-        if self.action not in RELEASING:
-            return ()
-        devices, ended = set(uuids), set(host_pids) if self.action == "terminate" else set()
-        return tuple(
-            engine
-            for engine in snapshot.starting
-            if engine.uuid in devices
-            and (engine.host_pid is None or engine.host_pid not in ended)
-            and not (self.force and _may_spoil(self.caller, engine))
-        )
-
-    def require_permission(self, engines: Sequence[StartingEngine], described: str) -> None:
-        """Check that `force` is sufficient: it is not for the engines of other users.
-
-        Args:
-            engines: the result of `waits_for`.
-            described: the engines, for the message.
-
-        Raises:
-            ActionForbiddenError: the action has `force`, and an engine of another user starts.
-        """
-        if self.force and engines:
-            raise ActionForbiddenError(
-                f"{described}, and memory that is released meanwhile can end its start. For the engine of another "
-                f"user, {self.action} with force needs root or the exporter's user, outside of containers, or the "
-                f"token of --action.token-file; {self.caller} has the rights {self.caller.rights.value!r}. Without "
-                "force, the action waits until the engine has started"
-            )
+def starts_of_selection(request: ActionRequest, caller: Caller, selection: Selection) -> tuple[StartingEngine, ...]:
+    """Return the engines that an action on these processes waits for."""
+    snapshot = selection.snapshot
+    if request.action == "terminate":
+        targets = selection.termination_targets()
+        devices = {uuid for target in targets for uuid, _ in target.used_bytes}
+        return starts_on(request, caller, devices, snapshot, host_pids(targets))
+    devices = {uuid for selected in selection.reporting for uuid in devices_of(selected.process, snapshot)}
+    return starts_on(request, caller, devices, snapshot)
 
 
 def devices_of(process: ReportingProcess, snapshot: Snapshot) -> set[str]:
@@ -94,17 +72,6 @@ def devices_of(process: ReportingProcess, snapshot: Snapshot) -> set[str]:
     return listed | {sample.uuid for sample in process.report.devices}
 
 
-def starts_of_selection(guard: StartGuard, selection: Selection) -> tuple[StartingEngine, ...]:
-    """Return the engines that an action on these processes waits for."""
-    snapshot = selection.snapshot
-    if guard.action == "terminate":
-        targets = selection.termination_targets()
-        devices = {uuid for target in targets for uuid, _ in target.used_bytes}
-        return guard.waits_for(devices, snapshot, host_pids(targets))
-    devices = {uuid for selected in selection.reporting for uuid in devices_of(selected.process, snapshot)}
-    return guard.waits_for(devices, snapshot)
-
-
 def waits(
     engines: Iterable[StartingEngine],
     snapshot: Snapshot,
@@ -114,13 +81,10 @@ def waits(
 ) -> tuple[EngineWait, ...]:
     """Describe starting engines, each once for each device, with the time at which it counts as started at the latest.
 
-    Args:
-        engines: the engines.
-        snapshot: the state of the node.
-        unix_offset_seconds: the time of the Unix epoch at zero of the snapshot's clock.
-        viewer: a caller from whom the identities of others' processes are hidden; None shows them.
+    `unix_offset_seconds` is the time of the Unix epoch at zero of the snapshot's clock. The identities of other users'
+    processes are hidden from `viewer`.
     """
-    names = {process.key: name for name, process in Names.of(snapshot).reporting}
+    names = {process.key: name for name, process in snapshot.names.reporting}
     found: dict[tuple[int | str, str], EngineWait] = {}
     # An engine may be known by its title and by its report: the entry that counts for longer is shown.
     for engine in sorted(engines, key=lambda each: each.until_seconds):
@@ -130,13 +94,9 @@ def waits(
         name = names.get(reporter.key) if reporter is not None else None
         pid = json_pid(name) if name is not None else engine.host_pid or (reporter.key.pid if reporter else 0)
         hidden = viewer is not None and not _may_spoil(viewer, engine)
-        found[pid, engine.uuid] = EngineWait(
-            pid=pid,
-            title="" if hidden else (facts.command if facts is not None else "") or engine.title,
-            gpu=engine.gpu,
-            uuid=engine.uuid,
-            until_unix_seconds=unix_offset_seconds + engine.until_seconds,
-        )
+        title = "" if hidden else (facts.command if facts is not None else "") or engine.title
+        until_unix_seconds = unix_offset_seconds + engine.until_seconds
+        found[pid, engine.uuid] = EngineWait(pid, title, engine.gpu, engine.uuid, until_unix_seconds)
     return tuple(found.values())
 
 
@@ -150,21 +110,144 @@ def describe(waiting: Sequence[EngineWait]) -> str:
     return ", ".join([*named, *([f"and {more} more"] if more > 0 else [])])
 
 
-def refusal(action_id: str, waiting: Sequence[EngineWait]) -> CommandResult:
-    """Return the result of an action that does not run because these engines start."""
-    latest = time.gmtime(max((each.until_unix_seconds for each in waiting), default=0.0))
-    reason = (
-        f"{describe(waiting)}, and memory that is released meanwhile can end its start. It counts as started at "
-        f"{time.strftime('%H:%M:%S UTC', latest)} at the latest; use a longer --deadline to wait for it, or --force"
-    )
-    return CommandResult(action_id, "refused", reason, ReasonCode.ENGINE_STARTING)
-
-
 def _may_spoil(caller: Caller, engine: StartingEngine) -> bool:
     """Return whether an engine is the caller's own, or the caller may act on every process."""
     if caller.rights is not Rights.OWN:
         return caller.rights is Rights.ALL
     if engine.reporter is not None:
-        return may_act_on(caller, engine.reporter)
+        return caller.may_act_on(engine.reporter)
     # The driver's list has no place: only a user outside of containers owns its processes wherever they run.
     return caller.place.here and caller.uid is not None and engine.owner_uid == caller.uid
+
+
+class _Parts(Protocol):
+    """What `EngineStarts` needs of the dispatcher."""
+
+    def wake(self, key: ProcessKey, /) -> None: ...
+    def start_termination(self, running: RunningAction, part: TerminationPart) -> None: ...
+    def withdraw(self, running: RunningAction, reason: str, code: ReasonCode) -> None: ...
+    def withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None: ...
+    def finish_if_complete(self, running: RunningAction) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarts:
+    """Continues blocked parts, ends them at their deadline, and withdraws commands that an engine start overtakes."""
+
+    store: Store
+    actions: ActionRegistry
+    parts: _Parts
+    unix_offset_seconds: Callable[[], float]
+    """Returns the time of the Unix epoch at zero of the store's clock."""
+    hide_identities: bool
+    """Whether the titles of others' engines are hidden from callers without all rights."""
+
+    def seen_by(self, caller: Caller, starting: Sequence[StartingEngine], snapshot: Snapshot) -> tuple[EngineWait, ...]:
+        """Return engines as the caller of an action sees them."""
+        viewer = caller if self.hide_identities else None
+        return waits(starting, snapshot, unix_offset_seconds=self.unix_offset_seconds(), viewer=viewer)
+
+    def require_permission(
+        self, request: ActionRequest, caller: Caller, starting: Sequence[StartingEngine], snapshot: Snapshot
+    ) -> None:
+        """Check that `force` is sufficient: it is not for the engines of other users, which `starts_on` returns.
+
+        Raises:
+            ActionForbiddenError: the action has `force`, and an engine of another user starts.
+        """
+        if request.force and starting:
+            raise ActionForbiddenError(
+                f"{describe(self.seen_by(caller, starting, snapshot))}, and memory that is released meanwhile can end "
+                f"its start. For the engine of another user, {request.action} with force needs "
+                f"{caller.missing_rights}. Without force, the action waits until the engine has started"
+            )
+
+    def refusal(self, running: RunningAction, starting: Sequence[StartingEngine], snapshot: Snapshot) -> CommandResult:
+        """Return the result of a part that does not run because these engines start."""
+        waiting = self.seen_by(running.caller, starting, snapshot)
+        latest = time.gmtime(max((each.until_unix_seconds for each in waiting), default=0.0))
+        reason = (
+            f"{describe(waiting)}, and memory that is released meanwhile can end its start. It counts as started at "
+            f"{time.strftime('%H:%M:%S UTC', latest)} at the latest; use a longer --deadline to wait for it, or --force"
+        )
+        return CommandResult(running.action.id, "refused", reason, ReasonCode.ENGINE_STARTING)
+
+    def show(self, running: RunningAction, starting: Sequence[StartingEngine], snapshot: Snapshot) -> None:
+        """Show in an action for which engines it waits."""
+        deadline_unix_seconds = running.action.created_unix_seconds + running.request.deadline_seconds
+        waiting = tuple(
+            replace(each, until_unix_seconds=min(each.until_unix_seconds, deadline_unix_seconds))
+            for each in self.seen_by(running.caller, starting, snapshot)
+        )
+        running.action = replace(running.action, waits_for=waiting)
+
+    def review(self, now: float) -> None:
+        """Decide again for every part that releases memory; called about once a second, and after each deadline."""
+        concerned = [running for running in self.actions if running.action.action in _RELEASING]
+        snapshot = self.store.snapshot(now) if concerned else None
+        for running in concerned:
+            if snapshot is not None and (snapshot.starting or running.blocked):
+                self._review_action(running, snapshot, now)
+
+    def _review_action(self, running: RunningAction, snapshot: Snapshot, now: float) -> None:
+        starting = {id(part): _starts_of(running, part, snapshot) for part in running.parts}
+        if running.action.group:
+            of_group = tuple(dict.fromkeys(each for found in starting.values() for each in found))
+            starting = dict.fromkeys(starting, of_group)
+        for part in running.parts:
+            found = starting[id(part)]
+            # Withdrawing one part of a group ends the others.
+            if part.state is PartState.ENDED or not (part.blocked or found):
+                continue
+            if not found:
+                self._unblock(running, part, now)
+            elif not part.blocked or now >= part.deadline_seconds:
+                self._refuse(running, part, self.refusal(running, found, snapshot))
+        if not running.action.finished:
+            self.show(running, [each for part in running.blocked for each in starting[id(part)]], snapshot)
+
+    def _refuse(self, running: RunningAction, part: Part, result: CommandResult) -> None:
+        if running.action.group:
+            self.parts.withdraw(running, result.reason, ReasonCode.ENGINE_STARTING)
+        else:
+            self.parts.withdraw_part(running, part, result)
+        self.parts.finish_if_complete(running)
+
+    def _unblock(self, running: RunningAction, part: Part, now: float) -> None:
+        """Continue a part whose engines have started. The parts of a group continue together."""
+        if isinstance(part, TerminationPart):
+            part.unblock()
+            self.parts.start_termination(running, part)
+        elif running.action.group:
+            self._unblock_group(running, now)
+        else:
+            part.unblock(part.command)
+            self.parts.wake(part.key)
+
+    def _unblock_group(self, running: RunningAction, now: float) -> None:
+        """Choose the step of a group again: its ranks have made steps while it was blocked."""
+        parts = [part for part in running.commands.values() if part.blocked]
+        reported = [self.store.find(part.key) for part in parts]
+        ranks = [
+            part.selected if process is None else part.selected._replace(process=process)
+            for part, process in zip(parts, reported, strict=True)
+        ]
+        left_seconds = running.started_seconds + running.request.deadline_seconds - now
+        try:
+            at_step = group_step(replace(running.request, deadline_seconds=left_seconds), ranks, now)
+        except GroupIncompleteError as error:
+            self.parts.withdraw(running, str(error), ReasonCode.GROUP_INCOMPLETE)
+            return
+        running.action, running.offered_seconds = replace(running.action, at_step=at_step), now
+        for part in parts:
+            part.unblock(replace(part.command, at_step=at_step))
+            self.parts.wake(part.key)
+
+
+def _starts_of(running: RunningAction, part: Part, snapshot: Snapshot) -> tuple[StartingEngine, ...]:
+    """Return the engines that a part waits for."""
+    if isinstance(part, CommandPart):
+        uuids: Iterable[str] = devices_of(part.selected.process, snapshot)
+        return starts_on(running.request, running.caller, uuids, snapshot)
+    ended = host_pids([each.target for each in running.terminations])
+    return starts_on(running.request, running.caller, [uuid for uuid, _ in part.target.used_bytes], snapshot, ended)

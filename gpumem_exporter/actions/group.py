@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.results import unsupported
-from gpumem_exporter.actions.targets import SelectedProcess, select_reporting
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.actions.selection import SelectedProcess, Selection, select_reporting
 from gpumem_exporter.core.steps import StepRate, first_common_step, seconds_until_step_ends
 from gpumem_exporter.errors import GroupIncompleteError
-
-__all__ = ["GROUP_LEAD_SECONDS", "group_of", "group_step", "require_in_time"]
 
 GROUP_LEAD_SECONDS = 5.0
 """The minimum time until a group's step: enough to reach every rank, and to withdraw the commands again."""
@@ -21,32 +18,34 @@ _MAX_SHOWN = 8
 """The owners, and the processes of each, that a message names."""
 
 
-def group_of(
-    selected: Sequence[SelectedProcess], target: Target, caller: Caller, snapshot: Snapshot
-) -> tuple[SelectedProcess, ...]:
-    """Return every process of the selected processes' workload and owner.
+def whole_group(selection: Selection, request: ActionRequest, caller: Caller, now_seconds: float) -> Selection:
+    """Return every process of the selected processes' workload and owner, and the step after which they act.
 
     The workload is only a label, which the processes of another user or container may have as well. If there are
     several owners, a user's group is its own outside of containers. Otherwise the target must name the processes.
 
     Raises:
-        GroupIncompleteError: they have several workloads or owners, or no workload.
+        GroupIncompleteError: they have several workloads or owners, or no workload, or a rank cannot take part.
     """
-    workloads = sorted({one.process.report.process.workload for one in selected})
+    workloads = sorted({one.process.report.process.workload for one in selection.reporting})
     if len(workloads) > 1 or not workloads[0]:
         named = ", ".join(workload or "(none)" for workload in workloads)
         raise GroupIncompleteError(f"a group is one workload; the target has {named}")
-    owners = {one.process.key.owner for one in selected}
+    owners = {one.process.key.owner for one in selection.reporting}
     own = (caller.uid, caller.place)
-    if len(owners) > 1 and not target.pid:
+    if len(owners) > 1 and not request.target.pid:
         if caller.rights is not Rights.OWN or own not in owners:
             raise GroupIncompleteError(
-                f"a group belongs to one user and one container; the target has processes of {_named(selected)}: name "
-                "its processes with pid, or its user"
+                "a group belongs to one user and one container; the target has processes of "
+                f"{_named(selection.reporting)}: name its processes with pid, or its user"
             )
         owners = {own}
-    ranks = select_reporting(Target(workload=workloads[0]), snapshot)
-    return tuple(rank for rank in ranks if rank.process.key.owner in owners)
+    ranks = tuple(
+        rank
+        for rank in select_reporting(Target(workload=workloads[0]), selection.snapshot)
+        if rank.process.key.owner in owners and caller.may_act_on(rank.process)
+    )
+    return replace(selection, reporting=ranks, listed=(), at_step=group_step(request, ranks, now_seconds))
 
 
 def _named(selected: Sequence[SelectedProcess]) -> str:
@@ -70,7 +69,7 @@ def group_step(request: ActionRequest, ranks: Sequence[SelectedProcess], now_sec
     obstacles: list[str] = []
     for rank in ranks:
         report = rank.process.report
-        refusal = unsupported(rank.process, request)
+        refusal = rank.refusal(request)
         if refusal is not None:
             obstacles.append(f"{rank}: {refusal.reason}")
         elif report.step is None or not report.step_seconds:
@@ -88,11 +87,7 @@ def group_step(request: ActionRequest, ranks: Sequence[SelectedProcess], now_sec
 
 
 def require_in_time(rates: Sequence[StepRate], at_step: int, deadline_seconds: float) -> None:
-    """Check that a step ends before the deadline.
-
-    Raises:
-        GroupIncompleteError: it does not, at the current step rates.
-    """
+    """Raise `GroupIncompleteError` if a step ends after the deadline at the current step rates."""
     latest_seconds = seconds_until_step_ends(rates, at_step)
     if latest_seconds > deadline_seconds:
         raise GroupIncompleteError(

@@ -6,10 +6,10 @@ An action is `QUEUED` until a process has fetched a command of it, then `RUNNING
     BLOCKED                                  an engine starts on a device of the process
        │
        ▼
-    WAITING ──▶ DELIVERED ──▶ HELD           the command travels to the process
+    WAITING ──▶ DELIVERED ──▶ KEPT           the command travels to the process
                     │           │
                     ▼           ▼
-                RECALLED ──▶ RECALLED_HELD   the process must forget it
+                RECALLED ──▶ RECALLED_KEPT   the process must forget it
 
     BLOCKED ──▶ TERMINATING                  the exporter itself ends the process
 
@@ -20,28 +20,19 @@ Each of these states may be followed by `ENDED`. A transition that is not in the
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
-from gpumem_exporter.actions.engine_starts import StartGuard
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.results import GpuLabels, TerminationTarget, as_shown, command_results, termination_results
-from gpumem_exporter.actions.targets import SelectedProcess
+from gpumem_exporter.actions.results import GpuLabels, as_shown, command_results, termination_results
+from gpumem_exporter.actions.selection import SelectedProcess, TerminationTarget
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
-
-__all__ = [
-    "ActionState",
-    "CommandPart",
-    "IllegalTransitionError",
-    "PartState",
-    "RunningAction",
-    "TerminationPart",
-    "advanced",
-]
 
 
 class ActionState(Enum):
@@ -64,11 +55,11 @@ class PartState(Enum):
     """The process has not fetched the command."""
     DELIVERED = "delivered"
     """The command was sent. It is sent again with the next reply, because a reply may get lost."""
-    HELD = "held"
+    KEPT = "kept"
     """The process reports that it keeps the command for the end of a step or for an idle time."""
     RECALLED = "recalled"
     """The process must forget the command, and has not reported that it keeps it."""
-    RECALLED_HELD = "recalled and held"
+    RECALLED_KEPT = "recalled and kept"
     """The process must forget the command that it keeps."""
     TERMINATING = "terminating"
     """The exporter terminates the process."""
@@ -85,14 +76,16 @@ _TRANSITIONS: Mapping[Enum, frozenset[Enum]] = {
     ActionState.EXPIRED: frozenset(),
     ActionState.CANCELLED: frozenset(),
     PartState.BLOCKED: frozenset({PartState.WAITING, PartState.TERMINATING, PartState.ENDED}),
-    PartState.WAITING: frozenset({PartState.DELIVERED, PartState.HELD, PartState.ENDED}),
-    PartState.DELIVERED: frozenset({PartState.HELD, PartState.RECALLED, PartState.ENDED}),
-    PartState.HELD: frozenset({PartState.RECALLED_HELD, PartState.ENDED}),
-    PartState.RECALLED: frozenset({PartState.RECALLED_HELD, PartState.ENDED}),
-    PartState.RECALLED_HELD: frozenset({PartState.ENDED}),
+    PartState.WAITING: frozenset({PartState.DELIVERED, PartState.KEPT, PartState.ENDED}),
+    PartState.DELIVERED: frozenset({PartState.KEPT, PartState.RECALLED, PartState.ENDED}),
+    PartState.KEPT: frozenset({PartState.RECALLED_KEPT, PartState.ENDED}),
+    PartState.RECALLED: frozenset({PartState.RECALLED_KEPT, PartState.ENDED}),
+    PartState.RECALLED_KEPT: frozenset({PartState.ENDED}),
     PartState.TERMINATING: frozenset({PartState.ENDED}),
     PartState.ENDED: frozenset(),
 }
+
+_log = logging.getLogger(__name__)
 
 State = TypeVar("State", ActionState, PartState)
 
@@ -112,9 +105,29 @@ def advanced(state: State, to: State) -> State:
     return to
 
 
+class _Part:
+    """One process's part in an action."""
+
+    __slots__ = ("state",)
+    state: PartState
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the exporter waits until an engine has started."""
+        return self.state is PartState.BLOCKED
+
+    def end(self) -> None:
+        """Record that the result is known."""
+        self._advance(PartState.ENDED)
+
+    def _advance(self, to: PartState) -> None:
+        self.state = advanced(self.state, to)
+        _log.debug("%s is %s", self, to.value)
+
+
 @dataclass(slots=True)
-class CommandPart:
-    """One process's part in an action that the process itself runs."""
+class CommandPart(_Part):
+    """A part that the process itself runs."""
 
     command: Command
     selected: SelectedProcess
@@ -123,6 +136,9 @@ class CommandPart:
     state: PartState = PartState.WAITING
     withdrawal: CommandResult | None = None
     """The result if the process forgets the command; None if that result is for the process to say."""
+
+    def __str__(self) -> str:
+        return f"command {self.command.id} for {self.selected}"
 
     @property
     def key(self) -> ProcessKey:
@@ -142,64 +158,53 @@ class CommandPart:
     @property
     def recalled(self) -> bool:
         """Whether the process must forget the command."""
-        return self.state in (PartState.RECALLED, PartState.RECALLED_HELD)
+        return self.state in (PartState.RECALLED, PartState.RECALLED_KEPT)
 
     @property
-    def held(self) -> bool:
+    def kept(self) -> bool:
         """Whether the process has reported that it keeps the command."""
-        return self.state in (PartState.HELD, PartState.RECALLED_HELD)
-
-    @property
-    def blocked(self) -> bool:
-        """Whether the exporter keeps the command until an engine has started."""
-        return self.state is PartState.BLOCKED
+        return self.state in (PartState.KEPT, PartState.RECALLED_KEPT)
 
     def unblock(self, command: Command) -> None:
         """Record that the process may get this command: the engine has started."""
-        self.state = advanced(self.state, PartState.WAITING)
+        self._advance(PartState.WAITING)
         self.command = command
 
     def deliver(self) -> None:
         """Record that the command is sent. A repetition has no effect."""
         if self.state is not PartState.DELIVERED:
-            self.state = advanced(self.state, PartState.DELIVERED)
+            self._advance(PartState.DELIVERED)
 
-    def hold(self) -> None:
+    def keep(self) -> None:
         """Record that the process reports that it keeps the command. A repetition has no effect."""
-        if not self.held:
-            self.state = advanced(self.state, PartState.RECALLED_HELD if self.recalled else PartState.HELD)
+        if not self.kept:
+            self._advance(PartState.RECALLED_KEPT if self.recalled else PartState.KEPT)
 
     def recall(self, withdrawal: CommandResult) -> None:
         """Record that the process must forget the command that it has received. The result is then this one."""
         self.withdrawal = withdrawal
-        self.state = advanced(self.state, PartState.RECALLED_HELD if self.held else PartState.RECALLED)
-
-    def end(self) -> None:
-        """Record that the result is known."""
-        self.state = advanced(self.state, PartState.ENDED)
+        self._advance(PartState.RECALLED_KEPT if self.kept else PartState.RECALLED)
 
 
 @dataclass(slots=True)
-class TerminationPart:
-    """One process's part in an action that ends the process."""
+class TerminationPart(_Part):
+    """A part in which the exporter ends the process."""
 
+    action_id: str
     target: TerminationTarget
     deadline_seconds: float
     """On the dispatcher's clock. A blocked part that has not started by then ends."""
     state: PartState = PartState.TERMINATING
 
-    @property
-    def blocked(self) -> bool:
-        """Whether the exporter waits until an engine has started."""
-        return self.state is PartState.BLOCKED
+    def __str__(self) -> str:
+        return f"termination {self.action_id} of {self.target}"
 
     def unblock(self) -> None:
         """Record that the exporter terminates the process: the engine has started."""
-        self.state = advanced(self.state, PartState.TERMINATING)
+        self._advance(PartState.TERMINATING)
 
-    def end(self) -> None:
-        """Record that the result is known."""
-        self.state = advanced(self.state, PartState.ENDED)
+
+Part: TypeAlias = CommandPart | TerminationPart
 
 
 @dataclass(slots=True)
@@ -210,27 +215,26 @@ class RunningAction:
     started_seconds: float
     """On the dispatcher's clock."""
     request: ActionRequest
-    guard: StartGuard
-    """Which starting engines the action waits for."""
+    caller: Caller
+    share: str
+    """Of the caller."""
     gpus: GpuLabels = field(default_factory=dict)
     commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
     terminations: list[TerminationPart] = field(default_factory=list)
-    released: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when processes may get their commands."""
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the action has ended."""
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the request is recorded: processes may get their commands."""
     withdrawal: CommandResult | None = None
     """The result of each part that has not started, once the action is withdrawn; None while parts may start."""
-    asked_seconds: float = 0.0
+    offered_seconds: float = 0.0
     """When the processes could get their commands, on the dispatcher's clock: a group must hear them soon after."""
 
     @property
-    def parts(self) -> tuple[CommandPart | TerminationPart, ...]:
+    def parts(self) -> tuple[Part, ...]:
         """The parts that have no result."""
         return (*self.commands.values(), *self.terminations)
 
     @property
-    def blocked(self) -> tuple[CommandPart | TerminationPart, ...]:
+    def blocked(self) -> tuple[Part, ...]:
         """The parts that wait until an engine has started."""
         return tuple(part for part in self.parts if part.blocked)
 
@@ -257,6 +261,7 @@ class RunningAction:
         """End a process's part with its result. `process` is its last report."""
         del self.commands[part.key]
         part.end()
+        _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
         result = as_shown(result, part.selected.samples, process.report.devices)
         self.add(command_results(part.selected._replace(process=process), result, self.gpus))
 
@@ -272,7 +277,6 @@ class RunningAction:
         waits_for = self.action.waits_for if self.action.dry_run else ()
         duration_seconds = now_seconds - self.started_seconds
         self.action = replace(self.action, duration_seconds=duration_seconds, waits_for=waits_for)
-        self.finished.set()
         return self.action
 
     def _final_state(self) -> ActionState:

@@ -8,19 +8,14 @@ from collections.abc import Callable, Hashable, Iterable
 
 from gpumem_exporter.errors import TooManyActionsError
 
-__all__ = ["RateLimits", "retry_after"]
-
 _MAX_BUCKETS = 4096
 _MINUTE_SECONDS = 60.0
 
 
 class RateLimits:
-    """Counts actions. A caller may use the limit of a whole minute at once. Not thread-safe.
+    """Counts the actions per minute of each caller, and on each process from all callers. Not thread-safe.
 
-    Args:
-        per_caller: actions per minute for one caller.
-        per_process: actions per minute for one process, from all callers.
-        clock: monotonic seconds.
+    A caller may use the limit of a whole minute at once.
     """
 
     def __init__(self, *, per_caller: int, per_process: int, clock: Callable[[], float]) -> None:
@@ -29,7 +24,7 @@ class RateLimits:
         self._processes = _Buckets(per_process)
 
     def take(self, caller: str, processes: Iterable[tuple[Hashable, str]]) -> None:
-        """Count one action of a caller on these processes, given as keys and names for messages.
+        """Count one action on these processes, given as keys and names for messages.
 
         Raises:
             TooManyActionsError: a limit is reached; nothing is counted.

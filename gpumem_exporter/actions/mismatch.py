@@ -8,10 +8,7 @@ from heapq import nlargest
 from itertools import islice
 
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.actions.targets import listed_pids, user_names, users_of
-from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-
-__all__ = ["known_names", "mismatch", "unknown_names"]
+from gpumem_exporter.core.samples import ReportingProcess
 
 _MAX_SHOWN = 20
 _NOUNS = {"gpu": "GPU", "uuid": "UUID", "pid": "pid", "workload": "workload", "rank": "rank", "user": "user"}
@@ -24,7 +21,6 @@ _MAX_COMPARED_LENGTH = 64
 _CANDIDATES = 3
 _SIMILAR = 0.6
 
-Reporting = Sequence[tuple[str, ReportingProcess]]
 _Names = Mapping[str, Mapping[str, None]]
 
 
@@ -37,54 +33,23 @@ def unknown_names(
 ) -> str:
     """Return which names of a target no device and no process has; empty if all are known.
 
-    Args:
-        target: the target.
-        known: the names that exist, by selector.
-        unreported: the pids of processes that do not report, so that the action cannot reach them.
-        shown: the names that the text may contain, in this order; all known ones by default.
+    `unreported` are the pids of processes that do not report, so that the action cannot reach them. The text contains
+    only names of `shown`, in their order; by default all known ones.
     """
     listed = {selector: dict.fromkeys(names) for selector, names in known.items()}
     permitted = listed if shown is None else {selector: dict.fromkeys(names) for selector, names in shown.items()}
     return "; ".join(_unknown(target, listed, permitted, frozenset(unreported)))
 
 
-def mismatch(target: Target, reporting: Reporting) -> str:
+def nothing_matches(target: Target, reporting: Sequence[tuple[str, ReportingProcess]]) -> str:
     """Describe why nothing matches a target, with the processes that it could select."""
     if not reporting:
         return f"nothing matches {target.describe()}: no process reports that could be shown"
-    shown = [
-        f"pid={name}"
-        + (f" workload={process.report.process.workload}" if process.report.process.workload else "")
-        + (f" rank={process.report.process.rank}" if process.report.process.rank else "")
-        for name, process in reporting
-    ]
+    shown = []
+    for name, process in reporting:
+        workload, rank = process.report.process.workload, process.report.process.rank
+        shown.append(f"pid={name}" + (f" workload={workload}" if workload else "") + (f" rank={rank}" if rank else ""))
     return f"nothing matches {target.describe()}; reporting processes: {_listing(shown, separator='; ')}"
-
-
-def known_names(
-    snapshot: Snapshot, reporting: Reporting, permitted: Reporting, *, with_listed: bool
-) -> Mapping[str, Iterable[str]]:
-    """Return the names that the target of an action may have, by selector.
-
-    Args:
-        snapshot: the state of the node.
-        reporting: the processes that the target selects from.
-        permitted: the processes that the caller may act on; the names of other users are not known.
-        with_listed: the target also selects processes that only the driver lists.
-    """
-    identities = [process.report.process for _, process in reporting]
-    devices = () if snapshot.node is None else snapshot.node.devices
-    listed = listed_pids(snapshot) if with_listed else ()
-    reported = (sample.uuid for _, process in reporting for sample in process.report.devices)
-    users = (user for _, process in permitted for user in users_of(process, snapshot))
-    return {
-        "gpu": (device.gpu for device in devices),
-        "uuid": (*(device.uuid for device in devices), *reported),
-        "pid": (*(name for name, _ in reporting), *map(str, listed)),
-        "workload": sorted(identity.workload for identity in identities),
-        "rank": sorted((identity.rank for identity in identities), key=lambda rank: (len(rank), rank)),
-        "user": sorted((*users, *(user for pid in listed for user in user_names(pid, snapshot)))),
-    }
 
 
 def _unknown(target: Target, known: _Names, shown: _Names, unreported: frozenset[str]) -> Iterator[str]:

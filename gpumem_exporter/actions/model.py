@@ -6,14 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
-from gpumem_exporter.actions.caller import share_of
+from gpumem_exporter.actions.caller import Caller, Rights, share_of
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.ledger import sum_of_known
 
-__all__ = ["Action", "ActionResult", "EngineWait", "SubmittedAction"]
-
 _RESULT_BYTES = 1024
-"""A result with its numbers and names, or an action without results."""
+"""About the memory of a result with its numbers and names, or of an action without results."""
 _BLOCK_BYTES = 512
 _TEXT_BYTES = 64
 """A string without its characters."""
@@ -52,6 +50,13 @@ class ActionResult:
     thread_id: int | None = None
     """The native id of the thread in which it ran."""
     snapshot: SnapshotFile | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """About the memory that the result takes."""
+        file = self.snapshot
+        blocks = 0 if file is None else len(file.path) + _BLOCK_BYTES * (len(file.largest) + len(file.emptiest))
+        return _RESULT_BYTES + len(self.reason) + blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,11 @@ class Action:
         return share_of(self.caller)
 
     @property
+    def finished(self) -> bool:
+        """Whether the action has ended."""
+        return self.state not in ("queued", "running")
+
+    @property
     def freed_bytes(self) -> int | None:
         """The bytes released to the driver, for a dry run the expected bytes. None if no result has a value."""
         return sum_of_known([result.freed_bytes for result in self.results]) if self.results else None
@@ -122,18 +132,11 @@ class Action:
     def kept_bytes(self) -> int:
         """About the memory that the action takes while it is kept."""
         names = sum(len(name) + _TEXT_BYTES for values in self.target.given().values() for name in values)
-        return _RESULT_BYTES + names + len(self.reason) + sum(map(_kept_bytes, self.results))
+        return _RESULT_BYTES + names + len(self.reason) + sum(result.kept_bytes for result in self.results)
 
-    @property
-    def finished(self) -> bool:
-        """Whether the action has ended."""
-        return self.state not in ("queued", "running")
-
-
-def _kept_bytes(result: ActionResult) -> int:
-    snapshot = result.snapshot
-    blocks = 0 if snapshot is None else len(snapshot.path) + _BLOCK_BYTES * len((*snapshot.largest, *snapshot.emptiest))
-    return _RESULT_BYTES + len(result.reason) + blocks
+    def visible_to(self, caller: Caller) -> bool:
+        """Return whether the audit log shows the action to a caller."""
+        return caller.rights is Rights.ALL or (caller.rights is Rights.OWN and self.caller == caller.key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from gpumem_exporter.actions.lifecycle import RunningAction
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.errors import IdempotencyConflictError
-
-__all__ = ["MAX_UNDER_WAY", "ActionRegistry"]
+from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 
 _DRY_RUNS_SHARE = 4
 """One dry run is kept for this number of actions."""
@@ -22,9 +20,7 @@ MAX_UNDER_WAY = 4096
 class ActionRegistry:
     """Finds actions by id and by idempotency key. A key belongs to its caller and is known as long as its action.
 
-    Args:
-        max_finished: the number of finished actions that are kept, besides dry runs.
-        max_bytes: about the memory that they may take, besides dry runs.
+    `max_finished` and `max_bytes` limit the finished actions that are kept, besides dry runs.
     """
 
     def __init__(self, max_finished: int, max_bytes: int = MAX_BYTES) -> None:
@@ -32,8 +28,7 @@ class ActionRegistry:
         self._finished = _Kept(max_finished, max_bytes)
         self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE), max_bytes // _DRY_RUNS_SHARE)
         self._keys: dict[tuple[str, str], tuple[ActionRequest, str]] = {}
-        self._key_of: dict[str, tuple[str, str]] = {}
-        """The key of an action, by its id."""
+        """The request and the id of an action, by its caller and key."""
 
     def __iter__(self) -> Iterator[RunningAction]:
         """Iterate over a copy of the running actions, oldest first."""
@@ -65,58 +60,47 @@ class ActionRegistry:
             raise IdempotencyConflictError(f"Idempotency-Key {key!r} was used for another request (action {action_id})")
         return known
 
-    def under_way(self, share: str) -> int:
-        """Return the number of processes in the running actions of a share, with and without a result."""
-        return sum(running.size for running in self._running.values() if running.action.share == share)
+    def require_room(self, share: str, processes: int) -> None:
+        """Raise `TooManyActionsError` if the running actions of a share have too many processes."""
+        under_way = sum(running.size for running in self._running.values() if running.share == share)
+        if under_way and under_way + processes > MAX_UNDER_WAY:
+            raise TooManyActionsError(f"{share} has running actions on {under_way} processes; cancel some", 1.0)
 
     def start(self, running: RunningAction, request: ActionRequest, key: str | None) -> None:
         """Add a new action."""
         self._running[running.action.id] = running
         if key is not None:
-            self._remember_key(running.action, request, key)
+            self._keys[running.action.caller, key] = request, running.action.id
 
     def finish(self, action: Action) -> None:
         """Add a finished action, or move it from the running ones."""
         self._running.pop(action.id, None)
-        for forgotten in (self._dry_runs if action.dry_run else self._finished).add(action):
-            key = self._key_of.pop(forgotten.id, None)
-            if key is not None and self._keys[key][1] == forgotten.id:
-                del self._keys[key]
+        forgotten = (self._dry_runs if action.dry_run else self._finished).add(action)
+        if forgotten and self._keys:
+            self._keys = {key: known for key, known in self._keys.items() if known[1] not in forgotten}
 
     def replace(self, action: Action) -> None:
         """Replace a finished action by a later state of it, unless it is forgotten."""
         self._finished.replace(action)
 
-    def recall(self, action: Action, submitted: SubmittedAction | None) -> None:
+    def restore(self, action: Action, submitted: SubmittedAction | None) -> None:
         """Add an action of an earlier run of the exporter, and the request that started it.
 
         Called with the newest first. An action of an earlier run never displaces one of this run.
         """
         if self.get(action.id) is not None or not self._finished.add_oldest(action):
             return
-        key = submitted.idempotency_key if submitted is not None else None
-        if submitted is not None and key is not None and (action.caller, key) not in self._keys:
-            self._remember_key(action, submitted.request, key)
-
-    def _remember_key(self, action: Action, request: ActionRequest, key: str) -> None:
-        owned = (action.caller, key)
-        self._keys[owned] = (request, action.id)
-        self._key_of[action.id] = owned
+        if submitted is not None and submitted.idempotency_key is not None:
+            self._keys.setdefault((action.caller, submitted.idempotency_key), (submitted.request, action.id))
 
 
 class _Kept:
-    """Actions of a limited number and size.
-
-    If there are too many, the share with the most actions loses its oldest one; if they are too large, the share with
-    the most bytes.
-    """
+    """Actions of a limited number and size. The share with the most actions, or most bytes, loses its oldest one."""
 
     def __init__(self, maximum: int, max_bytes: int) -> None:
         self._maximum = maximum
         self._max_bytes = max_bytes
         self._actions: OrderedDict[str, Action] = OrderedDict()
-        self._sizes: dict[str, int] = {}
-        """By id."""
         self._of_share: Counter[str] = Counter()
         self._bytes_of_share: Counter[str] = Counter()
 
@@ -130,16 +114,15 @@ class _Kept:
         if action.id in self._actions:
             self._actions[action.id] = action
 
-    def add(self, action: Action) -> list[Action]:
-        """Add the newest action, and return those that are forgotten."""
+    def add(self, action: Action) -> set[str]:
+        """Add the newest action, and return the ids of forgotten ones."""
         self._actions[action.id] = action
-        size = self._sizes[action.id] = action.kept_bytes
-        self._count(action.share, 1, size)
-        forgotten = []
+        self._count(action, 1)
+        forgotten = set()
         while len(self._actions) > self._maximum:
-            forgotten.append(self._forget_oldest_of(self._of_share))
+            forgotten.add(self._forget_oldest_of(self._of_share))
         while self._bytes_of_share.total() > self._max_bytes and len(self._actions) > 1:
-            forgotten.append(self._forget_oldest_of(self._bytes_of_share))
+            forgotten.add(self._forget_oldest_of(self._bytes_of_share))
         return forgotten
 
     def add_oldest(self, action: Action) -> bool:
@@ -152,15 +135,16 @@ class _Kept:
         self._actions.move_to_end(action.id, last=False)
         return True
 
-    def _forget_oldest_of(self, shares: Counter[str]) -> Action:
+    def _forget_oldest_of(self, shares: Counter[str]) -> str:
         share = max(shares, key=shares.__getitem__)
         oldest = next(action for action in self._actions.values() if action.share == share)
         del self._actions[oldest.id]
-        self._count(share, -1, -self._sizes.pop(oldest.id))
-        return oldest
+        self._count(oldest, -1)
+        return oldest.id
 
-    def _count(self, share: str, number: int, size: int) -> None:
+    def _count(self, action: Action, number: int) -> None:
+        share = action.share
         self._of_share[share] += number
-        self._bytes_of_share[share] += size
+        self._bytes_of_share[share] += number * action.kept_bytes
         if not self._of_share[share]:
             del self._of_share[share], self._bytes_of_share[share]

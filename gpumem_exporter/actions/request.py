@@ -1,34 +1,20 @@
-"""A request for an action, the limits of its fields, and their one validator.
+"""The one declaration of an action's request: its fields, what they accept, and the actions that accept them.
 
-The HTTP API, alerts, the policy file and the command line build an `ActionRequest` and call `invalid_fields`. This
-module imports the standard library only, besides the protocol.
+The HTTP API, the command line, alerts and policies read their options from `OPTIONS` and `SELECTORS`, and check a
+request with `invalid_fields`. The declaration is a dataclass and not a pydantic model, because every command of the
+terminal imports it, and the import of pydantic takes longer than most commands.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import operator
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
-
-__all__ = [
-    "ACTIONS",
-    "DEFAULT_ACTIONS",
-    "DEFAULT_DEADLINE_SECONDS",
-    "MAX_DEADLINE_SECONDS",
-    "MAX_REASON_LENGTH",
-    "MAX_SETTLE_SECONDS",
-    "SELECTORS",
-    "ActionRequest",
-    "InvalidField",
-    "Target",
-    "invalid_fields",
-    "mode_for",
-]
 
 ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate")
 DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")
@@ -38,21 +24,72 @@ MAX_DEADLINE_SECONDS = 3600.0
 MAX_SETTLE_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
 
-SELECTORS = ("gpu", "uuid", "pid", "workload", "rank", "user")
-"""The fields of a target that select processes."""
-
 _MAX_VALUES = 1000
 _MAX_TARGET_BYTES = 16 << 10
 """The events of an action have its target, and an event has at most 64 KiB."""
 _MAX_PID = 2**31 - 1
 _PID = re.compile(r"([1-9][0-9]{0,9})(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?")
-_ACTIONS_OF_OPTION = {
-    "fraction": ("set_memory_fraction",),
-    "force": ("empty_cache", "set_memory_fraction", "terminate"),
-    "collect_garbage": ("empty_cache",),
-    "settle_seconds": ("empty_cache",),
-}
-"""The only actions that accept each of these fields."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOption:
+    """A field of a request, as the API, the command line, alerts and policies need it."""
+
+    help: Mapping[str, str]
+    """What the option does, by the action that accepts it."""
+    flag: str = ""
+    """On the command line; an argument has no leading `-`, and an option that is not there is empty."""
+    metavar: str = ""
+    kind: type = str
+    """bool, int, float or str."""
+    default: Any = None
+    """None: there is no value, or the exporter chooses it."""
+    choices: tuple[str, ...] = ()
+    over: float | None = None
+    least: float | None = None
+    most: float | None = None
+    """The bounds of a number, or the greatest length of a text."""
+    unit: str = ""
+    """seconds or ratio, if a policy file may have the value with its unit."""
+
+    @property
+    def description(self) -> str:
+        """The help texts, each with its actions unless it is for all."""
+        by_text: dict[str, list[str]] = {}
+        for action, text in self.help.items():
+            by_text.setdefault(text, []).append(action)
+        if len(self.help) == len(ACTIONS) and len(by_text) == 1:
+            return next(iter(by_text))
+        return " ".join(f"For {' and '.join(actions)}: {text}" for text, actions in by_text.items())
+
+    @property
+    def expected(self) -> str:
+        """What the option accepts, whatever the action is."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.kind is str:
+            return f"at most {self.most} characters"
+        noun = "an integer" if self.kind is int else "a number of seconds" if self.unit == "seconds" else "a number"
+        # An integer as it is: `g` would write the largest one as a power of ten.
+        most = str(self.most) if self.kind is int else f"{self.most:g}"
+        return (
+            f"{noun} over {self.over} and at most {most}"
+            if self.least is None
+            else f"{noun} from {self.least} to {most}"
+        )
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a value of the right type is valid, whatever the action is."""
+        if value is None or self.kind is bool:
+            return True
+        if self.choices:
+            return value in self.choices
+        size = len(value) if self.kind is str else value
+        # Every comparison with NaN is false.
+        return all(
+            bound is None or holds(size, bound)
+            for bound, holds in ((self.over, operator.gt), (self.least, operator.ge), (self.most, operator.le))
+        )
 
 
 _Given = str | int | Sequence[str | int] | None
@@ -92,7 +129,7 @@ class Target:
         object.__setattr__(self, "all", all)
 
     def admits(self, selector: str, *values: str) -> bool:
-        """Return whether one of a process's values is among those of a field."""
+        """Return whether one of a process's values is among the values of a field."""
         wanted = getattr(self, selector)
         return not wanted or any(value in wanted for value in values)
 
@@ -114,30 +151,123 @@ class Target:
         return " ".join(f"{name}={','.join(values)}" for name, values in self.given().items()) or "all"
 
 
+def _selector(metavar: str, name: str, help_: str) -> RequestOption:
+    return RequestOption(dict.fromkeys(ACTIONS, help_), f"--{name}", metavar)
+
+
+SELECTORS: Mapping[str, RequestOption] = {
+    "gpu": _selector("INDEX", "gpu", "Processes on these devices, by NVML index: 0, or 0:1 for a MIG device."),
+    "uuid": _selector("UUID", "uuid", "Processes on these devices: GPU-… or MIG-…, as NVML spells them."),
+    "pid": _selector("PID", "pid", "These processes, as `info` and the label `pid` name them."),
+    "workload": _selector("NAME", "workload", "Processes of these workloads."),
+    "rank": _selector("RANK", "rank", "Processes of these ranks."),
+    "user": _selector("USER", "user", "Processes of these users: names or uids."),
+}
+"""The fields of a target that select processes. Each takes a value or several."""
+
+_NOT_TERMINATE = tuple(action for action in ACTIONS if action != "terminate")
+_FORCED_START = "Do not wait for an inference engine that starts on the GPU; its start may fail."
+
+
+def _option(
+    help_: str | Mapping[str, str],
+    flag: str = "",
+    metavar: str = "",
+    *,
+    kind: type = str,
+    default: Any = None,
+    **limits: Any,
+) -> Any:
+    """Return a field of `ActionRequest`. A help text alone is for every action."""
+    texts = dict.fromkeys(ACTIONS, help_) if isinstance(help_, str) else help_
+    option = RequestOption(texts, flag, metavar, kind=kind, default=default, **limits)
+    return field(default=default, metadata={"option": option})
+
+
 @dataclass(frozen=True, slots=True)
 class ActionRequest:
     """A request for an action. Inside the exporter, it has passed `invalid_fields`."""
 
     action: str
     target: Target
-    mode: str = "now"
-    """One of `protocol.MODES`."""
-    group: bool = False
-    """Every rank of the target's workload acts after the same step."""
-    at_step: int | None = None
-    """The step of a group. If None, the dispatcher chooses one that no rank has reached."""
-    collect_garbage: bool = False
-    """For `empty_cache`: run Python's garbage collector first."""
-    fraction: float | None = None
-    """For `set_memory_fraction`: the share of each device that the allocator may reserve."""
-    force: bool = False
-    """For `set_memory_fraction`: set the fraction even if more is reserved already. For `empty_cache` and `terminate`:
-    do not wait until the inference engines on the devices have started."""
-    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
-    settle_seconds: float = 0.0
-    """For `empty_cache`: when to measure how much of the freed memory is still free. 0: never."""
-    dry_run: bool = False
-    reason: str = ""
+    mode: str = _option(
+        dict.fromkeys(
+            _NOT_TERMINATE,
+            "When the process acts. now: at once, on the reporter's thread. step: in the training thread, at the end "
+            "of a step. idle: while no step runs and nothing is allocated. Default: now; step for a group.",
+        ),
+        "--mode",
+        "MODE",
+        choices=MODES,
+    )
+    group: bool = _option(
+        dict.fromkeys(_NOT_TERMINATE, "All ranks of the workload act after the same step, or none does."),
+        "--group",
+        kind=bool,
+        default=False,
+    )
+    at_step: int | None = _option(
+        dict.fromkeys(_NOT_TERMINATE, "The step of a group. By default, the exporter chooses one."),
+        kind=int,
+        least=1,
+        most=MAX_INTEGER,
+    )
+    collect_garbage: bool = _option(
+        {"empty_cache": "Run Python's garbage collector first, which also runs finalizers of user code."},
+        "--gc",
+        kind=bool,
+        default=False,
+    )
+    fraction: float | None = _option(
+        {"set_memory_fraction": "Share of each device's memory: over 0, at most 1."},
+        "F",
+        kind=float,
+        over=0,
+        most=1,
+        unit="ratio",
+    )
+    force: bool = _option(
+        {
+            "empty_cache": _FORCED_START,
+            "terminate": _FORCED_START,
+            "set_memory_fraction": "Cap also a process that has reserved more. Its next new segment fails.",
+        },
+        "--force",
+        kind=bool,
+        default=False,
+    )
+    deadline_seconds: float = _option(
+        "A process that has not started the action by then does not run it.",
+        "--deadline",
+        "SECONDS",
+        kind=float,
+        default=DEFAULT_DEADLINE_SECONDS,
+        over=0,
+        most=MAX_DEADLINE_SECONDS,
+        unit="seconds",
+    )
+    settle_seconds: float = _option(
+        {"empty_cache": "Measure after this time how much of the freed memory is still free; 0 does not."},
+        "--settle",
+        "SECONDS",
+        kind=float,
+        default=0.0,
+        least=0,
+        most=MAX_SETTLE_SECONDS,
+        unit="seconds",
+    )
+    dry_run: bool = _option("Show what would happen. Change nothing.", "--dry-run", kind=bool, default=False)
+    reason: str = _option("Recorded in the audit log.", "--reason", "TEXT", default="", most=MAX_REASON_LENGTH)
+
+    def __post_init__(self) -> None:
+        if not self.mode:
+            object.__setattr__(self, "mode", "step" if self.group else "now")
+
+
+OPTIONS: Mapping[str, RequestOption] = {
+    each.name: each.metadata["option"] for each in fields(ActionRequest) if each.metadata
+}
+"""The fields of a request besides its action and its target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +284,13 @@ class InvalidField:
         """The error without the field's name."""
         if self.value is None:
             return f"is missing: expected {self.expected}"
-        return f"{_shortened(self.value)} is invalid: expected {self.expected}"
-
-
-def mode_for(mode: str | None, *, group: bool) -> str:
-    """Return the requested mode, or the default one if none is requested."""
-    return mode or ("step" if group else "now")
+        shown = self.value[:64] if isinstance(self.value, str) else self.value
+        return f"{shown!r} is invalid: expected {self.expected}"
 
 
 def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
     """Return what is invalid in a request whose fields have the right types; empty for a valid request."""
-    return (*_invalid_target(request.target), *_invalid_values(request), *_invalid_combinations(request))
+    return (*_invalid_target(request.target), *_invalid_options(request))
 
 
 def _invalid_target(target: Target) -> Iterator[InvalidField]:
@@ -173,7 +299,8 @@ def _invalid_target(target: Target) -> Iterator[InvalidField]:
     if size > _MAX_TARGET_BYTES:
         yield InvalidField("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")
     if not target.all and not given:
-        yield InvalidField("target", {}, f"{', '.join(SELECTORS[:-1])} or {SELECTORS[-1]}, or all: true")
+        *others, last = SELECTORS
+        yield InvalidField("target", {}, f"{', '.join(others)} or {last}, or all: true")
     for name, values in given.items():
         if len(values) > _MAX_VALUES:
             yield InvalidField(f"target.{name}", len(values), f"at most {_MAX_VALUES} values")
@@ -198,40 +325,23 @@ def _expected_pid(value: str) -> str:
     return "" if valid else f"an integer from 1 to {_MAX_PID}, or a string such as 1@4026532007:1001"
 
 
-def _invalid_values(request: ActionRequest) -> Iterator[InvalidField]:
+def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
     if request.action not in ACTIONS:
         yield InvalidField("action", request.action, ", ".join(ACTIONS))
-    if request.mode not in MODES:
-        yield InvalidField("mode", request.mode, ", ".join(MODES))
-    if request.at_step is not None and not 1 <= request.at_step <= MAX_INTEGER:
-        yield InvalidField("at_step", request.at_step, f"an integer from 1 to {MAX_INTEGER}")
-    if request.fraction is not None and not 0 < request.fraction <= 1:
-        yield InvalidField("fraction", request.fraction, "a number over 0 and at most 1")
-    if not (math.isfinite(request.deadline_seconds) and 0 < request.deadline_seconds <= MAX_DEADLINE_SECONDS):
-        expected = f"a finite number of seconds over 0 and at most {MAX_DEADLINE_SECONDS:g}"
-        yield InvalidField("deadline_seconds", request.deadline_seconds, expected)
-    if not (math.isfinite(request.settle_seconds) and 0 <= request.settle_seconds <= MAX_SETTLE_SECONDS):
-        expected = f"a finite number of seconds from 0 to {MAX_SETTLE_SECONDS:g}"
-        yield InvalidField("settle_seconds", request.settle_seconds, expected)
-    if len(request.reason) > MAX_REASON_LENGTH:
-        yield InvalidField("reason", request.reason, f"at most {MAX_REASON_LENGTH} characters")
-
-
-def _invalid_combinations(request: ActionRequest) -> Iterator[InvalidField]:
-    """Check the combination of fields that are valid by themselves."""
+    for name, option in OPTIONS.items():
+        value = getattr(request, name)
+        if not option.accepts(value):
+            yield InvalidField(name, value, option.expected)
+        elif request.action in ACTIONS and request.action not in option.help and value not in (None, False, "now"):
+            accept = "accepts" if len(option.help) == 1 else "accept"
+            no_value = f"no value, because only {', '.join(option.help)} {accept} it"
+            yield InvalidField(name, value, "now, because terminate has no other mode" if name == "mode" else no_value)
     if request.group and request.mode in ("now", "idle"):
         yield InvalidField("mode", request.mode, "step, because a group acts at the end of a step")
-    elif request.action == "terminate" and request.mode in ("step", "idle"):
-        yield InvalidField("mode", request.mode, "now, because terminate has no other mode")
     if request.at_step is not None and not request.group:
         yield InvalidField("at_step", request.at_step, "no value without group: true")
     if request.action == "set_memory_fraction" and request.fraction is None:
-        yield InvalidField("fraction", None, "a number over 0 and at most 1")
-    for name, actions in _ACTIONS_OF_OPTION.items():
-        value = getattr(request, name)
-        if value not in (None, False) and request.action in ACTIONS and request.action not in actions:
-            verb = "accept" if len(actions) > 1 else "accepts"
-            yield InvalidField(name, value, f"no value, because only {' and '.join(actions)} {verb} it")
+        yield InvalidField("fraction", None, OPTIONS["fraction"].expected)
 
 
 def _values(given: _Given) -> tuple[str, ...]:
@@ -243,7 +353,3 @@ def _values(given: _Given) -> tuple[str, ...]:
 
 def _json_pid(pid: str) -> int | str:
     return int(pid) if _PID.fullmatch(pid) and pid.isdecimal() else pid
-
-
-def _shortened(value: object) -> str:
-    return repr(value[:64]) if isinstance(value, str) else repr(value)

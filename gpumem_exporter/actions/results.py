@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, ReasonCode
+from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.model import ActionResult
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess
-from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-
-__all__ = [
-    "TerminationTarget",
-    "as_shown",
-    "command_results",
-    "dry_run_results",
-    "host_pids",
-    "listed_target",
-    "reporting_target",
-    "termination_results",
-    "unsupported",
-]
+from gpumem_exporter.actions.selection import SelectedProcess, TerminationTarget
+from gpumem_exporter.core.samples import Snapshot
 
 GpuLabels = Mapping[str, str]
 """The NVML index of each device, by uuid."""
-
-
-def unsupported(process: ReportingProcess, request: ActionRequest) -> CommandResult | None:
-    """Return the result of a request that the process's reporter does not support; None if it supports it."""
-    report = process.report
-    if report.actions and request.action not in report.actions:
-        reason = f"its reporter supports only {', '.join(report.actions)}"
-        return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_ACTION)
-    if request.mode not in report.modes:
-        reason = f"its reporter supports only the mode {', '.join(report.modes)}"
-        return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_MODE)
-    return None
+_RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
 
 
 def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:
@@ -75,13 +53,7 @@ def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuL
 
 
 def as_shown(result: CommandResult, shown: Iterable[DeviceSample], reported: Iterable[DeviceSample]) -> CommandResult:
-    """Return a result without the memory that the exporter shows as unmapped and the reporter does not know to be.
-
-    Args:
-        result: the reporter's result.
-        shown: the samples that the exporter shows.
-        reported: the samples as reported.
-    """
+    """Return a result without the memory that the exporter shows as unmapped and the reporter does not know to be."""
     said = {sample.uuid: sample.unmapped_bytes or 0 for sample in reported}
     unmapped = {sample.uuid: (sample.unmapped_bytes or 0) - said.get(sample.uuid, 0) for sample in shown}
     devices = tuple(_without(device, max(0, unmapped.get(device.uuid, 0))) for device in result.devices)
@@ -89,12 +61,8 @@ def as_shown(result: CommandResult, shown: Iterable[DeviceSample], reported: Ite
 
 
 def _without(device: DeviceResult, unmapped_bytes: int) -> DeviceResult:
-    values = {
-        name: max(0, value - unmapped_bytes)
-        for name in ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
-        if (value := getattr(device, name)) is not None
-    }
-    return replace(device, **values)
+    known = {name: value for name in _RESERVED if (value := getattr(device, name)) is not None}
+    return replace(device, **{name: max(0, value - unmapped_bytes) for name, value in known.items()})
 
 
 def dry_run_results(selected: SelectedProcess, request: ActionRequest, gpus: GpuLabels) -> Iterator[ActionResult]:
@@ -122,54 +90,24 @@ def dry_run_results(selected: SelectedProcess, request: ActionRequest, gpus: Gpu
         yield replace(result, still_free_bytes=still_free)
 
 
-@dataclass(frozen=True, slots=True)
-class TerminationTarget:
-    """A process to terminate."""
-
-    pid: int | str
-    workload: str
-    rank: str
-    host_pid: int | None
-    start_time_ticks: int
-    used_bytes: tuple[tuple[str, int | None], ...]
-    """The driver's value for each of its devices, by uuid."""
-    attested: bool = True
-    """The kernel has named the sender of its report; true for a process without a report."""
-    listed: bool = True
-    """The driver lists it on a device."""
-
-
-def reporting_target(selected: SelectedProcess, snapshot: Snapshot) -> TerminationTarget:
-    """Return the termination target for a process that reports."""
-    process, identity = selected.process, selected.process.report.process
-    used = {
-        device.uuid: listed.used_bytes
-        for device in (snapshot.node.devices if snapshot.node is not None else ())
-        for listed in device.processes or ()
-        if listed.pid == process.host_pid
-    }
-    listed = bool(used)
-    reported = {sample.uuid: used.pop(sample.uuid, None) for sample in process.report.devices}
-    return TerminationTarget(
-        pid=selected.pid,
-        workload=identity.workload,
-        rank=identity.rank,
-        host_pid=process.host_pid,
-        start_time_ticks=identity.start_time_ticks,
-        used_bytes=tuple((reported | used).items()),
-        attested=process.attested,
-        listed=listed,
-    )
-
-
-def listed_target(listed: ListedProcess) -> TerminationTarget:
-    """Return the termination target for a process that only the driver lists."""
-    return TerminationTarget(listed.pid, "", "", listed.pid, listed.start_time_ticks, listed.used_bytes)
-
-
-def host_pids(targets: Iterable[TerminationTarget]) -> list[int]:
-    """Return the known pids of targets on this host."""
-    return [target.host_pid for target in targets if target.host_pid is not None]
+def expected_refusal(selected: SelectedProcess, request: ActionRequest, snapshot: Snapshot) -> CommandResult | None:
+    """Return the result of a command that the process would not run, from its last report; None if it would."""
+    refusal = selected.refusal(request)
+    if refusal is not None or request.fraction is None or request.force:
+        return refusal
+    for device in snapshot.node.devices if snapshot.node is not None else ():
+        sample = next((each for each in selected.samples if each.uuid == device.uuid), None)
+        if device.memory is None or sample is None or sample.reserved_bytes is None:
+            continue
+        # PyTorch's total is what the driver does not reserve for itself.
+        cap_bytes = int(request.fraction * (device.memory.total_bytes - (device.memory.reserved_bytes or 0)))
+        if sample.reserved_bytes > cap_bytes:
+            reason = (
+                f"{sample.uuid}: {human_bytes(sample.reserved_bytes)} are reserved, which is more than "
+                f"{request.fraction:g} of the device ({human_bytes(cap_bytes)}); clear the cache first, or use force"
+            )
+            return CommandResult("", "refused", reason, ReasonCode.RESERVED_EXCEEDS_FRACTION)
+    return None
 
 
 def termination_results(target: TerminationTarget, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:

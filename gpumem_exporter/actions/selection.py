@@ -1,25 +1,95 @@
-"""Selects the processes of a request at one time."""
+"""Selects the processes of a request from one snapshot. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from gpumem_client.wire.protocol import CommandResult, DeviceSample, ReasonCode
 from gpumem_client.wire.units import counted
-from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.actions.group import group_of, group_step
-from gpumem_exporter.actions.mismatch import known_names, mismatch, unknown_names
-from gpumem_exporter.actions.permission import may_act_on
-from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.results import TerminationTarget, listed_target, reporting_target
-from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, listed_pids, select_listed, select_reporting
-from gpumem_exporter.core.naming import Names
+from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.mismatch import nothing_matches, unknown_names
+from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
-__all__ = ["Selection", "select"]
-
 _Reporting = Sequence[tuple[str, ReportingProcess]]
+
+
+class SelectedProcess(NamedTuple):
+    """A reporting process that a target selects."""
+
+    pid: int | str
+    """Its name, as in `core.naming`."""
+    process: ReportingProcess
+    samples: tuple[DeviceSample, ...]
+    """Its samples of the selected devices."""
+
+    def refusal(self, request: ActionRequest) -> CommandResult | None:
+        """Return the result of a request that the process's reporter does not support; None if it supports it."""
+        report = self.process.report
+        if report.actions and request.action not in report.actions:
+            reason = f"its reporter supports only {', '.join(report.actions)}"
+            return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_ACTION)
+        if request.mode not in report.modes:
+            reason = f"its reporter supports only the mode {', '.join(report.modes)}"
+            return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_MODE)
+        return None
+
+    def __str__(self) -> str:
+        rank = self.process.report.process.rank
+        return f"pid {self.pid}" + (f" (rank {rank})" if rank else "")
+
+
+@dataclass(frozen=True, slots=True)
+class TerminationTarget:
+    """A process to terminate, which reports or is on the driver's list."""
+
+    pid: int | str
+    workload: str
+    rank: str
+    host_pid: int | None
+    start_time_ticks: int
+    """0 if unknown."""
+    used_bytes: tuple[tuple[str, int | None], ...]
+    """The driver's value for each of its devices, by uuid."""
+    attested: bool = True
+    """The kernel has named the sender of its report; true for a process without a report."""
+    listed: bool = True
+    """The driver lists it on a device."""
+
+    def __str__(self) -> str:
+        return f"pid {self.pid}"
+
+    @classmethod
+    def of(cls, selected: SelectedProcess, snapshot: Snapshot) -> TerminationTarget:
+        """Return the target for a process that reports."""
+        process, identity = selected.process, selected.process.report.process
+        used = {
+            device.uuid: listed.used_bytes
+            for device in (snapshot.node.devices if snapshot.node is not None else ())
+            for listed in device.processes or ()
+            if listed.pid == process.host_pid
+        }
+        listed = bool(used)
+        reported = {sample.uuid: used.pop(sample.uuid, None) for sample in process.report.devices}
+        return cls(
+            selected.pid,
+            identity.workload,
+            identity.rank,
+            process.host_pid,
+            identity.start_time_ticks,
+            tuple((reported | used).items()),
+            attested=process.attested,
+            listed=listed,
+        )
+
+
+def host_pids(targets: Sequence[TerminationTarget]) -> list[int]:
+    """Return the known pids of targets on this host."""
+    return [target.host_pid for target in targets if target.host_pid is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,79 +98,154 @@ class Selection:
 
     snapshot: Snapshot
     reporting: tuple[SelectedProcess, ...]
-    listed: tuple[ListedProcess, ...]
+    listed: tuple[TerminationTarget, ...]
     """Processes that only the driver lists. Only `terminate` reaches them."""
     at_step: int | None
     """The step after which a group acts."""
 
-    def limit_keys(self) -> Iterator[tuple[Hashable, str]]:
-        """Yield the key and the name of each process for the rate limits."""
-        yield from ((one.process.key, str(one)) for one in self.reporting)
-        yield from ((listed.pid, f"pid {listed.pid}") for listed in self.listed)
+    def limit_keys(self) -> list[tuple[Hashable, str]]:
+        """Return the key and the name of each process for the rate limits."""
+        keys: list[tuple[Hashable, str]] = [(one.process.key, str(one)) for one in self.reporting]
+        return [*keys, *((one.host_pid, str(one)) for one in self.listed)]
 
     def termination_targets(self) -> list[TerminationTarget]:
         """Return the processes as `terminate` needs them."""
-        reporting = [reporting_target(selected, self.snapshot) for selected in self.reporting]
-        return [*reporting, *map(listed_target, self.listed)]
+        return [*(TerminationTarget.of(one, self.snapshot) for one in self.reporting), *self.listed]
 
     def identities(self) -> Iterator[tuple[int | str, str, str]]:
         """Yield name, workload and rank of each process."""
         for one in self.reporting:
             identity = one.process.report.process
             yield one.pid, identity.workload, identity.rank
-        yield from ((listed.pid, "", "") for listed in self.listed)
+        yield from ((one.pid, "", "") for one in self.listed)
 
 
-def select(
-    request: ActionRequest, caller: Caller, snapshot: Snapshot, now_seconds: float, *, hide_identities: bool = False
-) -> Selection:
-    """Select the processes of a request that its caller may act on; a group has all ranks of their workload.
+def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_identities: bool = False) -> Selection:
+    """Select the processes of a request that its caller may act on. `group.whole_group` adds the ranks of a group.
 
-    Args:
-        request: the request.
-        caller: who requests it.
-        snapshot: the state of the node.
-        now_seconds: on the clock of the snapshot.
-        hide_identities: name only the caller's processes in errors.
+    With `hide_identities`, errors name only the caller's processes.
 
     Raises:
         TargetNotFoundError: no process or device has one of the target's names, or nothing matches the target.
         ActionForbiddenError: only processes match that the caller may not act on.
-        GroupIncompleteError: a rank of the group cannot take part.
     """
-    reporting = Names.of(snapshot).reporting
-    permitted = [(name, process) for name, process in reporting if may_act_on(caller, process)]
+    reporting = snapshot.names.reporting
+    permitted = caller.permitted(reporting)
     shown = permitted if hide_identities else reporting
-    if request.target.given():
-        _require_known(request, snapshot, permitted, shown)
-    matching = tuple(select_reporting(request.target, snapshot))
-    listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
+    _require_known(request, snapshot, permitted, shown)
+    matching = select_reporting(request.target, snapshot)
+    listed = select_listed(request.target, snapshot) if request.action == "terminate" else ()
     if not matching and not listed:
-        raise TargetNotFoundError(mismatch(request.target, shown))
-    selected = _permitted(matching, caller)
+        raise TargetNotFoundError(nothing_matches(request.target, shown))
+    keys = {process.key for _, process in permitted}
+    selected = tuple(one for one in matching if one.process.key in keys)
     if not selected and not listed:
         raise ActionForbiddenError(
-            f"{request.target.describe()} matches only processes of others; "
-            f"{caller} may act on its own processes, "
+            f"{request.target.describe()} matches only processes of others; {caller} may act on its own processes, "
             f"of which {counted(len(permitted), 'reports', 'report')}"
         )
-    if not request.group:
-        return Selection(snapshot, selected, listed, None)
-    ranks = _permitted(group_of(selected, request.target, caller, snapshot), caller)
-    return Selection(snapshot, ranks, (), group_step(request, ranks, now_seconds))
+    return Selection(snapshot, selected, listed, None)
+
+
+def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
+    """Return the reporting processes of a target. A target with a device excludes processes that do not use it."""
+    wanted, gpus = target.given(), gpu_labels(snapshot)
+    by_device = "uuid" in wanted or "gpu" in wanted
+    selected = []
+    for name, process in snapshot.names.reporting:
+        identity = process.report.process
+        users = _users_of(process, snapshot) if "user" in wanted else ()
+        if not _admits(wanted, pid=(name,), workload=(identity.workload,), rank=(identity.rank,), user=users):
+            continue
+        samples = process.report.devices
+        if by_device:
+            samples = tuple(s for s in samples if _admits(wanted, uuid=(s.uuid,), gpu=(gpus.get(s.uuid, ""),)))
+        if samples or not by_device:
+            selected.append(SelectedProcess(json_pid(name), process, samples))
+    return tuple(selected)
+
+
+def _admits(wanted: Mapping[str, Sequence[str]], **values: Sequence[str]) -> bool:
+    """Return whether a process has one of the wanted values of each selector."""
+    return all(
+        selector not in wanted or any(value in wanted[selector] for value in each) for selector, each in values.items()
+    )
+
+
+def select_listed(target: Target, snapshot: Snapshot) -> tuple[TerminationTarget, ...]:
+    """Return the target's processes that the driver lists and that do not report."""
+    node = snapshot.node
+    if node is None or target.workload or target.rank:
+        return ()
+    wanted, unreported = target.given(), _listed_pids(snapshot)
+    found: dict[int, list[tuple[str, int | None]]] = {}
+    for device in node.devices:
+        for listed in device.processes or () if _admits(wanted, uuid=(device.uuid,), gpu=(device.gpu,)) else ():
+            users = _user_names(listed.pid, snapshot)
+            if listed.pid in unreported and _admits(wanted, pid=(str(listed.pid),), user=users):
+                found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
+    start_times = {pid: facts.start_time_ticks for pid in found if (facts := node.facts.get(pid)) is not None}
+    return tuple(
+        TerminationTarget(pid, "", "", pid, start_times.get(pid, 0), tuple(found[pid])) for pid in sorted(found)
+    )
 
 
 def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:
     """Check that each name of the target exists. An action on only some of the names would hide a typing error."""
-    names, terminates = Names.of(snapshot), request.action == "terminate"
-    known = known_names(snapshot, names.reporting, permitted, with_listed=terminates)
-    unreported = {*map(str, listed_pids(snapshot)), *(name for name, _ in names.silent)} - {*known["pid"]}
-    named = known_names(snapshot, shown, permitted, with_listed=terminates)
-    if unknown := unknown_names(request.target, known, unreported, shown=named):
-        raise TargetNotFoundError(unknown)
+    given = request.target.given()
+    if not given:
+        return
+    names, listed = snapshot.names, _listed_pids(snapshot)
+    of_target = listed if request.action == "terminate" else frozenset[int]()
+    known = _known_names(snapshot, names.reporting, permitted, of_target)
+    if all(known[selector].keys() >= set(values) for selector, values in given.items()):
+        return
+    unreported = {*map(str, listed), *(name for name, _ in names.silent)} - known["pid"].keys()
+    named = _known_names(snapshot, shown, permitted, of_target)
+    raise TargetNotFoundError(unknown_names(request.target, known, unreported, shown=named))
 
 
-def _permitted(processes: tuple[SelectedProcess, ...], caller: Caller) -> tuple[SelectedProcess, ...]:
-    if caller.rights is Rights.ALL:
-        return processes
-    return tuple(one for one in processes if may_act_on(caller, one.process))
+def _known_names(
+    snapshot: Snapshot, reporting: _Reporting, permitted: _Reporting, listed: frozenset[int]
+) -> Mapping[str, Mapping[str, None]]:
+    """Return the names that a target may have, by selector, in the order in which messages show them.
+
+    `listed` are the pids of processes that only the driver lists, if the action reaches them. The names of users whose
+    processes the caller may not act on are not known.
+    """
+    identities = [process.report.process for _, process in reporting]
+    devices = () if snapshot.node is None else snapshot.node.devices
+    reported = (sample.uuid for _, process in reporting for sample in process.report.devices)
+    users = [user for _, process in permitted for user in _users_of(process, snapshot)]
+    known = {
+        "gpu": [device.gpu for device in devices],
+        "uuid": [*(device.uuid for device in devices), *reported],
+        "pid": [*(name for name, _ in reporting), *map(str, listed)],
+        "workload": sorted(identity.workload for identity in identities),
+        "rank": sorted((identity.rank for identity in identities), key=lambda rank: (len(rank), rank)),
+        "user": sorted([*users, *(user for pid in listed for user in _user_names(pid, snapshot))]),
+    }
+    return {selector: dict.fromkeys(values) for selector, values in known.items()}
+
+
+def _listed_pids(snapshot: Snapshot) -> frozenset[int]:
+    """Return the pids that the driver lists and that do not report."""
+    devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
+    listed = {listed.pid for device in devices for listed in device.processes or ()}
+    return frozenset(listed - {process.host_pid for process in snapshot.processes})
+
+
+def _users_of(process: ReportingProcess, snapshot: Snapshot) -> tuple[str, ...]:
+    """Return the name and the uid of a process's user, as far as they are known."""
+    names = () if process.host_pid is None else _user_names(process.host_pid, snapshot)
+    return names if process.owner_uid is None else (*names, str(process.owner_uid))
+
+
+def _user_names(host_pid: int, snapshot: Snapshot) -> tuple[str, ...]:
+    facts = snapshot.node.facts.get(host_pid) if snapshot.node is not None else None
+    return (facts.user,) if facts is not None and facts.user else ()
+
+
+def gpu_labels(snapshot: Snapshot) -> dict[str, str]:
+    """Return the NVML index of each device by uuid."""
+    return {} if snapshot.node is None else {device.uuid: device.gpu for device in snapshot.node.devices}

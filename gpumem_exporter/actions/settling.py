@@ -10,8 +10,6 @@ from gpumem_exporter.actions.lifecycle import CommandPart, RunningAction
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 
-__all__ = ["SETTLING_GRACE_SECONDS", "Settlements"]
-
 SETTLING_GRACE_SECONDS = 5.0
 """A process's value may arrive this long after the settling time, and two steps later: steps delay its samples."""
 
@@ -28,11 +26,7 @@ class _Settlement:
 
 
 class Settlements:
-    """The processes that have yet to report what stayed free. Used on the event loop only.
-
-    Args:
-        changed: called with each action that has changed.
-    """
+    """The processes that have yet to report what stayed free; `changed` is called with each action that has changed."""
 
     def __init__(self, changed: Callable[[Action], None]) -> None:
         self._changed = changed

@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, group_step
 from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS, ActionRequest, Target
-from gpumem_exporter.actions.results import unsupported
-from gpumem_exporter.actions.selection import select
-from gpumem_exporter.actions.targets import SelectedProcess, select_reporting
+from gpumem_exporter.actions.selection import SelectedProcess, select_reporting
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import GroupIncompleteError
-
-__all__ = ["Suggestion", "suggest_clears"]
 
 _DEADLINE_STEPS = 4
 """A job that trains has the time of this number of its steps, because a step may take longer than the last ones."""
@@ -36,28 +31,16 @@ class Suggestion:
 
 def suggest_clears(
     request: ActionRequest,
-    caller: Caller,
+    selected: Sequence[SelectedProcess],
     snapshot: Snapshot,
     now_seconds: float,
     *,
     free_deadline: bool,
-    hide_identities: bool = False,
 ) -> Suggestion:
-    """Choose when each process of a clear acts.
+    """Choose when each selected process of a clear acts; the mode of the request is ignored.
 
-    Args:
-        request: the clear. Its mode is ignored.
-        caller: who requests it.
-        snapshot: the current state of the node.
-        now_seconds: the current time, on the clock of the snapshot.
-        free_deadline: a job with long steps may have a later deadline than the request.
-        hide_identities: name only the caller's processes in errors.
-
-    Raises:
-        TargetNotFoundError: no process or device has one of the target's names, or nothing matches the target.
-        ActionForbiddenError: only processes match that the caller may not act on.
+    With `free_deadline`, a job with long steps may have a later deadline than the request.
     """
-    selected = select(request, caller, snapshot, now_seconds, hide_identities=hide_identities).reporting
     whole = _jobs(select_reporting(Target(), snapshot))
     at_once: list[SelectedProcess] = []
     alone: list[SelectedProcess] = []
@@ -98,7 +81,7 @@ def _trains(one: SelectedProcess, request: ActionRequest) -> bool:
     report = one.process.report
     # A reporter whose process ends no more steps reports no duration of a step.
     counts = report.step is not None and bool(report.step_seconds)
-    return counts and unsupported(one.process, replace(request, mode="step")) is None
+    return counts and one.refusal(replace(request, mode="step")) is None
 
 
 def _acts_together(

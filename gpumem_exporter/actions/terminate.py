@@ -13,9 +13,8 @@ import signal
 from dataclasses import replace
 
 from gpumem_client.wire.protocol import CommandResult, ReasonCode
+from gpumem_exporter.actions.selection import TerminationTarget
 from gpumem_exporter.host import Host
-
-__all__ = ["TERMINATE_GRACE_SECONDS", "Terminator"]
 
 TERMINATE_GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -24,44 +23,46 @@ _KILL_SECONDS = 10.0
 
 
 class Terminator:
-    """Terminates processes. Used on the event loop only.
-
-    Args:
-        host: finds the start time of a process.
-        grace_seconds: seconds between SIGTERM and SIGKILL.
-    """
+    """Terminates processes. Used on the event loop only. `host` finds the start time of a process."""
 
     def __init__(self, host: Host, *, grace_seconds: float = TERMINATE_GRACE_SECONDS) -> None:
         self._host = host
         self._grace_seconds = grace_seconds
 
-    def refusal(self, action_id: str, host_pid: int | None, start_time_ticks: int) -> CommandResult | None:
-        """Return the result for a process that must not be terminated; None for any other."""
-        if host_pid is None:
+    def refusal(self, action_id: str, target: TerminationTarget) -> CommandResult | None:
+        """Return the result for a process that must not be terminated; None for any other.
+
+        A pid that is only the claim of a report is refused: kernel and driver must confirm it.
+        """
+        if not target.attested:
+            reason, code = "its report is not attested: the kernel has not named the sender", ReasonCode.NOT_ATTESTED
+        elif not target.listed:
+            reason, code = "the driver does not list it on a device", ReasonCode.NOT_LISTED
+        elif target.host_pid is None:
             reason, code = "its pid on this host is unknown", ReasonCode.UNKNOWN_HOST_PID
-        elif host_pid == 1 or host_pid == os.getpid():
+        elif target.host_pid in (1, os.getpid()):
             reason, code = "pid 1 and the exporter itself are never terminated", ReasonCode.PROTECTED_PROCESS
-        elif start_time_ticks <= 0:
+        elif target.start_time_ticks <= 0:
             reason = "its start time is unknown, so another process with its pid could be hit"
             code = ReasonCode.UNKNOWN_START_TIME
-        elif not self._host.alive(host_pid, start_time_ticks):
+        elif not self._host.alive(target.host_pid, target.start_time_ticks):
             reason, code = "it has exited, or this exporter does not see its pid", ReasonCode.PROCESS_EXITED
         else:
             return None
         return CommandResult(action_id, "refused", reason, code)
 
-    async def end(self, action_id: str, host_pid: int, start_time_ticks: int) -> CommandResult:
-        """Terminate one process and return the result. Does not raise."""
+    async def end(self, action_id: str, target: TerminationTarget) -> CommandResult:
+        """Terminate a process that `refusal` permits, and return the result."""
         clock = asyncio.get_running_loop().time
         started = clock()
         try:
-            pidfd = os.pidfd_open(host_pid)
+            pidfd = os.pidfd_open(target.host_pid or 0)
         except ProcessLookupError:
             return CommandResult(action_id, "gone", "it had exited", ReasonCode.PROCESS_EXITED)
         except (AttributeError, OSError) as error:
             return CommandResult(action_id, "unsupported", f"pidfd_open: {error}", ReasonCode.PIDFD_UNAVAILABLE)
         try:
-            refusal = self.refusal(action_id, host_pid, start_time_ticks)
+            refusal = self.refusal(action_id, target)
             if refusal is not None:
                 return replace(refusal, outcome="gone")
             for number, wait_seconds, code in (

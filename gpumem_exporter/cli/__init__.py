@@ -1,1 +1,1 @@
-"""The commands, one file each. Typer and Rich are imported here only, and never by `run` or `--version`."""
+"""The commands, one file each. click and Rich are imported here only, and never by `run`."""

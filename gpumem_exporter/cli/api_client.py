@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from gpumem_client.wire.errors import (
-    ConfigurationError,
-    ExporterAnswerError,
-    ExporterUnreachableError,
-    ExporterUntrustedError,
-)
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection, shown_url
 from gpumem_client.wire.trust import Trust
-
-__all__ = ["ExporterApi", "has_ended", "has_settled"]
+from gpumem_client.wire.units import counted
+from gpumem_exporter.cli.program import one_line
 
 _ACTIONS = "/api/v1/actions"
 _PUBLIC = ("/health", "/api/v1/devices", "/api/v1/live", "/api/v1/processes")
@@ -30,13 +24,15 @@ _LONGEST_HOLD_SECONDS = 3.0
 """How long the exporter may delay the answer to one request. A longer wait polls for the rest, and can show what the
 action waits for."""
 
+Document = Mapping[str, Any]
 
-def has_ended(action: Mapping[str, Any]) -> bool:
+
+def has_ended(action: Document) -> bool:
     """Whether an action has its final state."""
     return action.get("state") in _FINAL_STATES
 
 
-def has_settled(action: Mapping[str, Any]) -> bool:
+def has_settled(action: Document) -> bool:
     """Whether an action has its final state, and no process may still report what stayed free."""
     return has_ended(action) and not action.get("settling")
 
@@ -49,7 +45,7 @@ class ExporterApi:
         token: the bearer token; empty for none.
         token_for_reads: whether public routes receive the token too: it shows the identities that an exporter hides.
             Otherwise, they receive it after a 401, because the exporter has passwords and accepts the token instead.
-        trust: the servers that receive the token; by default those of the environment.
+        trust: the servers that receive the token; by default the servers that the environment names.
         timeout_seconds: for each answer, in addition to a delay that the request permits.
         advice: ends the error message when no address answers.
 
@@ -66,19 +62,13 @@ class ExporterApi:
         trust: Trust | None = None,
         timeout_seconds: float = 5.0,
         advice: str = "start one with `gpumem-exporter serve`, or give its address with --url",
-        connect: Callable[[str, float], Connection] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        make = connect or (lambda url, timeout: Connection(url, timeout_seconds=timeout, trust=trust))
-        self._candidates = [(url, make(url, timeout_seconds)) for url in urls]
+        self._candidates = [(url, Connection(url, timeout_seconds=timeout_seconds, trust=trust)) for url in urls]
         self._timeout_seconds = timeout_seconds
         self._advice = advice
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
         self._authorization = {"Authorization": f"Bearer {token}"} if token else {}
         self._token_for_reads = token_for_reads
-        self._clock = clock
-        self._sleep = sleep
 
     def __enter__(self) -> ExporterApi:
         return self
@@ -110,62 +100,47 @@ class ExporterApi:
         """
         return self._document(self._request("GET", path), (200, *also))
 
-    def post(self, path: str, document: Mapping[str, Any], *, hold_seconds: float) -> dict[str, Any]:
-        """Post one JSON document. The exporter may delay the answer by `hold_seconds`.
+    def post(self, path: str, document: Document, *, hold_seconds: float) -> dict[str, Any]:
+        """Post one JSON document. The exporter may delay the answer by `hold_seconds`. Raises the errors of `get`."""
+        # After a timeout, the next address may reach the same exporter, which must not act twice.
+        headers = {"Content-Type": "application/json", "Idempotency-Key": str(uuid.uuid4())}
+        timeout_seconds = self._timeout_seconds + hold_seconds
+        answer = self._request("POST", path, json.dumps(document).encode(), headers, timeout_seconds)
+        return self._document(answer, (200, 202))
 
-        Raises the errors of `get`, and ConfigurationError if a value in the document is invalid (422).
-        """
-        with _invalid_value_is_wrong_usage():
-            return self._post(path, document, {}, hold_seconds)
-
-    def act(
-        self,
-        request: Mapping[str, Any],
-        *,
-        wait_seconds: float,
-        observe: Callable[[Mapping[str, Any]], None] = lambda _: None,
-    ) -> dict[str, Any]:
-        """Request an action and wait for it. Returns the action in its final state, or as it is after the wait.
-
-        `observe` is called with the action about four times a second while it runs.
-
-        Raises:
-            ConfigurationError: a value in the request is invalid (422).
-            ExporterUnreachableError: no address answers, or the exporter stopped answering.
-            ExporterAnswerError: the exporter rejects the action (403), or no process matches its target (404).
-        """
-        end = self._clock() + wait_seconds
-        with _invalid_value_is_wrong_usage():
-            action = self.submit(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
-        while not has_ended(action) and (left := end - self._clock()) > 0:
-            observe(action)
-            self._sleep(min(left, _POLL_SECONDS))
-            action = self.action(action["id"])
-        return action
-
-    def wait_until_settled(
-        self, action: dict[str, Any], *, wait_seconds: float, observe: Callable[[float], None]
-    ) -> dict[str, Any]:
-        """Read an action until it has settled or the wait is over, and return it. Raises the errors of `get`.
-
-        `observe` is called about four times a second with the seconds since the call.
-        """
-        started = self._clock()
-        while not has_settled(action) and (elapsed := self._clock() - started) < wait_seconds:
-            observe(elapsed)
-            self._sleep(min(wait_seconds - elapsed, _POLL_SECONDS))
-            action = self.action(action["id"])
-        return action
-
-    def submit(self, request: Mapping[str, Any], *, hold_seconds: float = 0.0) -> dict[str, Any]:
+    def submit(self, request: Document, *, hold_seconds: float = 0.0) -> dict[str, Any]:
         """Request an action. The exporter may delay the answer by `hold_seconds` to include the results.
 
-        Raises:
-            ExporterUnreachableError: no address answers. The exporter may still have received the request.
-            ExporterAnswerError: the exporter rejects the action.
+        Raises the errors of `get`. The exporter may have received the request although no address answers.
         """
-        headers = {"Idempotency-Key": str(uuid.uuid4())}
-        return self._post(_ACTIONS, {**request, "wait_seconds": hold_seconds}, headers, hold_seconds)
+        return self.post(_ACTIONS, {**request, "wait_seconds": hold_seconds}, hold_seconds=hold_seconds)
+
+    def act(
+        self, request: Document, *, wait_seconds: float, observe: Callable[[Document], None] = lambda _: None
+    ) -> dict[str, Any]:
+        """Request an action and wait for it. Returns the action in its final state, or as it is after the wait."""
+        end = time.monotonic() + wait_seconds
+        action = self.submit(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
+        return self.wait(action, until=has_ended, wait_seconds=end - time.monotonic(), observe=observe)
+
+    def wait(
+        self,
+        action: dict[str, Any],
+        *,
+        until: Callable[[Document], bool],
+        wait_seconds: float,
+        observe: Callable[[Document], None],
+    ) -> dict[str, Any]:
+        """Read an action about four times a second until a condition is met or the wait is over, and return it.
+
+        `observe` is called with the action before each read. Raises the errors of `get`.
+        """
+        end = time.monotonic() + wait_seconds
+        while not until(action) and (left := end - time.monotonic()) > 0:
+            observe(action)
+            time.sleep(min(left, _POLL_SECONDS))
+            action = self.action(action["id"])
+        return action
 
     def action(self, action_id: str) -> dict[str, Any]:
         """Read an action. Raises the errors of `get`."""
@@ -174,14 +149,6 @@ class ExporterApi:
     def cancel(self, action_id: str) -> dict[str, Any]:
         """Cancel an action where it has not started, and return it. Raises the errors of `get`."""
         return self._document(self._request("DELETE", f"{_ACTIONS}/{action_id}"), (200, 202))
-
-    def _post(
-        self, path: str, document: Mapping[str, Any], headers: Mapping[str, str], hold_seconds: float
-    ) -> dict[str, Any]:
-        timeout_seconds = self._timeout_seconds + hold_seconds
-        headers = {"Content-Type": "application/json", **headers}
-        answer = self._request("POST", path, json.dumps(document).encode(), headers, timeout_seconds)
-        return self._document(answer, (200, 202))
 
     def _request(
         self,
@@ -197,9 +164,8 @@ class ExporterApi:
         with_token = {**sent, **self._authorization}
         for url, transport in self._candidates:
             try:
-                answer = transport.request(
-                    method, path, body, sent if public else with_token, timeout_seconds=timeout_seconds
-                )
+                first = sent if public else with_token
+                answer = transport.request(method, path, body, first, timeout_seconds=timeout_seconds)
                 if public and self._authorization and answer.status == http.client.UNAUTHORIZED:
                     self._token_for_reads = True
                     answer = transport.request(method, path, body, with_token, timeout_seconds=timeout_seconds)
@@ -227,11 +193,25 @@ class ExporterApi:
         raise ExporterAnswerError(answer.status, detail if isinstance(detail, str) else phrase)
 
 
-@contextlib.contextmanager
-def _invalid_value_is_wrong_usage() -> Iterator[None]:
+def read_rights(api: ExporterApi) -> Document:
+    """Read what the caller may do, from `GET /api/v1/caller`; empty if the exporter is too old to know it.
+
+    Raises:
+        ExporterUnreachableError: no address answers.
+    """
     try:
-        yield
-    except ExporterAnswerError as error:
-        if error.status == http.client.UNPROCESSABLE_ENTITY:
-            raise ConfigurationError(error.detail) from error
-        raise
+        return api.get("/api/v1/caller")
+    except ExporterAnswerError:
+        return {}
+
+
+def rights_line(rights: Document, verb: str = "act on") -> str:
+    """Return what the caller may do: "You can clear your own 3 processes (uid 1001)."; empty if it is unknown."""
+    count = rights.get("processes", 0)
+    if rights.get("rights") == "own":
+        return f"You can {verb} your own {counted(count, 'process', 'processes')} (uid {rights.get('uid')})."
+    if rights.get("rights") == "all":
+        return f"You can {verb} all processes that report ({count})."
+    if rights.get("rights") == "none":
+        return f"You cannot {verb} processes. {one_line(str(rights.get('reason') or ''))}".strip()
+    return ""

@@ -1,6 +1,6 @@
-"""The Typer application: every command, each imported when it is used.
+"""The click application: every command, each imported when it is used.
 
-A command's module has `build(name)`, which returns a Typer application with that command.
+A command's module has a function of the command's name, which is the click command.
 """
 
 from __future__ import annotations
@@ -8,16 +8,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any
 
-import typer
-from typer.core import TyperGroup
+import click
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.cli.options import new_application
-from gpumem_exporter.cli.program import COMMANDS, INTERRUPTED, PROGRAM
-
-__all__ = ["invoke"]
+from gpumem_exporter import __version__
+from gpumem_exporter.cli.program import COMMANDS, PROGRAM
 
 _EXAMPLES = """\b
 Examples:
@@ -38,45 +34,30 @@ Exit codes: 0 done; 1 the request failed; 2 wrong usage or configuration.
 def invoke(words: Sequence[str]) -> int:
     """Run a command and return its exit code.
 
-    Args:
-        words: the command and its arguments.
-
     Raises:
         ConfigurationError: wrong usage; the message names the invalid word or option.
         GpumemError: the command failed.
     """
     try:
-        return int(typer.main.get_command(_build()).main(list(words), PROGRAM, standalone_mode=False) or 0)
-    except typer.Abort:
-        return INTERRUPTED
-    except Exception as error:
-        # Typer exports only one of its usage errors, but all of them have this method.
-        if not hasattr(error, "format_message"):
-            raise
-        raise ConfigurationError(_with_hint(error, words)) from error
+        # Not click's `main`, which writes to stderr on Ctrl-C.
+        with _application.make_context(PROGRAM, list(words)) as context:
+            return int(_application.invoke(context) or 0)
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    except click.UsageError as error:
+        # click gives no context if the value of an option is missing.
+        command = error.ctx.command_path if error.ctx else f"{PROGRAM} {words[0]}"
+        raise ConfigurationError(f"{error.format_message().rstrip('.')}; see {command} --help") from error
 
 
-def _build() -> typer.Typer:
-    application = new_application(cls=_Commands)
-
-    @application.callback(epilog=_EXAMPLES)
-    def _root(
-        _version: bool = typer.Option(False, "--version", help="Show the version and exit."),
-    ) -> None:
-        """Show where every byte of GPU memory is in PyTorch processes, and release it."""
-        # The console script handles --version before it imports Typer.
-
-    return application
-
-
-class _Commands(TyperGroup):
+class _Commands(click.Group):
     """Imports the module of a command when the command is looked up."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - the signature of Click
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature of click
         """Return the names in the order of the help."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - the signature of Click
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:  # noqa: ARG002 - the signature of click
         """Return a command.
 
         Raises:
@@ -85,18 +66,22 @@ class _Commands(TyperGroup):
         module = COMMANDS.get(cmd_name)
         if module is None:
             raise ConfigurationError(_unknown(cmd_name))
-        return typer.main.get_command(importlib.import_module(module).build(cmd_name))
+        command: click.Command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
+        return command
+
+
+@click.group(
+    cls=_Commands,
+    epilog=_EXAMPLES,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def _application() -> None:
+    """Show where every byte of GPU memory is in PyTorch processes, and release it."""
 
 
 def _unknown(word: str) -> str:
     close = get_close_matches(word, COMMANDS, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
     return f"no command {word!r}; {hint}"
-
-
-def _with_hint(error: Any, words: Sequence[str]) -> str:
-    """Typer's message, and the command whose help to read."""
-    context = getattr(error, "ctx", None)
-    name = words[0] if words and words[0] in COMMANDS else ""
-    command = context.command_path if context else f"{PROGRAM} {name}".rstrip()
-    return f"{error.format_message().rstrip('.')}; see {command} --help"

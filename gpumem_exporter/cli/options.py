@@ -1,82 +1,94 @@
-"""Options that several commands share, and functions that build a Typer command from groups of options."""
+"""The options that several commands share, and what their values mean: exporter, token, target and action.
+
+A decorator such as `target_options` adds a group of options to a command, in the order of its help.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any, TypeVar
 
-import typer
+import click
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.http import exporter_urls as default_urls
+from gpumem_exporter.actions.request import (
+    OPTIONS,
+    SELECTORS,
+    ActionRequest,
+    RequestOption,
+    Target,
+    invalid_fields,
+)
+from gpumem_exporter.cli.api_client import ExporterApi
 
-__all__ = [
-    "AccessOptions",
-    "ConnectionOptions",
-    "checked_interval",
-    "comma_separated",
-    "command_from_options",
-    "command_from_parameters",
-    "new_application",
-    "read_token",
-]
+ANSWER_GRACE_SECONDS = 10.0
+"""How long after its deadline an action that started in time may still run."""
 
+_SETTLE_SECONDS = 10.0
+"""The settling time of a clear on a terminal."""
 
-@dataclass(frozen=True, kw_only=True)
-class AccessOptions:
-    """The token of a command, and the form of its output."""
-
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-file",
-            metavar="PATH",
-            help="File with the token for actions. Default: GPUMEM_ACTION_TOKEN_FILE. "
-            "GPUMEM_ACTION_TOKEN is the token itself.",
-        ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with sizes in bytes.")] = False
-
-    def token(self, environ: Mapping[str, str] = os.environ) -> str:
-        """Return the token for actions, or an empty string if there is none: from the option, else the environment.
-
-        Raises:
-            ConfigurationError: the file cannot be read, or does not contain one token.
-        """
-        path = str(self.token_file) if self.token_file is not None else ""
-        if not path:
-            token = environ.get("GPUMEM_ACTION_TOKEN", "").strip()
-            if token:
-                return _checked_token(token, "GPUMEM_ACTION_TOKEN")
-            path = environ.get("GPUMEM_ACTION_TOKEN_FILE", "").strip()
-        return read_token(path) if path else ""
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConnectionOptions(AccessOptions):
-    """The address of the exporter."""
+def option_group(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds several options or arguments to a command."""
 
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            metavar="URL",
-            help="The exporter: http://host:port, https://host:port or unix:///path/to.sock. user:password@ before the "
-            "host is basic auth. Default: GPUMEM_EXPORTER_URL, else unix:///run/gpumem/exporter.sock, then "
-            "http://127.0.0.1:9844.",
-        ),
-    ] = None
+    def decorate(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
 
-    def urls(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-        """Return the addresses to try, in order."""
-        if self.url is not None:
-            return (self.url,)
-        from gpumem_client.reporter.settings import exporter_urls
+    return decorate
 
-        return exporter_urls(environ)
+
+access_options = option_group(
+    click.option(
+        "--token-file",
+        metavar="PATH",
+        help="File with the token for actions. Default: GPUMEM_ACTION_TOKEN_FILE. GPUMEM_ACTION_TOKEN is the token "
+        "itself.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes."),
+)
+"""The token of a command, and the form of its output."""
+
+connection_options = option_group(
+    click.option(
+        "--url",
+        metavar="URL",
+        help="The exporter: http://host:port, https://host:port or unix:///path/to.sock. user:password@ before the "
+        "host is basic auth. Default: GPUMEM_EXPORTER_URL, else unix:///run/gpumem/exporter.sock, then "
+        "http://127.0.0.1:9844.",
+    ),
+    access_options,
+)
+
+
+def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the addresses to try, in order."""
+    return (url,) if url is not None else default_urls(environ)
+
+
+def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the token for actions, or an empty string if there is none: from --token-file, else the environment.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or does not contain one token.
+    """
+    if not token_file:
+        token = environ.get("GPUMEM_ACTION_TOKEN", "").strip()
+        if token:
+            return _checked_token(token, "GPUMEM_ACTION_TOKEN")
+        token_file = environ.get("GPUMEM_ACTION_TOKEN_FILE", "").strip()
+    return read_token(token_file) if token_file else ""
+
+
+def open_api(url: str | None, token_file: str | None) -> ExporterApi:
+    """Return the API of the exporter that `connection_options` name."""
+    return ExporterApi(exporter_urls(url), token=action_token(token_file))
 
 
 def read_token(path: str) -> str:
@@ -100,90 +112,111 @@ def _checked_token(token: str, source: str) -> str:
     return token
 
 
-def comma_separated(values: Sequence[str]) -> tuple[str, ...]:
-    """Return the values of a repeatable option, each of which may be a list with commas: `0,1` and `7`."""
-    return tuple(part.strip() for value in values for part in value.split(","))
+def interval_option(default: float) -> Callable[[_Command], _Command]:
+    """Return the option --interval of a live view."""
+    return click.option(
+        "--interval",
+        "interval_seconds",
+        metavar="SECONDS",
+        default=default,
+        show_default=True,
+        callback=_checked_interval,
+        help="Seconds between updates: 0.2 to 3600.",
+    )
 
 
-def checked_interval(seconds: float) -> float:
-    """Return the value of --interval.
-
-    Raises:
-        ConfigurationError: the value is out of range.
-    """
+def _checked_interval(_context: click.Context, _option: click.Parameter, seconds: float) -> float:
     if not 0.2 <= seconds <= 3600:
         raise ConfigurationError(f"--interval {seconds:g}: must be 0.2 to 3600 seconds")
     return seconds
 
 
-def new_application(**settings: Any) -> typer.Typer:
-    """Return an empty Typer application with the settings that all commands share."""
-    return typer.Typer(
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-        **settings,
-    )
+target_options = option_group(
+    *(
+        click.option(selector.flag, multiple=True, metavar=selector.metavar, help=selector.description)
+        for selector in SELECTORS.values()
+    ),
+    click.option("--all", is_flag=True, help="Every process; an action reaches those that report."),
+)
+"""The processes that a command acts on or shows. Each is repeatable and takes a list: --gpu 0 --gpu 1 is --gpu 0,1."""
 
 
-def command_from_options(
-    name: str,
-    run: Callable[..., int],
-    *groups: type[Any],
-    description: str | None = None,
-    epilog: str = "",
-    application: typer.Typer | None = None,
-) -> typer.Typer:
-    """Return an application with a command whose options are the fields of some dataclasses.
+def pop_target(values: dict[str, Any]) -> Target:
+    """Remove the values of `target_options` from `values`. Return the target; without a field it selects all processes.
 
-    Args:
-        name: the command's name.
-        run: takes one instance of each group, in their order, and returns the exit code.
-        groups: dataclasses whose fields are `name: Annotated[type, typer.Option(...)] = default`.
-        description: the help text; the docstring of `run` by default.
-        epilog: printed below the options.
-        application: gets the command; a new one by default.
+    Raises:
+        ConfigurationError: a value is invalid, or `--all` contradicts another option.
     """
+    everything = values.pop("all")
+    given: dict[str, Any] = {name: _split(texts) for name in SELECTORS if (texts := values.pop(name))}
+    if everything and given:
+        names = ", ".join(f"--{name}" for name in given)
+        raise ConfigurationError(f"--all selects every process; leave out --all or {names}")
+    checked_request({"action": "empty_cache", "target": given or {"all": True}})
+    return Target(**given, all=everything)
 
-    def run_with(values: dict[str, Any]) -> int:
-        return run(*(group(**{item.name: values[item.name] for item in fields(group)}) for group in groups))
 
-    parameters = [parameter for group in groups for parameter in _parameters(group)]
-    description = description or run.__doc__
-    return command_from_parameters(
-        name, run_with, parameters, description=description, epilog=epilog, application=application
+def _split(texts: Sequence[str]) -> list[str]:
+    """The values of a repeatable option, each of which may be a list with commas: `0,1` and `7`."""
+    return [part.strip() for text in texts for part in text.split(",")]
+
+
+def action_options(action: str) -> Callable[[_Command], _Command]:
+    """Return the options of an action, as `actions.request` declares them. Their names are the fields of a request."""
+    return option_group(
+        *(
+            _action_option(name, option, option.help[action])
+            for name, option in OPTIONS.items()
+            if option.flag and action in option.help
+        )
     )
 
 
-def command_from_parameters(
-    name: str,
-    run: Callable[[dict[str, Any]], int],
-    parameters: Sequence[Parameter],
-    *,
-    description: str | None,
-    epilog: str = "",
-    application: typer.Typer | None = None,
-) -> typer.Typer:
-    """Return an application with a command. `run` takes the values of the parameters by name."""
-
-    def typed(**values: Any) -> int:
-        return run(values)
-
-    # Typer reads the parameters from the signature.
-    typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    typed.__signature__ = Signature(list(parameters))  # type: ignore[attr-defined]
-    application = application or new_application()
-    application.command(name, help=description, epilog=epilog)(typed)
-    return application
+def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any], Any]:
+    if not option.flag.startswith("-"):
+        return click.argument(name, type=option.kind, metavar=option.flag)
+    if option.kind is bool:
+        return click.option(option.flag, name, is_flag=True, help=text)
+    default = option.default
+    if name == "settle_seconds":
+        default, text = None, f"{text} Default: {_SETTLE_SECONDS:g} on a terminal, otherwise 0."
+    return click.option(
+        option.flag,
+        name,
+        type=option.kind,
+        metavar=option.metavar,
+        default=default,
+        show_default=bool(default),
+        help=text,
+    )
 
 
-def _parameters(group: type[Any]) -> list[Parameter]:
-    """One parameter for each field. A group's own fields come before those that it inherits."""
-    hints = get_type_hints(group, include_extras=True)
-    depths = {name: depth for depth, base in enumerate(group.__mro__) for name in getattr(base, "__annotations__", ())}
-    parameters = []
-    for item in sorted(fields(group), key=lambda item: depths[item.name]):
-        default = Parameter.empty if item.default is MISSING else item.default
-        parameters.append(Parameter(item.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[item.name]))
-    return parameters
+def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool) -> dict[str, Any]:
+    """Return the request of an action, without its target, from the values of its options.
+
+    Raises:
+        ConfigurationError: a value is invalid, or options contradict each other.
+    """
+    request = {"action": action, **values}
+    if "mode" in request:
+        request["mode"] = request["mode"] or ("step" if request["group"] else "now")
+    settle_seconds = request.pop("settle_seconds", 0.0)
+    if settle_seconds is None and on_terminal and not request["dry_run"]:
+        settle_seconds = _SETTLE_SECONDS
+    if settle_seconds:
+        request["settle_seconds"] = settle_seconds
+    return checked_request(request)
+
+
+def checked_request(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a request; one without a target is checked as if it had every process.
+
+    Raises:
+        ConfigurationError: a value is invalid, or options contradict each other.
+    """
+    target = Target(**document.get("target", {"all": True}))
+    for invalid in invalid_fields(ActionRequest(**{**document, "target": target})):
+        name = invalid.field.removeprefix("target.")
+        flag = OPTIONS[name].flag if name in OPTIONS else f"--{name}"
+        raise ConfigurationError(f"invalid {flag} {invalid.value}: expected {invalid.expected}")
+    return document

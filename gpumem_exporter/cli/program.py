@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["COMMANDS", "FAILED", "INTERRUPTED", "PROGRAM", "WRONG_USAGE", "one_line"]
-
 PROGRAM = "gpumem-exporter"
 
 _MODULES = {

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value
-from gpumem_exporter.collectors.view import View
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View
 from gpumem_exporter.core.ledger import fragmented_bytes
-from gpumem_exporter.core.plan_errors import plan_error_ratio
-from gpumem_exporter.core.samples import ReportingProcess
-
-__all__ = ["TORCH", "AllocatorSource"]
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, plan_error_ratio
 
 _SAMPLED = {
     catalog.TORCH_ALLOCATED: "allocated_bytes",
@@ -44,42 +39,11 @@ _DERIVED = (
     catalog.TORCH_SLACK_RATIO,
     catalog.TORCH_FRAGMENTATION_RATIO,
 )
+_FAMILIES = (
+    *(*_SAMPLED, *_DERIVED, catalog.TORCH_PHASE_PEAK, catalog.TORCH_COMPONENT),
+    *(catalog.PROCESS_MEMORY_LIMIT, catalog.TORCH_PINNED_HOST),
+)
 _sampled_values = attrgetter(*_SAMPLED.values())
-
-
-class AllocatorSource(NamedTuple):
-    """Everything that the samples of a process' allocator depend on. The reports of an idle process have equal ones."""
-
-    devices: tuple[DeviceSample, ...]
-    step: int | None
-    pinned_host_bytes: int | None
-    process: tuple[str, str, str]
-    """The labels of the process: pid, workload, rank."""
-    gpu_by_uuid: Mapping[str, str]
-    """The index of each device; other devices get `gpu=""`."""
-
-    @classmethod
-    def of(cls, process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]) -> AllocatorSource:
-        """Return the source of a process that has the name `pid` on the page."""
-        report = process.report
-        labels = (pid, report.process.workload, report.process.rank)
-        return cls(report.devices, report.step, report.pinned_host_bytes, labels, gpu_by_uuid)
-
-    def samples(self) -> Samples:
-        """Compute the samples: those of each device, then the memory that is on no device."""
-        devices: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = []
-        values: list[Value] = []
-        for sample in self.devices:
-            phases, components = sorted(sample.phase_peak_bytes), sorted(sample.component_bytes)
-            gpu = self.gpu_by_uuid.get(sample.uuid, "")
-            devices.append((gpu, sample.uuid, tuple(phases), tuple(components)))
-            values += _sampled_values(sample)
-            values += _derived_values(sample, self.step)
-            values += [sample.phase_peak_bytes[phase] for phase in phases]
-            values += [sample.component_bytes[component] for component in components]
-            values.append(sample.memory_limit_bytes)
-        labels = (self.process, tuple(devices))
-        return Samples(labels, _series, (*values, self.pinned_host_bytes))
 
 
 def _derived_values(sample: DeviceSample, step: int | None) -> tuple[Value, ...]:
@@ -109,16 +73,37 @@ def _series(
     yield catalog.TORCH_PINNED_HOST, process
 
 
-def _allocators(view: View) -> Iterator[Subject]:
-    for pid, process in view.names.reporting:
-        yield process.key, AllocatorSource.of(process, pid, view.gpu_by_uuid)
+def _samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]) -> Samples:
+    """Return the samples of a process: those of each device, then the memory that is on no device."""
+    report = process.report
+    devices: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = []
+    values: list[Value] = []
+    for sample in report.devices:
+        phases, components = sorted(sample.phase_peak_bytes), sorted(sample.component_bytes)
+        devices.append((gpu_by_uuid.get(sample.uuid, ""), sample.uuid, tuple(phases), tuple(components)))
+        values += _sampled_values(sample)
+        values += _derived_values(sample, report.step)
+        values += [sample.phase_peak_bytes[phase] for phase in phases]
+        values += [sample.component_bytes[component] for component in components]
+        values.append(sample.memory_limit_bytes)
+    labels = ((pid, report.process.workload, report.process.rank), tuple(devices))
+    return Samples(labels, _series, (*values, report.pinned_host_bytes))
 
 
-TORCH = Collector(
-    "torch",
-    (
-        *(*_SAMPLED, *_DERIVED, catalog.TORCH_PHASE_PEAK, catalog.TORCH_COMPONENT),
-        *(catalog.PROCESS_MEMORY_LIMIT, catalog.TORCH_PINNED_HOST),
-    ),
-    _allocators,
-)
+def torch_collector() -> Collector:
+    """Return a collector that keeps the samples of a process until its next report."""
+    kept: dict[ProcessKey, tuple[ReportingProcess, str, Samples]] = {}
+    kept_gpus: Mapping[str, str] = {}
+
+    def subjects(view: View) -> Iterator[Subject]:
+        nonlocal kept, kept_gpus
+        known = kept if view.gpu_by_uuid == kept_gpus else {}
+        kept, kept_gpus = {}, view.gpu_by_uuid
+        for pid, process in view.names.reporting:
+            last = known.get(process.key)
+            if last is None or last[0] is not process or last[1] != pid:
+                last = process, pid, _samples(process, pid, view.gpu_by_uuid)
+            kept[process.key] = last
+            yield process.key, last[2]
+
+    return Collector("torch", _FAMILIES, subjects)

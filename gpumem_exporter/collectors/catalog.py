@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["METRICS", "OWN", "SCRAPED", "Metric"]
-
 _DEVICE = ("gpu", "uuid")
 _TORCH = ("gpu", "uuid", "pid", "workload", "rank")
 _REPORTER = ("pid", "workload", "rank")
@@ -473,8 +471,7 @@ EVENTS_DROPPED = _counter(
 )
 HELD_REQUESTS = _gauge(
     "gpumem_held_requests",
-    "Open requests that wait for data: reports that wait for commands, actions that wait for their end, live pages."
-    " About one per reporting process.",
+    "Open requests that wait: reports for commands, actions for their end. About one per reporting process.",
 )
 POLICY_EVALUATIONS = _counter(
     "gpumem_policy_evaluations_total",

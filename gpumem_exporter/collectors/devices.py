@@ -1,16 +1,14 @@
-"""Samples of the devices and of their ledgers."""
+"""Samples of the last poll, of the devices and of their ledgers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject
-from gpumem_exporter.collectors.view import View
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View
 from gpumem_exporter.core.ledger import node_ledgers, node_shares
 
-__all__ = ["DEVICE", "LEDGER"]
-
+_POLL_FAMILIES = (catalog.NVML_UP, catalog.POLL_DURATION, catalog.POLL_TIMESTAMP)
 _DEVICE_FAMILIES = (
     catalog.DEVICE_INFO,
     catalog.DEVICE_UP,
@@ -22,6 +20,18 @@ _DEVICE_FAMILIES = (
     catalog.DEVICE_UTILIZATION,
 )
 _NO_MEMORY = (None, None, None, None, None)
+
+
+def _polls(view: View) -> Iterator[Subject]:
+    """Yield whether the driver answers, and the duration and time of the last poll unless it has expired."""
+    last = view.snapshot.node
+    times = (last.duration_seconds, last.taken_unix_seconds) if last is not None else (None, None)
+    yield "poll", Samples((), _poll_series, (0 if view.node is None else 1, *times))
+
+
+def _poll_series() -> Iterator[Series]:
+    for metric in _POLL_FAMILIES:
+        yield metric, ()
 
 
 def _devices(view: View) -> Iterator[Subject]:
@@ -49,7 +59,7 @@ def _ledgers(view: View) -> Iterator[Subject]:
     """Yield the ledger of each device, with the non-torch memory of the processes on it."""
     if view.node is None:
         return
-    shares_by_uuid = node_shares(view.snapshot, view.names)
+    shares_by_uuid = node_shares(view.snapshot)
     ledgers = node_ledgers(view.snapshot, shares_by_uuid)
     for device in view.devices:
         key = (device.gpu, device.uuid)
@@ -74,5 +84,6 @@ def _ledger_series(
         yield catalog.TORCH_NON_TORCH, (*device, *labels)
 
 
+POLL = Collector("poll", _POLL_FAMILIES, _polls)
 DEVICE = Collector("device", _DEVICE_FAMILIES, _devices)
 LEDGER = Collector("ledger", (catalog.DEVICE_ALLOCATABLE, catalog.LEDGER, catalog.TORCH_NON_TORCH), _ledgers)

@@ -6,21 +6,17 @@ They are subjects of the page like all others, one for each family: between two 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.utils import floatToGoString
 
 from gpumem_client.wire.protocol import OUTCOMES
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.model import RESULTS
+from gpumem_exporter.actions.policy.values import RESULTS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Samples, Series, Subject
+from gpumem_exporter.collectors.subjects import Samples, Series, Subject, View
 from gpumem_exporter.events.model import EVENT_TYPES, Event
-
-__all__ = ["ALERT_OUTCOMES", "Instruments", "process_registry"]
 
 ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignored", "invalid")
 
@@ -34,17 +30,6 @@ def process_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry
-
-
-class _Family(NamedTuple):
-    """The state of a family at one time."""
-
-    series: tuple[Series, ...]
-    values: tuple[float, ...]
-
-    def samples(self) -> Samples:
-        """Return the samples, with the values as `prometheus_client` writes them."""
-        return Samples(self.series, _same, tuple([floatToGoString(value) for value in self.values]))  # type: ignore[no-untyped-call]
 
 
 class Instruments:
@@ -68,12 +53,14 @@ class Instruments:
         for type_ in EVENT_TYPES:
             self._add(catalog.EVENTS, type_, amount=0)
 
-    def subjects(self) -> list[Subject]:
-        """Return each family with its current values."""
+    def subjects(self, _: View) -> Iterator[Subject]:
+        """Yield each family with its current values."""
         with self._lock:
             if self._held_requests is not None:
                 self._values[catalog.HELD_REQUESTS][catalog.HELD_REQUESTS, ()] = self._held_requests()
-            return [(metric, _Family(tuple(each), tuple(each.values()))) for metric, each in self._values.items()]
+            values = {metric: (tuple(each), tuple(each.values())) for metric, each in self._values.items()}
+        for metric, (series, amounts) in values.items():
+            yield metric, Samples(series, _same, amounts)
 
     def show_held_requests(self, count: Callable[[], int]) -> None:
         """Export the number of held requests, which `count` returns; it is called in each scrape."""
@@ -135,10 +122,10 @@ class Instruments:
         self._add(_COUNT, action, amount=amount)
         self._add(_SUM, action, amount=seconds)
 
-    def _add(self, metric: catalog.Metric, *labels: str, amount: float = 1) -> None:
+    def _add(self, metric: catalog.Metric, *labels: str, amount: float = 1.0) -> None:
         values = self._values[metric.part_of or metric]
         with self._lock:
-            values[metric, labels] = values.get((metric, labels), 0) + amount
+            values[metric, labels] = values.get((metric, labels), 0.0) + amount
 
 
 def _same(*series: Series) -> tuple[Series, ...]:

@@ -1,33 +1,28 @@
-"""Samples of the processes on the devices: their memory from NVML, their description from host and reporter."""
+"""Samples of the processes on the devices, of the reporters, and of the out-of-memory errors of the last hour."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
-from typing import NamedTuple
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject
-from gpumem_exporter.collectors.view import View
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View
 from gpumem_exporter.core.naming import command_of, pid_order
-from gpumem_exporter.core.samples import IDENTITY_FIELDS, ProcessFacts, ProcessMemory, ReportingProcess, SilentReporter
-
-__all__ = ["PROCESS"]
+from gpumem_exporter.core.samples import IDENTITY_FIELDS, ProcessFacts, ReportingProcess, SilentReporter
 
 _UNKNOWN = ProcessFacts(0, 0)
-
-
-class _UsedSource(NamedTuple):
-    """What the driver lists on a device; the same object until the next poll."""
-
-    device: tuple[str, str]
-    processes: tuple[ProcessMemory, ...]
-
-    def samples(self) -> Samples:
-        """Compute the samples, sorted by pid."""
-        listed = sorted(self.processes, key=attrgetter("pid"))
-        pids = tuple([process.pid for process in listed])
-        return Samples((self.device, pids), _used_series, tuple([process.used_bytes for process in listed]))
+_REPORTER_FAMILIES = (catalog.REPORTER_UP, catalog.REPORTER_TIMESTAMP, catalog.SAMPLE_TIMESTAMP)
+_OOM_VALUES = {
+    catalog.LAST_OOM_TIMESTAMP: "happened_unix_seconds",
+    catalog.LAST_OOM_REQUESTED: "requested_bytes",
+    catalog.LAST_OOM_DEVICE_FREE: "device_free_bytes",
+    catalog.LAST_OOM_LIMIT: "limit_bytes",
+    catalog.LAST_OOM_ALLOCATED: "allocated_bytes",
+    catalog.LAST_OOM_RESERVED: "reserved_bytes",
+    catalog.LAST_OOM_RECLAIMABLE: "reclaimable_bytes",
+    catalog.LAST_OOM_FRAGMENTED: "fragmented_bytes",
+}
+_oom_values = attrgetter(*_OOM_VALUES.values())
 
 
 def _processes(view: View) -> Iterator[Subject]:
@@ -37,7 +32,9 @@ def _processes(view: View) -> Iterator[Subject]:
     """
     for device in view.devices:
         key = (device.gpu, device.uuid)
-        yield key, _UsedSource(key, device.processes or ())
+        listed = sorted(device.processes or (), key=attrgetter("pid"))
+        pids = tuple([process.pid for process in listed])
+        yield key, Samples((key, pids), _used_series, tuple([process.used_bytes for process in listed]))
     rows = _info_rows(view, view.node.facts if view.node is not None else {})
     for pid in sorted(rows, key=pid_order):
         row = _without_identities(rows[pid]) if view.hide_identities else rows[pid]
@@ -108,4 +105,41 @@ def _without_identities(row: tuple[str, ...]) -> tuple[str, ...]:
     return (*row[:2], *("" for _ in IDENTITY_FIELDS), *row[2 + len(IDENTITY_FIELDS) :])
 
 
+def _reporters(view: View) -> Iterator[Subject]:
+    """Yield the state of each reporter, the time of its last report, and the time of its sample."""
+    rows: dict[str, Samples] = {}
+    for pid, process in view.names.reporting:
+        identity, received = process.report.process, process.received_unix_seconds
+        values = (1, received, received - process.report.sample_age_seconds)
+        rows[pid] = Samples((pid, identity.workload, identity.rank), _reporter_series, values)
+    for pid, silent in view.names.silent:
+        labels = (pid, silent.workload, silent.rank)
+        rows[pid] = Samples(labels, _reporter_series, (0, silent.last_report_unix_seconds, None))
+    for pid in sorted(rows, key=pid_order):
+        yield pid, rows[pid]
+
+
+def _reporter_series(*labels: str) -> Iterator[Series]:
+    for metric in _REPORTER_FAMILIES:
+        yield metric, labels
+
+
+def _ooms(view: View) -> Iterator[Subject]:
+    """Yield the last error of each process on each device, with the labels at the time of the error.
+
+    The process may have exited. If the index of the device was unknown at the time of the error, because the driver had
+    not been polled, the current index is used.
+    """
+    for oom in sorted(view.snapshot.ooms, key=lambda oom: (pid_order(oom.pid), oom.uuid)):
+        labels = (oom.gpu or view.gpu_by_uuid.get(oom.uuid, ""), oom.uuid, oom.pid, oom.workload, oom.rank)
+        yield (oom.uuid, oom.pid), Samples(labels, _oom_series, _oom_values(oom))
+
+
+def _oom_series(*labels: str) -> Iterator[Series]:
+    for metric in _OOM_VALUES:
+        yield metric, labels
+
+
 PROCESS = Collector("process", (catalog.PROCESS_INFO, catalog.PROCESS_USED), _processes)
+REPORTER = Collector("reporter", _REPORTER_FAMILIES, _reporters)
+OOM = Collector("oom", tuple(_OOM_VALUES), _ooms)

@@ -4,16 +4,46 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
-
-from gpumem_exporter.core.samples import LastOom
-
-__all__ = ["MAX_SHOWN", "SHOWN_SECONDS", "LastOoms"]
 
 SHOWN_SECONDS = 3600.0
 """Seconds for which an error is shown: long enough for a scrape, an alert and a person."""
 MAX_SHOWN = 256
 """The maximum number of errors that are shown; the owner with the most loses its oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastOom:
+    """The last out-of-memory error of a process on a device, with the values at that time.
+
+    The record outlives the process, and its labels keep the values that they had at the time of the error.
+    """
+
+    gpu: str
+    """NVML index; empty if it was unknown."""
+    uuid: str
+    pid: str
+    """The name of the process by `core.naming`."""
+    workload: str
+    rank: str
+    session: str
+    """The reporter's session; together with `number` it identifies the error if it is reported twice."""
+    number: int
+    """The number of the error within the session."""
+    happened_seconds: float
+    happened_unix_seconds: float
+    requested_bytes: int | None = None
+    """The size of the allocator's request to the driver."""
+    device_free_bytes: int | None = None
+    limit_bytes: int | None = None
+    """The memory of the device, or the process' memory fraction of it."""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    reclaimable_bytes: int | None = None
+    fragmented_bytes: int | None = None
+    owner: str = ""
+    """The holder of one share of the errors that are shown; see `core.samples.ProcessKey.share`."""
 
 
 class LastOoms:

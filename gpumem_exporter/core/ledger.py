@@ -30,24 +30,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.naming import Names
-from gpumem_exporter.core.samples import (
-    DeviceMemory,
-    ProcessMemory,
-    ReportingProcess,
-    Snapshot,
-)
-
-__all__ = [
-    "CATEGORIES",
-    "DeviceLedger",
-    "ProcessShare",
-    "fragmented_bytes",
-    "idle_cache_bytes",
-    "node_ledgers",
-    "node_shares",
-    "sum_of_known",
-]
+from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory, ReportingProcess, Snapshot
 
 CATEGORIES = (
     "torch_allocated",
@@ -113,12 +96,7 @@ def idle_cache_bytes(shares: Iterable[ProcessShare]) -> int | None:
 def node_ledgers(
     snapshot: Snapshot, shares: Mapping[str, Sequence[ProcessShare]] | None = None
 ) -> dict[str, DeviceLedger]:
-    """Compute the ledger of each device whose memory is known, by uuid.
-
-    Args:
-        snapshot: the node and its reports.
-        shares: the result of `node_shares`; computed if None.
-    """
+    """Compute the ledger of each device whose memory is known, by uuid, from the result of `node_shares`."""
     shares = node_shares(snapshot) if shares is None else shares
     return {
         device.uuid: _ledger(device.memory, shares[device.uuid], listed=device.processes is not None)
@@ -127,21 +105,17 @@ def node_ledgers(
     }
 
 
-def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, list[ProcessShare]]:
+def node_shares(snapshot: Snapshot) -> dict[str, list[ProcessShare]]:
     """Compute the memory of each process on each device, by uuid.
 
     The processes are those that the driver lists. If its list is unknown, they are the processes that report.
     A device whose memory is unknown has no ledger, but it has its processes.
-
-    Args:
-        snapshot: the node and its reports.
-        names: the names of the snapshot; computed if None.
     """
     node = snapshot.node
     if node is None:
         return {}
     # Without the processes whose pid was reused.
-    reporting = [each for each in (names or Names.of(snapshot)).reporting if node.pid_belongs_to(each[1])]
+    reporting = [each for each in snapshot.names.reporting if node.pid_belongs_to(each[1])]
     processes = {process.host_pid: process for _, process in reporting if process.host_pid is not None}
     by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
     for host_pid, process in processes.items():

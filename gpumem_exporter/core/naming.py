@@ -16,51 +16,16 @@ A name is text on the metrics page. In JSON it is a number if possible: 4711, or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from operator import attrgetter
-
-from gpumem_exporter.core.samples import ReportingProcess, SilentReporter, Snapshot
-
-__all__ = ["Names", "command_of", "json_pid", "pid_order", "reporter_name"]
+from gpumem_exporter.core.place import Place
 
 _RAY = "ray::"
 """The start of the titles of Ray's workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """The names of the reporters of a snapshot, in the order of `pid_order`; each name and each process once."""
-
-    reporting: tuple[tuple[str, ReportingProcess], ...]
-    silent: tuple[tuple[str, SilentReporter], ...]
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> Names:
-        """Name the reporters of a snapshot; all calls for the same snapshot return the same object."""
-        known: Names | None = snapshot.derived.get(cls)
-        if known is None:
-            known = snapshot.derived[cls] = cls._of(snapshot)
-        return known
-
-    @classmethod
-    def _of(cls, snapshot: Snapshot) -> Names:
-        processes, silents = _represented(snapshot)
-        # Of several reporters with one name, the one that reported last gets it; an attested one before others.
-        processes.sort(key=attrgetter("attested", "received_seconds"))
-        silents.sort(key=attrgetter("last_report_unix_seconds"))
-        reporting = {reporter_name(process): process for process in processes}
-        silent = {reporter_name(reporter): reporter for reporter in silents}
-        return cls(
-            tuple((name, reporting[name]) for name in sorted(reporting, key=pid_order)),
-            tuple((name, silent[name]) for name in sorted(silent.keys() - reporting, key=pid_order)),
-        )
-
-
-def reporter_name(reporter: ReportingProcess | SilentReporter) -> str:
+def reporter_name(host_pid: int | None, namespace: int, pid: int, owner_uid: int | None, place: Place) -> str:
     """Return the name of a reporter."""
-    if reporter.host_pid is not None:
-        return str(reporter.host_pid)
-    namespace, pid, owner_uid, place = reporter.key
+    if host_pid is not None:
+        return str(host_pid)
     if owner_uid is None:
         return f"{pid}@{namespace}"
     return f"{pid}@{namespace}:{owner_uid}" + (f":{place}" if place.container else "")
@@ -89,15 +54,3 @@ def pid_order(pid: str) -> tuple[int, int, int, str]:
 def json_pid(pid: str) -> int | str:
     """Return a name as a JSON value: a number if possible."""
     return int(pid) if pid.isdecimal() else pid
-
-
-def _represented(snapshot: Snapshot) -> tuple[list[ReportingProcess], list[SilentReporter]]:
-    """Return the reporters without those whose pid the host shows to belong to a process that started later."""
-    facts_by_pid = snapshot.node.facts if snapshot.node is not None and snapshot.node.up else {}
-
-    def replaced(reporter: ReportingProcess | SilentReporter) -> bool:
-        facts = facts_by_pid.get(reporter.host_pid) if reporter.host_pid is not None else None
-        return facts is not None and facts.start_time_ticks > reporter.start_time_ticks > 0
-
-    processes = [process for process in snapshot.processes if not replaced(process)]
-    return processes, [reporter for reporter in snapshot.silent if not replaced(reporter)]

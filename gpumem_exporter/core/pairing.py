@@ -16,12 +16,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from operator import attrgetter, is_
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess
-
-__all__ = ["Pairing"]
 
 _NEVER = float("-inf")
 
@@ -158,8 +156,7 @@ class _Device:
     def show_after_report(self, row: _Row) -> bool:
         """After a report, show the newest reading that fits all processes, otherwise the new sample if that fits.
 
-        Returns:
-            Whether the device shows another reading.
+        Returns whether the device shows another reading.
         """
         if self.shown is None:
             return False
@@ -197,15 +194,14 @@ class _Device:
 class Pairing:
     """The readings and samples that belong together. Not thread-safe.
 
-    Args:
-        expiry_seconds: the age at which a reading is replaced by a newer one that does not fit.
+    A reading of the age `expiry_seconds` is replaced by a newer one that does not fit.
     """
 
     def __init__(self, expiry_seconds: float) -> None:
         self._expiry_seconds = expiry_seconds
         self._devices: dict[str, _Device] = {}
         self._paired: dict[ProcessKey, ReportingProcess] = {}
-        """The results of `process`, as long as they stay the same."""
+        """The processes of `shown`, as long as they stay the same."""
 
     def put_reading(self, node: NodeReading) -> None:
         """Take a reading of the driver."""
@@ -244,28 +240,29 @@ class Pairing:
             if uuid not in except_devices:
                 device.rows.pop(key, None)
 
-    def node(self, node: NodeReading) -> NodeReading:
-        """Return the newest reading, in which each device has the memory values that fit the reports."""
-        devices = tuple([self._shown_device(device) for device in node.devices])
-        return node if all(map(_is, devices, node.devices)) else replace(node, devices=devices)
+    def shown(
+        self, node: NodeReading, processes: Iterable[ReportingProcess]
+    ) -> tuple[NodeReading, tuple[ReportingProcess, ...]]:
+        """Return the newest reading and the processes with the values that belong together.
 
-    def process(self, process: ReportingProcess) -> ReportingProcess:
-        """Return a process with the samples that fit the readings. Its sample age is that of the oldest one.
-
-        Args:
-            process: the process with its last report, which `put_report` has received.
+        Each device has the memory values of the reading that fits the reports. Each process, whose last report
+        `put_report` has received, has the samples that fit the readings, and the age of the oldest of them.
         """
-        paired = self._paired.get(process.key)
-        if paired is None:
-            paired = self._paired[process.key] = self._pair(process)
-        return paired
+        devices = tuple([self._shown_device(device) for device in node.devices])
+        if not all(map(is_, devices, node.devices)):
+            node = replace(node, devices=devices)
+        paired = self._paired
+        for process in processes:
+            if process.key not in paired:
+                paired[process.key] = self._pair(process)
+        return node, tuple([paired[process.key] for process in processes])
 
     def _pair(self, process: ReportingProcess) -> ReportingProcess:
         report = process.report
         rows = [self._shown_row(process.key, sample) for sample in report.devices]
         samples = tuple([row.shown if row else sample for row, sample in zip(rows, report.devices, strict=True)])
         unmatched = frozenset(sample.uuid for row, sample in zip(rows, samples, strict=True) if not row or not row.fits)
-        if all(map(_is, samples, report.devices)):
+        if all(map(is_, samples, report.devices)):
             return replace(process, unmatched=unmatched) if unmatched else process
         oldest_seconds = min(row.shown_seconds for row in rows if row)
         age_seconds = max(report.sample_age_seconds, process.received_seconds - oldest_seconds)
@@ -288,7 +285,3 @@ class Pairing:
     def _shown_row(self, key: ProcessKey, sample: DeviceSample) -> _Row | None:
         device = self._devices.get(sample.uuid)
         return device.rows.get(key) if device is not None and device.shown is not None else None
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

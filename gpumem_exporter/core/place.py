@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HERE", "UNKNOWN", "Place"]
-
 _SHOWN = 12
 """The characters of a container's id that are shown, as docker shows them."""
 

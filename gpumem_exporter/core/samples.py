@@ -8,25 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from operator import attrgetter
+from typing import NamedTuple
 
-from gpumem_client.wire.protocol import Report
+from gpumem_client.wire.protocol import DeviceSample, Report
+from gpumem_exporter.core.last_ooms import LastOom
+from gpumem_exporter.core.naming import pid_order, reporter_name
 from gpumem_exporter.core.place import UNKNOWN, Place
-
-__all__ = [
-    "IDENTITY_FIELDS",
-    "DeviceMemory",
-    "DeviceReading",
-    "LastOom",
-    "NodeReading",
-    "ProcessFacts",
-    "ProcessKey",
-    "ProcessMemory",
-    "ReportingProcess",
-    "SilentReporter",
-    "Snapshot",
-    "StartingEngine",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +163,11 @@ class ReportingProcess:
     """The devices whose sample does not fit the reading of the snapshot; see `core.pairing`."""
 
     @property
+    def name(self) -> str:
+        """The name of the process: see `core.naming`."""
+        return reporter_name(self.host_pid, *self.key)
+
+    @property
     def owner_uid(self) -> int | None:
         """The user of the process, according to the kernel; None if only a token vouches for the report."""
         return self.key.owner_uid
@@ -221,38 +215,10 @@ class SilentReporter:
     rank: str
     last_report_unix_seconds: float
 
-
-@dataclass(frozen=True, slots=True)
-class LastOom:
-    """The last out-of-memory error of a process on a device, with the values at that time.
-
-    The record outlives the process, and its labels keep the values that they had at the time of the error.
-    """
-
-    gpu: str
-    """NVML index; empty if it was unknown."""
-    uuid: str
-    pid: str
-    """The name of the process by `core.naming`."""
-    workload: str
-    rank: str
-    session: str
-    """The reporter's session; together with `number` it identifies the error if it is reported twice."""
-    number: int
-    """The number of the error within the session."""
-    happened_seconds: float
-    happened_unix_seconds: float
-    requested_bytes: int | None = None
-    """The size of the allocator's request to the driver."""
-    device_free_bytes: int | None = None
-    limit_bytes: int | None = None
-    """The memory of the device, or the process' memory fraction of it."""
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    reclaimable_bytes: int | None = None
-    fragmented_bytes: int | None = None
-    owner: str = ""
-    """The holder of one share of the errors that are shown; see `ProcessKey.share`."""
+    @property
+    def name(self) -> str:
+        """The name of the process: see `core.naming`."""
+        return reporter_name(self.host_pid, *self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +241,34 @@ class StartingEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """The reporters of a snapshot by name, in the order of `pid_order`; each name and each process once."""
+
+    reporting: tuple[tuple[str, ReportingProcess], ...]
+    silent: tuple[tuple[str, SilentReporter], ...]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Names:
+        """Name the reporters of a snapshot."""
+        facts_by_pid = snapshot.node.facts if snapshot.node is not None and snapshot.node.up else {}
+
+        def replaced(reporter: ReportingProcess | SilentReporter) -> bool:
+            """Return whether the host shows that the pid belongs to a process that started later."""
+            facts = facts_by_pid.get(reporter.host_pid) if reporter.host_pid is not None else None
+            return facts is not None and facts.start_time_ticks > reporter.start_time_ticks > 0
+
+        # Of several reporters with one name, the one that reported last gets it; an attested one before others.
+        processes = sorted(snapshot.processes, key=attrgetter("attested", "received_seconds"))
+        silents = sorted(snapshot.silent, key=attrgetter("last_report_unix_seconds"))
+        reporting = {process.name: process for process in processes if not replaced(process)}
+        silent = {reporter.name: reporter for reporter in silents if not replaced(reporter)}
+        return cls(
+            tuple((name, reporting[name]) for name in sorted(reporting, key=pid_order)),
+            tuple((name, silent[name]) for name in sorted(silent.keys() - reporting, key=pid_order)),
+        )
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The state of the node at one time. Everything that displays or exports reads only a snapshot."""
 
@@ -290,5 +284,28 @@ class Snapshot:
     """The errors of the last hour, one for each process and device, in no order."""
     starting: tuple[StartingEngine, ...] = ()
     """The inference engines that start, once for each of their devices."""
-    derived: dict[type, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What other modules compute from this snapshot once, such as `core.naming.Names`, by type."""
+
+    @cached_property
+    def names(self) -> Names:
+        """The names of the reporters."""
+        return Names.of(self)
+
+
+_FULL_STEPS = 2
+"""The number of steps after which a training has reached its peak. Optimizers create their state in the first step, so
+the second step is the first with all memory in use."""
+
+
+def plan_error_ratio(sample: DeviceSample, step: int | None) -> float | None:
+    """Return planned reserved peak / measured reserved peak − 1: 0.05 means that the plan is 5 % too high.
+
+    The measured peak is the highest value since the last reset. A reset sets it to the bytes reserved at that time,
+    including the cache, so the ratio changes only if the cache was emptied as well.
+
+    It is None without a plan, without a measured peak, and unless `step`, the number of completed steps at the time of
+    the sample, is known and large enough.
+    """
+    planned, measured = sample.planned_reserved_peak_bytes, sample.reserved_peak_bytes
+    if planned is None or not measured or step is None or step < _FULL_STEPS:
+        return None
+    return planned / measured - 1

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ReportingProcess, StartingEngine
 
-__all__ = ["REPORTED_START_SECONDS", "TITLED_START_SECONDS", "StartingEngines"]
-
 TITLED_START_SECONDS = 900.0
 """The age at which an engine that is known by its title counts as started. Every user can choose a title, so this also
 bounds how long one process can hold back the actions of others."""
@@ -98,54 +96,36 @@ class StartingEngines:
     def at(self, now: float, processes: Iterable[tuple[ReportingProcess, float | None]]) -> tuple[StartingEngine, ...]:
         """Return the engines that start, for each of their devices.
 
-        Args:
-            now: the time.
-            processes: the processes that report whether an engine starts, with the time since when each reports so.
+        `processes` are the processes that report whether an engine starts, with the time since when each reports so.
         """
-        reported: list[StartingEngine] = []
+        starting: list[StartingEngine] = []
         started: set[tuple[int, int]] = set()
         for process, since_seconds in processes:
             if since_seconds is not None and now - since_seconds < REPORTED_START_SECONDS:
-                reported += self._reported(process, since_seconds)
+                starting += self._reported(process, since_seconds)
             # Only the owner of a process can say that its engine has started.
             if process.report.engine_starting is False and process.host_pid is not None and process.attested:
                 started.add((process.host_pid, process.start_time_ticks))
-        return (*reported, *self._titled_at(now, started))
+        for (uuid, host_pid), known in self._titled.items():
+            facts = known.facts
+            has_started = (host_pid, facts.start_time_ticks) in started or not _is_young_engine(facts, now)
+            if not has_started and now - known.grew_seconds < GROWTH_PAUSE_SECONDS:
+                until_seconds = (facts.started_seconds or 0.0) + TITLED_START_SECONDS
+                gpu = self._gpus.get(uuid, "")
+                starting.append(StartingEngine(uuid, gpu, host_pid, facts.command, until_seconds, facts.uid))
+        return tuple(starting)
 
     def _reported(self, process: ReportingProcess, since_seconds: float) -> Iterator[StartingEngine]:
         """Yield the devices of an engine that reports. A process that the driver does not list uses no memory there.
 
         Neither does one without a known host pid, which any client can invent, where the driver's list is known.
         """
-        for sample in process.report.devices:
-            listed = self._listed.get(sample.uuid)
+        title, until_seconds = process.report.process.command, since_seconds + REPORTED_START_SECONDS
+        for uuid in [sample.uuid for sample in process.report.devices]:
+            listed = self._listed.get(uuid)
             if listed is None or process.host_pid in listed:
-                yield StartingEngine(
-                    uuid=sample.uuid,
-                    gpu=self._gpus.get(sample.uuid, ""),
-                    host_pid=process.host_pid,
-                    title=process.report.process.command,
-                    until_seconds=since_seconds + REPORTED_START_SECONDS,
-                    owner_uid=process.owner_uid,
-                    reporter=process,
-                )
-
-    def _titled_at(self, now: float, started: set[tuple[int, int]]) -> Iterator[StartingEngine]:
-        for (uuid, host_pid), known in self._titled.items():
-            facts = known.facts
-            if (
-                (host_pid, facts.start_time_ticks) not in started
-                and _is_young_engine(facts, now)
-                and now - known.grew_seconds < GROWTH_PAUSE_SECONDS
-            ):
-                yield StartingEngine(
-                    uuid=uuid,
-                    gpu=self._gpus.get(uuid, ""),
-                    host_pid=host_pid,
-                    title=facts.command,
-                    until_seconds=(facts.started_seconds or 0.0) + TITLED_START_SECONDS,
-                    owner_uid=facts.uid,
-                )
+                gpu = self._gpus.get(uuid, "")
+                yield StartingEngine(uuid, gpu, process.host_pid, title, until_seconds, process.owner_uid, process)
 
 
 def _is_young_engine(facts: ProcessFacts, now: float) -> bool:

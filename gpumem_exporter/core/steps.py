@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["StepRate", "first_common_step", "seconds_until_step_ends"]
-
 _LEAD_STEPS = 2
 """The minimum number of steps between the last report of a rank and the step at which it acts."""
 
@@ -25,11 +23,7 @@ class StepRate:
 
 
 def first_common_step(rates: Iterable[StepRate], lead_seconds: float) -> int:
-    """Return the first step that no rank completes within `lead_seconds` at its current rate.
-
-    Raises:
-        ValueError: `rates` is empty.
-    """
+    """Return the first step that no rank completes within `lead_seconds` at its current rate."""
     return max(
         rate.step + max(math.ceil((rate.since_seconds + lead_seconds) / rate.step_seconds), _LEAD_STEPS)
         for rate in rates
@@ -37,9 +31,5 @@ def first_common_step(rates: Iterable[StepRate], lead_seconds: float) -> int:
 
 
 def seconds_until_step_ends(rates: Iterable[StepRate], step: int) -> float:
-    """Return the seconds until the slowest rank completes a step at its current rate.
-
-    Raises:
-        ValueError: `rates` is empty.
-    """
+    """Return the seconds until the slowest rank completes a step at its current rate."""
     return max((step - rate.step) * rate.step_seconds - rate.since_seconds for rate in rates)

@@ -16,17 +16,26 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from gpumem_client.wire.protocol import Report
-from gpumem_exporter.core.last_ooms import LastOoms
+from gpumem_exporter.core.last_ooms import LastOom, LastOoms
 from gpumem_exporter.core.pairing import Pairing
 from gpumem_exporter.core.place import UNKNOWN, Place
-from gpumem_exporter.core.report_size import page_bytes, share_bytes
-from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.core.starting_engines import StartingEngines
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
 
-__all__ = ["Store"]
+_SHARE_BYTES = 6 << 20
+"""How much of the metrics page the reports of one share may take; more if more processes may report."""
+_SHARE_BYTES_PER_PROCESS = 12 << 10
+"""A process with short labels on one device takes 6 to 9 KiB."""
+_DEVICE_SERIES = 23
+"""The series of a process on one device, without phases and components."""
+_LINE_BYTES = 120
+"""Name, names of labels and value of a series."""
+_PROCESS_BYTES = 2000
+"""The other series and documents of a process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class _Entry:
     seniority: tuple[bool, int, float]
     """Orders the sessions of one pid: a process that /proc shows comes last, then the later process and reporter."""
     page_bytes: int
-    starting_since_seconds: float | None = None
+    starting_since_seconds: float | None
     """Since when the session reports that its engine starts; None if it does not."""
 
     @property
@@ -47,19 +56,11 @@ class _Entry:
         return self.process.key.share
 
 
-def _rank(process: ReportingProcess) -> int:
-    """Return how much is known of a process: 2 if /proc shows it, 1 if only the kernel names the sender, else 0."""
-    return 0 if not process.attested else 1 + process.seen
-
-
 class Store:
     """The last reading of the driver and the last report of each process.
 
-    Args:
-        report_expiry_seconds: the age at which a report expires; its process then counts as silent.
-        reading_expiry_seconds: the age at which a reading of the driver expires.
-        max_processes: the maximum number of reporters, without silent ones. It also limits the size of one user's
-            reports: see `core.report_size`.
+    When a report is `report_expiry_seconds` old, its process counts as silent. At most `max_processes` reporters are
+    kept, and as many silent ones.
     """
 
     def __init__(self, *, report_expiry_seconds: float, reading_expiry_seconds: float, max_processes: int) -> None:
@@ -115,13 +116,16 @@ class Store:
             # No reporter started in the future, whatever it claims.
             started_seconds = min(identity.session_started_seconds, now_seconds)
             seniority = (process.seen, identity.start_time_ticks, started_seconds)
+            starting_since_seconds = now_seconds if report.engine_starting else None
             if entry is not None and entry.process.report.process.session == identity.session:
                 if report.sequence <= entry.process.report.sequence:
                     return entry.process
                 seniority = (process.seen, *entry.seniority[1:])
+                if report.engine_starting and entry.starting_since_seconds is not None:
+                    starting_since_seconds = entry.starting_since_seconds
             elif entry is not None and (seniority < entry.seniority or _may_be_anothers(process)):
                 raise ReporterSupersededError(f"a newer reporter represents pid {identity.pid}")
-            size = page_bytes(report)
+            size = _page_bytes(report)
             displaced = []
             if entry is None or size > entry.page_bytes:
                 displaced += self._displaced_in_share(process, size)
@@ -132,7 +136,7 @@ class Store:
                 self._pairing.forget(lost)
             self._displaced += displaced
             kept = process.without_messages()
-            self._entries[key] = _Entry(kept, seniority, size, _starting_since(entry, process))
+            self._entries[key] = _Entry(kept, seniority, size, starting_since_seconds)
             self._silent.pop(key, None)
             self._pairing.put_report(kept)
             return process
@@ -164,23 +168,24 @@ class Store:
         """Return the current state without expired data; the readings and samples in it belong together."""
         with self._lock:
             self._expire(now_seconds)
-            node = self._valid_node(now_seconds)
+            node = self._node
+            if node is not None and now_seconds - node.taken_seconds > self.reading_expiry_seconds:
+                node = None
             processes = tuple([entry.process for entry in self._entries.values()])
-            is_paired = node is not None and node.up
+            starting = [
+                (entry.process, entry.starting_since_seconds)
+                for entry in self._entries.values()
+                if entry.process.report.engine_starting is not None
+            ]
+            if node is not None and node.up:
+                node, processes = self._pairing.shown(node, processes)
             return Snapshot(
                 taken_seconds=now_seconds,
-                node=self._pairing.node(node) if node is not None and is_paired else node,
-                processes=tuple([self._pairing.process(process) for process in processes]) if is_paired else processes,
+                node=node,
+                processes=processes,
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
-                starting=self._starting.at(
-                    now_seconds,
-                    [
-                        (each.process, each.starting_since_seconds)
-                        for each in self._entries.values()
-                        if each.process.report.engine_starting is not None
-                    ],
-                ),
+                starting=self._starting.at(now_seconds, starting),
             )
 
     def find(self, key: ProcessKey) -> ReportingProcess | None:
@@ -188,21 +193,11 @@ class Store:
         entry = self._entries.get(key)
         return entry.process if entry else None
 
-    def _valid_node(self, now_seconds: float) -> NodeReading | None:
-        node = self._node
-        if node is None or now_seconds - node.taken_seconds > self.reading_expiry_seconds:
-            return None
-        return node
-
     def _displaced_by(self, process: ReportingProcess, displaced: Collection[ProcessKey]) -> list[ProcessKey]:
         """Return the processes that lose their place to a new one, besides the `displaced` ones.
 
         A process that /proc shows replaces an unattested one of the same pid. If `max_processes` is reached, the least
         known process loses its place; among equally known ones, the largest share loses its latest to a smaller share.
-
-        Raises:
-            ReporterSupersededError: a process that /proc shows has the pid of an unattested one.
-            TooManyProcessesError: no process loses its place.
         """
         key, rank = process.key, _rank(process)
         if rank == 0 and any(each[:2] == key[:2] and entry.rank == 2 for each, entry in self._entries.items()):
@@ -226,12 +221,9 @@ class Store:
         """Return the processes of the same share that lose their place, because the share of the page is exceeded.
 
         Only a process that /proc shows displaces others: processes that /proc does not show, the latest first.
-
-        Raises:
-            TooManyProcessesError: the share is still exceeded.
         """
         key, rank, displaced = process.key, _rank(process), []
-        share, limit_bytes = key.share, share_bytes(self.max_processes)
+        share, limit_bytes = key.share, max(_SHARE_BYTES, self.max_processes * _SHARE_BYTES_PER_PROCESS)
         others = [entry for entry in self._entries.values() if entry.share == share and entry.process.key != key]
         total = size + sum(entry.page_bytes for entry in others)
         for entry in reversed(others):
@@ -270,12 +262,10 @@ class Store:
                 del self._silent[next(key for key in candidates if key.share == largest)]
 
     def _without_unknown_devices(self, report: Report) -> Report:
-        node = self._node
-        if node is None or not node.up:
+        node, known = self._node, self._known_uuids
+        # A device without a uuid was lost before its uuid was read: the report may be about that device.
+        if node is None or not node.up or "" in known:
             return report
-        known = self._known_uuids
-        if "" in known:
-            return report  # the report may be about a device that was lost before its uuid was read
         devices = tuple([sample for sample in report.devices if sample.uuid in known])
         if len(devices) == len(report.devices):
             return report
@@ -284,16 +274,31 @@ class Store:
         return replace(report, devices=devices)
 
 
-def _starting_since(before: _Entry | None, process: ReportingProcess) -> float | None:
-    """Return since when a process reports that its engine starts."""
-    if not process.report.engine_starting:
-        return None
-    if before is not None and before.process.report.process.session == process.report.process.session:
-        since_seconds = before.starting_since_seconds
-        return process.received_seconds if since_seconds is None else since_seconds
-    return process.received_seconds
+def _rank(process: ReportingProcess) -> int:
+    """Return how much is known of a process: 2 if /proc shows it, 1 if only the kernel names the sender, else 0."""
+    return 0 if not process.attested else 1 + process.seen
 
 
 def _may_be_anothers(process: ReportingProcess) -> bool:
     """Return whether another session of a pid may be another process: nothing but the uid is known of its sender."""
     return process.attested and not process.seen and not process.key.place.known
+
+
+def _page_bytes(report: Report) -> int:
+    """Return about how many bytes of the metrics page a report takes; the JSON documents take less.
+
+    Unknown values count as well, so that the result only depends on the number of devices and on texts.
+    """
+    identity = report.process
+    line = _LINE_BYTES + _label_bytes(identity.workload) + _label_bytes(identity.rank)
+    total = _PROCESS_BYTES + sum(map(len, (*report.actions, *report.modes, *report.waiting)))
+    for sample in report.devices:
+        names = (*sample.phase_peak_bytes, *sample.component_bytes)
+        total += (_DEVICE_SERIES + len(names)) * (line + _label_bytes(sample.uuid)) + sum(map(_label_bytes, names))
+    return total
+
+
+@lru_cache(maxsize=1024)
+def _label_bytes(text: str) -> int:
+    """Return the bytes of a label value: UTF-8, with a backslash before some characters."""
+    return len(text.encode("utf-8", "replace")) + sum(map(text.count, '"\\\n'))

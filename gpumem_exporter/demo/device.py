@@ -7,19 +7,11 @@ from random import Random
 from gpumem_exporter.core.samples import DeviceMemory
 from gpumem_exporter.nvml.provider import DeviceIdentity
 
-__all__ = ["SimulatedDevice", "build_devices"]
-
 MIB = 1 << 20
 
 
 class SimulatedDevice:
-    """One device, from which processes allocate memory. The caller holds the simulation's lock.
-
-    Args:
-        identity: the description of the device by the driver.
-        total_bytes: the size of the frame buffer.
-        reserved_bytes: the bytes reserved by driver and firmware.
-    """
+    """One device, from which processes allocate memory. Driver and firmware reserve a part of it."""
 
     def __init__(self, identity: DeviceIdentity, *, total_bytes: int, reserved_bytes: int) -> None:
         self.identity = identity

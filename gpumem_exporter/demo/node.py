@@ -1,4 +1,4 @@
-"""The demo node: the simulation, its driver and host interfaces, and the thread that advances it."""
+"""The demo node: the simulation, its driver and host interfaces, and the thread that advances and reports it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,72 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from gpumem_client.guest_safety import ErrorLog
+from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
+from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.demo.device import SimulatedDevice
-from gpumem_exporter.demo.reporter import NodeReporter
+from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.errors import NvmlDeviceLostError
 from gpumem_exporter.nvml.provider import DeviceIdentity
 
-__all__ = ["DemoNode"]
+LONGEST_INTERVAL_SECONDS = 1.0
+"""The longest time between two reports, so that commands run soon whatever the exporter's report interval."""
+
+
+class NodeReporter:
+    """Sends the reports of all simulated processes, over one connection and in one thread."""
+
+    def __init__(self, simulation: Simulation, exporter_url: str, *, report_token: str | None = None) -> None:
+        self.wakeup = Wakeup()
+        settings = ReporterSettings.resolve(url=exporter_url, environ={"GPUMEM_REPORT_TOKEN": report_token or ""})
+        self._delivery = Delivery(settings, self.wakeup, ErrorLog())
+        self._simulation = simulation
+        self._due: dict[SimulatedProcess, float] = {}
+
+    def report_due(self, now: float) -> None:
+        """Report each process whose report is due at `now`, until a report is not answered."""
+        with self._simulation.lock:
+            for process in self._simulation.processes():
+                if process.reports:
+                    self._due.setdefault(process, now)
+        for process, due_seconds in tuple(self._due.items()):
+            if process.ended:
+                del self._due[process]
+                if not process.crashed:
+                    self._delivery.deliver(process.loop.final_report())
+            elif now >= due_seconds:
+                pause, outcome = self._report(process)
+                if not pause:  # there are results
+                    pause, outcome = self._report(process)
+                if outcome is Outcome.FAILED:
+                    return
+                self._due[process] = now + min(pause, LONGEST_INTERVAL_SECONDS)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._delivery.close()
+
+    def _report(self, process: SimulatedProcess) -> tuple[float, Outcome]:
+        with self._simulation.lock:
+            report = process.loop.next_report()
+        # Without the lock, because the exporter reads the simulation before it answers. Without a hold, because one
+        # thread reports all processes.
+        outcome, reply = self._delivery.deliver(replace(report, hold_seconds=0.0))
+        with self._simulation.lock:
+            return process.loop.answered(report, outcome, reply), outcome
 
 
 class DemoNode:
-    """A simulated node whose processes report to an exporter over HTTP.
+    """A simulated node whose processes report to an exporter over HTTP. The same seed creates the same node.
 
     `provider` and `host` work immediately. The processes run and report between `start` and `stop`.
-
-    Args:
-        seed: the same seed creates the same node.
-        clock: monotonic seconds.
-        workloads: the workloads of the node.
     """
 
     def __init__(
@@ -41,22 +84,16 @@ class DemoNode:
         self.provider = DemoProvider(self.simulation)
         self.host = DemoHost(self.simulation)
         self._clock = clock
-        self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._reporter: NodeReporter | None = None
 
     def start(self, exporter_url: str, *, report_token: str | None = None) -> None:
-        """Start the simulation and its reports. The exporter may start later.
-
-        Args:
-            exporter_url: `http://host:port` or `unix:///path`.
-            report_token: the token for reports, if the exporter requires one.
+        """Start the simulation and its reports, once. The exporter may start later.
 
         Raises:
-            ConfigurationError: the URL has neither of the two forms.
             RuntimeError: the node was already started.
         """
-        if self._thread is not None:
+        if self._reporter is not None:
             raise RuntimeError("the demo node was already started")
         self._reporter = NodeReporter(self.simulation, exporter_url, report_token=report_token)
         self._thread = threading.Thread(target=self._run, args=(self._reporter,), name="gpumem-demo", daemon=True)
@@ -64,17 +101,16 @@ class DemoNode:
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
         """Stop the thread and wait at most `timeout_seconds`; may be called again."""
-        self._stopping.set()
         if self._thread is not None and self._reporter is not None:
-            self._reporter.interrupt()
+            self._reporter.wakeup.stop()
             self._thread.join(timeout_seconds)
 
     def _run(self, reporter: NodeReporter) -> None:
-        while not self._stopping.is_set():
+        while reporter.wakeup.starts_round():
             now = self._clock()
             self.simulation.advance(now)
             reporter.report_due(now)
-            self._stopping.wait(TICK_SECONDS)
+            reporter.wakeup.wait(TICK_SECONDS)
         reporter.close()
 
 
@@ -90,29 +126,25 @@ class DemoProvider:
         self._simulation = simulation
 
     def open(self) -> None:
-        """Do nothing."""
+        pass
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
     def release(self) -> None:
-        """Do nothing."""
+        pass
 
     def driver_version(self) -> str:
-        """Return a version that is marked as simulated."""
         return "580.95.05-demo"
 
     def devices(self) -> tuple[DeviceIdentity, ...]:
-        """Return the simulated devices."""
         return tuple(device.identity for device in self._simulation.devices)
 
     def read_memory(self, uuid: str) -> DeviceMemory:
-        """Return the memory of a device."""
         with self._simulation.lock:
             return self._device(uuid).memory
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
-        """Return the processes on a device."""
         with self._simulation.lock:
             device = self._device(uuid)
             return tuple(
@@ -123,7 +155,6 @@ class DemoProvider:
             )
 
     def read_utilization_ratio(self, uuid: str) -> float:
-        """Return the utilization of a device, 0 to 1."""
         with self._simulation.lock:
             return self._device(uuid).utilization_ratio
 
@@ -141,28 +172,24 @@ class DemoHost:
         self._simulation = simulation
 
     def facts(self, pid: int) -> ProcessFacts | None:
-        """Return the facts of a simulated process; None for any other pid."""
         with self._simulation.lock:
             process = self._simulation.process(pid)
             return None if process is None else process.facts
 
-    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:  # noqa: ARG002 - part of the interface
-        """Return a simulated process's own pid; None for a real process, which is on none of the simulated devices."""
+    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:  # noqa: ARG002
+        # None for a real process, which is on none of the simulated devices
         return identity.pid if self.alive(identity.pid, identity.start_time_ticks) else None
 
-    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:  # noqa: ARG002 - as above
-        """Return the exporter's uid for a simulated process: the exporter itself reports them."""
+    def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:  # noqa: ARG002
+        # The exporter itself reports them.
         return None if host_pid is None else os.geteuid()
 
-    def place(self, host_pid: int) -> Place:  # noqa: ARG002 - as above
-        """Return the exporter's place, where the simulated processes are."""
+    def place(self, host_pid: int) -> Place:  # noqa: ARG002
         return HERE
 
-    def program(self, host_pid: int) -> int | None:  # noqa: ARG002 - part of the interface
-        """Return None: simulated processes never exec."""
-        return None
+    def program(self, host_pid: int) -> int | None:  # noqa: ARG002
+        return None  # they never exec
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
-        """Return whether this simulated process still runs."""
         facts = self.facts(host_pid)
         return facts is not None and facts.start_time_ticks == start_time_ticks

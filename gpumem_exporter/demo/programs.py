@@ -13,17 +13,6 @@ from typing import TypeAlias
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
 from gpumem_exporter.demo.process import SimulatedProcess, Tensor
 
-__all__ = [
-    "Program",
-    "diffusion_server",
-    "embedding_server",
-    "evaluation",
-    "indexing_with_a_leak",
-    "inference_server",
-    "notebook",
-    "sleeping_engine",
-]
-
 Program: TypeAlias = Callable[[SimulatedProcess], Iterator[None]]
 
 MIB = 1 << 20
@@ -38,15 +27,14 @@ def indexing_with_a_leak(process: SimulatedProcess) -> Iterator[None]:
     """
     rng = process.rng
     process.busy_ratio = 0.55
-    process.hold(8, 512 * MIB)
-    process.step = 0
+    process.keep(8, 512 * MIB)
     try:
         while True:
             batch = [process.tensor(640 * MIB) for _ in range(3)]
             new_kib = 2800 + 7_400_000 // (600 + process.step)
             process.garbage.append(process.tensor(rng.randint(new_kib // 2, new_kib) * 1024))
             process.free(batch)
-            process.step += 1
+            process.end_step()
             yield
     except SimulatedOutOfMemoryError:
         process.busy_ratio = 0.0
@@ -58,7 +46,7 @@ def indexing_with_a_leak(process: SimulatedProcess) -> Iterator[None]:
 def notebook(process: SimulatedProcess) -> Iterator[None]:
     """A notebook that rarely runs a cell and keeps gigabytes of unused cache in between."""
     rng = process.rng
-    process.hold(20, 96 * MIB)
+    process.keep(20, 96 * MIB)
     sizes = [rng.randint(900, 2000) * MIB for _ in range(18)]
     left_out = 0
     while True:
@@ -84,7 +72,7 @@ def notebook(process: SimulatedProcess) -> Iterator[None]:
 def inference_server(process: SimulatedProcess) -> Iterator[None]:
     """Answers a varying number of requests; each uses its own key-value cache while it runs."""
     rng = process.rng
-    process.hold(24, 280 * MIB)
+    process.keep(24, 280 * MIB)
     running: list[tuple[int, list[Tensor]]] = []
     tick = 0
     while True:
@@ -107,7 +95,7 @@ def inference_server(process: SimulatedProcess) -> Iterator[None]:
 def sleeping_engine(process: SimulatedProcess) -> Iterator[None]:
     """An engine in sleep mode: between its requests it unmaps the memory of its weights and of its key-value cache."""
     (slot,) = process.slots
-    process.hold(24, 512 * MIB)
+    process.keep(24, 512 * MIB)
     while True:
         process.busy_ratio = 0.0
         slot.sleep()
@@ -132,19 +120,18 @@ def evaluation(process: SimulatedProcess) -> Iterator[None]:
     """Runs for about a minute; a new process repeats the job."""
     rng = process.rng
     process.busy_ratio = 0.75
-    process.hold(16, 180 * MIB)
-    process.step = 0
+    process.keep(16, 180 * MIB)
     for _ in range(rng.randint(90, 130)):
         batch = [process.tensor(rng.randint(120, 440) * MIB) for _ in range(4)]
         yield
         process.free(batch)
-        process.step += 1
+        process.end_step()
 
 
 def diffusion_server(process: SimulatedProcess) -> Iterator[None]:
     """Replays captured CUDA graphs, whose private pools cannot be released while the graphs exist."""
     rng = process.rng
-    process.hold(24, 212 * MIB)
+    process.keep(24, 212 * MIB)
     for gigabytes in (1, 1, 2):
         process.slots[0].allocator.capture_graph(gigabytes * GIB - 300 * MIB)
     while True:

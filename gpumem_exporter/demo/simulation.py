@@ -20,8 +20,6 @@ from gpumem_exporter.demo.device import build_devices
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 
-__all__ = ["TICK_SECONDS", "Simulation"]
-
 TICK_SECONDS = 0.5
 MAX_CATCH_UP_TICKS = 20
 """The most ticks in one call of `advance`; the rest of a longer pause (the machine slept) is skipped."""
@@ -44,13 +42,7 @@ class _Instance:
 
 
 class Simulation:
-    """The node.
-
-    Args:
-        seed: determines UUIDs, pids and all random numbers.
-        now: the current time of the caller's clock in seconds, which `advance` also uses.
-        workloads: the workloads of the node.
-    """
+    """The node. The seed determines UUIDs, pids and all random numbers; `now` is the time of the caller's clock."""
 
     def __init__(self, seed: int, now: float, workloads: Sequence[Workload] = DEMO_WORKLOADS) -> None:
         self.lock = threading.Lock()
@@ -103,7 +95,7 @@ class Simulation:
         process, program = instance.running
         try:
             next(program)
-            process.read_cache()
+            process.loop.sampler.take()  # also a reading for the idle cache
         except StopIteration:
             self._end(instance, process, crashed=False)
         except SimulatedOutOfMemoryError:
@@ -135,6 +127,7 @@ class Simulation:
             _facts(workload, index, identity, rng),
             [self.devices[number] for number in workload.placements[index]],
             reports=workload.reports,
+            planned_bytes=workload.planned_bytes,
             rng=rng,
             clock=lambda: self._tick * TICK_SECONDS,
         )

@@ -10,18 +10,14 @@ from collections.abc import Iterator
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
 from gpumem_exporter.demo.process import SimulatedProcess, Tensor
 
-__all__ = ["mixture_of_experts_training", "pipeline_training", "pretraining", "varying_length_training"]
-
 MIB = 1 << 20
 
 
 def pretraining(process: SimulatedProcess) -> Iterator[None]:
     """Data-parallel training: the memory of each rank follows the same sawtooth, just below the device's limit."""
     layers = 8
-    process.pinned_host_bytes = 512 * MIB
-    process.slots[0].planned_reserved_peak_bytes = 72_000 * MIB  # a good plan, slightly too high
-    process.hold(layers, 2080 * MIB, "parameters")
-    process.step = 0
+    process.pinned_bytes = 512 * MIB
+    process.keep(layers, 2080 * MIB, "parameters")
     while True:
         process.busy_ratio = 0.97
         sequences = 15 if process.step % 5 == 4 else 16
@@ -38,10 +34,10 @@ def pretraining(process: SimulatedProcess) -> Iterator[None]:
         yield
         with process.phase("optimizer"):
             if process.step == 0:  # optimizers create their state in the first step
-                process.hold(layers, 4160 * MIB, "optimizer_state")
+                process.keep(layers, 4160 * MIB, "optimizer_state")
             process.free([process.tensor(1040 * MIB)])
         process.free(gradients)
-        process.step += 1
+        process.end_step()
         yield
         if process.step % 120 == 0:  # the process writes a checkpoint, which uses the CPU only
             process.busy_ratio = 0.08
@@ -56,12 +52,10 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
     generation. A memory fraction limits the program to a part of the device.
     """
     rng = process.rng
-    process.pinned_host_bytes = 96 * MIB
-    process.slots[0].planned_reserved_peak_bytes = 24_000 * MIB  # planned for batches of the mean length
+    process.pinned_bytes = 96 * MIB
     process.slots[0].allocator.limit_bytes = int(0.58 * process.slots[0].device.usable_bytes)
-    process.hold(6, 512 * MIB, "parameters")
-    process.hold(6, 1024 * MIB, "optimizer_state")  # loaded from a checkpoint
-    process.step = 0
+    process.keep(6, 512 * MIB, "parameters")
+    process.keep(6, 1024 * MIB, "optimizer_state")  # loaded from a checkpoint
     sizes_mib = [4096.0] * 14  # the longest recordings come first, and do not fit
     while True:
         batch: list[Tensor] = []
@@ -79,7 +73,7 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
             process.busy_ratio = 0.3
         else:
             process.busy_ratio = 0.82
-            process.step += 1
+            process.end_step()
         while len(process.garbage) > 500:
             process.free([process.garbage.pop(0)])
         yield
@@ -95,11 +89,10 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
 def pipeline_training(process: SimulatedProcess) -> Iterator[None]:
     """One process on two devices; a tensor that it sends between them stays active until the copy is complete."""
     process.busy_ratio = 0.7
-    process.pinned_host_bytes = 256 * MIB
+    process.pinned_bytes = 256 * MIB
     stages = ((0, 4), (1, 2))
     for device, layers in stages:
-        process.hold(layers, 1120 * MIB, "parameters", device=device)
-    process.step = 0
+        process.keep(layers, 1120 * MIB, "parameters", device=device)
     while True:
         with process.phase("forward"):
             first = [process.tensor(730 * MIB, device=0) for _ in range(4)]
@@ -116,10 +109,10 @@ def pipeline_training(process: SimulatedProcess) -> Iterator[None]:
         with process.phase("optimizer"):
             for device, layers in stages:
                 if process.step == 0:
-                    process.hold(layers, 2240 * MIB, "optimizer_state", device=device)
+                    process.keep(layers, 2240 * MIB, "optimizer_state", device=device)
                 process.free([process.tensor(560 * MIB, device=device)])
         process.free(gradients)
-        process.step += 1
+        process.end_step()
         yield
 
 
@@ -132,8 +125,7 @@ def mixture_of_experts_training(process: SimulatedProcess) -> Iterator[None]:
     rng = process.rng
     experts, most_mib = (6, 3100) if process.identity.rank == "1" else (3, 600)
     process.busy_ratio = 0.88
-    process.hold(experts, 896 * MIB, "parameters")
-    process.step = 0
+    process.keep(experts, 896 * MIB, "parameters")
     while True:
         with process.phase("forward"):
             tokens = [process.tensor(rng.randint(most_mib // 4, most_mib) * MIB) for _ in range(8)]
@@ -144,10 +136,10 @@ def mixture_of_experts_training(process: SimulatedProcess) -> Iterator[None]:
             process.free(tokens)
         with process.phase("optimizer"):
             if process.step == 0:
-                process.hold(experts, 1792 * MIB, "optimizer_state")
+                process.keep(experts, 1792 * MIB, "optimizer_state")
             process.free([process.tensor(896 * MIB)])
         process.free(gradients)
-        process.step += 1
+        process.end_step()
         if process.step % 60 == 0:  # after each validation
             process.empty_cache()
         yield

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from gpumem_exporter.demo import programs, trainings
 from gpumem_exporter.demo.programs import Program
 
-__all__ = ["DEMO_WORKLOADS", "Workload"]
-
 MIB = 1 << 20
 
 
@@ -35,6 +33,8 @@ class Workload:
     """How long the workload has run when the demo starts."""
     restart_ticks: int = 20
     """The time from the end of a process to the start of the next one."""
+    planned_bytes: int | None = None
+    """The peak of reserved bytes in the plan of each process."""
     k8s_pod: str = ""
     """The namespace and the name of the pod without its ordinal: `namespace/name`; empty outside of pods."""
     slurm_job_id: str = ""
@@ -46,6 +46,7 @@ DEMO_WORKLOADS = (
         ranks=True,
         context_bytes=1710 * MIB,
         nccl_bytes=1090 * MIB,
+        planned_bytes=72_000 * MIB,  # a good plan, slightly too high
         k8s_pod="training/llm-pretrain-worker",
     ),
     Workload(
@@ -81,6 +82,7 @@ DEMO_WORKLOADS = (
         *("demo-asr-varlen", trainings.varying_length_training, "python train_asr.py", "speech", ((6,),)),
         warm_up_ticks=240,
         context_bytes=560 * MIB,
+        planned_bytes=24_000 * MIB,  # planned for batches of the mean length
         slurm_job_id="4708",
     ),
     Workload(

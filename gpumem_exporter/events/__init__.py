@@ -5,9 +5,20 @@
 """
 
 from gpumem_exporter.events.log import EventLog, EventLogStatus
-from gpumem_exporter.events.model import EVENT_TYPES, Event, Page, Query
+from gpumem_exporter.events.model import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
 from gpumem_exporter.events.ooms import last_ooms
 from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.events.storage import Storage
 
-__all__ = ["EVENT_TYPES", "Event", "EventLog", "EventLogStatus", "Page", "Query", "Recorder", "Storage", "last_ooms"]
+__all__ = [
+    "AUDIT_TYPES",
+    "EVENT_TYPES",
+    "Event",
+    "EventLog",
+    "EventLogStatus",
+    "Page",
+    "Query",
+    "Recorder",
+    "Storage",
+    "last_ooms",
+]

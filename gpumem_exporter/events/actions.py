@@ -11,9 +11,7 @@ from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.events.model import Event
 
 if TYPE_CHECKING:
-    from gpumem_exporter.actions.policy.outcomes import Stop
-
-__all__ = ["MAX_RESULTS", "action_event", "policy_stopped_event", "read_action", "read_requested", "requested_event"]
+    from gpumem_exporter.actions.policy.rule_state import Stop
 
 T = TypeVar("T")
 

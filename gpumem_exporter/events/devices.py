@@ -7,10 +7,31 @@ from collections.abc import Iterator
 from gpumem_exporter.core.samples import DeviceReading, NodeReading
 from gpumem_exporter.events.model import Event
 
-__all__ = ["device_changes"]
+
+class DeviceHistory:
+    """Compares each reading with the one before. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._reading: NodeReading | None = None
+        """The last reading of a driver that answered."""
+        self._last_types: dict[str, str] = {}
+        """The type of the last event of each device, by subject."""
+
+    def take_reading(self, reading: NodeReading) -> list[Event]:
+        """Take a reading of a driver that answers, and return its events."""
+        changes = [
+            event
+            for event in _device_changes(self._reading, reading)
+            if self._last_types.get(event.subject) != event.type
+        ]
+        self._reading = reading
+        present = {f"device:{device.uuid}" for device in reading.devices}
+        self._last_types = {subject: type_ for subject, type_ in self._last_types.items() if subject in present}
+        self._last_types.update({event.subject: event.type for event in changes})
+        return changes
 
 
-def device_changes(before: NodeReading | None, after: NodeReading) -> Iterator[Event]:
+def _device_changes(before: NodeReading | None, after: NodeReading) -> Iterator[Event]:
     """Return the events for devices that were lost or returned between two readings.
 
     A device is lost when it stops answering, and it returns when it answers again. These cases produce no event:
@@ -18,16 +39,10 @@ def device_changes(before: NodeReading | None, after: NodeReading) -> Iterator[E
     - A device without an error is no longer listed: it was removed on purpose (a GPU was unbound, a MIG device was
       destroyed).
     - A MIG device fails once. It may fail while it is being destroyed, so only the second failure counts.
-    - The whole driver stops answering.
     - The driver cannot identify the device, so that its return could not be detected.
 
-    Args:
-        before: the earlier reading, of a driver that answered. If None, a device's state is compared with its last
-            event.
-        after: the later reading.
+    Without an earlier reading, the state of a device is compared with its last event.
     """
-    if not after.up:
-        return
     earlier = {device.uuid: device for device in before.devices} if before is not None else {}
     for device in after.devices:
         if not device.uuid:

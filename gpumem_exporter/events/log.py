@@ -7,21 +7,20 @@ is full, events are dropped and counted.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query
 from gpumem_exporter.events.storage import Storage
-from gpumem_exporter.nvml.failure_log import FailureLog
-
-__all__ = ["MAX_WAITING", "OWNER_SHARE", "EventLog", "EventLogStatus"]
+from gpumem_exporter.nvml.failures import FailureLog
 
 T = TypeVar("T")
 
@@ -40,6 +39,9 @@ _RETRY_SECONDS = 1.0
 _DROP_WARNING_SECONDS = 60.0
 _SLOW_SECONDS = 1.0
 """A disk operation that takes longer counts as slow, and no caller waits for it."""
+_KEPT_SECONDS = 1.0
+"""The longest time that a reply waits for a commit."""
+_READ_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -68,37 +70,24 @@ class EventLogStatus:
         return self.alive and not self.error and (self.busy_seconds is None or self.busy_seconds < _SLOW_SECONDS)
 
 
-@dataclass(frozen=True, slots=True)
 class _Waiting:
-    events: tuple[Event, ...]
-    committed: Future[bool]
+    """Events that wait for one common commit."""
 
-    @property
-    def audit(self) -> bool:
-        """Whether these events are of the audit trail."""
-        return any(event.type in AUDIT_TYPES for event in self.events)
-
-    @property
-    def owner(self) -> tuple[bool, str]:
-        """Whose part of the queue these events take."""
-        return self.audit, self.events[0].owner if self.events else ""
-
-    @property
-    def size(self) -> int:
-        """The number of events, with more for large ones."""
-        return len(self.events) + sum(event.items for event in self.events) // _ITEMS
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = tuple(events)
+        self.committed: Future[bool] = Future()
+        self.audit = any(event.type in AUDIT_TYPES for event in events)
+        self.owner = (self.audit, events[0].owner if events else "")
+        """Whose part of the queue they take."""
+        self.size = len(events) + sum(event.items for event in events) // _ITEMS
 
 
 class EventLog:
-    """Stores and reads events in its own thread. Thread-safe.
+    """Stores and reads events in its own thread, which alone uses the storage. Thread-safe.
 
-    Args:
-        storage: stores the events; only the log's thread uses it.
-        clock: monotonic seconds.
-        on_dropped: receives the number of dropped events, in the thread that dropped them.
-        on_committed: receives the new events after a commit, before they can be read, in the log's thread.
-        retry_seconds: the time between two attempts after an error of the disk.
-        max_waiting: the maximum number of events of the audit trail in the queue, and of other events.
+    `on_dropped` receives the number of dropped events in the thread that dropped them. `on_committed` receives the new
+    events after a commit, before they can be read, in the log's thread. At most `max_waiting` events of the audit trail
+    are in the queue, and as many others.
     """
 
     def __init__(
@@ -153,11 +142,9 @@ class EventLog:
     def put(self, events: Sequence[Event]) -> Future[bool]:
         """Queue events for one common commit. Never blocks. If one of them cannot be stored, all of them are dropped.
 
-        Returns:
-            True after the commit; False if the events are dropped, or if the disk fails and the commit is delayed.
+        The future is true after the commit, and false if the events are dropped or if the disk fails.
         """
-        committed: Future[bool] = Future()
-        new = _Waiting(tuple(events), committed)
+        new = _Waiting(events)
         with self._changed:
             accepted = not self._stopping and self._has_room(new)
             if accepted:
@@ -168,8 +155,8 @@ class EventLog:
         if not accepted:
             self._drop([new])
         elif self._error:
-            _settle(committed, False)
-        return committed
+            _complete(new.committed, False)
+        return new.committed
 
     def _has_room(self, new: _Waiting) -> bool:
         waiting = sum(size for (audit, _), size in self._waiting_sizes.items() if audit == new.audit)
@@ -191,6 +178,44 @@ class EventLog:
                 self._readers.append((query, page))
                 self._changed.notify_all()
         return page
+
+    # On the event loop
+
+    async def wait_until_kept(self, committed: Future[bool]) -> bool:
+        """Wait until events are committed and return whether they are. Returns early if the disk fails or is slow."""
+        if not committed.done() and self.status().prompt:
+            await asyncio.wait((asyncio.wrap_future(committed),), timeout=_KEPT_SECONDS)
+        return committed.done() and committed.result()
+
+    async def page(self, query: Query) -> Page:
+        """Return the events that match a query.
+
+        Raises:
+            StorageError: the storage fails or does not answer in time.
+        """
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self.read(query)), _READ_SECONDS)
+        except asyncio.TimeoutError:
+            raise StorageError(f"{self._storage} has not answered within {_READ_SECONDS:g} s") from None
+
+    async def pages(self, query: Query, *, max_rows: int | None = None) -> list[Event]:
+        """Return the events of all pages, oldest first: the latest events that have, with their items, `max_rows`.
+
+        Raises:
+            StorageError: as `page`.
+        """
+        events: deque[Event] = deque()
+        rows = 0
+        while True:
+            page = await self.page(query)
+            for event in page.events:
+                events.append(event)
+                rows += 1 + event.items
+            while max_rows is not None and rows > max_rows:
+                rows -= 1 + events.popleft().items
+            if not page.more:
+                return list(events)
+            query = replace(query, after=page.next_after)
 
     def status(self) -> EventLogStatus:
         """Return the state of the log. Never blocks."""
@@ -258,7 +283,7 @@ class EventLog:
         self._remove(batch)
         self._on_committed(new_events)
         for each in batch:
-            _settle(each.committed, True)
+            _complete(each.committed, True)
         return True
 
     def _batch(self) -> list[_Waiting]:
@@ -288,7 +313,7 @@ class EventLog:
             waiting = list(self._waiting)
         self._failures.failed("events", text)
         for each in waiting:
-            _settle(each.committed, False)
+            _complete(each.committed, False)
 
     def _serve_readers(self) -> None:
         """Answer the queries that wait now. Later ones wait for the next commit, so that none is delayed for ever."""
@@ -299,7 +324,7 @@ class EventLog:
                 found: Page | Exception = self._timed(lambda query=query: self._storage.read(query))  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - the caller gets the error
                 found = error
-            _settle(page, found)
+            _complete(page, found)
 
     def _timed(self, operation: Callable[[], T]) -> T:
         """Run an operation of the storage while `busy_seconds` shows its duration."""
@@ -322,22 +347,22 @@ class EventLog:
         if warn:
             _log.warning("events were dropped", extra={"fields": {"dropped": dropped, "reason": self._error}})
         for each in lost:
-            _settle(each.committed, False)
+            _complete(each.committed, False)
 
     def _end(self) -> None:
         with self._changed:
-            lost, self._waiting, self._waiting_events = list(self._waiting), deque(), 0
-            self._waiting_sizes.clear()
+            lost = list(self._waiting)
             readers, self._readers = self._readers, deque()
         for _, page in readers:
-            _settle(page, StorageError("the exporter is stopping"))
+            _complete(page, StorageError("the exporter is stopping"))
         if lost:
+            self._remove(lost)
             self._drop_warned_seconds = float("-inf")
             self._drop(lost)
         self._storage.close()
 
 
-def _settle(future: Future[T], result: T | Exception) -> None:
+def _complete(future: Future[T], result: T | Exception) -> None:
     """Set the result or the error, unless the caller has cancelled the future."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(result, Exception):

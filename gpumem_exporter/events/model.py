@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["AUDIT_TYPES", "EVENT_TYPES", "MAX_DETAIL_BYTES", "Event", "Page", "Query", "detail_json"]
-
 AUDIT_TYPES = ("action_asked", "action", "policy_stopped")
 """The types of the audit trail: who requested what. It has half of the storage, and all other events the other half."""
 MAX_DETAIL_BYTES = 60 << 10

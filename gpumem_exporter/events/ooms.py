@@ -9,11 +9,11 @@ from dataclasses import fields
 from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample, OutOfMemory
+from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import fragmented_bytes
-from gpumem_exporter.core.samples import LastOom, ProcessKey, ReportingProcess
+from gpumem_exporter.core.naming import json_pid
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
-
-__all__ = ["OomDeduplicator", "last_ooms"]
 
 MAX_PER_MINUTE = 60
 """The maximum number of a process's errors that are stored and logged in a minute."""
@@ -46,19 +46,10 @@ class OomDeduplicator:
         """The errors of each process, and of each owner."""
 
     def new_events(
-        self, process: ReportingProcess, pid: int | str, gpus: Mapping[str, str], received_unix_seconds: float
+        self, process: ReportingProcess, gpus: Mapping[str, str], received_unix_seconds: float
     ) -> list[Event]:
-        """Return the events of the new errors in the last report of a process.
-
-        Args:
-            process: the process with its last report.
-            pid: the name of the process.
-            gpus: the NVML index of each device by uuid.
-            received_unix_seconds: when the report was received.
-        """
+        """Return the events of the new errors in the last report of a process; `gpus` are NVML indexes by uuid."""
         ooms = process.report.ooms
-        if not ooms:
-            return []
         session = process.report.process.session
         seen = self._highest.get(session, -1)
         self._highest[session] = max(seen, *(oom.number for oom in ooms))
@@ -67,7 +58,7 @@ class OomDeduplicator:
             self._highest.popitem(last=False)
         # A number that is sent twice or out of order is the same error.
         new = {oom.number: oom for oom in reversed(ooms) if oom.number > seen}
-        return [_event(process, pid, oom, gpus.get(oom.uuid), received_unix_seconds) for _, oom in sorted(new.items())]
+        return [_event(process, oom, gpus.get(oom.uuid), received_unix_seconds) for _, oom in sorted(new.items())]
 
     def within_limit(
         self, process: ProcessKey, events: Sequence[Event], received_unix_seconds: float
@@ -93,11 +84,7 @@ class OomDeduplicator:
 def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: float) -> list[LastOom]:
     """Convert `oom` events to the records that the metrics page shows, with the same values.
 
-    Args:
-        events: events of type `oom`.
-        now_seconds: the current time in monotonic seconds.
-        now_unix_seconds: the current time in seconds of the Unix epoch. An event in the future (the clock was set back)
-            counts as happening now.
+    An event in the future (the clock was set back) counts as happening now.
     """
     return [
         LastOom(
@@ -119,9 +106,7 @@ def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: flo
     ]
 
 
-def _event(
-    process: ReportingProcess, pid: int | str, oom: OutOfMemory, gpu: str | None, received_unix_seconds: float
-) -> Event:
+def _event(process: ReportingProcess, oom: OutOfMemory, gpu: str | None, received_unix_seconds: float) -> Event:
     identity = process.report.process
     sample = oom.sample
     # The allocator's `requested_bytes` differs from that of the error, so its values are in an object of their own.
@@ -139,7 +124,7 @@ def _event(
         received_unix_seconds - oom.age_seconds,
         gpu=gpu,
         uuid=oom.uuid,
-        pid=pid,
+        pid=json_pid(process.name),
         workload=identity.workload,
         rank=identity.rank,
         detail=detail,

@@ -1,4 +1,4 @@
-"""Convert the starts and ends of reporting processes to events; an end has the last known values of the process."""
+"""Convert the starts and ends of reporting processes to events; an end has the last values, the peaks and the means."""
 
 from __future__ import annotations
 
@@ -6,22 +6,18 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import fragmented_bytes
-from gpumem_exporter.core.naming import command_of
+from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
-from gpumem_exporter.events.usage import DeviceUsage
-
-__all__ = ["NameOf", "ProcessHistory"]
-
-NameOf: TypeAlias = Callable[[ReportingProcess], int | str]
-"""Returns the current name of a process."""
 
 MAX_STARTS_PER_MINUTE = 1024
 """The maximum number of processes of a user whose start in a minute, and whose end, is an event."""
+_GAP_SECONDS = 60.0
+"""What a process used is not known between two values that are further apart; this time does not count."""
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
 _JOBS = ("slurm_job_id", "ray_job_id")
 _STARTED = ("pid_namespace", "command", "torch_version", "allocator_settings", "client_version")
@@ -29,6 +25,59 @@ _ROW = (
     *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "allocated_peak_bytes", "reserved_peak_bytes"),
     *("alloc_retries", "ooms"),
 )
+
+
+@dataclass(slots=True)
+class _Mean:
+    """The mean of a value over time, as if it changed steadily from one reading to the next."""
+
+    value: int | None = None
+    _byte_seconds: float = 0.0
+    _seconds: float = 0.0
+    _last: tuple[int, float] | None = None
+
+    def add(self, value: int, now_seconds: float) -> None:
+        """Add a value; later values have later times."""
+        before, last_seconds = self._last or (value, now_seconds)
+        self._last = value, now_seconds
+        passed = now_seconds - last_seconds
+        if passed <= _GAP_SECONDS:
+            self._byte_seconds += (before + value) / 2 * passed
+            self._seconds += passed
+        self.value = round(self._byte_seconds / self._seconds) if self._seconds else value
+
+
+@dataclass(slots=True)
+class DeviceUsage:
+    """The memory of a process on one device. None is unknown."""
+
+    used_peak_bytes: int | None = None
+    """The highest value of the driver; a peak between two polls is not seen."""
+    reserved_highest_bytes: int | None = None
+    """The highest of the allocator's own peaks, which are exact, over all resets of the peaks."""
+    _used: _Mean = field(default_factory=_Mean)
+    _idle_cache: _Mean = field(default_factory=_Mean)
+
+    def take_used(self, used_bytes: int, now_seconds: float) -> None:
+        """Add a reading of the driver."""
+        self.used_peak_bytes = max(used_bytes, self.used_peak_bytes or 0)
+        self._used.add(used_bytes, now_seconds)
+
+    def take_sample(self, sample: DeviceSample, now_seconds: float) -> None:
+        """Add a sample of the allocator."""
+        if sample.reserved_peak_bytes is not None:
+            self.reserved_highest_bytes = max(sample.reserved_peak_bytes, self.reserved_highest_bytes or 0)
+        if sample.idle_cache_bytes is not None:
+            self._idle_cache.add(sample.idle_cache_bytes, now_seconds)
+
+    def row(self) -> dict[str, int | None]:
+        """Return the values for an event."""
+        return {
+            "used_peak_bytes": self.used_peak_bytes,
+            "used_mean_bytes": self._used.value,
+            "reserved_highest_bytes": self.reserved_highest_bytes,
+            "idle_cache_mean_bytes": self._idle_cache.value,
+        }
 
 
 @dataclass(slots=True)
@@ -63,9 +112,8 @@ class _TrackedProcess:
 class ProcessHistory:
     """Tracks reporting processes. Thread-safe.
 
-    Args:
-        reading_expiry_seconds: the driver's values that are older than the last report by more than this are left out.
-        on_left_out: receives the number of events that are left out, because a user starts too many processes.
+    The driver's values that are older than the last report by more than `reading_expiry_seconds` are left out.
+    `on_left_out` receives the number of events that are left out, because a user starts too many processes.
     """
 
     def __init__(self, *, reading_expiry_seconds: float, on_left_out: Callable[[int], None] = lambda _: None) -> None:
@@ -76,35 +124,32 @@ class ProcessHistory:
         self._starts: Counter[str] = Counter()
         """The number of starts in the minute, by `ProcessKey.share`."""
         self._tracked: dict[ProcessKey, _TrackedProcess] = {}
-        self._gpus: dict[str, str] = {}
+        self.gpus: dict[str, str] = {}
+        """The NVML index of each device by uuid, from the last reading."""
         self._reading: NodeReading | None = None
         self._used: dict[int, dict[str, tuple[int, float]]] = {}
         """The used bytes of each process in the last reading and their time, by host pid and uuid."""
-
-    def gpus(self) -> dict[str, str]:
-        """Return the NVML index of each device by uuid, from the last reading."""
-        return self._gpus
 
     def keys(self) -> set[ProcessKey]:
         """Return the keys of the tracked processes."""
         with self._lock:
             return set(self._tracked)
 
-    def take_report(self, process: ReportingProcess, name_of: NameOf) -> list[Event]:
+    def take_report(self, process: ReportingProcess) -> list[Event]:
         """Record an accepted report and return its events."""
         process = process.without_messages()
         identity = process.report.process
         with self._lock:
             tracked = self._tracked.get(process.key)
             if tracked is None:
-                return self._start_tracking(process, name_of)
+                return self._start_tracking(process)
             last = tracked.process.report
             if last.process.session != identity.session:
                 reason = "another process has its pid"
                 if last.process.start_time_ticks == identity.start_time_ticks:
                     reason = "another reporter represents the process"
-                ended = self._end(tracked, reason, name_of, process.received_unix_seconds)
-                return [*ended, *self._start_tracking(process, name_of)]
+                ended = self._end(tracked, reason, process.received_unix_seconds)
+                return [*ended, *self._start_tracking(process)]
             if process.report.sequence >= last.sequence:
                 if not process.report.devices:  # as in the final report
                     process = replace(process, report=replace(process.report, devices=last.devices))
@@ -113,40 +158,38 @@ class ProcessHistory:
             return []
 
     def take_reading(self, reading: NodeReading) -> None:
-        """Record a reading of the driver."""
-        if not reading.up:
-            return
+        """Record a reading of a driver that answers."""
         used: dict[int, dict[str, tuple[int, float]]] = {}
         for device in reading.devices:
             for listed in device.processes or ():
                 if listed.used_bytes is not None:
                     used.setdefault(listed.pid, {})[device.uuid] = (listed.used_bytes, reading.taken_seconds)
         with self._lock:
-            self._gpus = {device.uuid: device.gpu for device in reading.devices}
+            self.gpus = {device.uuid: device.gpu for device in reading.devices}
             self._reading, self._used = reading, used
             for tracked in self._tracked.values():
                 self._apply_reading(tracked)
 
-    def remove(self, ended: Iterable[tuple[ProcessKey, str]], name_of: NameOf, now_unix_seconds: float) -> list[Event]:
+    def remove(self, ended: Iterable[tuple[ProcessKey, str]], now_unix_seconds: float) -> list[Event]:
         """Stop tracking processes, each for a reason, and return their events; unknown keys are ignored."""
         with self._lock:
             return [
                 event
                 for key, reason in ended
                 if (tracked := self._tracked.pop(key, None)) is not None
-                for event in self._end(tracked, reason, name_of, now_unix_seconds)
+                for event in self._end(tracked, reason, now_unix_seconds)
             ]
 
-    def running(self, job_id: str, name_of: NameOf, now_unix_seconds: float) -> list[Event]:
+    def running(self, job_id: str, now_unix_seconds: float) -> list[Event]:
         """Return an event for each tracked process of a job, as if the process ended now."""
         with self._lock:
             return [
-                self._ended(tracked, "", name_of, now_unix_seconds)
+                self._ended(tracked, "", now_unix_seconds)
                 for tracked in self._tracked.values()
                 if job_id in tracked.job_ids().values()
             ]
 
-    def _start_tracking(self, process: ReportingProcess, name_of: NameOf) -> list[Event]:
+    def _start_tracking(self, process: ReportingProcess) -> list[Event]:
         tracked = _TrackedProcess(process, first_report_unix_seconds=process.received_unix_seconds)
         self._tracked[process.key] = tracked
         tracked.take_samples()
@@ -160,10 +203,10 @@ class ProcessHistory:
         if tracked.left_out:
             self._on_left_out(2)
             return []
-        return [self._started(process, name_of)]
+        return [self._started(process)]
 
-    def _end(self, tracked: _TrackedProcess, reason: str, name_of: NameOf, now_unix_seconds: float) -> list[Event]:
-        return [] if tracked.left_out else [self._ended(tracked, reason, name_of, now_unix_seconds)]
+    def _end(self, tracked: _TrackedProcess, reason: str, now_unix_seconds: float) -> list[Event]:
+        return [] if tracked.left_out else [self._ended(tracked, reason, now_unix_seconds)]
 
     def _apply_reading(self, tracked: _TrackedProcess) -> None:
         """Copy the process' values from the last reading."""
@@ -176,7 +219,7 @@ class ProcessHistory:
                 tracked.usage[uuid].take_used(used_bytes, seconds)
             tracked.facts = reading.facts.get(host_pid, tracked.facts)
 
-    def _ended(self, tracked: _TrackedProcess, reason: str, name_of: NameOf, now_unix_seconds: float) -> Event:
+    def _ended(self, tracked: _TrackedProcess, reason: str, now_unix_seconds: float) -> Event:
         process = tracked.process
         expired = process.received_seconds - self._reading_expiry_seconds
         used = {uuid: used_bytes for uuid, (used_bytes, seconds) in tracked.used.items() if seconds >= expired}
@@ -184,7 +227,7 @@ class ProcessHistory:
         return Event(
             "process_ended",
             now_unix_seconds,
-            **self._columns(process, name_of),
+            **self._columns(process),
             detail={
                 "reason": reason,
                 "command": command_of(tracked.facts.command if tracked.facts else "", process.report.process.command),
@@ -196,7 +239,7 @@ class ProcessHistory:
                 "pinned_host_bytes": process.report.pinned_host_bytes,
                 "devices": [
                     {
-                        **_row(uuid, self._gpus.get(uuid), samples.get(uuid), used.get(uuid)),
+                        **_row(uuid, self.gpus.get(uuid), samples.get(uuid), used.get(uuid)),
                         **tracked.usage.get(uuid, DeviceUsage()).row(),
                     }
                     for uuid in dict.fromkeys((*samples, *used))
@@ -205,12 +248,12 @@ class ProcessHistory:
             subject=_subject(process),
         )
 
-    def _started(self, process: ReportingProcess, name_of: NameOf) -> Event:
+    def _started(self, process: ReportingProcess) -> Event:
         identity = process.report.process
         return Event(
             "process_started",
             process.received_unix_seconds,
-            **self._columns(process, name_of),
+            **self._columns(process),
             detail={
                 "own_pid": identity.pid,
                 "host_pid": process.host_pid,
@@ -219,13 +262,13 @@ class ProcessHistory:
             subject=_subject(process),
         )
 
-    def _columns(self, process: ReportingProcess, name_of: NameOf) -> dict[str, Any]:
+    def _columns(self, process: ReportingProcess) -> dict[str, Any]:
         identity = process.report.process
         uuids = [sample.uuid for sample in process.report.devices]
         return {
-            "gpu": self._gpus.get(uuids[0]) if len(uuids) == 1 else None,
+            "gpu": self.gpus.get(uuids[0]) if len(uuids) == 1 else None,
             "uuid": uuids[0] if len(uuids) == 1 else None,
-            "pid": name_of(process),
+            "pid": json_pid(process.name),
             "workload": identity.workload,
             "rank": identity.rank,
             "owner": process.key.share,

@@ -6,34 +6,21 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from gpumem_exporter.actions.model import Action, SubmittedAction
-from gpumem_exporter.core.naming import json_pid, reporter_name
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.actions import action_event, requested_event
-from gpumem_exporter.events.devices import device_changes
+from gpumem_exporter.events.devices import DeviceHistory
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.ooms import OomDeduplicator
 from gpumem_exporter.events.processes import ProcessHistory
 
-__all__ = ["Recorder"]
-
-
-def _name(process: ReportingProcess) -> int | str:
-    return json_pid(reporter_name(process))
-
 
 class Recorder:
     """Converts reports, readings and actions to events and queues them. No method waits for the disk.
 
-    The event loop calls all methods except `take_reading`, which the poller's thread calls.
-
-    Args:
-        log: stores the events.
-        report_expiry_seconds: a process that does not report for longer counts as ended.
-        reading_expiry_seconds: the age at which a reading of the driver expires.
-        wall_clock: seconds of the Unix epoch.
-        on_ooms: receives each new out-of-memory error, even if it cannot be stored.
-        on_left_out: receives the number of events beyond the limits of their process or user.
+    The event loop calls all methods except `take_reading`, which the poller's thread calls. `on_ooms` receives each new
+    out-of-memory error, even if it cannot be stored, and `on_left_out` the number of events beyond the limits of their
+    process or user.
     """
 
     def __init__(
@@ -53,26 +40,22 @@ class Recorder:
         self._on_left_out = on_left_out
         self._processes = ProcessHistory(reading_expiry_seconds=reading_expiry_seconds, on_left_out=on_left_out)
         self._ooms = OomDeduplicator()
-        self._reading: NodeReading | None = None
-        self._last_types: dict[str, str] = {}
-        """The type of the last event of each device, by subject."""
+        self._devices = DeviceHistory()
         self._uncommitted: dict[str, Future[bool]] = {}
         """By session, the errors that are not committed; a report that repeats them must not be acknowledged before."""
 
     def take_report(self, process: ReportingProcess) -> Future[bool] | None:
         """Record an accepted report.
 
-        Returns:
-            A future that is true once the report's out-of-memory errors are committed; None if there is nothing to wait
-            for.
+        The future is true once the report's out-of-memory errors are committed; None if there is nothing to wait for.
         """
-        self._put(self._processes.take_report(process, _name))
+        self._put(self._processes.take_report(process))
         if not process.report.ooms:
             return None
         session = process.report.process.session
         self._uncommitted = {session: future for session, future in self._uncommitted.items() if not future.done()}
         now = self._wall_clock()
-        events = self._ooms.new_events(process, _name(process), self._processes.gpus(), now)
+        events = self._ooms.new_events(process, self._processes.gpus, now)
         if events:
             self._on_ooms(events)  # before `put`, so that a client that reads the event finds its series
             stored = self._ooms.within_limit(process.key, events, now)
@@ -83,27 +66,17 @@ class Recorder:
 
     def take_reading(self, reading: NodeReading) -> None:
         """Record a reading of the driver."""
-        self._processes.take_reading(reading)
-        if not reading.up:
-            return
-        changes = [
-            event
-            for event in device_changes(self._reading, reading)
-            if self._last_types.get(event.subject) != event.type
-        ]
-        self._reading = reading
-        present = {f"device:{device.uuid}" for device in reading.devices}
-        self._last_types = {subject: type_ for subject, type_ in self._last_types.items() if subject in present}
-        self._last_types.update({event.subject: event.type for event in changes})
-        self._put(changes)
+        if reading.up:
+            self._processes.take_reading(reading)
+            self._put(self._devices.take_reading(reading))
 
     def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
         """Record that processes are removed from the store, each with the reason; unknown processes are ignored."""
-        self._put(self._processes.remove(ended, _name, self._wall_clock()))
+        self._put(self._processes.remove(ended, self._wall_clock()))
 
     def running(self, job_id: str) -> list[Event]:
         """Return an event for each reporting process of a job, as if the process ended now."""
-        return self._processes.running(job_id, _name, self._wall_clock())
+        return self._processes.running(job_id, self._wall_clock())
 
     def sweep(self, snapshot: Snapshot) -> None:
         """Record the end of processes that are no longer in the snapshot, because their reports expired.
@@ -112,7 +85,7 @@ class Recorder:
         """
         reporting = {process.key for process in snapshot.processes}
         silent = sorted(self._processes.keys() - reporting, key=lambda key: key[:2])  # an owner may be None
-        self._put(self._processes.remove([(key, self._silent_reason) for key in silent], _name, self._wall_clock()))
+        self._put(self._processes.remove([(key, self._silent_reason) for key in silent], self._wall_clock()))
 
     def action_requested(self, submitted: SubmittedAction) -> Future[bool]:
         """Record a requested action; the future is true once the event is committed."""

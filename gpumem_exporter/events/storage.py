@@ -12,15 +12,13 @@ import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.events.model import AUDIT_TYPES, Event, Page, Query, detail_json
-
-__all__ = ["FILE_NAME", "MEMORY_BYTES", "Storage"]
 
 T = TypeVar("T")
 
@@ -33,6 +31,14 @@ _PAGE_BYTES = 4096
 _WAL_PAGES = 256
 _WAL_BYTES = 2 << 20
 """The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file."""
+_SETTINGS = (
+    f"page_size = {_PAGE_BYTES}",
+    "locking_mode = EXCLUSIVE",
+    "journal_mode = WAL",
+    "synchronous = FULL",
+    f"wal_autocheckpoint = {_WAL_PAGES}",
+    f"journal_size_limit = {_WAL_BYTES // 2}",
+)
 _PAGE_TEXT = 1 << 20
 """The maximum number of characters of detail in one page, so that a reply does not block the event loop for long."""
 
@@ -61,7 +67,8 @@ CREATE INDEX IF NOT EXISTS events_ray_job ON events (json_extract(detail, '$.ray
 """Added to a file of an earlier exporter, which can still use the file: the format stays 1."""
 _RUNNING_TIME_STEP_SECONDS = 60.0
 """The running time is written this often; so much may be lost if the machine loses power."""
-_COLUMNS = "id, type, time, gpu, uuid, pid, workload, rank, detail, subject"
+_COLUMNS = ("id", "type", "time", "gpu", "uuid", "pid", "workload", "rank", "detail", "subject", "owner", "stored")
+_INSERT = f"INSERT INTO events ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
 _SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROUP BY 1, 2"  # noqa: S608 - constant names
 """Selects the bytes of each owner's events, of the audit trail and of the others. 256 bytes are the other columns."""
@@ -76,19 +83,12 @@ _OF_JOB = """id IN (
 
 
 class Storage:
-    """Stores events for a limited time in limited space. Not thread-safe.
+    """Stores events for a limited time in limited space, in memory without a `folder`. Not thread-safe.
 
-    An error closes the file, and the next call opens it again.
-
-    Args:
-        folder: the folder of the file, created if missing; None for memory.
-        retention_seconds: the time that the exporter keeps events. Time in which the machine is off does not count: the
-            wall clock may be wrong after a start, and is not used.
-        max_bytes: the limit of the file and its write-ahead log; old events are deleted to stay below it. The audit
-            trail and the other events have half of it each, and may use what the other half does not need. In each
-            half, the owner with the most bytes loses its oldest events.
-        wall_clock: seconds of the Unix epoch.
-        clock: seconds since the machine's start.
+    The retention time does not count while the machine is off. It uses no wall clock, which may be wrong after a start.
+    `max_bytes` limits the file with its write-ahead log. The audit trail and the other events have half of it each, and
+    may use what the other half does not need. In each half, the owner with the most bytes loses its oldest events.
+    An error closes the file, and the next call opens it again. `clock` has the seconds since the machine's start.
     """
 
     def __init__(
@@ -127,10 +127,7 @@ class Storage:
         self._attempt(lambda connection: self._transaction(connection, ()))
 
     def append(self, events: Sequence[Event]) -> list[Event]:
-        """Store the events that are not duplicates in one commit.
-
-        Returns:
-            The stored events.
+        """Store the events that are not duplicates in one commit, and return them.
 
         Raises:
             StorageError: no event was stored.
@@ -179,13 +176,10 @@ class Storage:
             with contextlib.suppress(PermissionError):
                 self._path.chmod(0o600)  # an older exporter created it
         connection = sqlite3.connect(":memory:" if self._path is None else self._path, timeout=0, isolation_level=None)
+        connection.row_factory = sqlite3.Row
         try:
-            connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")
-            connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
-            connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES // 2}")
+            for setting in _SETTINGS:
+                connection.execute(f"PRAGMA {setting}")
             self._prepare(connection)
         except BaseException:
             connection.close()
@@ -257,10 +251,15 @@ class Storage:
         connection.execute("BEGIN IMMEDIATE")
         try:
             running_seconds = self._clock() - self._running_since_seconds
-            sizes = self._read_sizes(connection)
+            if self._sizes is None:
+                self._sizes = Counter({(bool(audit), owner): size for audit, owner, size in connection.execute(_SIZES)})
+            sizes = self._sizes
             self._delete_expired(connection, sizes, running_seconds)
             self._make_room(connection, sizes, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
-            self._write_running_time(connection, running_seconds)
+            if running_seconds - self._written_running_seconds >= _RUNNING_TIME_STEP_SECONDS:
+                self._written_running_seconds = running_seconds
+                times = (running_seconds, self._clock())
+                connection.execute("UPDATE running_time SET seconds = ?, monotonic_seconds = ?", times)
             (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
             for event, row in rows:
                 if _is_new(connection, event):
@@ -268,9 +267,7 @@ class Storage:
                     last = row["id"] = max(last + 1, int(self._wall_clock() * 1000))
                     row["stored"] = running_seconds
                     sizes[event.type in AUDIT_TYPES, row["owner"]] += len(row["detail"]) + 256
-                    names = ", ".join(row)
-                    values = ", ".join(f":{name}" for name in row)
-                    connection.execute(f"INSERT INTO events ({names}) VALUES ({values})", row)  # noqa: S608 - constant names
+                    connection.execute(_INSERT, row)
                     stored.append(event)
             connection.execute("COMMIT")
         except BaseException:
@@ -280,20 +277,6 @@ class Storage:
             raise
         return stored
 
-    def _read_sizes(self, connection: sqlite3.Connection) -> Counter[tuple[bool, str]]:
-        if self._sizes is None:
-            self._sizes = Counter()
-            for audit, owner, size in connection.execute(_SIZES):
-                self._sizes[bool(audit), owner] = size
-        return self._sizes
-
-    def _write_running_time(self, connection: sqlite3.Connection, running_seconds: float) -> None:
-        if running_seconds - self._written_running_seconds >= _RUNNING_TIME_STEP_SECONDS:
-            self._written_running_seconds = running_seconds
-            connection.execute(
-                "UPDATE running_time SET seconds = ?, monotonic_seconds = ?", (running_seconds, self._clock())
-            )
-
     def _delete_expired(
         self, connection: sqlite3.Connection, sizes: Counter[tuple[bool, str]], running_seconds: float
     ) -> None:
@@ -301,7 +284,7 @@ class Storage:
         expired = connection.execute(_EXPIRED, (running_seconds - self._retention_seconds,)).fetchall()
         for _, audit, owner, size in expired:
             _subtract(sizes, (bool(audit), owner), size)
-        connection.executemany("DELETE FROM events WHERE id = ?", [row[:1] for row in expired])
+        connection.executemany("DELETE FROM events WHERE id = ?", [(row["id"],) for row in expired])
 
     def _make_room(self, connection: sqlite3.Connection, sizes: Counter[tuple[bool, str]], needed_bytes: int) -> None:
         """Delete old events of the kind that uses more space, each of the owner that uses most of it.
@@ -350,7 +333,6 @@ def _is_new(connection: sqlite3.Connection, event: Event) -> bool:
 
 def _row(event: Event) -> dict[str, Any]:
     return {
-        "id": 0,
         "type": event.type,
         "time": event.time_unix_seconds,
         "gpu": _text(event.gpu),
@@ -362,6 +344,21 @@ def _row(event: Event) -> dict[str, Any]:
         "subject": _text(event.subject or None),
         "owner": _text(event.owner),
     }
+
+
+def _event(row: sqlite3.Row) -> Event:
+    return Event(
+        id=row["id"],
+        type=row["type"],
+        time_unix_seconds=row["time"],
+        gpu=row["gpu"],
+        uuid=row["uuid"],
+        pid=None if row["pid"] is None else json_pid(row["pid"]),
+        workload=row["workload"],
+        rank=row["rank"],
+        detail=json.loads(row["detail"]),
+        subject=row["subject"] or "",
+    )
 
 
 def _text(value: str | None) -> str | None:
@@ -388,7 +385,7 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     conditions.append("id > :after")
     order = "DESC" if latest else "ASC"
     rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM events WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT :limit",  # noqa: S608
+        f"SELECT {', '.join(_COLUMNS)} FROM events WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT :limit",  # noqa: S608
         {
             "after": after,
             "since": query.since_unix_seconds,
@@ -398,31 +395,14 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
             **{f"type{i}": type_ for i, type_ in enumerate(query.types)},
         },
     )
-    found = list(_bounded(rows, query.limit))
-    events = [event for event in found if event is not None]
+    found: list[Event] = []
+    size, more = 0, False
+    for row in rows:
+        size += len(row["detail"])
+        more = len(found) == query.limit or (bool(found) and size > _PAGE_TEXT)
+        if more:
+            break
+        found.append(_event(row))
     if latest:
-        return Page(tuple(reversed(events)), max(newest, after), more=False)
-    more = len(events) < len(found)
-    return Page(tuple(events), events[-1].id if more else max(newest, after), more)
-
-
-def _bounded(rows: sqlite3.Cursor, limit: int) -> Iterator[Event | None]:
-    """Yield the events that fit in a page, then None if there are more."""
-    text = 0
-    for number, row in enumerate(rows):
-        text += len(row[8])
-        if number == limit or (number and text > _PAGE_TEXT):
-            yield None
-            return
-        yield Event(
-            id=row[0],
-            type=row[1],
-            time_unix_seconds=row[2],
-            gpu=row[3],
-            uuid=row[4],
-            pid=None if row[5] is None else json_pid(row[5]),
-            workload=row[6],
-            rank=row[7],
-            detail=json.loads(row[8]),
-            subject=row[9] or "",
-        )
+        return Page(tuple(reversed(found)), max(newest, after), more=False)
+    return Page(tuple(found), found[-1].id if more else max(newest, after), more)

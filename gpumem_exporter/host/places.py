@@ -17,10 +17,8 @@ from pathlib import Path
 
 from gpumem_client.wire.procfs import pid_namespace
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
-from gpumem_exporter.host.containers import container_ids, user_of_slice
-from gpumem_exporter.host.entries import HiddenError, ProcEntries
-
-__all__ = ["Places"]
+from gpumem_exporter.host.cgroups import container_ids, user_of_slice
+from gpumem_exporter.host.proc_entries import HiddenError, ProcEntries
 
 _MAX_NESTED = 4
 """The containers of a place. A container may nest others in itself without end; all of them are in its place."""
@@ -52,11 +50,7 @@ _NO_UID = (1 << 32) - 1
 
 
 class Places:
-    """Finds the places of processes. Thread-safe.
-
-    Args:
-        proc: the mount point of the proc file system of the exporter's PID namespace.
-    """
+    """Finds the places of processes in the proc file system of the exporter's PID namespace. Thread-safe."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._entries = ProcEntries(proc)
@@ -88,36 +82,30 @@ class Places:
 
     def _namespaces(self, pid: int | str) -> _Namespaces | None:
         try:
-            status, uid_map, cgroup = (self._entries.read(pid, name) for name in ("status", "uid_map", "cgroup"))
+            uid_map, cgroup = self._entries.read(pid, "uid_map"), self._entries.read(pid, "cgroup")
         except HiddenError:
             return None
-        lines = {line.partition(b":")[0]: line.split() for line in (status or b"").splitlines()}
-        if b"NSpid" not in lines or b"Uid" not in lines or uid_map is None or cgroup is None:
+        status = self._entries.status(pid)
+        if status is None or not status.pids or uid_map is None or cgroup is None:
             return None
         text = cgroup.decode("utf-8", "replace")
-        return _Namespaces(
-            len(lines[b"NSpid"]) - 2, uid_map, container_ids(text), user_of_slice(text), int(lines[b"Uid"][2])
-        )
+        return _Namespaces(len(status.pids) - 1, uid_map, container_ids(text), user_of_slice(text), status.uid)
 
     def _name_of_namespaces(self, pid: int) -> str:
         """Return a name for the namespaces of a process that no cgroup names; empty if there is none.
 
         The inodes need the right to trace the process. The id of its root mount, in its mount namespace, does not.
         """
-        entry = self._entries.path(pid, "")
-        processes = pid_namespace(entry.rstrip("/"))
+        folder = self._entries.path(pid)
+        processes = pid_namespace(folder)
         try:
-            users = os.stat(f"{entry}ns/user").st_ino  # noqa: PTH116 - pathlib costs ten times as much
+            users = os.stat(f"{folder}/ns/user").st_ino  # noqa: PTH116 - pathlib costs ten times as much
         except OSError:
             users = 0
         if processes and users:
             return f"pid{processes}.user{users}"
-        try:
-            mounts = self._entries.read(pid, "mountinfo") or b""
-        except HiddenError:
-            return ""
-        rows = [line.split(None, 5) for line in mounts.splitlines()]
-        root = next((row[0] for row in rows if len(row) > 5 and row[4] == b"/"), None)
+        rows = [line.split(" ", 5) for line in self._entries.text(pid, "mountinfo").split("\n")]
+        root = next((row[0] for row in rows if len(row) > 5 and row[4] == "/"), None)
         return f"mount{int(root)}" if root is not None else ""
 
 

@@ -19,8 +19,6 @@ from typing import Any
 from gpumem_exporter.core.samples import NodeReading
 from gpumem_exporter.host.pods import Container, DeviceAssignments, claimed_device, device_uuid, name_containers
 
-__all__ = ["DEFAULT_SOCKET", "SOCKET_VARIABLE", "PodResources", "query_device_assignments"]
-
 DEFAULT_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
 """The path of the socket, unless the kubelet was started with another --root-dir."""
 SOCKET_VARIABLE = "GPUMEM_POD_RESOURCES_SOCKET"
@@ -40,12 +38,7 @@ class PodResources:
     """Queries the kubelet in a thread named `gpumem-pod-resources` and stores its last answer.
 
     If the kubelet is slow, missing or wrong, only the names of pods are missing. The query runs every 30 seconds. While
-    a device has a container that is newer than the last answer, it runs every 2 seconds.
-
-    Args:
-        socket: the kubelet's socket, which need not exist.
-        query: performs one query; may raise any exception.
-        clock: monotonic seconds.
+    a device has a container that is newer than the last answer, it runs every 2 seconds. The socket need not exist.
     """
 
     def __init__(
@@ -124,9 +117,7 @@ class PodResources:
 def query_device_assignments(socket: Path, deadline_seconds: float) -> DeviceAssignments:
     """Query a kubelet once; waits at most for the deadline.
 
-    Raises:
-        ImportError: the extra `kubernetes` is not installed.
-        Exception: gRPC's error if the kubelet does not answer or its message is not valid.
+    Raises ImportError if the extra `kubernetes` is not installed, and any of gRPC's errors.
     """
     import grpc
 

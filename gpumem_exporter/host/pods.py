@@ -2,15 +2,8 @@
 
 The kubelet lists the names of containers and their devices, but no container ids, pod uids or pids. The cgroup of a
 process has the container id and the pod uid, but no names. The devices connect both: if a device is assigned to one
-container only, that is the container of the processes that the driver lists on the device. These cases are ambiguous or
-unknown and get no name:
-
-- Several containers share the device (time slicing, MPS). If all are in one pod, the process gets the pod's name, but
-  no container name.
-- The processes of two containers use a device that is assigned to one. One of them uses it without the kubelet, or has
-  just been replaced. The same applies to two pods that would get one name, and to two names for one pod.
-- All processes of the container started after the query, so that its answer may lack the container.
-- The process is outside of pods, or a ResourceClaim (DRA) assigned a MIG device: the kubelet lists no uuid for these.
+container only, that is the container of the processes that the driver lists on the device. If containers share a
+device (time slicing, MPS) and all are in one pod, the process gets the pod's name, but no container name.
 """
 
 from __future__ import annotations
@@ -21,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
-
-__all__ = ["Container", "DeviceAssignments", "claimed_device", "device_uuid", "name_containers"]
 
 T = TypeVar("T")
 
@@ -72,8 +63,7 @@ def claimed_device(driver: str, device: str) -> str | None:
 def name_containers(reading: NodeReading, assignments: DeviceAssignments) -> tuple[NodeReading, bool]:
     """Add the known names of pods and containers to the processes of a reading.
 
-    Returns:
-        The reading, and whether it has a container that is newer than the assignments.
+    Returns the reading, and whether it has a container that is newer than the assignments.
     """
     devices_of: dict[str, set[str]] = defaultdict(set)
     members: dict[str, list[ProcessFacts]] = defaultdict(list)
@@ -83,6 +73,7 @@ def name_containers(reading: NodeReading, assignments: DeviceAssignments) -> tup
             if facts is not None and facts.container_id and facts.k8s_pod_uid:
                 devices_of[facts.container_id].add(device.uuid)
                 members[facts.container_id].append(facts)
+    # The answer may lack a container of which all processes have started after the query.
     known = {
         container_id
         for container_id, processes in members.items()
@@ -93,6 +84,8 @@ def name_containers(reading: NodeReading, assignments: DeviceAssignments) -> tup
         container_id: frozenset.intersection(*(assigned[uuid] for uuid in devices_of[container_id]))
         for container_id in known
     }
+    # If the processes of two containers use a device that is assigned to one, one of them uses it without the kubelet,
+    # or has just been replaced: neither gets the name. The same applies to pods.
     containers = _one_to_one(
         (container_id, found) for container_id, several in candidates.items() if (found := _only(several)) is not None
     )
@@ -107,10 +100,10 @@ def name_containers(reading: NodeReading, assignments: DeviceAssignments) -> tup
     )
     facts_by_pid = dict(reading.facts)
     for container_id in known:
+        container = containers.get(container_id)
         for facts in members[container_id]:
             pod = pods.get(facts.k8s_pod_uid)
             if pod is not None:
-                container = containers.get(container_id)
                 facts_by_pid[facts.pid] = replace(
                     facts,
                     k8s_namespace=pod[0],

@@ -15,29 +15,22 @@ from pathlib import Path
 
 from gpumem_client.wire.peer import SocketOwner
 from gpumem_exporter.core.place import Place
-from gpumem_exporter.host.entries import HiddenError, ProcEntries
+from gpumem_exporter.host.cgroups import CgroupIds
 from gpumem_exporter.host.places import Places
-
-__all__ = ["SocketHolders"]
+from gpumem_exporter.host.proc_entries import ProcEntries
 
 
 class SocketHolders:
-    """Finds the places of the processes that hold sockets. Thread-safe.
-
-    Args:
-        places: finds the place of each process.
-        proc: the mount point of the proc file system.
-    """
+    """Finds the places of the processes that hold sockets; `places` finds the place of each process. Thread-safe."""
 
     def __init__(self, places: Places, proc: Path = Path("/proc")) -> None:
         self._places = places
-        self._proc = str(proc)
         self._entries = ProcEntries(proc)
-        self._cgroups = _cgroup_mount(self._entries)
+        self._cgroup_ids = CgroupIds(self._entries)
 
     def created_in(self, owner: SocketOwner) -> int | None:
         """Return the cgroup (version 2) in which a socket was created; None if kernel or mounts do not show it."""
-        return owner.cgroup_id if self._cgroups else None
+        return owner.cgroup_id if self._cgroup_ids else None
 
     def places(self, wanted: Collection[SocketOwner]) -> dict[SocketOwner, set[Place]]:
         """Return the places of all processes that hold each of these sockets, in one pass over /proc.
@@ -49,14 +42,13 @@ class SocketHolders:
         uids = {owner.uid for owner in wanted}
         cgroup_ids = {self.created_in(owner) for owner in wanted}
         for pid in self._entries.pids():
-            try:
-                uid = os.stat(f"{self._proc}/{pid}").st_uid  # noqa: PTH116 - pathlib costs ten times as much
-            except OSError:
-                continue
-            # Root owns the entry of a process that is not dumpable, such as one of sshd for its user.
-            if (uid not in uids and (uid != 0 or self._uid(pid) not in uids)) or (
-                None not in cgroup_ids and self._cgroup_id(pid) not in cgroup_ids
+            folder = self._entries.owner(pid)
+            if folder is None or (
+                # Root owns the folder of a process that is not dumpable.
+                folder.st_uid not in uids and (folder.st_uid != 0 or self._uid(pid) not in uids)
             ):
+                continue
+            if None not in cgroup_ids and self._cgroup_ids.of(pid) not in cgroup_ids:
                 continue
             for inode in self._sockets(pid, by_inode):
                 place = self.place_of(int(pid), by_inode[inode])
@@ -67,7 +59,7 @@ class SocketHolders:
     def place_of(self, pid: int, owner: SocketOwner) -> Place | None:
         """Return the place of a process that holds a socket; None if it does not, or if the socket may be another's."""
         created_in = self.created_in(owner)
-        if self._uid(pid) != owner.uid or (created_in is not None and self._cgroup_id(pid) != created_in):
+        if self._uid(pid) != owner.uid or (created_in is not None and self._cgroup_ids.of(pid) != created_in):
             return None
         place = self._places.of(pid)
         # After the place: the process that has the socket now had this pid before.
@@ -78,11 +70,11 @@ class SocketHolders:
         names = {f"socket:[{inode}]": inode for inode in wanted}
         found: list[int] = []
         try:
-            folder = os.open(f"{self._proc}/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            folder = os.open(self._entries.path(pid, "fd"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return found
         try:
-            for descriptor in os.listdir(folder):  # noqa: PTH208 - as above
+            for descriptor in os.listdir(folder):  # noqa: PTH208 - pathlib costs ten times as much
                 with contextlib.suppress(OSError):  # this one was closed meanwhile
                     inode = names.get(os.readlink(descriptor, dir_fd=folder))
                     if inode is not None:
@@ -96,38 +88,5 @@ class SocketHolders:
         return found
 
     def _uid(self, pid: int | str) -> int | None:
-        """Return the effective uid of a process."""
-        try:
-            status = self._entries.read(pid, "status") or b""
-        except HiddenError:
-            return None
-        line = next((line for line in status.splitlines() if line.startswith(b"Uid:")), None)
-        return int(line.split()[2]) if line is not None else None
-
-    def _cgroup_id(self, pid: int | str) -> int | None:
-        """Return the id of a process's cgroup (version 2); None if the exporter cannot see the cgroup's folder."""
-        try:
-            text = self._entries.read(pid, "cgroup") or b""
-        except HiddenError:
-            return None
-        path = next((line[3:] for line in text.splitlines() if line.startswith(b"0::")), None)
-        if not self._cgroups or path is None or b"/.." in path:
-            return None
-        try:
-            return os.stat(self._cgroups + os.fsdecode(path)).st_ino  # noqa: PTH116 - as above
-        except OSError:
-            return None
-
-
-def _cgroup_mount(entries: ProcEntries) -> str:
-    """Return where the root of this cgroup namespace is mounted; empty if it is not."""
-    try:
-        mounts = entries.read("self", "mountinfo") or b""
-    except HiddenError:
-        return ""
-    for line in mounts.splitlines():
-        before, _, after = line.partition(b" - ")
-        fields = before.split()
-        if after.startswith(b"cgroup2 ") and len(fields) > 4 and fields[3] == b"/":
-            return os.fsdecode(fields[4])
-    return ""
+        status = self._entries.status(pid)
+        return status.uid if status is not None else None

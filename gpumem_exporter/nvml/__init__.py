@@ -1,10 +1,4 @@
-"""Access to NVML, and the thread that polls it.
+"""The driver: its interface, NVML behind it, and the thread that polls it.
 
-This package does not import `gpumem_exporter.nvml.pynvml_provider`, the only module that imports pynvml. Callers that
-need the real driver import that module.
+Only `pynvml_provider` imports pynvml, so a demo and a machine without a driver do not need it.
 """
-
-from gpumem_exporter.nvml.poller import Poller, PollerStatus
-from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
-
-__all__ = ["DeviceIdentity", "Poller", "PollerStatus", "Provider"]

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from gpumem_exporter.nvml.provider import DeviceIdentity
 
-__all__ = ["DeviceRegistry"]
-
 
 class DeviceRegistry:
     """Keeps the identity of lost devices, so that a lost device differs from a removed one. Not thread-safe.
@@ -47,11 +45,9 @@ class DeviceRegistry:
         return (*merged, *(replace(lost, gpu="") if _gpu_of(lost) in taken else lost for lost in left_out))
 
     def note_errors(self, errors: Mapping[str, str]) -> None:
-        """Record which of the merged devices are lost: those listed with an error, and those in `errors`.
+        """Record which merged devices are lost: listed with an error, or not readable for a reason in `errors`.
 
-        Args:
-            errors: by uuid, why a listed device could not be read. A MIG device that cannot be read may have been
-                destroyed, so it is lost only together with its GPU.
+        A MIG device that cannot be read may have been destroyed, so it is lost only together with its GPU.
         """
         self._lost = {}
         for uuid, identity in self._known.items():

@@ -9,12 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gpumem_exporter.core.samples import NodeReading
-from gpumem_exporter.host.protocol import Host
-from gpumem_exporter.nvml.failure_log import FailureLog
+from gpumem_exporter.host import Host
+from gpumem_exporter.nvml.failures import FailureLog
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.nvml.reader import NodeReader
-
-__all__ = ["MIN_POLL_SPACING_SECONDS", "Poller", "PollerStatus", "ReleaseRequest"]
 
 _logger = logging.getLogger(__name__)
 
@@ -58,36 +56,28 @@ class PollerStatus:
     """The last poll has applied the latest request to release or attach NVML."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _DriverRequest:
-    """The latest request to release or attach NVML; `release` is None for attach."""
+    """A request to release NVML, or to attach it if `release` is None."""
 
-    number: int = 0
     release: ReleaseRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
+    request: _DriverRequest
+    """The request that the last poll applied."""
     polls: int = 0
     busy_since_seconds: float | None = None
     error: str = ""
-    request: int = 0
-    """The number of the request that the last poll applied."""
 
 
 class Poller:
     """Polls a provider in a thread named `gpumem-poller` and publishes each reading.
 
-    Each poll publishes a reading, which says so if there is no driver. Only `stop` ends the thread. It is a daemon
-    thread, so a hung driver does not prevent the interpreter from exiting.
-
-    Args:
-        provider: the driver, closed; only the poller's thread calls it.
-        host: describes processes.
-        publish: receives each reading, in the poller's thread.
-        interval_seconds: the time from the start of one poll to the start of the next.
-        clock: monotonic seconds.
-        wall_clock: seconds of the Unix epoch.
+    Each poll publishes a reading, which says so if there is no driver. Only the thread uses the provider, and calls
+    `publish`. Only `stop` ends it. It is a daemon, so a hung driver does not prevent the interpreter from exiting. The
+    methods may be called from any thread.
     """
 
     def __init__(
@@ -104,53 +94,41 @@ class Poller:
         self._publish = publish
         self._interval_seconds = interval_seconds
         self._clock = clock
+        self._wall_clock = wall_clock
         self._failures = FailureLog(_logger, clock)
         self._stopping = threading.Event()
         self._woken = threading.Event()
-        self._wall_clock = wall_clock
-        self._request_lock = threading.Lock()
         self._request = _DriverRequest()
-        self._progress = _Progress()  # only the poller's thread replaces it, so readers need no lock
+        self._progress = _Progress(self._request)  # only the poller's thread replaces it, so readers need no lock
         self._thread = threading.Thread(target=self._run, name="gpumem-poller", daemon=True)
 
     def start(self) -> None:
-        """Start polling immediately. A poller can be started once.
-
-        Raises:
-            RuntimeError: the poller was already started.
-        """
+        """Start polling immediately. A poller can be started once."""
         self._thread.start()
 
     def poll_soon(self) -> None:
-        """Poll before the interval ends, because the state of the driver has changed. Thread-safe.
-
-        Polls are at least `MIN_POLL_SPACING_SECONDS` apart, however often this method is called.
-        """
+        """Poll before the interval ends, because the state of the driver has changed."""
         self._woken.set()
 
     def release(self, requested_by: str, reason: str = "") -> None:
-        """Release NVML at the next poll, which follows immediately, until `attach` is called. Thread-safe.
+        """Release NVML at the next poll, which follows immediately, until `attach` is called.
 
         NVML is released when `status` returns `request_applied`; a hung driver delays that. While NVML is released,
         polls continue and publish readings without a driver. A second release request changes nothing.
         """
-        with self._request_lock:
-            if self._request.release is None:
-                release = ReleaseRequest(requested_by, self._wall_clock(), reason)
-                self._request = _DriverRequest(self._request.number + 1, release)
+        if self._request.release is None:
+            self._request = _DriverRequest(ReleaseRequest(requested_by, self._wall_clock(), reason))
         self._woken.set()
 
     def attach(self) -> None:
-        """Attach NVML at the next poll, which follows immediately, after a release or a failure. Thread-safe."""
-        with self._request_lock:
-            self._request = _DriverRequest(self._request.number + 1)
+        """Attach NVML at the next poll, which follows immediately, after a release or a failure."""
+        self._request = _DriverRequest()
         self._woken.set()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Stop the thread and wait for it, at most for the timeout. Thread-safe, and may be called again.
+        """Stop the thread, and return whether it ended within the timeout. May be called again.
 
-        Returns:
-            Whether the thread ended. A thread that hangs in the driver does not end, but it publishes nothing.
+        A thread that hangs in the driver does not end, but it publishes nothing.
         """
         self._stopping.set()
         self._woken.set()
@@ -160,7 +138,7 @@ class Poller:
         return not self._thread.is_alive()
 
     def status(self, now_seconds: float) -> PollerStatus:
-        """Return the state of the poller at this time of its clock. Thread-safe; never blocks."""
+        """Return the state of the poller at this time of its clock. Never blocks."""
         progress, request = self._progress, self._request
         busy_seconds = None
         if progress.busy_since_seconds is not None:
@@ -173,7 +151,7 @@ class Poller:
             stuck=busy_seconds is not None and busy_seconds > limit_seconds,
             error=progress.error,
             release=request.release,
-            request_applied=progress.request == request.number,
+            request_applied=progress.request is request,
         )
 
     def _run(self) -> None:
@@ -192,8 +170,10 @@ class Poller:
         self._progress = replace(before, busy_since_seconds=self._clock())
         error = before.error
         try:
-            reading = self._read(request, is_new=request.number != before.request)
+            reading = self._read(request, is_new=request is not before.request)
             error = reading.error
+            if reading.duration_seconds > self._interval_seconds:
+                _logger.debug("reading late: the driver took %.3f s", reading.duration_seconds)
             if not self._stopping.is_set():
                 self._publish(reading)
         except Exception as failure:  # noqa: BLE001 - only stop() ends the thread
@@ -201,7 +181,7 @@ class Poller:
             self._failures.failed("poll", error, exc_info=True)
         else:
             self._failures.recovered("poll")
-        self._progress = _Progress(before.polls + 1, None, error, request.number)
+        self._progress = _Progress(request, before.polls + 1, error=error)
 
     def _read(self, request: _DriverRequest, *, is_new: bool) -> NodeReading:
         if request.release is not None:

@@ -8,8 +8,6 @@ from typing import Protocol
 
 from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
 
-__all__ = ["DeviceIdentity", "Provider"]
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
@@ -30,18 +28,18 @@ class DeviceIdentity:
 
 
 class Provider(Protocol):
-    """A driver. Only the poller's thread calls its methods, and each call may block for any time."""
+    """A driver. Only the poller's thread calls its methods, and each call may block for any time.
+
+    The methods raise NvmlError. After NvmlUnavailableError, call `close`, and `open` later. After NvmlDeviceLostError,
+    the device stays lost until NVML is initialized again. NvmlNotSupportedError: the device does not have the value.
+    """
 
     @property
     def source(self) -> str:
         """`nvml` or `demo`: the value of `gpumem_exporter_build_info{source}`. Thread-safe."""
 
     def open(self) -> None:
-        """Initialize NVML; has no effect if it is open.
-
-        Raises:
-            NvmlUnavailableError: NVML cannot be initialized now; retry later.
-        """
+        """Initialize NVML; has no effect if it is open."""
 
     def close(self) -> None:
         """Shut NVML down; has no effect if it is closed. Never raises."""
@@ -50,38 +48,16 @@ class Provider(Protocol):
         """Close and unload the driver's library, so that the driver can be unloaded. Never raises."""
 
     def driver_version(self) -> str:
-        """Return the driver's version.
-
-        Raises:
-            NvmlError: the version cannot be read.
-        """
+        """Return the driver's version."""
 
     def devices(self) -> Sequence[DeviceIdentity]:
-        """Return the devices in the driver's order; a device that fails has its `error`, without its MIG devices.
-
-        Raises:
-            NvmlError: no device can be listed; on NvmlUnavailableError, call `close` and `open`.
-        """
+        """Return the devices in the driver's order; a device that fails has its `error`, without its MIG devices."""
 
     def read_memory(self, uuid: str) -> DeviceMemory:
-        """Return the frame-buffer memory of a device that `devices` returned; total = used + free + reserved.
-
-        Raises:
-            NvmlNotSupportedError: the device does not provide the value.
-            NvmlDeviceLostError: the device fell off the bus; it stays lost until NVML is initialized again.
-            NvmlError: the device does not answer.
-        """
+        """Return the frame-buffer memory of a device that `devices` returned; total = used + free + reserved."""
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
-        """Return the processes on a device, each once; empty if there are none.
-
-        Raises:
-            NvmlError: the list cannot be read: NvmlPermissionError, or as in `read_memory`.
-        """
+        """Return the processes on a device, each once; empty if there are none."""
 
     def read_utilization_ratio(self, uuid: str) -> float:
-        """Return the share of the driver's last sample period in which a kernel ran on the device, 0 to 1.
-
-        Raises:
-            NvmlError: as in `read_memory`.
-        """
+        """Return the share of the driver's last sample period in which a kernel ran on the device, 0 to 1."""

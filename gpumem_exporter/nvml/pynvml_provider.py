@@ -1,16 +1,15 @@
-"""The NVML provider, based on the distribution nvidia-ml-py. Only this module imports pynvml.
-
-Only the poller's thread calls it. ctypes releases the GIL during calls to the driver.
-"""
+"""The NVML provider, based on the distribution nvidia-ml-py. ctypes releases the GIL during calls to the driver."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pynvml
 
+from gpumem_client.wire.nvml_processes import ProcessListError, known_bytes, processes_on_device
 from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
 from gpumem_exporter.errors import (
     NvmlDeviceLostError,
@@ -19,13 +18,15 @@ from gpumem_exporter.errors import (
     NvmlPermissionError,
     NvmlUnavailableError,
 )
-from gpumem_exporter.nvml.library import unload_library
-from gpumem_exporter.nvml.process_lists import ProcessLists, known_bytes
+from gpumem_exporter.nvml.driver_library import unload_library
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.return_codes import LIB_RM_VERSION_MISMATCH, NOT_FOUND, error_for_code
-from gpumem_exporter.nvml.unified_memory import host_memory, is_integrated
 
-__all__ = ["PynvmlProvider"]
+# NVML returns NOT_SUPPORTED for the memory of an integrated GPU, which uses the host's memory, and also for some other
+# GPUs (such as a GPU passed to a virtual machine). No call of NVML says that a GPU is integrated, so these are the
+# product names: Grace-Blackwell GB10 (DGX Spark) and the Jetson modules.
+_INTEGRATED = re.compile(r"\b(GB10|Thor|Orin|Xavier)\b", re.IGNORECASE)
+_MEMINFO_LINE = re.compile(r"^(MemTotal|MemAvailable): +(\d+) kB$", re.MULTILINE)
 
 
 class _Description(NamedTuple):
@@ -39,15 +40,7 @@ class _Description(NamedTuple):
 
 
 class PynvmlProvider:
-    """The real driver; the methods raise the errors of `Provider`.
-
-    `devices` gets new handles at each call, so no handle outlives a change of the devices or of a GPU's MIG instances.
-    This is cheap, because the library has counts, handles and UUIDs in its own memory.
-
-    Args:
-        nvml: the pynvml module, or a replacement in tests.
-        meminfo: the path of /proc/meminfo.
-    """
+    """The real driver. `meminfo` is the path of /proc/meminfo, which describes the whole host also in a container."""
 
     source = "nvml"
 
@@ -55,7 +48,6 @@ class PynvmlProvider:
         self._nvml = nvml
         self._meminfo = meminfo
         self._open = False
-        self._process_lists: ProcessLists | None = None
         self._handles: dict[str, Any] = {}
         self._descriptions: dict[str, _Description] = {}
 
@@ -69,7 +61,6 @@ class PynvmlProvider:
             if error.value == LIB_RM_VERSION_MISMATCH:
                 unload_library(self._nvml)
             raise NvmlUnavailableError(str(error_for_code(error.value, "nvmlInit"))) from error
-        self._process_lists = ProcessLists(self._nvml.nvmlLib)
         self._open = True
 
     def close(self) -> None:
@@ -77,7 +68,6 @@ class PynvmlProvider:
         if not self._open:
             return
         self._open = False
-        self._process_lists = None
         self._handles.clear()
         self._descriptions.clear()
         try:
@@ -97,9 +87,10 @@ class PynvmlProvider:
     def devices(self) -> tuple[DeviceIdentity, ...]:
         """Return the GPUs; a GPU with MIG on is replaced by its MIG devices.
 
-        A GPU that fails is listed with its error and without MIG devices. As in nvidia-smi, a GPU whose handle this
-        user may not get is not listed.
+        As in nvidia-smi, a GPU whose handle this user may not get is not listed.
         """
+        # New handles at each call: no handle outlives a change of the devices or of a GPU's MIG instances. This is
+        # cheap, because the library has counts, handles and UUIDs in its own memory.
         handles: dict[str, Any] = {}
         listed: list[DeviceIdentity] = []
         unavailable: NvmlUnavailableError | None = None
@@ -121,24 +112,21 @@ class PynvmlProvider:
         return tuple(listed)
 
     def read_memory(self, uuid: str) -> DeviceMemory:
-        """Return the frame-buffer memory of a device.
-
-        All values come from one `nvmlDeviceGetMemoryInfo_v2` call, so they are consistent. A driver with only the first
-        version of the call counts reserved memory as used; reserved is then unknown. For an integrated GPU, which has
-        no memory of its own, the values are those of the host.
-        """
+        """Return the frame-buffer memory of a device; an integrated GPU has the host's memory."""
         handle = self._handle(uuid)
         try:
             return self._own_memory(handle)
         except NvmlNotSupportedError:
-            if not is_integrated(self._descriptions[uuid].name):
+            if _INTEGRATED.search(self._descriptions[uuid].name) is None:
                 raise
-            return host_memory(self._meminfo)
+            return _host_memory(self._meminfo)
 
     def _own_memory(self, handle: Any) -> DeviceMemory:
+        # One call returns all values, so they are consistent.
         try:
             memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle, self._nvml.nvmlMemory_v2)
         except NvmlNotSupportedError:
+            # A driver with only the first version of the call counts reserved memory as used.
             memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle)
             return _device_memory(memory.total, memory.free, None)
         return _device_memory(memory.total, memory.free, known_bytes(memory.reserved))
@@ -146,9 +134,11 @@ class PynvmlProvider:
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
         """Return the compute, graphics and MPS processes on a device, each once."""
         handle = self._handle(uuid)
-        if self._process_lists is None:
-            raise NvmlUnavailableError("NVML is closed")
-        return self._process_lists.read(handle)
+        try:
+            used = processes_on_device(self._nvml.nvmlLib, handle)
+        except ProcessListError as error:
+            raise error_for_code(error.code, error.call) from error
+        return tuple([ProcessMemory(pid, used_bytes) for pid, used_bytes in used.items()])
 
     def read_utilization_ratio(self, uuid: str) -> float:
         """Return the share of the last sample period (1/6 s to 1 s) in which a kernel ran on the device, 0 to 1.
@@ -238,11 +228,7 @@ class PynvmlProvider:
 def _device_memory(total: int, free: int, reserved: int | None) -> DeviceMemory:
     """Return the memory of a device such that total = used + free + reserved, which is NVML's definition.
 
-    CUDA programs see the same total and free. Used is computed from the other values and equals NVML's value if NVML's
-    values are consistent. A reserved value that does not fit is unknown.
-
-    Raises:
-        NvmlNotSupportedError: total and free are not valid.
+    CUDA programs see the same total and free, so used is computed. A reserved value that does not fit is unknown.
     """
     if known_bytes(total) is None or total == 0 or free > total:
         raise NvmlNotSupportedError(f"nvmlDeviceGetMemoryInfo: {free} bytes free of {total} is not valid")
@@ -250,4 +236,17 @@ def _device_memory(total: int, free: int, reserved: int | None) -> DeviceMemory:
         reserved = None
     return DeviceMemory(
         total_bytes=total, used_bytes=total - free - (reserved or 0), free_bytes=free, reserved_bytes=reserved
+    )
+
+
+def _host_memory(meminfo: Path) -> DeviceMemory:
+    # CUDA can allocate `MemAvailable`, not only `MemFree`, because the kernel shrinks the page cache; NVIDIA recommends
+    # this for DGX Spark.
+    try:
+        values = {name: int(kib) * 1024 for name, kib in _MEMINFO_LINE.findall(meminfo.read_text(encoding="ascii"))}
+        total, available = values["MemTotal"], values["MemAvailable"]
+    except (OSError, UnicodeDecodeError, KeyError) as error:
+        raise NvmlNotSupportedError(f"{meminfo} does not have the host's memory, which this GPU uses") from error
+    return DeviceMemory(
+        total_bytes=total, used_bytes=total - available, free_bytes=available, reserved_bytes=None, of_host=True
     )

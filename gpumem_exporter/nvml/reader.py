@@ -14,27 +14,16 @@ from gpumem_exporter.errors import (
     NvmlPermissionError,
     NvmlUnavailableError,
 )
-from gpumem_exporter.host.protocol import Host
-from gpumem_exporter.nvml.backoff import Backoff
+from gpumem_exporter.host import Host
 from gpumem_exporter.nvml.device_registry import DeviceRegistry
-from gpumem_exporter.nvml.failure_log import FailureLog
+from gpumem_exporter.nvml.failures import Backoff, FailureLog
 from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
-
-__all__ = ["NodeReader"]
 
 _logger = logging.getLogger(__name__)
 
 
 class NodeReader:
-    """Reads a node through a provider, which nothing else uses. Not thread-safe.
-
-    Args:
-        provider: the driver, closed.
-        host: describes processes.
-        clock: monotonic seconds.
-        wall_clock: seconds of the Unix epoch.
-        jitter: shortens the delays between attempts; see `Backoff`.
-    """
+    """Reads a node through a provider, which nothing else uses. Not thread-safe."""
 
     def __init__(
         self,
@@ -114,6 +103,7 @@ class NodeReader:
     def _attach(self) -> None:
         if self._attached and self._reattach_wanted and self._lost_backoff.due(self._clock()):
             self._lost_backoff.failed(self._clock())
+            _logger.debug("NVML is initialized again, because a device is lost or none is listed")
             self.close()
         elif self._attached:
             return
@@ -127,6 +117,7 @@ class NodeReader:
             raise
         except NvmlError:
             self._driver_version = ""
+        _logger.debug("NVML attached: driver %s", self._driver_version or "of an unknown version")
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, _NotYetError):

@@ -18,19 +18,6 @@ from gpumem_exporter.errors import (
     NvmlUnavailableError,
 )
 
-__all__ = [
-    "ARGUMENT_VERSION_MISMATCH",
-    "FUNCTION_NOT_FOUND",
-    "INSUFFICIENT_SIZE",
-    "LIB_RM_VERSION_MISMATCH",
-    "NOT_FOUND",
-    "RETURN_CODES",
-    "SUCCESS",
-    "ReturnCode",
-    "error_for_code",
-]
-
-SUCCESS = 0
 NOT_FOUND = 6
 INSUFFICIENT_SIZE = 7
 FUNCTION_NOT_FOUND = 13

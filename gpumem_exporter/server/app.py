@@ -7,19 +7,16 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.host import Host
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.actions import actions_router
@@ -31,21 +28,21 @@ from gpumem_exporter.server.api.jobs import jobs_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
-from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.api.state import state_router
-from gpumem_exporter.server.background.hangup import reloading_on_hangup
-from gpumem_exporter.server.background.housekeeping import keep_house, recall_ooms, release_free_memory
-from gpumem_exporter.server.http.addresses import parse_listen_address
-from gpumem_exporter.server.http.listeners import SocketFile
+from gpumem_exporter.server.background.housekeeping import (
+    keep_house,
+    release_free_memory,
+    reloading_on_hangup,
+    restore_ooms,
+)
+from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
-from gpumem_exporter.server.security.file_refresher import FileRefresher
 from gpumem_exporter.server.security.request_guard import Guard
+from gpumem_exporter.server.security.tokens import FileRefresher
 from gpumem_exporter.server.settings import Settings
-from gpumem_exporter.server.web.api_page import api_page_router
-from gpumem_exporter.server.web.live import Audience, LiveState, live_router
+from gpumem_exporter.server.web.live import LiveRenderings, LiveState, live_router
 from gpumem_exporter.server.web.page import Page, page_router
-from gpumem_exporter.server.web.streams import Streams
 
 __all__ = ["create_app"]
 
@@ -106,7 +103,7 @@ def create_app(
     with _without_pydantic_v1():
         for router in (*_api_routers(runtime, health), *_page_routers(runtime, health)):
             app.include_router(router)
-    _add_guards(app, runtime)
+    _add_guard(app, runtime)
     install_problem_handlers(app)
     return app
 
@@ -146,24 +143,6 @@ class _Application(FastAPI):
         return self.openapi_schema
 
 
-@dataclass(frozen=True, slots=True)
-class DirectRoutes:
-    """The middleware that calls the most frequent routes itself: FastAPI's search for a route takes as long as they do.
-
-    Args:
-        app: the next application, which has all other routes.
-        routes: by path.
-    """
-
-    app: ASGIApp
-    routes: Mapping[str, ASGIApp]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on the request."""
-        route = self.routes.get(scope["path"], self.app) if scope["type"] == "http" else self.app
-        await route(scope, receive, send)
-
-
 @contextlib.contextmanager
 def _without_pydantic_v1() -> Iterator[None]:
     """Make imports of `pydantic.v1` fail meanwhile, which saves 30 ms of CPU at the start and 4 MB.
@@ -181,7 +160,7 @@ def _without_pydantic_v1() -> Iterator[None]:
 
 
 def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
-    dispatcher, audit, holds = runtime.dispatcher, runtime.audit, runtime.holds
+    dispatcher, audit, held_requests = runtime.dispatcher, runtime.audit, runtime.held_requests
     hide_identities = runtime.settings.web_hide_identities
     return [
         state_router(
@@ -192,11 +171,10 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
         ),
         caller_router(
             callers=runtime.callers,
-            own_names=runtime.own_names,
             allowed=runtime.settings.action_allow,
             snapshot=runtime.snapshot,
         ),
-        actions_router(dispatcher=dispatcher, audit=audit, holds=holds, renderer=runtime.renderer),
+        actions_router(dispatcher=dispatcher, audit=audit, held_requests=held_requests, renderer=runtime.renderer),
         alerts_router(
             dispatcher=dispatcher,
             audit=audit,
@@ -207,7 +185,13 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
         policy_router(runtime.policies),
         events_router(runtime.events.log, runtime.renderer, hide_identities=hide_identities),
         jobs_router(runtime.events, runtime.renderer),
-        nvml_router(poller=runtime.poller, dispatcher=dispatcher, audit=audit, holds=holds, clock=runtime.clock),
+        nvml_router(
+            poller=runtime.poller,
+            dispatcher=dispatcher,
+            audit=audit,
+            held_requests=held_requests,
+            clock=runtime.clock,
+        ),
         health_router(health=health, snapshot=runtime.snapshot),
     ]
 
@@ -215,62 +199,31 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
 def _page_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
     settings = runtime.settings
     page = Page(runtime.version, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
-    host = socket.gethostname()
-    state = LiveState(runtime.snapshot, health, runtime.history, page, host, settings.action_allow)
-    everything = public = _streams(runtime, state)
-    if settings.web_hide_identities:
-        public = _streams(runtime, replace(state, viewer=Caller(CallerKind.UNKNOWN)))
-    audience = Audience(everything, public, runtime.callers)
+    state = LiveState(runtime.snapshot, health.document, page, socket.gethostname(), settings.action_allow)
     return [
         live_router(
-            audience=audience,
-            state=state,
-            renderer=runtime.renderer,
-            hide_identities_from=runtime.callers if settings.web_hide_identities else None,
+            renderings=LiveRenderings(state, runtime.renderer, clock=runtime.clock, wall_clock=runtime.wall_clock),
             history=runtime.history,
-            holds=runtime.holds,
-            own_names=runtime.own_names,
+            hide_identities_from=runtime.callers if settings.web_hide_identities else None,
         ),
         page_router(page),
-        api_page_router(),
     ]
 
 
-def _streams(runtime: Runtime, state: LiveState) -> Streams:
-    return Streams(
-        lambda: runtime.renderer.render_shared(("live rows", state.viewer), state.render),
-        clock=runtime.clock,
-        wall_clock=runtime.wall_clock,
-    )
-
-
-def _add_guards(app: FastAPI, runtime: Runtime) -> None:
-    """Add the middleware. The one that is added last sees a request first."""
-    app.add_middleware(
-        DirectRoutes,
-        routes={
-            REPORTS_PATH: ReportsRoute(runtime.ingest),
-            runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.snapshot),
-        },
-    )
+def _add_guard(app: FastAPI, runtime: Runtime) -> None:
     app.add_middleware(
         Guard,
+        routes={
+            REPORTS_PATH: runtime.reports,
+            runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.snapshot),
+        },
         own_names=runtime.own_names,
         reports=runtime.reports_rule,
         callers=runtime.callers,
         on_report_refused=runtime.instruments.count_report,
         loopback_only=all(parse_listen_address(each).is_loopback for each in runtime.settings.web_listen_address),
+        web=runtime.web,
     )
-    if runtime.web is not None:
-        from gpumem_exporter.server.security.basic_auth import BasicAuth
-
-        app.add_middleware(
-            BasicAuth,
-            access=runtime.web,
-            reports=runtime.reports_rule,
-            actions=runtime.callers.rule,
-            on_report_refused=runtime.instruments.count_report,
-        )
 
 
 def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
@@ -288,15 +241,15 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             asyncio.ensure_future(keep_house(_chores(runtime))),
             asyncio.ensure_future(release_free_memory()),
             asyncio.ensure_future(
-                recall_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
+                restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
             ),
-            asyncio.ensure_future(runtime.audit.recall(runtime.dispatcher)),
+            asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
         ]
         try:
             with reloading_on_hangup(_reloads(runtime)):
                 yield
         finally:
-            runtime.holds.release()
+            runtime.held_requests.stop()
             runtime.presence.close()
             for task in tasks:
                 task.cancel()
@@ -316,7 +269,7 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
-        "record_history": lambda: runtime.history.take(runtime.snapshot()),
+        "record_history": lambda: runtime.history.add(runtime.snapshot()),
     }
     if runtime.policies is not None:
         chores["run_policies"] = runtime.policies.tick

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from gpumem_exporter.core.yaml_file import YamlReader, is_mapping, line_of
-
-if TYPE_CHECKING:
-    from yaml.nodes import Node
-
-__all__ = ["FileSetting", "read_config_file"]
+from gpumem_exporter.core.yaml_file import YamlFile
 
 
 class FileSetting(NamedTuple):
     """A setting in the file."""
 
     value: Any
+    """Text or a list, as `Settings` accepts them from the environment as well."""
     line: int
 
 
@@ -28,39 +24,32 @@ def read_config_file(path: Path, *, known: Sequence[str]) -> dict[str, FileSetti
         ConfigurationError: the file cannot be read, is not a YAML mapping, or has a key that is unknown, that appears
             twice, or that has no value.
     """
-    return _Reader(path, known).settings()
+    file = YamlFile(path, "configuration file")
+    found: dict[str, FileSetting] = {}
+    for location, value in _leaves(file, known):
+        name = ".".join(location)
+        if name in found:
+            raise file.error(location, f"the key {name!r} appears twice, first in line {found[name].line}", of=())
+        found[name] = FileSetting(value, file.line(location))
+    return found
 
 
-class _Reader(YamlReader):
-    def __init__(self, path: Path, known: Sequence[str]) -> None:
-        super().__init__(path, "configuration file")
-        self._known = known
-
-    def settings(self) -> dict[str, FileSetting]:
-        root = self.parse()
-        found: dict[str, FileSetting] = {}
-        for name, key, node in self._leaves(root, "") if root is not None else ():
-            if name in found:
-                self.fail(key, f"the key {name!r} appears twice, first in line {found[name].line}")
-            value = self.value(node, name)
-            if value is None:
-                self.fail(key, f"{name}: has no value")
-            found[name] = FileSetting(value, line_of(node))
-        return found
-
-    def _leaves(self, node: Node, prefix: str) -> Iterator[tuple[str, Node, Node]]:
-        """Yield the dotted name, the key and the value of each setting."""
-        entries = self.entries(node, 'expected keys with values, such as `web.listen-address: ":9844"`')
-        for text, (key, value) in entries.items():
-            name = prefix + text
-            if name in self._known and not is_mapping(value):
-                yield name, key, value
-            elif is_mapping(value) and any(one.startswith(f"{name}.") for one in self._known):
-                yield from self._leaves(value, f"{name}.")
-            elif name in self._known:
-                self.fail(key, f"{name}: expected a value, not keys with values")
+def _leaves(file: YamlFile, known: Sequence[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the location and the value of each setting."""
+    sections: list[tuple[tuple[str, ...], Any]] = [((), {} if file.document is None else file.document)]
+    for location, section in sections:
+        if not isinstance(section, dict):
+            raise file.error(location, 'expected keys with values, such as `web.listen-address: ":9844"`')
+        for key, value in section.items():
+            name = ".".join((*location, key))
+            if name in known:
+                if isinstance(value, dict):
+                    raise file.error((*location, key), "expected a value, not keys with values")
+                yield (*location, key), value
+            elif any(each.startswith(f"{name}.") for each in known):
+                sections.append(((*location, key), value))
             else:
-                self.fail(key, f"unknown key {name!r}{_suggestion(name, self._known)}")
+                raise file.error((*location, key), f"unknown key {name!r}{_suggestion(name, known)}", of=())
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-__all__ = ["JsonFormatter", "LogfmtFormatter", "configure_logging", "iso_time"]
-
 
 def iso_time(unix_seconds: float) -> str:
     """Return a time as ISO 8601 in UTC with milliseconds: `2026-01-31T12:00:00.000Z`."""
@@ -52,12 +50,7 @@ class JsonFormatter(_Fields):
 
 
 def configure_logging(level: str, log_format: str) -> None:
-    """Send the records of every logger to stderr; replaces the handlers of the root logger.
-
-    Args:
-        level: debug, info, warning or error.
-        log_format: logfmt or json.
-    """
+    """Send the records of every logger to stderr; replaces the handlers of the root logger."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else LogfmtFormatter())
     root = logging.getLogger()

@@ -12,52 +12,22 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from gpumem_client.wire.protocol import REPORTS_PATH, Reply
-from gpumem_exporter.server.api.action_schema import ActionDocument, ActionsDocument
 from gpumem_exporter.server.api.alert_schema import AlertsBody
-from gpumem_exporter.server.api.alerts import AlertsDocument
-from gpumem_exporter.server.api.caller import CallerDocument
-from gpumem_exporter.server.api.events import EventsDocument
-from gpumem_exporter.server.api.health import HealthDocument
-from gpumem_exporter.server.api.jobs import JobDocument
-from gpumem_exporter.server.api.nvml import NvmlDocument
-from gpumem_exporter.server.api.policy import RulesDocument
 from gpumem_exporter.server.api.report_schema import report_core_schema
-from gpumem_exporter.server.api.state import DevicesDocument, ProcessesDocument
 from gpumem_exporter.server.http.problems import Problem, problems
+from gpumem_exporter.server.http.replies import REPLY_MODELS
 from gpumem_exporter.server.security.request_guard import is_restricted
-from gpumem_exporter.server.web.live import LiveDocument
-
-__all__ = ["Credentials", "describe"]
 
 _REF = "#/components/schemas/{model}"
-_REPLIES: tuple[type, ...] = (
-    ActionDocument,
-    ActionsDocument,
-    AlertsDocument,
-    CallerDocument,
-    DevicesDocument,
-    EventsDocument,
-    HealthDocument,
-    JobDocument,
-    LiveDocument,
-    NvmlDocument,
-    Problem,
-    ProcessesDocument,
-    RulesDocument,
-)
-
 _SCHEMES = {
-    "actionToken": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "The token of `--action.token-file`. Without that file, the kernel identifies the caller over "
-        "loopback and the unix socket, and other callers are refused.",
-    },
-    "reportToken": {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "The token of `--report.token-file`. Without that file, the kernel identifies the caller over "
-        "loopback and the unix socket, and other callers are refused.",
+    **{
+        f"{of}Token": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": f"The token of `--{of}.token-file`. Without that file, the kernel identifies the caller "
+            "over loopback and the unix socket, and other callers are refused.",
+        }
+        for of in ("action", "report")
     },
     "password": {
         "type": "http",
@@ -113,7 +83,7 @@ def describe(app: FastAPI, *, telemetry_path: str, credentials: Credentials) -> 
     _, bodies = models_json_schema([(AlertsBody, "validation")], ref_template=_REF)
     report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())
     _, replies = TypeAdapter.json_schemas(
-        [(model, "validation", TypeAdapter(model)) for model in _REPLIES], ref_template=_REF
+        [(model, "validation", TypeAdapter(model)) for model in (Problem, *REPLY_MODELS.values())], ref_template=_REF
     )
     for schema in (bodies, report, replies):
         schemas.update(schema.pop("$defs", {}))

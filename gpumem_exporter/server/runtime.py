@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,28 +15,28 @@ from prometheus_client import CollectorRegistry
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import RateLimits
-from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
-from gpumem_exporter.core.samples import NodeReading, Snapshot
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import Event, EventLog, Recorder, Storage, last_ooms
+from gpumem_exporter.events import EventLog, Recorder, Storage, last_ooms
 from gpumem_exporter.host import Host
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer
-from gpumem_exporter.server.background.liveness import Presence
-from gpumem_exporter.server.http.addresses import parse_listen_address
-from gpumem_exporter.server.http.held_requests import Holds
-from gpumem_exporter.server.http.listeners import SocketFile
-from gpumem_exporter.server.ingest import Ingest
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
-from gpumem_exporter.server.security.peer_places import PeerPlaces
+from gpumem_exporter.server.api.reports import ReportsRoute
+from gpumem_exporter.server.background.presence import Presence
+from gpumem_exporter.server.background.readings import Readings
+from gpumem_exporter.server.http.held_requests import HeldRequests
+from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
+from gpumem_exporter.server.http.peer import PeerPlaces
+from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.report_sender import ReportSenders
+from gpumem_exporter.server.security.request_guard import OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History
@@ -46,10 +44,6 @@ from gpumem_exporter.server.web.history import History
 if TYPE_CHECKING:
     from gpumem_exporter.server.background.policy_runner import PolicyRunner
     from gpumem_exporter.server.security.web_access import WebAccess
-
-__all__ = ["Runtime", "build_runtime"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +65,9 @@ class Runtime:
     presence: Presence
     events: Recorder
     audit: Audit
-    holds: Holds
+    held_requests: HeldRequests
     history: History
-    ingest: Ingest
+    reports: ReportsRoute
     renderer: Renderer
     own_names: OwnNames
     reports_rule: Rule
@@ -102,23 +96,51 @@ def build_runtime(
 
     It is longer than other functions because each part has its line, in the order in which they depend on each other.
     """
-    instruments, holds = Instruments(), Holds()
-    instruments.show_held_requests(holds.__len__)
-    state = CurrentState(_store(settings), clock, wall_clock)
-    events = _recorder(settings, state, instruments)
+    instruments, held_requests = Instruments(), HeldRequests()
+    instruments.show_held_requests(held_requests.__len__)
+    store = Store(
+        report_expiry_seconds=settings.report_expiry,
+        # Each poll replaces the reading. After three missed polls it no longer describes the node.
+        reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
+        max_processes=settings.report_max_processes,
+    )
+
+    def snapshot() -> Snapshot:
+        return store.snapshot(clock())
+
+    events = _recorder(settings, store, instruments, clock, wall_clock)
     poller = Poller(
         provider,
         host,
-        NodeFeed(driver_pids, pods, events, state.store).take_reading,
+        Readings(store, events, driver_pids, pods).take,
         interval_seconds=settings.collect_interval,
         clock=clock,
         wall_clock=wall_clock,
     )
-    record_end = partial(_record_action_end, instruments)
-    audit = Audit(events, durable=bool(settings.storage_path), wall_clock=wall_clock, on_lost=record_end)
-    dispatcher = _dispatcher(settings, state, host, audit, ActionEnds(record_end, audit, poller))
+    audit = Audit(
+        events,
+        durable=bool(settings.storage_path),
+        wall_clock=wall_clock,
+        count=instruments.observe_action,
+        # So that the reading of the driver is as new as the reports.
+        poll_soon=poller.poll_soon,
+    )
+    limits = RateLimits(per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock)
+    dispatcher = Dispatcher(
+        store,
+        allowed=frozenset(settings.action_allow),
+        clock=clock,
+        wall_clock=wall_clock,
+        on_finished=audit.finished,
+        terminator=Terminator(host),
+        limits=limits,
+        record=audit.record,
+        wake=held_requests.wake,
+        call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
+        hide_identities=settings.web_hide_identities,
+    )
     presence = Presence(
-        state.store,
+        store,
         dispatcher,
         host,
         clock=clock,
@@ -133,14 +155,13 @@ def build_runtime(
         hide_identities=settings.web_hide_identities,
     )
     peer_places = PeerPlaces()
-    ingest = Ingest(
-        state.store,
+    reports = ReportsRoute(
+        store,
         ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places),
         presence,
         events,
         dispatcher,
-        holds,
-        exposition,
+        held_requests,
         instruments,
         clock=clock,
         wall_clock=wall_clock,
@@ -152,8 +173,8 @@ def build_runtime(
         version=__version__,
         clock=clock,
         wall_clock=wall_clock,
-        store=state.store,
-        snapshot=state.snapshot,
+        store=store,
+        snapshot=snapshot,
         poller=poller,
         dispatcher=dispatcher,
         exposition=exposition,
@@ -161,92 +182,31 @@ def build_runtime(
         presence=presence,
         events=events,
         audit=audit,
-        holds=holds,
-        history=History(reading_expiry_seconds=state.store.reading_expiry_seconds),
-        ingest=ingest,
+        held_requests=held_requests,
+        history=History(reading_expiry_seconds=store.reading_expiry_seconds),
+        reports=reports,
         renderer=Renderer(),
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
         callers=Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places),
-        policies=_policies(settings, state, dispatcher, instruments, events.log),
+        policies=_policies(settings, snapshot, dispatcher, instruments, events.log, wall_clock),
         web=_web_access(settings),
         socket_file=socket_file,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class CurrentState:
-    """The store, read and written at the current time."""
-
-    store: Store
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float]
-
-    def snapshot(self) -> Snapshot:
-        """Return the current snapshot."""
-        return self.store.snapshot(self.clock())
-
-    def put_ooms(self, ooms: Sequence[Event]) -> None:
-        """Store new out-of-memory errors."""
-        self.store.put_ooms(last_ooms(ooms, self.clock(), self.wall_clock()))
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFeed:
-    """Takes the readings of the poller, in the poller's thread."""
-
-    driver_pids: DriverPids | None
-    pods: PodResources | None
-    events: Recorder
-    store: Store
-
-    def take_reading(self, reading: NodeReading) -> None:
-        """Drop pids that are not this namespace's, name the pods, derive the events, and store the reading.
-
-        The events are derived before the reading is stored. So the event of a process that ends contains every value
-        that the page has shown.
-        """
-        if self.driver_pids is not None:
-            reading = self.driver_pids.check(reading)
-        if self.pods is not None:
-            reading = self.pods.name(reading)
-        try:
-            self.events.take_reading(reading)
-        finally:
-            self.store.put_reading(reading)
-
-
-@dataclass(frozen=True, slots=True)
-class ActionEnds:
-    """Handles the actions that the dispatcher has finished."""
-
-    record: Callable[[Action], None]
-    audit: Audit
-    poller: Poller
-
-    def finished(self, action: Action) -> None:
-        """Record a finished action, and poll the driver so that its reading is as new as the reports."""
-        self.record(action)
-        self.audit.finished(action)
-        if not action.dry_run:
-            self.poller.poll_soon()
-
-
-def _store(settings: Settings) -> Store:
-    return Store(
-        report_expiry_seconds=settings.report_expiry,
-        # Each poll replaces the reading. After three missed polls it no longer describes the node.
-        reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
-        max_processes=settings.report_max_processes,
-    )
-
-
-def _recorder(settings: Settings, state: CurrentState, instruments: Instruments) -> Recorder:
+def _recorder(
+    settings: Settings,
+    store: Store,
+    instruments: Instruments,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> Recorder:
     storage = Storage(
         Path(settings.storage_path) if settings.storage_path else None,
         retention_seconds=settings.storage_retention,
         max_bytes=settings.storage_max_bytes,
-        wall_clock=state.wall_clock,
+        wall_clock=wall_clock,
     )
     log = EventLog(
         storage,
@@ -257,33 +217,20 @@ def _recorder(settings: Settings, state: CurrentState, instruments: Instruments)
     return Recorder(
         log,
         report_expiry_seconds=settings.report_expiry,
-        reading_expiry_seconds=state.store.reading_expiry_seconds,
-        wall_clock=state.wall_clock,
-        on_ooms=state.put_ooms,
+        reading_expiry_seconds=store.reading_expiry_seconds,
+        wall_clock=wall_clock,
+        on_ooms=lambda ooms: store.put_ooms(last_ooms(ooms, clock(), wall_clock())),
         on_left_out=instruments.count_events_dropped,
     )
 
 
-def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audit, ends: ActionEnds) -> Dispatcher:
-    limits = RateLimits(
-        per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=state.clock
-    )
-    return Dispatcher(
-        state.store,
-        allowed=frozenset(settings.action_allow),
-        clock=state.clock,
-        wall_clock=state.wall_clock,
-        on_finished=ends.finished,
-        terminator=Terminator(host),
-        limits=limits,
-        before_release=audit.record,
-        call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
-        hide_identities=settings.web_hide_identities,
-    )
-
-
 def _policies(
-    settings: Settings, state: CurrentState, dispatcher: Dispatcher, instruments: Instruments, log: EventLog
+    settings: Settings,
+    snapshot: Callable[[], Snapshot],
+    dispatcher: Dispatcher,
+    instruments: Instruments,
+    log: EventLog,
+    wall_clock: Callable[[], float],
 ) -> PolicyRunner | None:
     if not settings.policy_file:
         return None
@@ -293,12 +240,12 @@ def _policies(
         Path(settings.policy_file),
         allowed=frozenset(settings.action_allow),
         dispatcher=dispatcher,
-        snapshot=state.snapshot,
+        snapshot=snapshot,
         # A sample that two reports in a row did not contain no longer describes the process.
         stale_seconds=max(3 * settings.report_interval, 5.0),
         instruments=instruments,
         log=log,
-        wall_clock=state.wall_clock,
+        wall_clock=wall_clock,
     )
 
 
@@ -318,28 +265,3 @@ def _own_names(settings: Settings) -> list[str]:
     machine = socket.gethostname()
     listening = [parse_listen_address(address).host for address in settings.web_listen_address]
     return [machine, machine.partition(".")[0], *listening]
-
-
-def _record_action_end(instruments: Instruments, action: Action) -> None:
-    """Count and log a finished action."""
-    instruments.observe_action(action)
-    outcomes: dict[str, int] = {}
-    for result in action.results:
-        outcomes[result.outcome] = outcomes.get(result.outcome, 0) + 1
-    _log.info(
-        "action finished",
-        extra={
-            "fields": {
-                "id": action.id,
-                "action": action.action,
-                "state": action.state,
-                "target": action.target.describe(),
-                "requested_by": action.requested_by,
-                "reason": action.reason,
-                "dry_run": str(action.dry_run).lower(),
-                "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(outcomes.items())),
-                "freed_bytes": action.freed_bytes,
-                "duration_seconds": action.duration_seconds,
-            }
-        },
-    )

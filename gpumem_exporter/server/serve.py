@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 
 from gpumem_exporter.collectors.instruments import process_registry
-from gpumem_exporter.host import Host, LinuxHost
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host import Host
+from gpumem_exporter.host.linux import LinuxHost
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
-from gpumem_exporter.server.background.hangup import take_over_hangup
+from gpumem_exporter.server.background.housekeeping import take_over_hangup
+from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind
-from gpumem_exporter.server.http.response_headers import ResponseHeaders
 from gpumem_exporter.server.http.systemd_sockets import take_systemd_sockets
-from gpumem_exporter.server.http.uvicorn_server import LimitedServer, Limits
+from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.logs import configure_logging
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
@@ -35,25 +36,14 @@ from gpumem_exporter.server.settings import Settings
 if TYPE_CHECKING:
     from gpumem_exporter.server.security.web_access import WebAccess
 
-__all__ = ["build_server", "run", "serve"]
-
-GRACE_SECONDS = 1.0
+_STOP_SECONDS = 1
 """The time for running requests when the exporter stops. Requests that wait for a command end at once."""
 
-DEMO_STOP_SECONDS = 0.5
-
 _SPARE_FILES = 128
-"""The number of file descriptors for everything except connections: those that are being closed, /proc, the driver."""
+"""The number of file descriptors for everything except open connections: closing ones, /proc, the driver."""
 
 _MAX_FILES = 8192
 """The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use."""
-
-_M_MMAP_THRESHOLD, _MMAP_BYTES = -3, 256 << 10
-
-_SWITCH_SECONDS = 0.001
-"""The longest time that a thread, such as the one that renders a page, keeps the event loop waiting for Python's lock.
-
-Python's default is 5 ms, for each of the ten callbacks of a request."""
 
 _HEADERS = [
     ("X-Content-Type-Options", "nosniff"),
@@ -120,7 +110,7 @@ def _run_demo(settings: Settings, listeners: Listeners) -> int:
                 on_started=lambda: node.start(url, report_token=token),
             )
         finally:
-            node.stop(DEMO_STOP_SECONDS)
+            node.stop(0.5)
 
 
 @contextlib.contextmanager
@@ -146,14 +136,8 @@ def serve(
 ) -> int:
     """Serve on bound sockets until a signal, and return the exit code. In a thread, it handles no signals.
 
-    Args:
-        settings: the settings of `serve`.
-        listeners: the bound sockets; closed by the caller.
-        provider: the driver.
-        host: reports the processes of the operating system.
-        pods: adds the names of pods and containers to processes; None without a kubelet.
-        driver_pids: drops pids that are not of this PID namespace; None if all are.
-        on_started: called once, when requests are answered.
+    `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID namespace. `on_started` is
+    called once, when requests are answered.
     """
     app = create_app(
         settings,
@@ -169,7 +153,9 @@ def serve(
     # loop.
     gc.collect()
     gc.freeze()
-    sys.setswitchinterval(_SWITCH_SECONDS)
+    # The longest time that another thread, such as the one that renders a page, keeps the event loop waiting for
+    # Python's lock. The default is 5 ms, for each of the ten callbacks of a request.
+    sys.setswitchinterval(0.001)
     try:
         with _stopped_by_signals(server):
             server.run(sockets=list(listeners.sockets))
@@ -188,12 +174,7 @@ def build_server(
 ) -> LimitedServer:
     """Return the server of an application from `create_app`.
 
-    Args:
-        app: the application.
-        settings: the settings of `serve`.
-        listeners: logged once they answer.
-        on_started: called once, when requests are answered.
-        limits: the limits of each client; by default derived from `--report.max-processes` and the open files.
+    By default, the limits of clients are derived from `--report.max-processes` and the open files.
     """
     runtime = app.state.runtime
     web: WebAccess | None = runtime.web
@@ -207,12 +188,11 @@ def build_server(
         on_started()
 
     return LimitedServer(
-        ResponseHeaders(app, configured) if configured else app,
+        web.with_headers(app) if web is not None else app,
         limits=limits or Limits(max_connections=_max_connections(2 * settings.report_max_processes + 256)),
         tls=tls,
-        admits=web.admits if web is not None else None,
         on_started=started,
-        on_stopping=runtime.holds.release,
+        on_stopping=runtime.held_requests.stop,
         loop="uvloop",
         access_log=False,
         proxy_headers=False,
@@ -220,7 +200,7 @@ def build_server(
         headers=[(name, value) for name, value in _HEADERS if name not in configured],
         # A reporter sends its next request after one interval, a scraper usually within a minute.
         timeout_keep_alive=max(75, int(2 * settings.report_interval) + 1),
-        timeout_graceful_shutdown=int(GRACE_SECONDS),
+        timeout_graceful_shutdown=_STOP_SECONDS,
     )
 
 
@@ -248,24 +228,23 @@ def _stopped_by_signals(server: LimitedServer) -> Iterator[None]:
 def _max_connections(wanted: int) -> int:
     """Raise the limit of open files as far as allowed; return the number of connections that it permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
     most = max(_MAX_FILES, wanted + _SPARE_FILES)
     allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    if soft != resource.RLIM_INFINITY and soft < allowed:
+    if soft < allowed:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
             soft = allowed
-    if soft == resource.RLIM_INFINITY:
-        return wanted
     return max(8, min(wanted, soft - _SPARE_FILES))
 
 
 def _release_import_heap() -> None:
-    """Return the free memory that imports left in the heap, a quarter of the process' memory. glibc only.
-
-    Also keep long bodies and pages out of the heap, so that their memory is returned when they are freed. By default,
-    glibc puts blocks of up to 32 MiB there, once one of that size has been freed.
-    """
+    """Return the free memory that imports left in the heap, a quarter of the process' memory. glibc only."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)
-        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        # Long bodies and pages stay out of the heap, so that their memory is returned when they are freed. By default,
+        # glibc puts blocks of up to 32 MiB into the heap, once a block of that size has been freed.
+        m_mmap_threshold = -3
+        libc.mallopt(m_mmap_threshold, 256 << 10)

@@ -1,9 +1,7 @@
 """The settings of `serve`: each is a flag, an environment variable and a key of the configuration file.
 
 One rule derives the three names from a field of `Settings`: `report_max_processes` is the flag
-`--report.max-processes`, the variable `GPUMEM_REPORT_MAX_PROCESSES` and the key `report.max-processes`. The exception
-is `--web.config.file`, which has its name from Prometheus.
-
+`--report.max-processes`, the variable `GPUMEM_REPORT_MAX_PROCESSES` and the key `report.max-processes`.
 A flag takes precedence over the environment, the environment over the file, the file over the default.
 """
 
@@ -18,11 +16,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.core.yaml_file import expected, shown
 from gpumem_exporter.server.config_file import read_config_file
-from gpumem_exporter.server.http.addresses import parse_listen_address
+from gpumem_exporter.server.http.listeners import parse_listen_address
 from gpumem_exporter.server.security.tokens import TokenFile
-
-__all__ = ["ENVIRONMENT_PREFIX", "Settings", "environment_name", "load_settings", "setting_key"]
 
 ENVIRONMENT_PREFIX = "GPUMEM_"
 
@@ -30,22 +27,29 @@ MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` of unix(7), without its terminating zero byte."""
 
 _ROUTES = ("/", "/docs", "/health", "/openapi.json")
-_EXCEPTIONS = {"web_config_file": "web.config.file"}
+_LEVEL_WORDS = {"warn": "warning"}
+
+
+def setting_key(field: str) -> str:
+    """Return the dotted name of a field: `web.listen-address` for `web_listen_address`."""
+    if field == "web_config_file":
+        return "web.config.file"  # as Prometheus' exporters name it
+    section, _, name = field.partition("_")
+    return f"{section}.{name.replace('_', '-')}"
+
+
+def environment_name(key: str) -> str:
+    """Return the variable of a dotted name: `GPUMEM_WEB_LISTEN_ADDRESS` for `web.listen-address`."""
+    return ENVIRONMENT_PREFIX + key.replace(".", "_").replace("-", "_").upper()
 
 
 def _split(value: Any) -> Any:
     """Return the values of a string, separated by commas, or of a list of such strings."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
-    if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(part, str) for part in value):
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
         return tuple(part for item in value for part in _split(item))
     raise ValueError("expected a string or a list of strings")
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("expected a number")  # noqa: TRY004 - pydantic handles no TypeError
-    return value.strip() if isinstance(value, str) else value
 
 
 def _addresses(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -88,158 +92,133 @@ def _telemetry_path(value: str) -> str:
     return value
 
 
-_Seconds = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-_LEVEL_WORDS = {"warn": "warning"}
-
-
 class Settings(BaseModel):
     """The settings of `serve`. Each value is validated; no file is opened."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False, hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=setting_key, populate_by_name=True)
 
     web_listen_address: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_addresses)] = Field(
-        (":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"
+        default=(":9844",), description="TCP addresses to listen on; `:9844` is port 9844 of every address"
     )
     web_listen_socket: Annotated[str, AfterValidator(_socket_path)] = Field(
-        "", description="path of a unix socket to listen on as well"
+        default="", description="path of a unix socket to listen on as well"
     )
     web_systemd_socket: bool = Field(
-        False, description="listen on the sockets that systemd passes, instead of the two options above"
+        default=False, description="listen on the sockets that systemd passes, instead of the two options above"
     )
     web_telemetry_path: Annotated[str, AfterValidator(_telemetry_path)] = Field(
-        "/metrics", description="path of the metrics"
+        default="/metrics", description="path of the metrics"
     )
-    web_hide_identities: bool = Field(False, description="hide user, command and pod of others' processes")
+    web_hide_identities: bool = Field(default=False, description="hide user, command and pod of others' processes")
     web_config_file: str = Field(
-        "", description="file with certificate and users for the TCP addresses, in the format of Prometheus' exporters"
+        default="",
+        description="file with certificate and users for the TCP addresses, in the format of Prometheus' exporters",
     )
-    collect_interval: Annotated[_Seconds, Field(ge=0.05, le=3600)] = Field(
-        1.0, description="seconds between two polls of the driver"
+    collect_interval: float = Field(
+        default=1.0, ge=0.05, le=3600, description="seconds between two polls of the driver"
     )
-    report_interval: Annotated[_Seconds, Field(ge=0.01, le=3600)] = Field(
-        1.0, description="seconds between two reports of a process"
+    report_interval: float = Field(
+        default=1.0, ge=0.01, le=3600, description="seconds between two reports of a process"
     )
-    report_expiry: Annotated[_Seconds, Field(gt=0, le=86400)] = Field(
-        15.0, description="seconds after which the series of a silent process are removed"
+    report_expiry: float = Field(
+        default=15.0, gt=0, le=86400, description="seconds after which the series of a silent process are removed"
     )
-    report_max_processes: Annotated[int, BeforeValidator(_number), Field(ge=1, le=100_000)] = Field(
-        512, description="maximum number of reporting processes"
+    report_max_processes: int = Field(
+        default=512, ge=1, le=100_000, description="maximum number of reporting processes"
     )
-    action_token_file: str = Field("", description="file with the token that actions, the audit log and events require")
-    report_token_file: str = Field("", description="file with the token that reports require")
+    action_token_file: str = Field(
+        default="", description="file with the token that actions, the audit log and events require"
+    )
+    report_token_file: str = Field(default="", description="file with the token that reports require")
     action_allow: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_actions)] = Field(
-        DEFAULT_ACTIONS, description="the allowed actions, or `none`; `default,terminate` adds to the default"
+        default=DEFAULT_ACTIONS, description="the allowed actions, or `none`; `default,terminate` adds to the default"
     )
-    policy_file: str = Field("", description="file with the rules of automatic actions")
-    action_caller_limit: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = Field(
-        600, description="maximum number of actions per minute that one caller may request"
+    policy_file: str = Field(default="", description="file with the rules of automatic actions")
+    action_caller_limit: int = Field(
+        default=600, ge=1, le=1_000_000, description="maximum number of actions per minute that one caller may request"
     )
-    action_process_limit: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = Field(
-        120, description="maximum number of actions per minute for one process, from all callers"
+    action_process_limit: int = Field(
+        default=120,
+        ge=1,
+        le=1_000_000,
+        description="maximum number of actions per minute for one process, from all callers",
     )
-    storage_path: str = Field("", description="folder in which events survive a restart; created if it is missing")
-    storage_retention: Annotated[_Seconds, Field(ge=1, le=10 * 365 * 86400)] = Field(
-        604800.0, description="seconds after which an event is deleted"
+    storage_path: str = Field(
+        default="", description="folder in which events survive a restart; created if it is missing"
     )
-    storage_max_bytes: Annotated[int, BeforeValidator(_number), Field(ge=8 << 20, le=1 << 40)] = Field(
-        64 << 20, description="maximum size of the stored events in bytes; the oldest are deleted"
+    storage_retention: float = Field(
+        default=604800.0, ge=1, le=10 * 365 * 86400, description="seconds after which an event is deleted"
+    )
+    storage_max_bytes: int = Field(
+        default=64 << 20,
+        ge=8 << 20,
+        le=1 << 40,
+        description="maximum size of the stored events in bytes; the oldest are deleted",
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         BeforeValidator(lambda value: _LEVEL_WORDS.get(str(value).lower(), str(value).lower())),
-    ] = Field("info", description="debug, info, warning or error")
-    log_format: Literal["logfmt", "json"] = Field("logfmt", description="logfmt or json")
-
-
-def setting_key(field: str) -> str:
-    """Return the dotted name of a field: `web.listen-address` for `web_listen_address`."""
-    section, _, name = field.partition("_")
-    return _EXCEPTIONS.get(field) or f"{section}.{name.replace('_', '-')}"
-
-
-def environment_name(key: str) -> str:
-    """Return the variable of a dotted name: `GPUMEM_WEB_LISTEN_ADDRESS` for `web.listen-address`."""
-    return ENVIRONMENT_PREFIX + key.replace(".", "_").replace("-", "_").upper()
+    ] = Field(default="info", description="debug, info, warning or error")
+    log_format: Literal["logfmt", "json"] = Field(default="logfmt", description="logfmt or json")
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings from flags, environment, configuration file and defaults.
 
-    Args:
-        flags: by dotted name (`web.listen-address`) or by field name; None if the flag is absent.
-            `config.file` is the path of the configuration file.
-        environ: the environment; an empty variable counts as absent.
+    The flags are by dotted name, and `config.file` is the path of the configuration file. A flag that is None and an
+    empty variable are absent.
 
     Raises:
         ConfigurationError: one line with the source, the key, the value and the expected values.
     """
-    keys = {setting_key(field): field for field in Settings.model_fields}
-    given: dict[str, tuple[str, Any]] = {}
-    flags = {key if "." in key else setting_key(key): value for key, value in (flags or {}).items()}
+    known = [setting_key(field) for field in Settings.model_fields]
+    given: dict[str, tuple[str, Any]] = {}  # the source and the value, by key
+    flags = dict(flags or {})
     config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"), "")
     if config_file:
-        for key, setting in read_config_file(Path(config_file), known=tuple(keys)).items():
+        for key, setting in read_config_file(Path(config_file), known=known).items():
             given[key] = (f"{config_file}:{setting.line}: {key}", setting.value)
-    for key in keys:
+    for key in known:
         if text := environ.get(environment_name(key), ""):
             given[key] = (environment_name(key), text)
     for key, value in flags.items():
-        if key not in keys:
-            raise ConfigurationError(f"--{key}: there is no such flag")
         if value is not None:
             given[key] = (f"--{key}", value)
     try:
-        settings = Settings.model_validate({keys[key]: value for key, (_, value) in given.items()})
+        settings = Settings.model_validate({key: value for key, (_, value) in given.items()})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key = setting_key(str(first["loc"][0]))
-        source, value = given[key]
-        raise ConfigurationError(f"{source}: {_shown(value)} is invalid: {_expected(first)}") from None
-    _check_combinations(settings, {key: source for key, (source, _) in given.items()})
+        source, value = given[str(first["loc"][0])]
+        raise ConfigurationError(f"{source}: {shown(value)} is invalid: {expected(first)}") from None
+    if settings.report_expiry < 2 * settings.report_interval:
+        source, _ = given.get("report.expiry") or given["report.interval"]
+        raise ConfigurationError(
+            f"{source}: report.expiry {settings.report_expiry:g} is invalid: expected at least twice report.interval "
+            f"({settings.report_interval:g}), because a single report may be late"
+        )
+    _check_files(settings, {key: source for key, (source, _) in given.items()})
     return settings
 
 
-def _check_combinations(settings: Settings, sources: Mapping[str, str]) -> None:
-    if settings.report_expiry < 2 * settings.report_interval:
-        key = "report.expiry" if "report.expiry" in sources else "report.interval"
-        raise ConfigurationError(
-            f"{sources.get(key, '--' + key)}: report.expiry {settings.report_expiry:g} is invalid: expected at least "
-            f"twice report.interval ({settings.report_interval:g}), because a single report may be late"
-        )
+def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:
+    """Check the files that settings name, so that an error ends the exporter at its start."""
     for key, path in (
         ("action.token-file", settings.action_token_file),
         ("report.token-file", settings.report_token_file),
     ):
-        if path:
-            try:
+        try:
+            if path:
                 TokenFile(Path(path)).read()
-            except (OSError, ValueError) as error:
-                reason = error.strerror if isinstance(error, OSError) else str(error)
-                raise ConfigurationError(
-                    f"{sources.get(key, '--' + key)}: {path!r} is invalid: {reason}; expected a readable file "
-                    "that contains the token"
-                ) from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigurationError(
+                f"{sources[key]}: {path!r} is invalid: {reason}; expected a readable file that contains the token"
+            ) from None
     if settings.web_config_file:
         from gpumem_exporter.server.security.web_access import WebAccess
 
         WebAccess(Path(settings.web_config_file))
     if settings.policy_file:
-        from gpumem_exporter.actions.policy.file import read_policy
+        from gpumem_exporter.actions.policy.rules import read_policy
 
         read_policy(Path(settings.policy_file), allowed=settings.action_allow)
-
-
-def _expected(error: Any) -> str:
-    """Return the expected values from an error of pydantic."""
-    context = error.get("ctx", {})
-    if "error" in context:
-        return str(context["error"])
-    message = str(error["msg"])
-    for prefix in ("Input should be ", "Value error, "):
-        message = message.removeprefix(prefix)
-    return message if message.startswith("expected") else f"expected {message[:1].lower()}{message[1:]}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "…"

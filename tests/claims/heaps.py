@@ -45,10 +45,10 @@ def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,))
         metrics = bench.exporter.metrics()
         where = f" of device {device}" if len(devices) > 1 else ""
         for name, key in COMPARED.items():
-            (value,) = metrics.values(name, **labels) or [None]
+            (value,) = metrics.values(name, **labels) or (None,)
             values[name + where] = equal(value if value is None else int(value), stats[key])
         reserved, allocated = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated"))
-        (non_torch,) = metrics.values("gpumem_torch_non_torch_bytes", **labels) or [None]
+        (non_torch,) = metrics.values("gpumem_torch_non_torch_bytes", **labels) or (None,)
         truth = None if used is None else used - reserved
         values["gpumem_torch_non_torch_bytes" + where] = equal(non_torch, truth, per_device=True)
         slack = metrics.value("gpumem_torch_slack_ratio", **labels)

@@ -92,47 +92,47 @@ class Running:
 
 
 def test_a_program_without_vllm_has_no_engine() -> None:
-    assert EngineStart(clock()).look() is None
+    assert EngineStart(clock()).is_starting() is None
 
 
 @pytest.mark.parametrize("function", ["init_device", "load_model", "determine_available_memory"])
 def test_a_worker_starts_until_it_knows_the_size_of_its_cache(vllm: type[Worker], function: str) -> None:
     worker, start = vllm(), EngineStart(clock())
-    assert start.look() is None
+    assert start.is_starting() is None
     with Running(worker, function):
-        assert start.look() is True
+        assert start.is_starting() is True
     if function != "determine_available_memory":
-        assert start.look() is True, "between two functions it still starts"
+        assert start.is_starting() is True, "between two functions it still starts"
         with Running(worker, "determine_available_memory"):
-            assert start.look() is True
-    assert start.look() is False
+            assert start.is_starting() is True
+    assert start.is_starting() is False
 
 
 def test_a_worker_with_a_given_cache_size_has_started_with_its_cache(vllm: type[Worker]) -> None:
     worker, start = vllm(), EngineStart(clock())
     with Running(worker, "load_model"):
-        assert start.look() is True
+        assert start.is_starting() is True
     worker.model_runner.kv_caches.append(object())
-    assert start.look() is False
+    assert start.is_starting() is False
 
 
 def test_the_reporter_keeps_no_worker_alive_and_sees_the_next_one(vllm: type[Worker]) -> None:
     worker, start = vllm(), EngineStart(clock())
     with Running(worker, "determine_available_memory"):
-        assert start.look() is True
-    assert start.look() is False
+        assert start.is_starting() is True
+    assert start.is_starting() is False
     del worker
     gc.collect()
-    assert start.look() is None
+    assert start.is_starting() is None
     following = vllm()
     with Running(following, "load_model"):
-        assert start.look() is True
+        assert start.is_starting() is True
 
 
 def test_a_worker_that_serves_is_no_start(vllm: type[Worker]) -> None:
     worker = vllm()
     with Running(worker, "execute_model"):
-        assert EngineStart(clock()).look() is None
+        assert EngineStart(clock()).is_starting() is None
 
 
 @pytest.mark.parametrize("worker_class", [None, "text", object, type("Worker", (), {"load_model": 1})])
@@ -140,12 +140,12 @@ def test_another_version_of_vllm_is_unknown(monkeypatch: pytest.MonkeyPatch, wor
     module = types.ModuleType(MODULE)
     module.Worker = worker_class  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, MODULE, module)
-    assert EngineStart(clock()).look() is None
+    assert EngineStart(clock()).is_starting() is None
 
 
 def test_it_imports_nothing_of_vllm() -> None:
     code = (
-        "import sys; from gpumem_client.reporter.engine_start import EngineStart; EngineStart().look(); "
+        "import sys; from gpumem_client.reporter.engine_start import EngineStart; EngineStart().is_starting(); "
         "assert not any(name.startswith('vllm') for name in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=patient(30)).returncode == 0
@@ -153,6 +153,6 @@ def test_it_imports_nothing_of_vllm() -> None:
 
 def test_a_search_is_followed_by_a_pause(vllm: type[Worker]) -> None:
     worker, start = vllm(), EngineStart(clock=lambda: 1.0)
-    assert start.look() is None
+    assert start.is_starting() is None
     with Running(worker, "load_model"):
-        assert start.look() is None
+        assert start.is_starting() is None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_client.allocator.memory_limits import environment_limit
+from gpumem_client.allocator.settings import environment_limit
 
 
 @pytest.mark.parametrize(

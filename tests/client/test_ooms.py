@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
-from gpumem_client.oom.observer import OutOfMemoryLog
+from gpumem_client.hooks.out_of_memory import OutOfMemoryLog, OutOfMemoryObserver
 from gpumem_client.wire.protocol import OutOfMemory
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_client.allocator.peaks import PeakWatch
+from gpumem_client.phases.peaks import PeakWatch
 
 
 def state(allocated_peak: int, reserved_peak: int = 100, **other: int) -> dict[str, Any]:
@@ -15,27 +15,27 @@ def state(allocated_peak: int, reserved_peak: int = 100, **other: int) -> dict[s
 
 def test_any_falling_peak_is_a_reset_even_if_others_have_risen_again() -> None:
     watch = PeakWatch()
-    watch.look(0, state(50, 100, segment=8))
-    watch.look(0, state(60, 100, segment=3))
+    watch.note(0, state(50, 100, segment=8))
+    watch.note(0, state(60, 100, segment=3))
     assert watch.resets(0) == 1
 
 
 def test_a_reset_by_the_reporter_is_counted_once() -> None:
     watch = PeakWatch()
-    watch.look(0, state(50))
+    watch.note(0, state(50))
     watch.reset(0)
-    watch.look(0, state(10))
+    watch.note(0, state(10))
     watch.reset(0)
-    watch.look(0, state(10))
+    watch.note(0, state(10))
     assert watch.resets(0) == 2
 
 
 def test_a_missing_statistic_is_no_reset() -> None:
     watch = PeakWatch()
-    watch.look(0, state(50, active_bytes=50))
-    watch.look(0, state(50))
-    watch.look(0, {})
-    watch.look(0, state(50, active_bytes=50))
+    watch.note(0, state(50, active_bytes=50))
+    watch.note(0, state(50))
+    watch.note(0, {})
+    watch.note(0, state(50, active_bytes=50))
     assert watch.resets(0) == 0
 
 
@@ -44,7 +44,7 @@ def test_random_resets_are_counted_exactly_if_they_lower_a_peak(
     events: list[tuple[bool, int]],
 ) -> None:
     watch, peak, resets, lowering = PeakWatch(), 0, 0, 0
-    watch.look(0, state(peak))
+    watch.note(0, state(peak))
     for reset, current in events:
         before = peak
         if reset:
@@ -53,5 +53,5 @@ def test_random_resets_are_counted_exactly_if_they_lower_a_peak(
             lowering += peak < before
         else:
             peak = max(peak, current)
-        watch.look(0, state(peak))
+        watch.note(0, state(peak))
     assert lowering == watch.resets(0) <= resets

@@ -34,7 +34,7 @@ class Bench:
         return self.heaps
 
     def look(self, state: dict[str, Any]) -> int | None:
-        self.reclaimable.look({0: state})
+        self.reclaimable.walk_if_due({0: state})
         return self.reclaimable.bytes(0, state)
 
 

@@ -29,9 +29,9 @@ class Bench:
     def wake(self) -> None:
         self.woken += 1
 
-    def take(self, mode: str = "step", command_id: str = "a", **changes: Any) -> None:
+    def add(self, mode: str = "step", command_id: str = "a", **changes: Any) -> None:
         command = Command(command_id, **{"action": "empty_cache", "deadline_seconds": 30.0, "mode": mode, **changes})
-        self.scheduler.take(command, expires_seconds=self.now + command.deadline_seconds)
+        self.scheduler.add(command, expires_seconds=self.now + command.deadline_seconds)
 
     def steps(self, count: int = 1) -> None:
         for _ in range(count):
@@ -39,7 +39,7 @@ class Bench:
             self.sampler.on_step(None)
 
     def result(self) -> CommandResult:
-        (result,) = self.scheduler.take_results()
+        (result,) = self.scheduler.collect_results()
         return result
 
 
@@ -49,9 +49,9 @@ def bench() -> Bench:
 
 
 def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(bench: Bench) -> None:
-    bench.take()
+    bench.add()
     assert bench.scheduler.ids == ("a",)
-    bench.scheduler.look()
+    bench.scheduler.run_due()
     assert bench.allocator.cleared == 0
     thread = threading.Thread(target=bench.steps)
     thread.start()
@@ -64,16 +64,16 @@ def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(
 
 
 def test_a_command_for_a_numbered_step_runs_after_that_step_only(bench: Bench) -> None:
-    bench.take(at_step=4)
+    bench.add(at_step=4)
     bench.steps(3)
-    assert bench.scheduler.take_results() == ()
+    assert bench.scheduler.collect_results() == ()
     bench.steps(2)
     assert bench.result().step == 4
 
 
 def test_a_command_for_a_passed_step_expires(bench: Bench) -> None:
     bench.steps(4)
-    bench.take(at_step=4)
+    bench.add(at_step=4)
     result = bench.result()
     assert result.outcome == "expired"
     assert "step 4 " in result.reason
@@ -81,8 +81,8 @@ def test_a_command_for_a_passed_step_expires(bench: Bench) -> None:
 
 
 def test_during_a_capture_mode_step_waits_for_the_next_step_and_a_numbered_step_is_refused(bench: Bench) -> None:
-    bench.take()
-    bench.take(command_id="b", at_step=2)
+    bench.add()
+    bench.add(command_id="b", at_step=2)
     bench.allocator.capturing = True
     bench.steps(2)
     result = bench.result()
@@ -94,16 +94,16 @@ def test_during_a_capture_mode_step_waits_for_the_next_step_and_a_numbered_step_
 
 def test_a_command_in_mode_now_waits_for_the_end_of_a_capture(bench: Bench) -> None:
     bench.allocator.capturing = True
-    bench.take("now")
-    bench.scheduler.look()
+    bench.add("now")
+    bench.scheduler.run_due()
     assert bench.scheduler.ids == ("a",)
     bench.allocator.capturing = False
-    bench.scheduler.look()
+    bench.scheduler.run_due()
     assert (bench.result().outcome, bench.allocator.cleared) == ("done", 1)
 
 
 def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: Bench) -> None:
-    bench.take()
+    bench.add()
     with bench.sampler.exclusively():
         bench.steps()
     assert bench.scheduler.ids == ("a",)
@@ -122,17 +122,17 @@ def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: Bench) -> N
 )
 def test_a_command_after_its_deadline_never_runs(bench: Bench, mode: str, at_step: int | None, code: str) -> None:
     bench.allocator.capturing = mode == "now"
-    bench.take(mode, at_step=at_step)
+    bench.add(mode, at_step=at_step)
     bench.now += 30.0
     bench.sampler.on_step(None)  # a hung job recovers before the reporter's thread
     assert bench.allocator.cleared == 0
-    bench.scheduler.look()
+    bench.scheduler.run_due()
     result = bench.result()
     assert (result.outcome, result.reason_code) == ("expired", code)
 
 
 def test_a_cancelled_command_does_not_run(bench: Bench) -> None:
-    bench.take()
+    bench.add()
     bench.scheduler.cancel(("unknown", "a"))
     result = bench.result()
     assert (result.outcome, result.reason_code) == ("refused", "cancelled")
@@ -141,42 +141,42 @@ def test_a_cancelled_command_does_not_run(bench: Bench) -> None:
 
 
 def test_a_command_in_mode_idle_runs_after_two_seconds_without_an_allocation(bench: Bench) -> None:
-    bench.take("idle")
+    bench.add("idle")
     for _ in range(5):
-        bench.scheduler.look()
+        bench.scheduler.run_due()
         bench.allocator.allocated_blocks += 1
         bench.now += 1.0
     assert bench.allocator.cleared == 0
-    bench.scheduler.look()
+    bench.scheduler.run_due()
     bench.now += 1.9
-    bench.scheduler.look()
+    bench.scheduler.run_due()
     assert bench.allocator.cleared == 0
     bench.now += 0.1
-    bench.scheduler.look()
+    bench.scheduler.run_due()
     assert bench.result().outcome == "done"
 
 
 def test_while_steps_run_mode_idle_waits_and_does_not_count_allocations(bench: Bench) -> None:
-    bench.take("idle")
+    bench.add("idle")
     for _ in range(50):
         bench.steps()
-        bench.scheduler.look()
+        bench.scheduler.run_due()
     assert (bench.allocator.counted, bench.allocator.cleared) == (0, 0)
     for _ in range(5):
         bench.now += 1.0
-        bench.scheduler.look()
+        bench.scheduler.run_due()
     assert bench.result().outcome == "done"
 
 
 def test_an_unknown_mode_or_action_is_unsupported(bench: Bench) -> None:
-    bench.take("someday")
+    bench.add("someday")
     assert bench.result().outcome == "unsupported"
-    bench.take(action="explode", command_id="b")
+    bench.add(action="explode", command_id="b")
     assert bench.result().outcome == "unsupported"
 
 
 def test_a_command_is_refused_if_64_are_waiting(bench: Bench) -> None:
     for number in range(65):
-        bench.take(command_id=str(number))
+        bench.add(command_id=str(number))
     result = bench.result()
     assert (result.id, result.outcome) == ("64", "refused")

@@ -9,7 +9,8 @@ import pytest
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.reporter.identity import current_process, with_rank
 from gpumem_client.reporter.reporter import Reporter
-from gpumem_client.reporter.settings import DEFAULT_URLS, ReporterSettings
+from gpumem_client.reporter.settings import ReporterSettings
+from gpumem_client.wire.http import DEFAULT_URLS
 
 
 def test_arguments_take_precedence_over_the_environment_and_defaults() -> None:

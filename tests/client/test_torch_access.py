@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.allocator import torch_access
+from gpumem_client import torch_access
 
 KEPT: list[Any] = []
 
@@ -32,6 +32,7 @@ def test_torch_s_state_has_a_reference_to_the_mark_of_a_thread(
     c = SimpleNamespace(_is_key_in_tls=lambda key: False, _stash_obj_in_tls=stash)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(_C=c))
     mark = int("123456789012")
+    monkeypatch.setattr("threading.get_ident", lambda: mark)
     before = sys.getrefcount(mark)
-    torch_access.set_calling_thread_mark(mark)
+    torch_access.mark_thread()
     assert sys.getrefcount(mark) == before + 1

@@ -4,7 +4,7 @@ import pytest
 
 from gpumem_client.allocator import unmapped
 from gpumem_client.allocator.heap import PoolSegment
-from gpumem_client.allocator.unmapped import Unmapped, held_by_driver, unmapped_in
+from gpumem_client.allocator.unmapped import Unmapped, unmapped_in, without_unmapped
 from tests.support.builders import sample
 
 
@@ -24,6 +24,6 @@ def test_unmapped_memory_is_that_of_segments_without_pages(
 
 
 def test_a_sample_has_only_what_the_driver_holds() -> None:
-    held = held_by_driver(sample(allocated=100, reclaimable=30, fragmented=20), Unmapped(90, 80))
+    held = without_unmapped(sample(allocated=100, reclaimable=30, fragmented=20), Unmapped(90, 80))
     assert (held.reserved_bytes, held.allocated_bytes, held.reclaimable_bytes) == (60, 20, 30)
     assert held.unmapped_bytes == 90

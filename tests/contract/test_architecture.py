@@ -31,7 +31,10 @@ def test_each_named_function_exists(module: str, name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted({*re.findall(r"`([a-z_]+/(?:[\w/]+\.py)?|deploy/[\w/]+)`", PAGE)}))
 def test_each_named_folder_and_file_exists(path: str) -> None:
-    assert any((root / path).exists() for root in (REPOSITORY, *(folder for each in PACKAGES for folder in (each.root, each.root.parent))))
+    assert any(
+        (root / path).exists()
+        for root in (REPOSITORY, *(folder for each in PACKAGES for folder in (each.root, each.root.parent)))
+    )
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

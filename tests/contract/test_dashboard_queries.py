@@ -138,7 +138,7 @@ def test_the_largest_process_is_found_on_each_node_with_equal_pids(tmp_path: Pat
         series[f'gpumem_process_info{{{here}, pid="9", workload="small", user="u", command="c"}}'] = "1x200"
     title = "Devices by pressure"
     query = expression("fleet", title, letter_of("fleet", title, "Its bytes"))
-    expected = {
+    expected: dict[str, float] = {
         '{instance="a:9844", gpu="0", uuid="GPU-a:9844", pid="7", workload="train", user="u", command="c"}': 40,
         '{instance="b:9844", gpu="0", uuid="GPU-b:9844", pid="7", workload="serve", user="u", command="c"}': 50,
     }

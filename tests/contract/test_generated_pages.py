@@ -26,7 +26,7 @@ def generator() -> ModuleType:
 
 
 def without_types_of_options(page: str) -> list[str]:
-    """Return the words of a page without placeholders of values, which differ between releases of Typer."""
+    """Return the words of a page without placeholders of values, which differ between releases of click."""
     return re.sub(r"<(?:str|int|float)>|\b(?:TEXT|INTEGER|FLOAT)\b|[{}\[\]]", " ", page).split()
 
 

@@ -12,7 +12,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
 FORBIDDEN = (
-    *("anyio", "fastapi", "httpx", "prometheus_client", "pydantic", "pynvml", "rich", "starlette", "typer", "uvicorn"),
+    *("anyio", "fastapi", "httpx", "prometheus_client", "pydantic", "pynvml", "rich", "starlette", "uvicorn"),
     *("click", "httptools", "uvloop", "yaml", "torch", "numpy"),
 )
 CLIENT = REPOSITORY / "client" / "gpumem_client"

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -22,10 +23,10 @@ from gpumem_exporter.actions.request import Target
 from gpumem_exporter.collectors.catalog import METRICS, SCRAPED
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
-    LastOom,
     NodeReading,
     ProcessFacts,
     ProcessKey,
@@ -93,8 +94,6 @@ def golden_page(*, openmetrics: bool) -> str:
         Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
     )
     exposition = Exposition(instruments, CollectorRegistry(), version="1.2.3", source="nvml", clock=lambda: 0.0)
-    for process in RICH.processes:
-        exposition.refresh(process)
     page = exposition.render(RICH, openmetrics=openmetrics).decode()
     return re.sub(r'(gpumem_exporter_build_info\{.*python=")[^"]*', r"\g<1>3.11.7", page)
 
@@ -133,7 +132,7 @@ FULL = DeviceSample(
 
 
 def reporting(
-    pid: int, namespace: int, host_pid: int | None, *samples: DeviceSample, pinned: int | None = None, **who: str
+    pid: int, namespace: int, host_pid: int | None, *samples: DeviceSample, pinned: int | None = None, **who: Any
 ) -> ReportingProcess:
     """Return a reporting process."""
     identity = ProcessIdentity(pid, 7000, namespace, f"session-{pid}", 12.5, **who)

@@ -82,7 +82,7 @@ def test_a_result_has_a_reason_code_that_older_reporters_do_not_send(code: dict[
 
 
 @pytest.mark.parametrize("known", [{}, {"engine_starting": True}, {"engine_starting": False}])
-def test_a_report_says_whether_an_engine_starts_and_an_older_one_says_nothing(known: dict[str, bool]) -> None:
+def test_a_report_says_whether_an_engine_starts_and_an_older_one_says_nothing(known: dict[str, Any]) -> None:
     document = to_wire(Report(ProcessIdentity(1, 2, 3, "s", 4.0), 1, **known))
     assert {name: value for name, value in document.items() if name == "engine_starting"} == known
     assert ReportReader().read(json.dumps(document).encode()).engine_starting is known.get("engine_starting")

@@ -16,7 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from gpumem_client.reporter.settings import DEFAULT_URLS
+from gpumem_client.wire.http import DEFAULT_URLS
 from gpumem_exporter.server.settings import Settings
 from tests.support.paths import REPOSITORY
 

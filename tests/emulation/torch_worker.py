@@ -25,7 +25,7 @@ import torch
 def set_allocator_settings(settings: str) -> None:
     """Change the allocator's settings. The function of torch has this name since 2.10."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (change or torch._C._cuda_cudaCachingAllocator_set_allocator_settings)(settings)
+    (change or getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings"))(settings)  # noqa: B009 - the newest torch has no such name
 
 
 class Worker:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def check_start(stack: Stack) -> str:
     began = time.monotonic()
     stack.compose("--profile", "demo", "up", "--detach", "--no-build", "demo", "prometheus", "alertmanager")
     for service in ("demo", "alertmanager", "prometheus"):
-        wait_for(f"{service} to be healthy", lambda name=service: _health(stack, f"gpumem-{name}-1") == "healthy")
+        container = f"gpumem-{service}-1"
+        wait_for(f"{service} to be healthy", partial(_is_healthy, stack, container))
     return f"{time.monotonic() - began:.1f} s"
 
 
@@ -231,12 +233,12 @@ def check_events(stack: Stack) -> str:
     wait_for("ten events", lambda: len(stack.asked_inside(name, path)["events"]) == 10)
     before = stack.asked_inside(name, path)["events"]
     stack.compose("--profile", "demo", "restart", "demo")
-    wait_for("it to be healthy again", lambda: _health(stack, name) == "healthy")
+    wait_for("it to be healthy again", partial(_is_healthy, stack, name))
     assert stack.asked_inside(name, path)["events"] == before
     old = stack.inspect(name)["Id"]
     stack.compose("--profile", "demo", "up", "--detach", "--no-build", "--force-recreate", "--no-deps", "demo")
     assert stack.inspect(name)["Id"] != old
-    wait_for("the new one to be healthy", lambda: _health(stack, name) == "healthy")
+    wait_for("the new one to be healthy", partial(_is_healthy, stack, name))
     assert stack.asked_inside(name, path)["events"] == before
     newest = stack.asked_inside(name, "/api/v1/events?limit=1")["events"]
     assert newest[0]["id"] > before[-1]["id"]
@@ -264,7 +266,7 @@ def check_gpu_profile(stack: Stack) -> str:
     files = ("--file", "docker-compose.yml", "--file", str(override))
     stack.compose(*files, "up", "--detach", "--no-build", "exporter")
     name = "gpumem-exporter-1"
-    wait_for("it to be healthy", lambda: _health(stack, name) == "healthy")
+    wait_for("it to be healthy", partial(_is_healthy, stack, name))
     health = get_json(EXPORTER, "/health")
     assert (health["status"], health["source"], health["nvml"]["up"]) == ("degraded", "nvml", False), health
     namespace = stack.inside(name, "readlink", "/proc/self/ns/pid").strip()
@@ -352,6 +354,10 @@ def get(port: int, path: str) -> str:
 def get_json(port: int, path: str) -> dict[str, Any]:
     """Return the answer of a published port as JSON."""
     return dict(json.loads(get(port, path)))
+
+
+def _is_healthy(stack: Stack, container: str) -> bool:
+    return _health(stack, container) == "healthy"
 
 
 def _health(stack: Stack, container: str) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from fastapi import FastAPI
 
+from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.demo import DemoNode
@@ -29,7 +30,7 @@ from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.server.app import create_app
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.settings import load_settings
 from tests.support.paths import REPOSITORY
 
@@ -106,7 +107,7 @@ async def _run(
     node = DemoNode(clock=clock, workloads=workloads)
     app = create_app(load_settings({}, {}), provider=node.provider, host=node.host, clock=clock, wall_clock=clock)
     runtime = app.state.runtime
-    reporters: dict[int, _Reporter] = {}
+    before_scrape_seconds: dict[SimulatedProcess, float] = {}
     history = History(interval_seconds)
     runtime.events.log.start()
     runtime.poller._poll()
@@ -116,18 +117,20 @@ async def _run(
             node.simulation.advance(now)
             to_scrape = -now % interval_seconds
             for process in node.simulation.processes():
-                if process.reports and process.pid not in reporters:
-                    reporters[process.pid] = _Reporter(app, process)
-            for reporter in list(reporters.values()):
+                if process.reports:
+                    before_scrape_seconds.setdefault(process, 0.0)
+            for process, seconds_before in list(before_scrape_seconds.items()):
                 # A report is up to a second old when it is scraped. Reports between the scrapes are left out, except
                 # those with news.
-                due = reporter.report_before_scrape_seconds == to_scrape
-                if due or reporter.has_news:
-                    await reporter.report()
+                report = process.loop.final_report() if process.ended else process.loop.next_report()
+                due = seconds_before == to_scrape
+                if not process.crashed and (due or report.final or report.ooms):
+                    await request(app, "POST", REPORTS_PATH, to_wire(report))
+                    process.loop.answered(report, Outcome.ACCEPTED, None)
                 if due:
-                    reporter.report_before_scrape_seconds = rng.choice((0.0, TICK_SECONDS))
-                if reporter.process.ended:
-                    del reporters[reporter.process.pid]
+                    before_scrape_seconds[process] = rng.choice((0.0, TICK_SECONDS))
+                if process.ended:
+                    del before_scrape_seconds[process]
             if to_scrape == 0:
                 runtime.poller._poll()
                 runtime.presence.sweep()
@@ -137,30 +140,6 @@ async def _run(
     finally:
         runtime.events.log.stop(5.0)
     return history
-
-
-class _Reporter:
-    """The reporter of one simulated process."""
-
-    def __init__(self, app: FastAPI, process: SimulatedProcess) -> None:
-        self.process = process
-        self.report_before_scrape_seconds = 0.0
-        self._app = app
-        self._sequence = 0
-
-    @property
-    def has_news(self) -> bool:
-        """Whether the reporter has an error or the end of the process to report."""
-        return self.process.ended or bool(self.process.unreported_ooms)
-
-    async def report(self) -> None:
-        """Report once, unless the process crashed."""
-        if self.process.crashed:
-            return
-        self._sequence += 1
-        report = self.process.report(self._sequence, final=self.process.ended)
-        await request(self._app, "POST", REPORTS_PATH, to_wire(report))
-        self.process.acknowledge(report)
 
 
 async def request(app: FastAPI, method: str, path: str, document: Any = None) -> bytes:

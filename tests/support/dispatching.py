@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, TypeVar
 
 from gpumem_client.wire.protocol import MODES, CommandResult, DeviceResult
@@ -49,6 +49,7 @@ class Bench:
     def __init__(self) -> None:
         self.now = 100.0
         self.finished: list[Action] = []
+        self.woken: list[Hashable] = []
         self.store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=10)
         self.store.put_reading(node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1"), taken=100.0))
         self.dispatcher = self.build()
@@ -59,7 +60,7 @@ class Bench:
         self.second = self.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),))
 
     def build(self, **changes: Any) -> Dispatcher:
-        return build_dispatcher(self.store, lambda: self.now, self.finished, **changes)
+        return build_dispatcher(self.store, lambda: self.now, self.finished, wake=self.woken.append, **changes)
 
     def put(self, pid: int, **changes: Any) -> ReportingProcess:
         self.sequence += 1

@@ -134,8 +134,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
             def fulfill(route: Route) -> None:
                 route.fulfill(body=json.dumps(answer()), content_type="application/json")
 
-            live.page.add_init_script("delete window.EventSource")
-            live.page.route("**/api/v1/live", fulfill)
+            live.page.route("**/api/v1/live*", fulfill)
         live.goto()
         return live
 

@@ -8,10 +8,10 @@ from itertools import starmap
 from hypothesis import strategies as st
 
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
+from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
-    LastOom,
     NodeReading,
     ProcessFacts,
     ProcessKey,

@@ -23,11 +23,12 @@ from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemo
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.server.app import create_app
+from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
-from gpumem_exporter.server.http.uvicorn_server import LimitedServer, Limits
+from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.serve import build_server
-from gpumem_exporter.server.settings import load_settings
+from gpumem_exporter.server.settings import load_settings, setting_key
 from tests.support.builders import MIB, UUIDS
 from tests.support.waiting import eventually, patient
 
@@ -161,7 +162,7 @@ class RunningExporter:
         finally:
             connection.close()
 
-    def get(self, path: str, **headers: str) -> Answer:
+    def get(self, path: str, **headers: Any) -> Answer:
         return self.request("GET", path, **headers)
 
     def document(self, path: str) -> Any:
@@ -222,7 +223,8 @@ def running_exporter(
     provider = provider or ScriptedProvider()
     host = host or ScriptedHost()
     flags = {"web_listen_address": "127.0.0.1:0", "collect_interval": 0.05, **flags}
-    settings = load_settings({**flags, "web_listen_socket": str(unix) if unix else None}, {})
+    flags["web_listen_socket"] = str(unix) if unix else None
+    settings = load_settings({setting_key(name): value for name, value in flags.items()}, {})
     listeners = bind(settings.web_listen_address, settings.web_listen_socket)
     port = listeners.sockets[0].getsockname()[1]
     started = threading.Event()

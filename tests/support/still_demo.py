@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 from gpumem_exporter.demo import DemoNode
-from gpumem_exporter.demo.reporter import NodeReporter
+from gpumem_exporter.demo.node import NodeReporter
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from tests.support.running_exporter import running_exporter
 from tests.support.waiting import eventually
@@ -74,7 +76,7 @@ def still_demo() -> Iterator[StillDemo]:
             last = exporter.sample("gpumem_poll_timestamp_seconds") or 0.0
             eventually(
                 lambda: exporter.sample("gpumem_poll_timestamp_seconds") or 0.0,
-                lambda found, last=last: found > last,
+                partial(operator.lt, last),
                 what="a poll",
             )
         yield demo

@@ -24,7 +24,9 @@ def top_environment(base: Mapping[str, str] | None = None, **changes: str) -> di
     """Return an environment without settings for `top`, with changes."""
     own = ("GPUMEM_", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONPATH", "TERM")
     kept = {name: value for name, value in (base or os.environ).items() if not name.startswith(own)}
-    return {**kept, "TERM": "xterm", "PYTHONPATH": str(REPOSITORY), **changes}
+    # The emulated terminal does not know the Kitty keyboard protocol.
+    own_terminal = {"TERM": "xterm", "TEXTUAL_DISABLE_KITTY_KEY": "1"}
+    return {**kept, **own_terminal, "PYTHONPATH": str(REPOSITORY), **changes}
 
 
 def top_command(*arguments: str) -> list[str]:
@@ -49,10 +51,9 @@ def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
     """Return the command line of `top` with `socket` as the default socket."""
     code = (
         "import os, sys; from gpumem_exporter.cli.main import main\n"
-        "from gpumem_exporter.cli.options import ConnectionOptions; urls = ConnectionOptions.urls\n"
-        "is_named = lambda options: options.url is not None or 'GPUMEM_EXPORTER_URL' in os.environ\n"
-        "ConnectionOptions.urls = lambda options: urls(options) if is_named(options) else "
-        f"('unix://{socket}',)\n"
+        "from gpumem_exporter.cli import options; urls = options.exporter_urls\n"
+        "is_named = lambda url: url is not None or 'GPUMEM_EXPORTER_URL' in os.environ\n"
+        f"options.exporter_urls = lambda url: urls(url) if is_named(url) else ('unix://{socket}',)\n"
         "sys.exit(main())"
     )
     return [sys.executable, "-c", code, "top", *arguments]

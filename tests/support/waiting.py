@@ -24,16 +24,18 @@ def patient(seconds: float) -> float:
     return seconds * PATIENCE
 
 
-def wait_for(condition: Callable[[], T], what: str, timeout_seconds: float = 60.0) -> T:
+def wait_for(condition: Callable[[], T | None], what: str, timeout_seconds: float = 60.0) -> T:
     """Call `condition` until it returns something true, and return that.
 
     Raises:
         AssertionError: The timeout (times the patience factor) has passed; the text has `what` and the last value.
     """
-    return eventually(condition, bool, timeout_seconds, what)
+    found = eventually(condition, bool, timeout_seconds, what)
+    assert found is not None
+    return found
 
 
-def wait_until_equal(read: Callable[[], T], wanted: T, what: str, timeout_seconds: float = 60.0) -> None:
+def wait_until_equal(read: Callable[[], object], wanted: object, what: str, timeout_seconds: float = 60.0) -> None:
     """Call `read` until it returns `wanted`; fails as `wait_for` does."""
     eventually(read, lambda value: value == wanted, timeout_seconds, f"{what}:\n{wanted!r}\n")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.oom.message import is_out_of_memory, parse_oom_message
+from gpumem_client.hooks.out_of_memory import is_out_of_memory, parse_oom_message
 from gpumem_toolkit.oom.advice import advise, smaller_batch
 from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis
 from gpumem_toolkit.oom.growth import BlockHistory

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gpumem_client import memory_context, phase
 from gpumem_client.phases.measured import Measured, MemoryUse
 from gpumem_client.phases.observed import Observed
-from gpumem_client.phases.peak_bounds import Span
+from gpumem_client.phases.peaks import Span
 from gpumem_client.wire.protocol import MAX_PHASES
 from gpumem_toolkit import milestones, watch
 
@@ -84,7 +84,7 @@ def test_bounds_of_nested_and_overlapping_phases_contain_the_true_peak_and_are_e
             assert bounds.at_least_bytes <= true_peak <= bounds.at_most_bytes
             assert bounds.exact or not span.reset_peaks
         elif what == "look":
-            observed.look(0, device.state)
+            observed.read(0, device.state)
         elif what == "command":
             observed.reset_peaks(0, device.state, device.reset_peaks)
 
@@ -98,7 +98,7 @@ def test_resets_by_phases_do_not_change_the_overall_peak(runs: list[tuple[int, b
             if inside:
                 device.to(allocated)
         device.to(allocated)
-    observed.look(0, device.state)
+    observed.read(0, device.state)
     assert observed.lifted(0, "allocated_bytes", device.peak) == max(device.course)
     assert observed.peak_resets(0) == 0  # resets by phases do not count
 
@@ -164,7 +164,7 @@ def test_a_phase_keeps_its_largest_peak_until_it_runs_after_a_reset() -> None:
 
     assert [run(50), run(90), run(60)] == [50, 90, 90]
     device.reset_peaks(0)
-    observed.look(0, device.state)
+    observed.read(0, device.state)
     assert observed.phases(0)["forward"].at_least_bytes == 90  # the phase has not run since
     assert [run(20), run(30)] == [20, 30]
     observed.reset_peaks(0, device.state, device.reset_peaks)
@@ -178,7 +178,7 @@ def test_a_running_phase_is_reported_with_the_samples_so_far() -> None:
     device.to(10)
     with measured(observed, "training"):
         device.to(70)
-        observed.look(0, device.state)
+        observed.read(0, device.state)
         device.to(20)
         reported = observed.phases(0)["training"]
     assert (reported.at_least_bytes, reported.at_most_bytes, reported.exact) == (70, 100, False)

@@ -15,7 +15,7 @@ from gpumem_client.reporter.plan import chosen_plan, planned_peak_bytes, with_pl
 from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.plan_errors import plan_error_ratio
+from gpumem_exporter.core.samples import plan_error_ratio
 from gpumem_toolkit.planning.devices import Gpu
 from gpumem_toolkit.planning.plan import Plan
 

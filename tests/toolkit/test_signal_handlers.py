@@ -12,7 +12,7 @@ import pytest
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.scheduler import Scheduler
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
 from gpumem_client.phases.measured import Measured
@@ -115,10 +115,10 @@ def test_a_command_interrupted_by_a_signal_handler_fails_and_the_error_goes_on()
     sampler = Sampler(allocator, swallow=lambda error: None)
     waiting = Scheduler(Executor(allocator, sampler), allocator, sampler, wake=lambda: None)
     sampler.at_step = waiting.at_step
-    waiting.take(Command("a", "empty_cache", 30.0, mode="step"), expires_seconds=float("inf"))
+    waiting.add(Command("a", "empty_cache", 30.0, mode="step"), expires_seconds=float("inf"))
     with pytest.raises(TooLateError):
         sampler.on_step(None)
-    (result,) = waiting.take_results()
+    (result,) = waiting.collect_results()
     assert (result.id, result.outcome, result.reason) == ("a", "failed", result.reason)
     assert "TooLateError" in result.reason
     assert not sampler.exclusively().locked()

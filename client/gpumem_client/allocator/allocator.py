@@ -9,24 +9,52 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
-from gpumem_client.allocator import torch_access
+from gpumem_client import torch_access
 from gpumem_client.allocator.captures import Captures
 from gpumem_client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
-from gpumem_client.allocator.memory_limits import environment_limit
 from gpumem_client.allocator.reclaimable import Reclaimable, known
-from gpumem_client.allocator.settings import in_force
-from gpumem_client.allocator.torch_access import DeviceState
-from gpumem_client.allocator.unmapped import Unmapped, can_unmap, held_by_driver, unmapped_in
+from gpumem_client.allocator.settings import environment_limit, in_force
+from gpumem_client.allocator.unmapped import Unmapped, can_unmap, unmapped_in, without_unmapped
+from gpumem_client.guest_safety import log
+from gpumem_client.hooks.lifecycle import once
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.phases.observed import Observed, process_observed
+from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ReasonCode
 
-__all__ = ["Allocator"]
+
+class AnyAllocator(Protocol):
+    """What the reporter and its commands use of an allocator: that of torch, or a simulated one."""
+
+    @property
+    def torch_version(self) -> str: ...
+    @property
+    def settings(self) -> str: ...
+    @property
+    def capturing(self) -> bool: ...
+    @property
+    def flushing(self) -> bool: ...
+    def current_phase(self) -> str | None: ...
+    def devices(self) -> list[int]: ...
+    def uuid(self, index: int) -> str: ...
+    def state(self, index: int) -> DeviceState | None: ...
+    def unmapped(self, index: int, state: DeviceState | None) -> Unmapped | None: ...
+    def samples(self) -> tuple[DeviceSample, ...]: ...
+    def unused(self) -> Iterable[DeviceSample]: ...
+    def sample_at_oom(self, index: int) -> DeviceSample: ...
+    def pinned_host_bytes(self) -> int | None: ...
+    def free_bytes(self, index: int) -> int | None: ...
+    def total_bytes(self, index: int) -> int: ...
+    def allocations(self, index: int) -> tuple[int, int] | None: ...
+    def empty_cache(self) -> None: ...
+    def reset_peak(self, index: int) -> None: ...
+    def set_memory_fraction(self, index: int, fraction: float) -> None: ...
+    def snapshot(self) -> dict[str, Any]: ...
 
 
 class Allocator:
@@ -75,6 +103,10 @@ class Allocator:
         }
         return any(frame.f_code in codes for frame in sys._current_frames().values())  # noqa: SLF001
 
+    def current_phase(self) -> str | None:
+        """Return the phase in which this thread allocates. Any thread may call this."""
+        return self._observed.current_phase()
+
     def observe_ooms(self, observer: OutOfMemoryObserver) -> bool:
         """Attach an observer of out-of-memory errors. Returns False if the allocator has none."""
         return torch_access.attach_oom_observer(self._torch, observer)
@@ -112,8 +144,8 @@ class Allocator:
         """Return a sample of each device that this process uses and that has a known UUID."""
         self._notice_page_size()
         devices = self.devices()
-        states = {index: self._observed.look(index, self.state) for index in devices if self.uuid(index)}
-        self._reclaimable.look({index: state for index, state in states.items() if state is not None})
+        states = {index: self._observed.read(index, self.state) for index in devices if self.uuid(index)}
+        self._reclaimable.walk_if_due({index: state for index, state in states.items() if state is not None})
         nccl_bytes = torch_access.nccl_bytes(devices)
         return tuple(self._sample(index, state, nccl_bytes.get(index)) for index, state in states.items())
 
@@ -266,10 +298,45 @@ class Allocator:
             component_bytes=self._observed.components(index),
         )
         unmapped = self.unmapped(index, state)
-        return sample if unmapped is None else held_by_driver(sample, unmapped)
+        return sample if unmapped is None else without_unmapped(sample, unmapped)
 
 
 def _large_page(settings: str) -> int | None:
     """Return the page size of expandable segments in the large pool, in bytes, if the settings have one (2.10+)."""
     found = re.search(r"\blarge_segment_size_mb:(\d+)", settings.replace(" ", ""))
     return int(found[1]) << 20 if found else None
+
+
+class SharedAllocator:
+    """The allocator that the user's own calls share; the reporter has another one, for its own thread."""
+
+    def __init__(self) -> None:
+        self.allocator: Allocator | None = None
+        self.warned = False
+
+    def detach(self) -> None:
+        """Remove the allocator's hooks from torch; the next call attaches again."""
+        allocator, self.allocator = self.allocator, None
+        if allocator is not None:
+            allocator.detach()
+
+
+def attached() -> Allocator | None:
+    """Return the allocator that the user's calls share, or None without CUDA and in a forked child of such a process.
+
+    Does not initialize CUDA. Any thread may call this.
+    """
+    shared = once("shared_allocator", SharedAllocator)
+    if torch_access.initialized_torch() is None:
+        return None
+    if shared.allocator is None:
+        shared.allocator = Allocator.attach()
+    return shared.allocator
+
+
+def no_cuda(function: str) -> None:
+    """Log once per process that a function does nothing because CUDA is not initialized."""
+    shared = once("shared_allocator", SharedAllocator)
+    if not shared.warned:
+        shared.warned = True
+        log.warning("%s: no CUDA in this process, nothing is done", function)

@@ -21,10 +21,8 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 
 from gpumem_client.allocator.heap import Heap, PoolSegment
-from gpumem_client.allocator.torch_access import DeviceState
+from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.protocol import DeviceSample
-
-__all__ = ["Reclaimable", "fragmented_bytes", "known"]
 
 _NEEDED = {
     *("reserved_bytes", "allocated_bytes", "active_bytes", "inactive_split_bytes", "segment", "num_device_alloc")
@@ -36,7 +34,7 @@ _WALK_BLOCKS_MAX = 20_000
 
 
 class Reclaimable:
-    """The reclaimable bytes of each device. One thread at a time may call `look`, any thread the other methods.
+    """The reclaimable bytes of each device. One thread at a time may call `walk_if_due`, any thread the other methods.
 
     Args:
         walk: takes a snapshot and reads it; returns None if the allocator has no snapshot.
@@ -58,14 +56,14 @@ class Reclaimable:
         self._clock = clock
         self._cpu_clock = cpu_clock
         self._expandable: set[int] = set()
-        self._taken: dict[int, int] = {}
+        self._segments_seen: dict[int, int] = {}
         self._next_walk_seconds = 0.0
         self._unreturnable: dict[int, int] = {}
         self._walked: dict[int, tuple[int, ...]] = {}
         self._walked_pools: Hashable = None
         self._layouts: dict[int, tuple[tuple[int, ...], Heap]] = {}
 
-    def look(self, states: Mapping[int, DeviceState]) -> None:
+    def walk_if_due(self, states: Mapping[int, DeviceState]) -> None:
         """Walk over the heaps if a device needs it and has changed, and enough time has passed since the last walk."""
         unsettled = {
             index: state
@@ -92,7 +90,7 @@ class Reclaimable:
         self._walked_pools = pools_version
         for index, state in states.items():
             if _complete(state):
-                self._taken[index] = _taken(state)
+                self._segments_seen[index] = _segments_ever(state)
                 self._learn(index, state, heaps.get(index, Heap()))
 
     def bytes(self, index: int, state: DeviceState) -> int | None:
@@ -152,15 +150,15 @@ class Reclaimable:
         The settings apply to new segments only, and may change at any time. A device with expandable segments stays
         marked for the life of the process, because the counters may be reset.
         """
-        if _taken(state) != state["segment"]["allocated"]:
+        if _segments_ever(state) != state["segment"]["allocated"]:
             self._expandable.add(index)
         return index in self._expandable
 
     def _unproven(self, index: int, state: DeviceState) -> bool:
         """Whether the counters were not observed from 0: before the first look, and after a reset."""
-        taken = _taken(state)
-        before = self._taken.get(index, 0 if state["reserved_bytes"]["current"] == 0 else taken + 1)
-        self._taken[index] = max(taken, before)
+        taken = _segments_ever(state)
+        before = self._segments_seen.get(index, 0 if state["reserved_bytes"]["current"] == 0 else taken + 1)
+        self._segments_seen[index] = max(taken, before)
         return taken < before
 
     def _learn(self, index: int, state: DeviceState, heap: Heap) -> None:
@@ -183,7 +181,7 @@ def known(state: DeviceState | None, name: str, metric: str = "current") -> int 
     return value
 
 
-def fragmented_bytes(sample: DeviceSample) -> int | None:
+def unreturnable_bytes(sample: DeviceSample) -> int | None:
     """Return the bytes that are reserved, and neither allocated nor reclaimable; None if unknown."""
     reserved, allocated, reclaimable = sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes
     if reserved is None or allocated is None or reclaimable is None:
@@ -198,7 +196,7 @@ def _complete(state: DeviceState) -> bool:
 
 def _version(state: DeviceState) -> tuple[int, ...]:
     """Return a value that changes whenever a block is allocated or freed."""
-    return _taken(state), *(
+    return _segments_ever(state), *(
         state[name][metric]
         for name in ("allocated_bytes", "active_bytes", "reserved_bytes")
         for metric in ("current", "allocated", "freed")
@@ -210,7 +208,7 @@ def _layout(state: DeviceState) -> tuple[int, ...]:
     return tuple(state["reserved_bytes"][metric] for metric in ("current", "allocated", "freed"))
 
 
-def _taken(state: DeviceState) -> int:
+def _segments_ever(state: DeviceState) -> int:
     """Return the number of allocations from the driver since the counters were last reset."""
     taken: int = state["num_device_alloc"]
     return taken

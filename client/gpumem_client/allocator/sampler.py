@@ -19,13 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS, IdleCache
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety
 from gpumem_client.hooks.steps import OneStep
 from gpumem_client.wire.protocol import DeviceSample
-
-__all__ = ["Sample", "Sampler"]
 
 _LEAD, _LEAD_STEPS = 0.1, 1.25
 """A step samples in the last tenth of the interval before the next report, or later. If steps are long, it samples in
@@ -69,7 +67,7 @@ class Sampler:
 
     def __init__(
         self,
-        allocator: Allocator,
+        allocator: AnyAllocator,
         *,
         swallow: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
@@ -144,7 +142,7 @@ class Sampler:
     def take(self) -> Sample:
         """Take a sample now, in this thread."""
         with self._busy:
-            return self._look()
+            return self._take()
 
     def exclusively(self) -> threading.Lock:
         """Return the lock that keeps steps from sampling. It is held while a command runs; no step waits for it."""
@@ -177,13 +175,13 @@ class Sampler:
         self._steps += 1
         if now >= self._wanted_from_seconds and self._busy.acquire(blocking=False):
             try:
-                self._look()
+                self._take()
                 self._wanted_from_seconds = float("inf")
             finally:
                 self._busy.release()
         self.at_step(self._steps)
 
-    def _look(self) -> Sample:
+    def _take(self) -> Sample:
         sample = Sample(
             taken_seconds=self._clock(),
             devices=self._allocator.samples(),

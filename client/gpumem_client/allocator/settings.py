@@ -1,4 +1,4 @@
-"""The settings of PyTorch's CUDA allocator: their names, their values, and the syntax of a line of them.
+"""What the environment says to PyTorch's CUDA allocator: its settings, and the limits of a scheduler.
 
 PyTorch rejects an unknown name or an invalid value when it initializes CUDA, perhaps after minutes of loading. So the
 client checks them before the program starts. Source: c10's AllocatorConfig and CUDAAllocatorConfig up to 2.15; older
@@ -11,8 +11,6 @@ import re
 from collections.abc import Mapping
 
 from gpumem_client.wire.errors import ConfigurationError
-
-__all__ = ["KEYS", "VARIABLES", "environment_with", "in_force", "merged", "parse_settings"]
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """PyTorch reads the first one that is set, even if it is empty. The second is read for CUDA from 2.10 on."""
@@ -113,3 +111,27 @@ def _parts(line: str) -> list[str]:
             parts.append(text[start:at])
             start = at + 1
     return [part for part in parts if part]
+
+
+_HAMI_VARIABLE = "CUDA_DEVICE_MEMORY_LIMIT"
+"""For all devices; with `_0`, `_1` and so on for one device. Sizes such as `3000m`."""
+_KAI_VARIABLE = "GPU_MEMORY_LIMIT"
+"""Bytes on the device that a container shares."""
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
+
+
+def environment_limit(environ: Mapping[str, str], index: int) -> int | None:
+    """Return the smallest limit that HAMi and KAI set for the device with this index in PyTorch; None if there is none.
+
+    HAMi counts the devices of the container, of which CUDA_VISIBLE_DEVICES may select some.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    in_container = visible[index].strip() if index < len(visible) and visible[index].strip().isdigit() else str(index)
+    of_hami = environ.get(f"{_HAMI_VARIABLE}_{in_container}", environ.get(_HAMI_VARIABLE, ""))
+    sizes = (_size(of_hami), _size(environ.get(_KAI_VARIABLE, "")))
+    return min((size for size in sizes if size), default=None)
+
+
+def _size(text: str) -> int | None:
+    found = re.fullmatch(r"(\d+)([kmg]?)", text.strip().lower())
+    return int(found[1]) << _UNITS[found[2]] if found else None

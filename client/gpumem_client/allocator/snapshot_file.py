@@ -17,8 +17,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpumem_client.allocator.allocator import Allocator
-from gpumem_client.allocator.attached import attached, no_cuda
+from gpumem_client.allocator.allocator import AnyAllocator, attached, no_cuda
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import MAX_TEXT_LENGTH, ReasonCode, SnapshotBlock, SnapshotFile, SnapshotSegment
 
@@ -72,7 +71,7 @@ def _age_order(file: Path) -> float:
         return 0.0
 
 
-def write_snapshot(allocator: Allocator) -> SnapshotFile:
+def write_snapshot(allocator: AnyAllocator) -> SnapshotFile:
     """Take a snapshot and write it into `snapshot_folder()`, where the last 64 are kept.
 
     Keeps the GIL for about half a microsecond per block.
@@ -130,7 +129,7 @@ def write_file(file: Path, taken: dict[str, Any]) -> int:
     return size
 
 
-def _summary(allocator: Allocator, taken: Mapping[str, Any], file: Path, size: int) -> SnapshotFile:
+def _summary(allocator: AnyAllocator, taken: Mapping[str, Any], file: Path, size: int) -> SnapshotFile:
     segments = taken["segments"]
     blocks = [(segment, block) for segment in segments for block in segment["blocks"]]
     alive = (pair for pair in blocks if pair[1]["state"] in _ALIVE)
@@ -155,7 +154,7 @@ def _summary(allocator: Allocator, taken: Mapping[str, Any], file: Path, size: i
     )
 
 
-def _partly_free(allocator: Allocator, segment: Mapping[str, Any]) -> SnapshotSegment | None:
+def _partly_free(allocator: AnyAllocator, segment: Mapping[str, Any]) -> SnapshotSegment | None:
     free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
     if not free or len(free) == len(segment["blocks"]):
         return None

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gpumem_client.allocator.heap import PoolSegment
 from gpumem_client.wire.protocol import DeviceSample
 
-__all__ = ["Unmapped", "can_unmap", "held_by_driver", "unmapped_in"]
+__all__ = ["Unmapped", "can_unmap", "unmapped_in", "without_unmapped"]
 
 _MODULES = ("torch_memory_saver", "vllm.device_allocator.cumem")
 _MAPPED = 13
@@ -54,7 +54,7 @@ def unmapped_in(segments: Collection[PoolSegment]) -> Unmapped | None:
     return Unmapped(sum(each.size_bytes for each in unmapped), sum(each.allocated_bytes for each in unmapped))
 
 
-def held_by_driver(sample: DeviceSample, unmapped: Unmapped) -> DeviceSample:
+def without_unmapped(sample: DeviceSample, unmapped: Unmapped) -> DeviceSample:
     """Return a sample of PyTorch's statistics without the memory that the driver does not hold.
 
     Its peaks, active and requested bytes stay those of PyTorch.

@@ -10,19 +10,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.snapshot_file import write_snapshot
-from gpumem_client.allocator.torch_access import DeviceState
 from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.settling import Settling
-from gpumem_client.hooks.guest_safety import raised_by_signal_handler
+from gpumem_client.guest_safety import raised_by_signal_handler
+from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import Command, CommandResult, DeviceResult, ReasonCode, SnapshotFile
 from gpumem_client.wire.units import human_bytes
-
-__all__ = ["Executor", "refused_during_capture"]
 
 _REMEMBERED = 64
 """The number of results to keep, so that a command that arrives twice runs once."""
@@ -39,22 +37,22 @@ class _Before(NamedTuple):
 
 
 class Executor:
-    """Runs commands, one at a time, in the thread that calls it.
+    """Runs commands, one at a time, in the thread that calls it. The sampler takes no sample meanwhile."""
 
-    Args:
-        allocator: the allocator that the commands act on.
-        sampler: does not sample while a command runs.
-        clock: monotonic seconds.
-
-    Attributes:
-        settling: learns of each clear.
-    """
-
-    def __init__(self, allocator: Allocator, sampler: Sampler, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        allocator: AnyAllocator,
+        sampler: Sampler,
+        *,
+        collect_garbage: Callable[[], object] = lambda: gc.collect(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._allocator = allocator
         self._sampler = sampler
+        self._gc = collect_garbage
         self._clock = clock
         self.settling = Settling()
+        """The clears whose settling time has not passed."""
         # Reentrant: a signal handler may end a step while its thread holds the lock.
         self._results_lock = threading.RLock()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
@@ -79,9 +77,7 @@ class Executor:
     def run(self, command: Command, *, expires_seconds: float) -> CommandResult:
         """Run a command in this thread, or repeat the result of one that has run. Does not raise.
 
-        Args:
-            command: the command.
-            expires_seconds: the latest start, on the monotonic clock.
+        A command that has not started by `expires_seconds`, on the executor's clock, does not run.
         """
         with self._sampler.exclusively():
             return self._run_once(command, expires_seconds)
@@ -96,7 +92,7 @@ class Executor:
         finally:
             lock.release()
 
-    def settle(self, result: CommandResult) -> CommandResult:
+    def record(self, result: CommandResult) -> CommandResult:
         """Record the result of a command, so that the command does not run again."""
         with self._results_lock:
             self._results[result.id] = result
@@ -110,13 +106,13 @@ class Executor:
             return known
         if self._clock() >= expires_seconds:
             late = "the deadline passed before the command started"
-            return self.settle(CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED))
+            return self.record(CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED))
         result = self._run(command)
         self._sampler.outdated()
         if command.action == "empty_cache" and result.outcome == "done":
             settle_seconds = command.settle_seconds
             self.settling.cleared(result, self._clock() + settle_seconds if settle_seconds > 0 else None)
-        return self.settle(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
+        return self.record(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
 
     def _run(self, command: Command) -> CommandResult:
         runner = self._runners.get(command.action)
@@ -147,7 +143,7 @@ class Executor:
         self._allocator.empty_cache()
 
     def _collect_garbage(self, _command: Command) -> None:
-        gc.collect()
+        self._gc()
 
     def _reset_peak(self, command: Command) -> None:
         for index in self._measured(command.uuids):
@@ -193,10 +189,10 @@ class Executor:
         reserved, allocated = before.unmapped  # no command maps or unmaps the memory of live tensors
         return DeviceResult(
             uuid=self._allocator.uuid(index),
-            reserved_before_bytes=_held(before.state, "reserved_bytes", reserved),
-            reserved_after_bytes=_held(after, "reserved_bytes", reserved),
-            allocated_before_bytes=_held(before.state, "allocated_bytes", allocated),
-            allocated_after_bytes=_held(after, "allocated_bytes", allocated),
+            reserved_before_bytes=_mapped(before.state, "reserved_bytes", reserved),
+            reserved_after_bytes=_mapped(after, "reserved_bytes", reserved),
+            allocated_before_bytes=_mapped(before.state, "allocated_bytes", allocated),
+            allocated_after_bytes=_mapped(after, "allocated_bytes", allocated),
             freed_bytes=_freed(before.state, after),
             device_free_before_bytes=before.free_bytes,
             device_free_after_bytes=self._allocator.free_bytes(index),
@@ -217,7 +213,7 @@ def _failed(command: Command, error: Exception, duration_seconds: float) -> Comm
     return CommandResult(command.id, outcome, reason, code, duration_seconds)
 
 
-def _held(state: DeviceState | None, name: str, unmapped_bytes: int) -> int | None:
+def _mapped(state: DeviceState | None, name: str, unmapped_bytes: int) -> int | None:
     """Return a value of the statistics without the memory that the driver does not hold."""
     value = known(state, name)
     return None if value is None else max(0, value - unmapped_bytes)

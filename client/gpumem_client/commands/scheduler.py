@@ -10,53 +10,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-from gpumem_client.commands.executor import refused_during_capture
+from gpumem_client.allocator.allocator import AnyAllocator
+from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.commands.executor import Executor, refused_during_capture
+from gpumem_client.guest_safety import log
 from gpumem_client.wire.protocol import MODES, Command, CommandResult, ReasonCode
-
-__all__ = ["Scheduler"]
-
-
-class Executor(Protocol):
-    """Runs commands: `client.commands.executor.Executor`."""
-
-    @property
-    def actions(self) -> tuple[str, ...]: ...
-    def known(self, command_id: str) -> CommandResult | None: ...
-    def run(self, command: Command, *, expires_seconds: float) -> CommandResult: ...
-    def run_if_free(self, command: Command, *, expires_seconds: float) -> CommandResult | None: ...
-    def settle(self, result: CommandResult) -> CommandResult: ...
-
-
-class Allocator(Protocol):
-    """Counts allocations: `client.allocator.torch_access.Allocator`."""
-
-    @property
-    def capturing(self) -> bool: ...
-    @property
-    def flushing(self) -> bool: ...
-    def devices(self) -> Sequence[int]: ...
-    def allocations(self, index: int) -> tuple[int, int] | None: ...
-
-
-class Sampler(Protocol):
-    """Counts steps: `client.allocator.sampler.Sampler`."""
-
-    @property
-    def step(self) -> int | None: ...
-    def steps_run(self) -> bool: ...
-
 
 _IDLE_SECONDS = 2.0
 """A process is idle after this time without an allocation or a free."""
 _MAX_WAITING = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Waiting(NamedTuple):
     command: Command
     expires_seconds: float
 
@@ -64,18 +32,13 @@ class _Held:
 class Scheduler:
     """Keeps each command until its mode lets it run. The user's threads call `at_step`, the reporter's thread the rest.
 
-    Args:
-        executor: runs the commands.
-        allocator: reports CUDA graph captures and counts allocations.
-        sampler: counts steps.
-        wake: makes the reporter send its next report now; called in the thread that ran a command.
-        clock: monotonic seconds.
+    `wake` makes the reporter send its next report now; it is called in the thread that ran a command.
     """
 
     def __init__(
         self,
         executor: Executor,
-        allocator: Allocator,
+        allocator: AnyAllocator,
         sampler: Sampler,
         *,
         wake: Callable[[], None],
@@ -87,7 +50,7 @@ class Scheduler:
         self._wake = wake
         self._clock = clock
         self._lock = threading.Lock()
-        self._held: dict[str, _Held] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._results: list[CommandResult] = []
         self._for_steps = False
         """Whether a command waits for a step. Most steps check this alone."""
@@ -97,115 +60,101 @@ class Scheduler:
     @property
     def ids(self) -> tuple[str, ...]:
         """The ids of the waiting commands, for the report."""
-        with self._lock:
-            return tuple(self._held)
+        return tuple(each.command.id for each in self._list())
 
-    def take(self, command: Command, *, expires_seconds: float) -> None:
-        """Add a command, unless it waits already or has a result."""
+    def add(self, command: Command, *, expires_seconds: float) -> None:
+        """Keep a command, unless it waits already or has a result."""
         known = self._executor.known(command.id)
         if known is not None:
             self._finish(known)
         elif command.mode not in MODES:
             unknown = f"this reporter does not support the mode {command.mode!r}"
-            self._settle(command, "unsupported", unknown, ReasonCode.UNKNOWN_MODE)
+            self._end(command, "unsupported", unknown, ReasonCode.UNKNOWN_MODE)
         elif command.action not in self._executor.actions:
             supported = f"this reporter supports {', '.join(self._executor.actions)}"
-            self._settle(command, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
+            self._end(command, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
         elif command.at_step is not None and (self._sampler.step or 0) >= command.at_step:
-            self._settle_passed(command, command.at_step)
-        elif not self._add(command, expires_seconds):
-            self._settle(command, "refused", f"{_MAX_WAITING} commands are waiting already", ReasonCode.QUEUE_FULL)
-
-    def _add(self, command: Command, expires_seconds: float) -> bool:
-        """Return False if the queue is full."""
-        with self._lock:
-            if command.id in self._held:
-                return True
-            if len(self._held) >= _MAX_WAITING:
-                return False
-            self._held[command.id] = _Held(command, expires_seconds)
-            self._mark()
-        if command.mode == "idle":
-            self._counted = None
-        return True
+            self._end_passed(command, command.at_step)
+        elif not self._keep(_Waiting(command, expires_seconds)):
+            self._end(command, "refused", f"{_MAX_WAITING} commands are waiting already", ReasonCode.QUEUE_FULL)
 
     def cancel(self, ids: Iterable[str]) -> None:
         """Drop the commands with these ids that have not started."""
         for command_id in ids:
-            held = self._claim(command_id)
-            if held is not None:
-                self._settle(held.command, "refused", "the exporter withdrew the command", ReasonCode.CANCELLED)
+            claimed = self._claim(command_id)
+            if claimed is not None:
+                self._end(claimed.command, "refused", "the exporter withdrew the command", ReasonCode.CANCELLED)
 
     def next_expiry_seconds(self) -> float | None:
         """Return when the next waiting command expires; None if there is none."""
-        return min((held.expires_seconds for held in self._list()), default=None)
+        return min((each.expires_seconds for each in self._list()), default=None)
 
     def at_step(self, step: int) -> None:
         """Run the commands for this step, in the thread that ended it; usually there are none."""
-        if self._for_steps:
-            self._run_at_step(step)
+        if not self._for_steps:
+            return
+        for each in self._list():
+            # The reporter's thread ends late commands.
+            if each.command.mode != "idle" and self._clock() < each.expires_seconds:
+                self._try_at_step(each, step)
 
-    def look(self) -> None:
-        """Expire late commands and run those that are due, on the reporter's thread."""
+    def run_due(self) -> None:
+        """End late commands and run those whose time has come, on the reporter's thread."""
         now = self._clock()
-        for held in self._list():
-            if now >= held.expires_seconds and self._claim(held.command.id) is not None:
-                self._settle_late(held.command)
-        for held in [held for held in self._list() if held.command.mode == "now"]:
-            if not self._allocator.capturing and self._claim(held.command.id) is not None:
-                self._finish(self._executor.run(held.command, expires_seconds=held.expires_seconds))
-        idle = [held for held in self._list() if held.command.mode == "idle"]
-        if idle and self._idle(now):
-            for held in idle:
-                if not self._allocator.capturing and self._claim(held.command.id) is not None:
-                    self._finish(self._executor.run(held.command, expires_seconds=held.expires_seconds))
+        for command, expires_seconds in self._list():
+            if now >= expires_seconds and self._claim(command.id) is not None:
+                self._end_late(command)
+        self._run_all("now")
+        if any(each.command.mode == "idle" for each in self._list()) and self._idle(now):
+            self._run_all("idle")
             self._counted = None
 
-    def take_results(self) -> tuple[CommandResult, ...]:
+    def collect_results(self) -> tuple[CommandResult, ...]:
         """Return the results since the last call."""
         with self._lock:
             results, self._results = tuple(self._results), []
         return results
 
-    def _run_at_step(self, step: int) -> None:
-        for held in self._list():
-            # The reporter's thread expires late commands.
-            if held.command.mode != "idle" and self._clock() < held.expires_seconds:
-                self._try_at_step(held, step)
+    def _run_all(self, mode: str) -> None:
+        for command, expires_seconds in self._list():
+            if command.mode == mode and not self._allocator.capturing and self._claim(command.id) is not None:
+                self._finish(self._executor.run(command, expires_seconds=expires_seconds))
 
-    def _try_at_step(self, held: _Held, step: int) -> None:
-        command, at_step = held.command, held.command.at_step
+    def _try_at_step(self, waiting: _Waiting, step: int) -> None:
+        command, at_step = waiting.command, waiting.command.at_step
         if at_step is not None and at_step > step:
             return
+        capturing = self._allocator.capturing and at_step in (None, step)
+        # During a capture, a command for any step waits for a later one. The ranks of a group all act at one step.
+        if (capturing and at_step is None) or self._claim(command.id) is None:
+            return
         if at_step is not None and at_step < step:
-            if self._claim(command.id) is not None:
-                self._settle_passed(command, at_step)
-                self._wake()
-        elif self._allocator.capturing:
-            if at_step is not None and self._claim(command.id) is not None:
-                self._finish(self._executor.settle(refused_during_capture(command)))
-                self._wake()
-        elif self._claim(command.id) is not None:
-            self._run_claimed(held)
+            self._end_passed(command, at_step)
+        elif capturing:
+            self._finish(self._executor.record(refused_during_capture(command)))
+        elif not self._run_claimed(waiting):
+            return
+        self._wake()
 
-    def _run_claimed(self, held: _Held) -> None:
-        command, expires_seconds = held.command, held.expires_seconds
+    def _run_claimed(self, waiting: _Waiting) -> bool:
+        """Return False if the command waits again, because the reporter's thread runs a command or samples."""
+        command, expires_seconds = waiting
         try:
             result = self._executor.run_if_free(command, expires_seconds=expires_seconds)
             if result is None and command.at_step is None:
-                with self._lock:  # the reporter's thread runs a command or samples: try after the next step
-                    self._held[command.id] = held
-                    self._mark()
-                return
+                with self._lock:
+                    self._waiting[command.id] = waiting
+                    self._for_steps = True
+                return False
             if result is None:
                 result = self._executor.run(command, expires_seconds=expires_seconds)
         except BaseException as error:  # raised by the user's signal handler; continues to the user's code
             interrupted = f"a signal handler raised {type(error).__name__}"
-            self._settle(command, "failed", interrupted, ReasonCode.SIGNAL_HANDLER)
+            self._end(command, "failed", interrupted, ReasonCode.SIGNAL_HANDLER)
             self._wake()
             raise
         self._finish(result)
-        self._wake()
+        return True
 
     def _idle(self, now: float) -> bool:
         """Return whether no step has run and nothing was allocated for `_IDLE_SECONDS`."""
@@ -217,39 +166,51 @@ class Scheduler:
             self._counted, self._still_since_seconds = counted, now
         return now - self._still_since_seconds >= _IDLE_SECONDS
 
-    def _list(self) -> list[_Held]:
+    def _list(self) -> list[_Waiting]:
         with self._lock:
-            return list(self._held.values())
+            return list(self._waiting.values())
 
-    def _claim(self, command_id: str) -> _Held | None:
+    def _keep(self, waiting: _Waiting) -> bool:
+        """Return False if the queue is full."""
+        command = waiting.command
+        with self._lock:
+            if command.id in self._waiting:
+                return True
+            if len(self._waiting) >= _MAX_WAITING:
+                return False
+            self._waiting[command.id] = waiting
+            self._for_steps = self._for_steps or command.mode != "idle"
+        if command.mode == "idle":
+            self._counted = None
+        log.debug("command %s waits: %s, mode %s, step %s", command.id, command.action, command.mode, command.at_step)
+        return True
+
+    def _claim(self, command_id: str) -> _Waiting | None:
         """Remove a command and return it. Only the thread that receives it runs or ends it."""
         with self._lock:
-            held = self._held.pop(command_id, None)
-            self._mark()
-        return held
+            claimed = self._waiting.pop(command_id, None)
+            self._for_steps = any(each.command.mode != "idle" for each in self._waiting.values())
+        return claimed
 
-    def _mark(self) -> None:
-        self._for_steps = any(held.command.mode != "idle" for held in self._held.values())
-
-    def _settle(self, command: Command, outcome: str, reason: str, code: ReasonCode) -> None:
+    def _end(self, command: Command, outcome: str, reason: str, code: ReasonCode) -> None:
+        """End a command that does not run."""
         result = CommandResult(command.id, outcome, reason, code, step=self._sampler.step)
-        self._finish(self._executor.settle(result))
+        self._finish(self._executor.record(result))
 
     def _finish(self, result: CommandResult) -> None:
         with self._lock:
             self._results.append(result)
 
-    def _settle_passed(self, command: Command, at_step: int) -> None:
+    def _end_passed(self, command: Command, at_step: int) -> None:
         passed = f"step {at_step} has passed: {self._sampler.step} steps have ended"
-        self._settle(command, "expired", passed, ReasonCode.STEP_PASSED)
+        self._end(command, "expired", passed, ReasonCode.STEP_PASSED)
 
-    def _settle_late(self, command: Command) -> None:
+    def _end_late(self, command: Command) -> None:
         if command.mode == "now":
             late, code = "a CUDA graph was being captured until the deadline", ReasonCode.CUDA_GRAPH_CAPTURE
         elif command.mode == "idle":
             late, code = "the process was not idle before the deadline", ReasonCode.NOT_IDLE
-        elif command.at_step is not None:
-            late, code = f"step {command.at_step} did not end before the deadline", ReasonCode.NO_STEP_ENDED
         else:
-            late, code = "no step ended before the deadline", ReasonCode.NO_STEP_ENDED
-        self._settle(command, "expired", late, code)
+            step = "no step ended" if command.at_step is None else f"step {command.at_step} did not end"
+            late, code = f"{step} before the deadline", ReasonCode.NO_STEP_ENDED
+        self._end(command, "expired", late, code)

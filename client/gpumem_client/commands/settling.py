@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, StillFree
 
-__all__ = ["Settling"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Clear:
@@ -44,12 +42,12 @@ class Settling:
 
     def next_due_seconds(self) -> float | None:
         """Return when the next settling time passes; None if there is none."""
-        self._take_cleared()
+        self._start_cleared()
         return min((clear.due_seconds for clear in self._waiting.values()), default=None)
 
     def measure(self, samples: Iterable[DeviceSample], taken_seconds: float) -> None:
         """Compare a sample with the clears whose settling time has passed."""
-        self._take_cleared()
+        self._start_cleared()
         reserved = {sample.uuid: sample.reserved_bytes for sample in samples}
         for uuid, clear in tuple(self._waiting.items()):
             if taken_seconds >= clear.due_seconds:
@@ -63,7 +61,7 @@ class Settling:
         """Forget the first results, because a report delivered them."""
         del self._ended[: len(results)]
 
-    def _take_cleared(self) -> None:
+    def _start_cleared(self) -> None:
         while self._cleared:
             result, due_seconds = self._cleared.popleft()
             for device in result.devices:

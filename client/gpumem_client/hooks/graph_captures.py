@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety
 
 __all__ = ["CaptureHook", "CaptureListener", "listen_to_captures", "running_captures"]
 

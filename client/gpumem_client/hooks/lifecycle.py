@@ -1,15 +1,37 @@
-"""Calls at the interpreter's exit and in forked children: the only place of the client that registers them."""
+"""The life of this process: its objects that exist once, its exit, and its forked children.
+
+Only this module registers calls at the exit and in forked children.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-__all__ = ["after_fork_in_child", "at_exit"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
+_Made = TypeVar("_Made")
+
+_objects: dict[str, Any] = {}
 _in_child: list[Callable[[], None]] = []
 _registered = False
+
+
+def once(name: str, make: Callable[[], _Made]) -> _Made:
+    """Return the object of this name, and make it if there is none: a process has one allocator and one training loop.
+
+    Objects are made on first use, so that importing the client stays cheap. Making one has no effect outside of it.
+    """
+    # No lock: another thread could hold it when the process forks. Of two threads, both get the object of one.
+    found: _Made = _objects[name] if name in _objects else _objects.setdefault(name, make())
+    return found
+
+
+def once_made(name: str) -> Any:
+    """Return the object of this name; None if it was not made yet."""
+    return _objects.get(name)
 
 
 def at_exit(callback: Callable[[], None]) -> Callable[[], None]:
@@ -19,14 +41,11 @@ def at_exit(callback: Callable[[], None]) -> Callable[[], None]:
 
 
 def after_fork_in_child(callback: Callable[[], None]) -> Callable[[], None]:
-    """Call `callback` in each forked child, in the order of registration; returns a function that removes it again.
-
-    Python has no way to unregister a function from `os.register_at_fork`. One function stays there for the whole
-    client, and does nothing while no callback is registered here.
-    """
+    """Call `callback` in each forked child, in the order of registration; returns a function that removes it again."""
     global _registered
     _in_child.append(callback)
     if not _registered:
+        # Python cannot unregister this: one function stays for the whole client, and does nothing without callbacks.
         _registered = True
         os.register_at_fork(after_in_child=_run)
 

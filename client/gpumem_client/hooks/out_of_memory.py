@@ -1,19 +1,51 @@
-"""Calls a listener at each out-of-memory error, in the allocating thread, before PyTorch raises the error."""
+"""Out-of-memory errors: the hook that observes them, those that wait for a report, and what their text says.
+
+PyTorch calls an observer in the allocating thread (for example an autograd thread) right before it raises, with the GIL
+and without the allocator's lock. With cudaMallocAsync or a pluggable allocator it calls none, so errors are unknown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety
+from gpumem_client.wire.protocol import OutOfMemory
 
-__all__ = ["OutOfMemoryObserver"]
+_KEPT = 32
+"""The number of errors that are kept until the next report. A search for a batch size causes many."""
+_WAKE_SECONDS = 0.5
+"""Errors in quick succession wake the reporter once."""
+_CHAIN_MAX = 8
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SIZE = r"(\d+(?:\.\d+)? (?:bytes|KiB|MiB|GiB))"
+_FIELDS = {
+    "requested_bytes": rf"Tried to allocate {_SIZE}",
+    "total_bytes": rf"total capacity of {_SIZE}",
+    "free_bytes": rf"of which {_SIZE} is free",
+    "process_bytes": rf"this process has {_SIZE} memory in use",
+    "allowed_bytes": rf"{_SIZE} allowed",
+    "allocated_bytes": rf"{_SIZE} is allocated by PyTorch",
+    "private_pools_bytes": rf"with {_SIZE} allocated in private pools",
+    "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
+}
+_DEVICE = re.compile(r"\bGPU (\d+)\b")
+_OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
+_OUT_OF_MEMORY = re.compile(
+    r"(?:CUDA|HIP|CUBLAS|CUDNN|NCCL|GPU).*(?:out of memory|ALLOC_FAILED)", re.IGNORECASE | re.DOTALL
+)
 
 
 class OutOfMemoryObserver:
-    """The observer that PyTorch calls. PyTorch cannot remove an observer: it stays for the life of the process.
+    """Passes each error to its listener, in the allocating thread, before PyTorch raises the error.
 
-    While there is no listener, a call does nothing. An exception of the observer would replace the user's
-    OutOfMemoryError.
+    PyTorch cannot remove an observer, so there is one per process, which does nothing without a listener. An exception
+    of the observer would replace the user's OutOfMemoryError.
     """
 
     def __init__(self) -> None:
@@ -36,3 +68,115 @@ class OutOfMemoryObserver:
         listener = self.listener
         if listener is not None:
             listener(device, requested_bytes, limit_bytes, device_free_bytes)
+
+
+class OutOfMemoryLog:
+    """The errors that no report has delivered yet. Any thread may call `note`, only the reporter's thread the rest.
+
+    `wake` is called when an error should be reported at once, because it may end the process.
+    """
+
+    def __init__(self, wake: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._wake = wake
+        self._clock = clock
+        # Reentrant: a finalizer may allocate and fail while its thread has the lock.
+        self._lock = threading.RLock()
+        self._noted: deque[tuple[float, OutOfMemory]] = deque(maxlen=_KEPT)
+        self._number = 0
+        self._woken_seconds = float("-inf")
+        self.latest: tuple[float, OutOfMemory] | None = None
+        """Time and value of the last error, also after it was reported."""
+
+    def note(self, oom: OutOfMemory) -> None:
+        """Record an error in the thread in which it happened, and number it."""
+        now = self._clock()
+        with self._lock:
+            self._number += 1
+            self._noted.append((now, replace(oom, number=self._number)))
+            self.latest = now, oom
+            wake = now - self._woken_seconds >= _WAKE_SECONDS
+            if wake:
+                self._woken_seconds = now
+        if wake:
+            self._wake()
+
+    def waiting(self) -> tuple[OutOfMemory, ...]:
+        """Return the errors for the report that is sent now."""
+        now = self._clock()
+        with self._lock:
+            return tuple(replace(oom, age_seconds=max(0.0, now - seconds)) for seconds, oom in self._noted)
+
+    def reported(self, ooms: Sequence[OutOfMemory]) -> None:
+        """Remove the errors of a report that was answered."""
+        numbers = {oom.number for oom in ooms}
+        if numbers:
+            with self._lock:
+                self._noted = deque((each for each in self._noted if each[1].number not in numbers), maxlen=_KEPT)
+
+
+@dataclass(frozen=True, slots=True)
+class OomMessage:
+    """The values of the text in bytes, accurate to half a percent, because they have two decimals. None if missing."""
+
+    device: int | None = None
+    requested_bytes: int | None = None
+    total_bytes: int | None = None
+    """Memory of the device without what the driver reserves."""
+    free_bytes: int | None = None
+    """Free memory of the device."""
+    process_bytes: int | None = None
+    """Memory of this process from NVML, with context and libraries."""
+    other_processes: tuple[tuple[int, int], ...] = ()
+    """Process ids from NVML, and their bytes."""
+    allowed_bytes: int | None = None
+    """Limit by the memory fraction of the process, if one is set."""
+    allocated_bytes: int | None = None
+    private_pools_bytes: int | None = None
+    reserved_bytes: int | None = None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error reports that device memory is exhausted, from PyTorch or from a library."""
+    if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)[:4000]) is not None
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error and its causes."""
+    at: BaseException | None = error
+    for _ in range(_CHAIN_MAX):  # a chain may be a circle
+        if at is None:
+            return
+        yield at
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+
+
+def out_of_memory_in(error: BaseException) -> BaseException | None:
+    """Return the first out-of-memory error among an error and its causes; None if there is none."""
+    return next((each for each in chain(error) if is_out_of_memory(each)), None)
+
+
+def parse_oom_message(text: str) -> OomMessage:
+    """Parse the text of an out-of-memory error of PyTorch 2.1 and later (CUDACachingAllocator.cpp). Raises nothing.
+
+    Releases differ, and the text names other processes only if NVML knows them: so each value is optional.
+    """
+    found = {name: re.search(form, text) for name, form in _FIELDS.items()}
+    values = {name: None if each is None else _bytes(each[1]) for name, each in found.items()}
+    allocated, unallocated = values["allocated_bytes"], values.pop("unallocated_bytes")
+    device = _DEVICE.search(text)
+    total = values["total_bytes"]
+    others = ((int(pid), _bytes(size)) for pid, size in _OTHERS.findall(text))
+    return OomMessage(
+        device=int(device[1]) if device else None,
+        # Some releases write 17179869184.00 GiB if NVML does not know the memory of a process.
+        other_processes=tuple((pid, size) for pid, size in others if total is None or size <= total),
+        reserved_bytes=None if allocated is None or unallocated is None else allocated + unallocated,
+        **values,
+    )
+
+
+def _bytes(size: str) -> int:
+    number, unit = size.split(" ")
+    return round(float(number) * _UNITS[unit])

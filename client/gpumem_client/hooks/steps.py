@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from gpumem_client.allocator.torch_access import uncompiled
+from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.cuda_start import when_cuda_starts
-from gpumem_client.hooks.guest_safety import guest_safety
-from gpumem_client.log import log
-from gpumem_client.process_state import once
+from gpumem_client.hooks.lifecycle import once
+from gpumem_client.torch_access import uncompiled
 
 __all__ = ["OneStep", "Steps", "no_training", "process_steps"]
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from gpumem_client.hooks.guest_safety import guest_safety
-from gpumem_client.log import log
-from gpumem_client.notebook import ShownAsText
-from gpumem_client.oom.message import out_of_memory_in
+from gpumem_client.guest_safety import guest_safety, log
+from gpumem_client.hooks.out_of_memory import out_of_memory_in
 from gpumem_client.phases.blocks import RunningBlocks, run_calls_in
 from gpumem_client.phases.observed import Observed, process_observed
-from gpumem_client.phases.peak_bounds import Span
-from gpumem_client.wire.units import human_bytes, human_growth
+from gpumem_client.phases.peaks import Span
+from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
 
 __all__ = ["DeviceUse", "Measured", "MemoryUse", "current_phase", "memory_context", "phase", "phase_at_error"]
 

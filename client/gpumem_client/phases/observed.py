@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_client.allocator.peaks import PeakWatch
-from gpumem_client.allocator.torch_access import Statistics, initialized_torch
-from gpumem_client.hooks.calling_thread import calling_thread, mark_thread
-from gpumem_client.hooks.lifecycle import after_fork_in_child
-from gpumem_client.log import log
-from gpumem_client.phases.peak_bounds import PeakBounds, PhasePeak, Span
-from gpumem_client.process_state import once
+from gpumem_client.guest_safety import log
+from gpumem_client.hooks.lifecycle import after_fork_in_child, once
+from gpumem_client.phases.peaks import PeakBounds, PeakWatch, PhasePeak, Span
+from gpumem_client.torch_access import Statistics, calling_thread, initialized_torch, mark_thread
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES
 
 __all__ = ["Observed", "WatchedBytes", "process_observed"]
@@ -67,7 +64,7 @@ class Observed:
 
     # Peaks
 
-    def look(self, index: int, read: Callable[[int], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    def read(self, index: int, read: Callable[[int], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
         """Read the statistics of one device with `read`, evaluate them, and return them."""
         self._survive_forks()
         with self._lock:
@@ -188,7 +185,7 @@ class Observed:
 
     def _note(self, index: int, state: Mapping[str, Any]) -> None:
         resets = self._watch.resets(index)
-        self._watch.look(index, state)
+        self._watch.note(index, state)
         if "allocated_bytes" not in state:
             return
         allocated, peak = _allocated(state)
@@ -203,7 +200,7 @@ class Observed:
             if reset:
                 bounds.reset_by_user(allocated, peak)
             else:
-                bounds.look(allocated, peak)
+                bounds.note(allocated, peak)
 
     def _reset(self, index: int, state: Mapping[str, Any], statistics: Statistics) -> Mapping[str, Any]:
         """Reset the peaks for a phase, remember their values, and return the statistics after that."""

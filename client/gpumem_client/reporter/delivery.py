@@ -5,12 +5,11 @@ from __future__ import annotations
 import enum
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
 
-from gpumem_client.log import log
-from gpumem_client.reporter.error_log import ErrorLog
+from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.reporter.settings import ReporterSettings
-from gpumem_client.reporter.wakeup import Wakeup
 from gpumem_client.wire.errors import (
     ConfigurationError,
     ExporterAnswerError,
@@ -22,8 +21,6 @@ from gpumem_client.wire.errors import (
 from gpumem_client.wire.http import Connection, shown_url
 from gpumem_client.wire.protocol import REPORTS_PATH, Reply, Report, reply_from_wire, to_wire
 
-__all__ = ["Delivery", "Outcome"]
-
 _ANSWER_MARGIN_SECONDS = 5.0
 """The exporter counts as unreachable if a reply takes this much longer than the agreed hold."""
 _FAREWELL_SECONDS = 0.25
@@ -33,6 +30,51 @@ _NOT_ALLOWED = (401, 403)
 _UNACCEPTABLE = (413, 422)
 _UNREACHABLE = "no exporter"
 _UNTRUSTED = "no reports are sent"
+
+
+class Wakeup:
+    """Ends the waits of the reporter's thread between two reports. Any thread may call any method.
+
+    Attributes:
+        interrupt: ends the wait for the exporter's reply; set while there is such a wait.
+    """
+
+    def __init__(self) -> None:
+        self._stopping = threading.Event()
+        self._woken = threading.Event()
+        self.interrupt: Callable[[], None] = lambda: None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the thread should end."""
+        return self._stopping.is_set()
+
+    @property
+    def woken(self) -> bool:
+        """Whether to send a report now."""
+        return self._woken.is_set()
+
+    def wake(self) -> None:
+        """Send the next report now. Does not wait."""
+        self._woken.set()
+        self.interrupt()
+
+    def stop(self) -> None:
+        """End the thread as soon as possible. Does not wait."""
+        self._stopping.set()
+        self.wake()
+
+    def starts_round(self) -> bool:
+        """Start a new round; False if the thread should end.
+
+        Clears the event before it checks for a stop. Otherwise a stop could stay unnoticed for a round.
+        """
+        self._woken.clear()
+        return not self._stopping.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait this long, or until the thread is woken."""
+        self._woken.wait(max(0.0, seconds))
 
 
 class Outcome(enum.Enum):

@@ -36,7 +36,7 @@ class EngineStart:
         self._worker: weakref.ref[Any] | None = None
         self._next_search_seconds = 0.0
 
-    def look(self) -> bool | None:
+    def is_starting(self) -> bool | None:
         """Return whether a worker starts; False once it has started, None if there is no worker.
 
         It is also None if the start was over before the first look, or if this version of vLLM is too different.

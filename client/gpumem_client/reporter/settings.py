@@ -9,21 +9,12 @@ from pathlib import Path
 
 from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
 from gpumem_client.reporter.plan import AnyPlan, chosen_plan
+from gpumem_client.wire.http import exporter_urls
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_client.wire.trust import Trust
 
-__all__ = ["DEFAULT_URLS", "ReporterSettings", "exporter_urls"]
-
-DEFAULT_URLS = ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
-"""The addresses to try, in this order, without GPUMEM_EXPORTER_URL."""
 _RANKS = (("GPUMEM_RANK", ""), ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 """Variables with a rank and with the number of ranks. Only srun sets SLURM_STEP_NUM_TASKS."""
-
-
-def exporter_urls(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the exporter's addresses in the order of the attempts: GPUMEM_EXPORTER_URL, or the defaults."""
-    url = environ.get("GPUMEM_EXPORTER_URL", "").strip()
-    return (url,) if url else DEFAULT_URLS
 
 
 @dataclass(frozen=True, slots=True)

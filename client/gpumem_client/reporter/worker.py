@@ -9,17 +9,15 @@ from collections.abc import Callable
 
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_client.guest_safety import ErrorLog
+from gpumem_client.hooks.out_of_memory import OutOfMemoryLog, OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
-from gpumem_client.oom.observer import OutOfMemoryLog
-from gpumem_client.reporter.delivery import Delivery
-from gpumem_client.reporter.error_log import ErrorLog
+from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
+from gpumem_client.reporter.identity import current_process
 from gpumem_client.reporter.loop import ReportLoop
+from gpumem_client.reporter.plan import planned_peak_bytes
 from gpumem_client.reporter.settings import ReporterSettings
-from gpumem_client.reporter.wakeup import Wakeup
 from gpumem_client.wire.protocol import OutOfMemory
-
-__all__ = ["Worker"]
 
 _CUDA_POLL_SECONDS = 0.05
 _UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
@@ -28,15 +26,7 @@ seconds between two tries."""
 
 
 class Worker:
-    """Reports one process until it is stopped. `start` starts the thread.
-
-    Args:
-        settings: the exporter's addresses and the labels.
-        errors: logs errors.
-        observer: the process' observer of out-of-memory errors.
-        steps: the process' steps; the caller listens to them.
-        ended: called with the worker at the end of its thread.
-    """
+    """Reports one process until it is stopped, in one thread. `ended` is called with the worker at the thread's end."""
 
     def __init__(
         self,
@@ -118,18 +108,44 @@ class Worker:
         if allocator is None:
             return
         with self._errors.swallowed("reporter stopped"):
-            self._loop = loop = ReportLoop(
-                self._settings, allocator, self._delivery, self._wakeup, self._ooms, self._errors
-            )
+            self._loop = loop = self._make_loop(allocator)
             listener = self._observer.listener = loop.note_oom
             try:
                 self._observer.install(allocator.observe_ooms)
-                loop.run(self._steps)
+                while self._wakeup.starts_round():
+                    self._steps.install()  # if that was impossible earlier, because an optimizer was stepping
+                    self._wakeup.wait(self._report_once(loop))
+                self._delivery.farewell(loop.final_report())
             finally:
                 self._loop = None
                 self._observer.remove(listener)
         allocator.detach()
         self._delivery.close()
+
+    def _report_once(self, loop: ReportLoop) -> float:
+        """Send a report, follow the reply, and return the seconds until the next report is due."""
+        report, outcome, reply = None, Outcome.FAILED, None
+        with self._errors.swallowed("cannot sample"):
+            report = loop.next_report()
+            outcome, reply = self._delivery.deliver(report, loop.read_cache)
+        return loop.answered(report, outcome, reply)
+
+    def _make_loop(self, allocator: Allocator) -> ReportLoop:
+        planned_bytes = None
+        with self._errors.swallowed("the plan is ignored"):
+            if self._settings.plan is not None:
+                planned_bytes = planned_peak_bytes(self._settings.plan)
+        return ReportLoop(
+            current_process(
+                self._settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings
+            ),
+            allocator,
+            self._ooms,
+            self._errors,
+            wake=self._wakeup.wake,
+            planned_bytes=planned_bytes,
+            idle_cache_seconds=self._settings.idle_cache_seconds,
+        )
 
     def _wait_for_cuda(self) -> Allocator | None:
         """Attach to the allocator, as soon as the initialization of CUDA that started this thread has ended."""

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError, ExporterUntrustedError
-from gpumem_client.wire.trust import Trust
+from gpumem_client.wire.trust import Trust, over_tls
 
-__all__ = ["MAX_ANSWER_BYTES", "Answer", "Connection", "shown_url"]
-
+DEFAULT_URLS = ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
+"""The addresses to try, in this order, without GPUMEM_EXPORTER_URL."""
 MAX_ANSWER_BYTES = 64 << 20
 """The default of `max_answer_bytes`."""
 
@@ -79,7 +79,7 @@ class Connection:
         self._timeout_seconds = timeout_seconds
         self._exporter = _exporter(url)
         if self._exporter.tls:
-            import gpumem_client.wire.tls  # noqa: F401 - now, rather than in the thread that connects
+            import ssl  # noqa: F401 - now, rather than in the thread that connects
         self._socket: socket.socket | None = None
         self._opened_by = 0
         self._objection = ""
@@ -332,6 +332,12 @@ class Connection:
         )
 
 
+def exporter_urls(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the exporter's addresses in the order of the attempts: GPUMEM_EXPORTER_URL, or the defaults."""
+    url = environ.get("GPUMEM_EXPORTER_URL", "").strip()
+    return (url,) if url else DEFAULT_URLS
+
+
 def shown_url(url: str) -> str:
     """Return an exporter's URL for messages, without its password."""
     scheme, separator, rest = url.partition("://")
@@ -403,8 +409,6 @@ def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> socket.so
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if exporter.tls:
-                from gpumem_client.wire.tls import over_tls
-
                 return over_tls(sock, name, shown_url(url))
     except BaseException:
         sock.close()

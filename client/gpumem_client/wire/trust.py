@@ -10,11 +10,13 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError, ExporterUntrustedError
 from gpumem_client.wire.peer import tcp_listener_owner, tcp_peer_owner, unix_peer
 
-__all__ = ["Trust"]
+if TYPE_CHECKING:
+    import ssl
 
 _WRITABLE_BY_OTHERS = 0o022
 
@@ -120,3 +122,26 @@ def _tcp_server(sock: socket.socket) -> tuple[int | None, bool]:
     # A connection that waits to be accepted belongs to the socket that listens.
     listener = tcp_listener_owner(server[:2])
     return (None if listener is None else listener.uid), True
+
+
+def over_tls(sock: socket.socket, host: str | bytes, shown_url: str) -> ssl.SSLSocket:
+    """Start TLS on a new connection to a server whose certificate must have the name `host`.
+
+    The trusted authorities are the system's, or those in SSL_CERT_FILE, which is read each time.
+
+    Raises:
+        ExporterUntrustedError: the certificate is not trusted.
+        OSError: the server does not speak TLS, or closed the connection.
+    """
+    import ssl  # only for https, because it is slow to import
+
+    context = ssl.create_default_context()
+    try:
+        return context.wrap_socket(sock, server_hostname=host)
+    except ssl.SSLCertVerificationError as error:
+        raise ExporterUntrustedError(
+            f"the certificate of the exporter at {shown_url} is not trusted: {error.verify_message}; set SSL_CERT_FILE "
+            "to a file with its authority's certificate"
+        ) from None
+    except ssl.SSLError as error:
+        raise OSError(f"no TLS with the server ({error.reason or 'it closed the connection'})") from error

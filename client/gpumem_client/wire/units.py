@@ -1,11 +1,8 @@
-"""Numbers for people: bytes with IEC units, seconds with the unit that fits, percentages. Unknown is a dash.
-
-The module uses the standard library only, because training processes import it.
-"""
+"""Text for people: bytes with IEC units, seconds with the unit that fits, percentages. Unknown is a dash."""
 
 from __future__ import annotations
 
-__all__ = ["UNKNOWN", "counted", "human_bytes", "human_growth", "human_ratio", "human_seconds", "short_bytes"]
+from typing import Any
 
 UNKNOWN = "-"
 
@@ -57,3 +54,22 @@ def human_seconds(value: float | None) -> str:
 def human_ratio(value: float | None) -> str:
     """Return `93 %` for a ratio of 0.93."""
     return UNKNOWN if value is None else f"{value * 100:.0f} %"
+
+
+class ShownAsText:
+    """Shows an object as its text, `str(object)`, where the last line of a notebook's cell shows it without `print`."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        # IPython prefers a class's own `__repr__`, such as a dataclass's, to an inherited `_repr_pretty_`.
+        cls._repr_pretty_ = ShownAsText._repr_pretty_  # type: ignore[method-assign]
+
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        import html  # only notebooks need it
+
+        return f"<pre>{html.escape(str(self))}</pre>"

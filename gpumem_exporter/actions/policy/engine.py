@@ -7,63 +7,45 @@ or another program with the same pid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from math import isinf
+from typing import NamedTuple
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.engine_starts import StartGuard, describe, devices_of, waits
+from gpumem_exporter.actions.engine_starts import describe, devices_of, starts_on, waits
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.model import Rule
-from gpumem_exporter.actions.policy.outcomes import Outcomes, Stop
-from gpumem_exporter.actions.policy.quantities import shown_quantity
-from gpumem_exporter.actions.policy.rule_state import Decision, RuleState
-from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations
+from gpumem_exporter.actions.policy.rule_state import Decision, RuleState, Stop
+from gpumem_exporter.actions.policy.rules import Rule
+from gpumem_exporter.actions.policy.values import FIELDS, IdleClock, Observation, observations, shown_quantity
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
-
-__all__ = ["Engine", "Evaluation", "HeldBack"]
 
 MAX_DECISIONS = 16
 """The maximum number of decisions of one evaluation, for all rules. Further ones wait for the next."""
 _FORGET_SECONDS = 60.0
 
-
-@dataclass(frozen=True, slots=True)
-class HeldBack:
-    """A rule waits with its action on a subject until inference engines have started."""
-
-    rule: Rule
-    subject: str
-    reason: str
-    """The engines, for people."""
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """The result of one evaluation."""
 
-    decisions: tuple[Decision, ...]
-    counts: dict[tuple[str, str], int]
+    decisions: list[Decision]
+    counts: Counter[tuple[str, str]]
     """The number of evaluations by rule and result. Those that led to a decision are not included."""
-    held_back: tuple[HeldBack, ...] = ()
-    """The actions that wait now for the start of an engine, and did not in the evaluation before."""
 
 
 class Engine:
-    """The rules in force, with their states. Not thread-safe.
-
-    Args:
-        rules: in order of precedence.
-        stale_seconds: a process's sample is stale after this time.
-    """
+    """The rules in force, in order of precedence, with their states. Not thread-safe."""
 
     def __init__(self, rules: Sequence[Rule], *, stale_seconds: float) -> None:
         self._stale_seconds = stale_seconds
         self._states = {rule.name: RuleState(rule) for rule in rules}
-        self._outcomes = Outcomes(self._states)
         self._clock = IdleClock(stale_seconds)
         self._needs_clock = any(condition.field == "idle_seconds" for rule in rules for condition in rule.when)
         self._forgot_seconds = 0.0
@@ -92,9 +74,7 @@ class Engine:
     def evaluate(self, snapshot: Snapshot, under_way: Callable[[], AbstractSet[ProcessKey]]) -> Evaluation:
         """Evaluate every rule on every process that it concerns.
 
-        Args:
-            snapshot: the state of the node.
-            under_way: returns the processes with a running action; called only if there is something to decide.
+        `under_way` returns the processes with a running action; it is called only if there is something to decide.
         """
         now = snapshot.taken_seconds
         clock = self._clock if self._needs_clock else None
@@ -103,21 +83,21 @@ class Engine:
         for state in self._states.values():
             before, state.held_back = state.held_back, {}
             self._evaluate_rule(state, seen, round_)
-            round_.held_back += [
-                HeldBack(state.rule, subject, reason)
-                for subject, reason in state.held_back.items()
-                if subject not in before
-            ]
+            for subject in state.held_back.keys() - before.keys():
+                fields = {"rule": state.rule.name, "reason": state.held_back[subject]}
+                _log.info("a policy rule waits until an inference engine has started", extra={"fields": fields})
         if now - self._forgot_seconds >= _FORGET_SECONDS:
             self._forgot_seconds = now
             present = seen.subjects()
             for state in self._states.values():
                 state.forget(present, now)
-        return Evaluation(tuple(round_.decisions), round_.counts, tuple(round_.held_back))
+        return Evaluation(round_.decisions, round_.counts)
 
     def finished(self, decision: Decision, action: Action) -> Stop | None:
         """Take the settled action of a decision; return the stop of its rule, if the rule stops now."""
-        return self._outcomes.finished(decision, action)
+        state = self._states.get(decision.rule.name)
+        # An action from before a change or removal of its rule says nothing about the new one.
+        return state.judge(decision.subject, action) if state is not None and state.rule == decision.rule else None
 
     def _evaluate_rule(self, state: RuleState, seen: _Observed, round_: _Round) -> None:
         rule = state.rule
@@ -177,16 +157,13 @@ class _Round:
 
     def __init__(self, snapshot: Snapshot, under_way: Callable[[], AbstractSet[ProcessKey]]) -> None:
         self.decisions: list[Decision] = []
-        self.counts: dict[tuple[str, str], int] = {}
-        self.held_back: list[HeldBack] = []
+        self.counts: Counter[tuple[str, str]] = Counter()
         self._snapshot = snapshot
         self._find_under_way = under_way
-        self._under_way: set[ProcessKey] | None = None
-        self._names: dict[ProcessKey, str] | None = None
 
     def count(self, rule: Rule, result: str, count: int = 1) -> None:
         if count:
-            self.counts[rule.name, result] = self.counts.get((rule.name, result), 0) + count
+            self.counts[rule.name, result] += count
 
     def decide(self, state: RuleState, seen: Observation) -> bool:
         """Decide for a rule whose conditions have been true for long enough; return whether it acts."""
@@ -194,66 +171,53 @@ class _Round:
         if len(self.decisions) >= MAX_DECISIONS:
             self.count(rule, "pending")
             return False
-        subject = state.subject(seen)
-        objection = (
-            state.objection(subject, seen.process.key.share, now)
-            or self._busy(rule, seen)
-            or self._held_back(state, subject, seen)
-        )
-        if objection:
-            self.count(rule, objection)
-            return False
-        name = self._name(seen.process.key)
+        subject, share = state.subject(seen), seen.process.key.share
+        objection = state.objection(subject, share, now)
+        processes = [] if objection else self._processes(rule, seen)
+        if not objection and not self._under_way.isdisjoint(process.key for process in processes):
+            objection = "busy"
+        if not objection and (engines := self._starting(rule, seen, processes)):
+            state.held_back[subject] = engines
+            objection = "held_back"
+        name = None if objection else self._names.get(seen.process.key)
         if name is None:
-            self.count(rule, "unmet")  # the process has exited
+            self.count(rule, objection or "unmet")  # the process has exited
             return False
-        state.acted(subject, seen.process.key.share, now)
+        state.acted(subject, share, now)
         # The process of a group names the ranks of its user. Another user's process may have the same workload.
         target = Target(pid=name, workload=seen.workload if rule.request.group else None)
         request = replace(rule.request, target=target, dry_run=rule.dry_run, reason=_reason(rule, seen))
         self.decisions.append(Decision(rule, subject, seen, request))
-        if not rule.dry_run and self._under_way is not None:
-            self._under_way.update(self._keys(rule, seen))
+        if not rule.dry_run:
+            self._under_way.update(process.key for process in processes)
         return True
 
-    def _busy(self, rule: Rule, seen: Observation) -> str:
-        if self._under_way is None:
-            self._under_way = set(self._find_under_way())
-        return "" if self._under_way.isdisjoint(self._keys(rule, seen)) else "busy"
+    @cached_property
+    def _under_way(self) -> set[ProcessKey]:
+        return set(self._find_under_way())
 
-    def _held_back(self, state: RuleState, subject: str, seen: Observation) -> str:
+    def _starting(self, rule: Rule, seen: Observation, processes: Sequence[ReportingProcess]) -> str:
+        """Return the engines that the rule waits for; empty if there is none."""
         if not self._snapshot.starting:
             return ""
-        request = state.rule.request
-        guard = StartGuard(request.action, Caller.policy(state.rule.name), request.force)
-        processes = self._processes(state.rule, seen)
-        starting = guard.waits_for(
-            {uuid for process in processes for uuid in devices_of(process, self._snapshot)},
-            self._snapshot,
-            [] if seen.process.host_pid is None else [seen.process.host_pid],
-        )
-        if not starting:
-            return ""
-        state.held_back[subject] = describe(waits(starting, self._snapshot))
-        return "held_back"
+        uuids = {uuid for process in processes for uuid in devices_of(process, self._snapshot)}
+        ended = [] if seen.process.host_pid is None else [seen.process.host_pid]
+        starting = starts_on(rule.request, Caller.policy(rule.name), uuids, self._snapshot, ended)
+        return describe(waits(starting, self._snapshot)) if starting else ""
 
-    def _keys(self, rule: Rule, seen: Observation) -> Iterable[ProcessKey]:
-        return [process.key for process in self._processes(rule, seen)]
-
-    def _processes(self, rule: Rule, seen: Observation) -> Iterable[ReportingProcess]:
+    def _processes(self, rule: Rule, seen: Observation) -> Sequence[ReportingProcess]:
         """Return the processes that a rule acts on."""
         if not rule.request.group:
-            return (seen.process,)
+            return [seen.process]
         return [
             each
             for each in self._snapshot.processes
             if (each.report.process.workload, each.key.owner) == (seen.workload, seen.process.key.owner)
         ]
 
-    def _name(self, key: ProcessKey) -> str | None:
-        if self._names is None:
-            self._names = {process.key: name for name, process in Names.of(self._snapshot).reporting}
-        return self._names.get(key)
+    @cached_property
+    def _names(self) -> dict[ProcessKey, str]:
+        return {process.key: name for name, process in self._snapshot.names.reporting}
 
 
 def _reason(rule: Rule, seen: Observation) -> str:

@@ -1,13 +1,14 @@
-"""The values that a rule's conditions may use, for one process on one device.
+"""The values that a rule's conditions may use, for one process on one device, and how they are written.
 
 An unknown value is NaN: it is neither over nor under any bound, so no condition on it is true.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import nan
+from math import isfinite, nan
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -15,7 +16,51 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 
-__all__ = ["FIELDS", "Field", "IdleClock", "Observation", "observations"]
+RESULTS = ("unmet", "pending", "acted", "would_act", "refused", "cooling", "busy", "held_back", "limited", "stopped")
+"""The result of evaluating a rule for one process on one device, once a second.
+
+`unmet`: a condition is false or its value is unknown. `pending`: all conditions are true, but not for long enough.
+`acted`, or `would_act` in a dry run: the rule requested its action. `refused`: the exporter rejected the action.
+`cooling`: the rule waits after its last action there; in a dry run also until the conditions have been false once,
+because the action would have changed them. `busy`: another action is running or settling there. `held_back`: an
+inference engine starts on a device there, and released memory would spoil its start. `limited`: the rule
+has reached its number of actions per hour. `stopped`: the rule has stopped there because its actions did not help.
+"""
+
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)")
+_BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS: Mapping[str, tuple[Mapping[str, float], str]] = {
+    "bytes": ({"": 1, "B": 1, **_BINARY, **_DECIMAL}, "bytes, such as 4GiB or 512MiB"),
+    "ratio": ({"": 1, "%": 0.01}, "a ratio, such as 5% or 0.05"),
+    "seconds": ({"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}, "a time, such as 60s, 5m or 1h"),
+}
+
+
+def read_quantity(text: str, unit: str) -> float:
+    """Read a number with a unit; `unit` is bytes, ratio (0 to 1) or seconds.
+
+    Raises:
+        ValueError: the text is invalid; the message is what is accepted.
+    """
+    factors, expected = _UNITS[unit]
+    found = _NUMBER.fullmatch(text.strip())
+    value = float(found[1]) * factors.get(found[2], nan) if found is not None else nan
+    if not isfinite(value) or (unit == "ratio" and value > 1):
+        raise ValueError(expected)
+    return value
+
+
+def shown_quantity(value: float, unit: str) -> str:
+    """Format a quantity: `4.2 GiB`, `3.1 %`, `75 s`."""
+    if unit == "ratio":
+        return f"{100 * value:.3g} %"
+    if unit == "seconds":
+        return f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
+    for name, size in reversed(_BINARY.items()):
+        if abs(value) >= size:
+            return f"{value / size:.1f} {name}"
+    return f"{value:.0f} bytes"
 
 
 class Observation(NamedTuple):
@@ -57,9 +102,7 @@ class IdleClock:
     Releasing memory to the driver does not end the idle time, otherwise a clear would. A program that replays CUDA
     graphs, counts no steps and allocates nothing looks idle. Only `device_utilization_ratio` and the mode `idle`, which
     the process itself evaluates, show that it is busy.
-
-    Args:
-        stale_seconds: after a longer gap between two samples, the idle time starts again.
+    After a gap of more than `stale_seconds` between two samples, the idle time starts again.
     """
 
     def __init__(self, stale_seconds: float) -> None:
@@ -68,11 +111,7 @@ class IdleClock:
         """The activity of each process, since when it is unchanged, and when it was last seen."""
 
     def update(self, processes: Mapping[str, tuple[ReportingProcess, float]]) -> dict[str, float]:
-        """Return the idle seconds of each process at its last sample, and forget all other processes.
-
-        Args:
-            processes: each process with the time of its last sample.
-        """
+        """Return the idle seconds of each process at its last sample, whose time is given; forget all others."""
         seen: dict[str, tuple[object, float, float]] = {}
         for reporter_id, (process, seconds) in processes.items():
             activity = _activity(process)
@@ -89,12 +128,9 @@ class IdleClock:
 
 
 def observations(snapshot: Snapshot, stale_seconds: float, clock: IdleClock | None = None) -> Iterator[Observation]:
-    """Yield every process on each of its devices, except those whose last sample is stale.
+    """Yield every process on each of its devices, except processes whose last sample is older than `stale_seconds`.
 
-    Args:
-        snapshot: the state of the node.
-        stale_seconds: a sample is stale after this time.
-        clock: measures idle times; None if no condition uses them.
+    The idle times are unknown without a clock.
     """
     node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
     devices = {device.uuid: device for device in node.devices if device.up} if node is not None else {}

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import typer
+import click
 
+from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import human_bytes
-from gpumem_exporter.cli.action_options import (
+from gpumem_exporter.cli.api_client import ExporterApi, has_settled, read_rights, rights_line
+from gpumem_exporter.cli.clear import ExpectedClear, can_ask, confirmed, engine_waits, joined, send_all, waits_for
+from gpumem_exporter.cli.options import (
     ANSWER_GRACE_SECONDS,
-    ClearOptions,
-    ClearTargetOptions,
-    FractionOptions,
-    RequestOptions,
-    TargetOptions,
-    TerminateOptions,
-    TimedOptions,
-    checked,
-    with_settling,
+    action_options,
+    action_request,
+    connection_options,
+    open_api,
+    option_group,
+    pop_target,
+    target_options,
 )
-from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.clear_question import can_ask, confirmed, engine_waits, waits_for
-from gpumem_exporter.cli.clear_requests import ExpectedClear, joined, send_all
-from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
-from gpumem_exporter.cli.rights import read_rights, rights_line
-
-__all__ = ["ACTION_COMMANDS", "ActionCommand", "build", "exit_code"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +38,6 @@ class ActionCommand:
     summary: str
     description: str
     examples: str
-    options: type[RequestOptions] = TimedOptions
-    target: type[TargetOptions] = TargetOptions
 
 
 ACTION_COMMANDS = (
@@ -63,8 +56,6 @@ ACTION_COMMANDS = (
   gpumem-exporter clear --workload notebook --mode idle --deadline 600
   gpumem-exporter clear --pid 4711 --settle 10 --json | jq .still_free_bytes
 """,
-        ClearOptions,
-        ClearTargetOptions,
     ),
     ActionCommand(
         "gc",
@@ -106,14 +97,14 @@ ACTION_COMMANDS = (
         "fraction",
         "set_memory_fraction",
         "Cap the memory that processes may reserve.",
-        "Each selected process runs torch.cuda.set_per_process_memory_fraction(F) for the selected devices. This "
+        "Each selected process runs torch.cuda.set_per_process_memory_fraction(F) for the selected devices. F is the "
+        "share of each device's memory, over 0 and at most 1. This "
         "frees nothing. An allocation that would reserve more than the cap raises an out-of-memory error. The cap "
         "does not count CUDA contexts, NCCL and other libraries.",
         """\
   gpumem-exporter fraction 0.5 --workload notebook
   gpumem-exporter fraction 1 --pid 4711               # remove the cap
 """,
-        FractionOptions,
     ),
     ActionCommand(
         "terminate",
@@ -126,64 +117,90 @@ ACTION_COMMANDS = (
   gpumem-exporter terminate --pid 4711 --dry-run
   gpumem-exporter terminate --pid 4711 --reason "left behind by job 17"
 """,
-        TerminateOptions,
     ),
 )
 
 
-def build(name: str) -> typer.Typer:
-    """Return the command."""
-    command = next(command for command in ACTION_COMMANDS if command.name == name)
+_yes_option = click.option(
+    "--yes", is_flag=True, help="Do not ask before `clear --all` on a terminal, and clear at once."
+)
+_wait_option = click.option(
+    "--wait",
+    "wait_seconds",
+    type=float,
+    metavar="SECONDS",
+    help="How long to wait for the result; 0 does not wait. Default: to the end.",
+)
 
-    def run(target: TargetOptions, request: RequestOptions, connection: ConnectionOptions) -> int:
-        return _run(command.action, target, request, connection)
 
-    return command_from_options(
-        name,
-        run,
-        *(command.target, command.options, ConnectionOptions),
-        description=f"{command.summary}\n\n{command.description}",
+def _click_command(command: ActionCommand) -> click.Command:
+    own = (_yes_option,) if command.name == "clear" else ()
+
+    @click.command(
+        command.name,
+        help=f"{command.summary}\n\n{command.description}",
         epilog=f"\b\nExamples:\n{command.examples}",
     )
+    @option_group(*own, _wait_option, target_options, action_options(command.action), connection_options)
+    def run(**values: Any) -> int:
+        return _run(command.action, **values)
+
+    return run
 
 
-def _run(action: str, target: TargetOptions, request: RequestOptions, connection: ConnectionOptions) -> int:
+clear, gc, reset_peak, snapshot, fraction, terminate = map(_click_command, ACTION_COMMANDS)
+
+
+def _run(
+    action: str,
+    *,
+    url: str | None,
+    token_file: str | None,
+    as_json: bool,
+    wait_seconds: float | None,
+    yes: bool = False,
+    **values: Any,
+) -> int:
     """Request an action, print its results, and return the exit code."""
-    on_terminal = sys.stdout.isatty() and not connection.as_json
-    options = with_settling(request, on_terminal=on_terminal)
-    body = checked({**options.request(action), "target": target.target()})
-    waits = _EngineWaits(silent=connection.as_json)
-    with ExporterApi(connection.urls(), token=connection.token()) as api:
-        if target.asks_first and not request.dry_run and not connection.as_json and can_ask():
-            expected = confirmed(api, body, free_mode=_mode_is_free(request))
+    on_terminal = sys.stdout.isatty() and not as_json
+    target = pop_target(values).document()
+    if not target:
+        raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user or --all")
+    if wait_seconds is not None and not 0 <= wait_seconds < float("inf"):
+        raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 or more seconds")
+    body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
+    dry_run = body["dry_run"]
+    asks = action == "empty_cache" and target == {"all": True} and not (yes or dry_run or as_json) and can_ask()
+    observe = (lambda _: None) if as_json else _engine_waits_printer()
+    with open_api(url, token_file) as api:
+        expected = None
+        if asks:
+            # The exporter suggests a mode for each process, unless --mode or --group is given.
+            expected = confirmed(api, body, free_mode=values["mode"] is None and not values["group"])
             if expected is None:
                 return FAILED
-            wait_seconds = _wait_seconds(target, *expected.requests)
+        if wait_seconds is None:
+            requests = expected.requests if expected else [body]
+            wait_seconds = max(float(request["deadline_seconds"]) for request in requests) + ANSWER_GRACE_SECONDS
+        if expected:
             with _waiting_shown(expected):
-                documents = send_all(api, expected, wait_seconds=wait_seconds, observe=waits.show)
+                documents = send_all(api, expected, wait_seconds=wait_seconds, observe=observe)
         else:
-            wait_seconds = _wait_seconds(target, body)
-            documents = [api.act(body, wait_seconds=wait_seconds, observe=waits.show)]
+            documents = [api.act(body, wait_seconds=wait_seconds, observe=observe)]
         if wait_seconds > 0:
-            documents = [_settled(api, each, progress=on_terminal) if _settles(each) else each for each in documents]
+            documents = [_settled(api, each, progress=on_terminal) for each in documents]
         document = joined(documents)
-        rights = {} if connection.as_json else read_rights(api)
-    if connection.as_json:
+        rights = {} if as_json else read_rights(api)
+    if as_json:
         print_json(document)
     else:
         from gpumem_exporter.cli.render.action_tables import action_tables
         from gpumem_exporter.cli.render.terminal import open_console, show
 
-        show(open_console(), action_tables(document, dry_run=request.dry_run))
+        show(open_console(), action_tables(document, dry_run=dry_run))
         if rights.get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds > 0)
-
-
-def _wait_seconds(target: TargetOptions, *requests: Mapping[str, Any]) -> float:
-    if target.wait_seconds is not None:
-        return target.wait_seconds
-    return max(float(request["deadline_seconds"]) for request in requests) + ANSWER_GRACE_SECONDS
 
 
 @contextlib.contextmanager
@@ -198,48 +215,40 @@ def _waiting_shown(expected: ExpectedClear) -> Iterator[None]:
         yield
 
 
-class _EngineWaits:
-    """Prints to stderr for which inference engines an action waits, each once."""
+def _engine_waits_printer() -> Callable[[Mapping[str, Any]], None]:
+    """Return a function that prints to stderr for which inference engines an action waits, each once."""
+    printed: set[str] = set()
 
-    def __init__(self, *, silent: bool) -> None:
-        self._silent = silent
-        self._shown: set[str] = set()
-
-    def show(self, document: Mapping[str, Any]) -> None:
-        """Print the engines that were not printed before."""
-        for sentence in () if self._silent else engine_waits(document):
-            if sentence not in self._shown:
-                self._shown.add(sentence)
+    def print_new(document: Mapping[str, Any]) -> None:
+        for sentence in engine_waits(document):
+            if sentence not in printed:
+                printed.add(sentence)
                 print(f"{sentence} --force does not wait.", file=sys.stderr)
 
-
-def _settles(document: Mapping[str, Any]) -> bool:
-    return bool(document.get("settling") and document.get("freed_bytes"))
+    return print_new
 
 
 def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> dict[str, Any]:
     """Wait until it is known how much of the freed memory stays free. Ctrl-C ends the wait."""
+    if not (document.get("settling") and document.get("freed_bytes")):
+        return document
     from gpumem_exporter.cli.render.terminal import open_console
 
     settle_seconds, freed = document["settle_seconds"], human_bytes(document["freed_bytes"])
     status = open_console().status("") if progress else None
+    started = time.monotonic()
 
-    def show_progress(elapsed_seconds: float) -> None:
+    def show_progress(_action: Mapping[str, Any]) -> None:
         if status is not None:
-            seconds = f"{min(elapsed_seconds, settle_seconds):.0f} of {settle_seconds:g} s"
+            seconds = f"{min(time.monotonic() - started, settle_seconds):.0f} of {settle_seconds:g} s"
             status.update(f"Freed {freed}. Waiting to see how much of it stays free: {seconds}")
 
     wait_seconds = settle_seconds + ANSWER_GRACE_SECONDS
     try:
         with status or contextlib.nullcontext():
-            return api.wait_until_settled(document, wait_seconds=wait_seconds, observe=show_progress)
+            return api.wait(document, until=has_settled, wait_seconds=wait_seconds, observe=show_progress)
     except KeyboardInterrupt:
         return document
-
-
-def _mode_is_free(request: RequestOptions) -> bool:
-    """Whether the command may choose a mode for each process, because neither `--mode` nor `--group` is given."""
-    return isinstance(request, TimedOptions) and request.mode is None and not request.group
 
 
 def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
+from gpumem_exporter.cli.api_client import ExporterApi, read_rights
+from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 from gpumem_exporter.cli.doctor.exporter import (
     check_actions,
     check_auth,
     check_clock,
     check_health,
+    check_pid_namespace,
+    check_reporters,
     check_trust,
     check_version,
-    is_on_this_machine,
     reach,
 )
-from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
-from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
-from gpumem_exporter.cli.doctor.socket import check_socket, socket_path
-from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.doctor.machine import (
+    check_driver,
+    check_driver_elsewhere,
+    check_socket,
+    is_on_this_machine,
+    socket_path,
+)
+from gpumem_exporter.cli.options import action_token, connection_options, exporter_urls
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
-from gpumem_exporter.cli.rights import read_rights
 
 if TYPE_CHECKING:
     from gpumem_exporter.nvml.provider import Provider
-
-__all__ = ["build", "diagnose"]
 
 _EXAMPLES = """\b
 Examples:
@@ -48,67 +50,60 @@ _DRIVER_TIMEOUT_SECONDS = 10.0
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 
 
-def build(name: str) -> typer.Typer:
-    """Return the command."""
-    return command_from_options(name, _doctor, ConnectionOptions, epilog=_EXAMPLES)
-
-
-def _doctor(options: ConnectionOptions) -> int:
+@click.command(epilog=_EXAMPLES)
+@connection_options
+def doctor(url: str | None, token_file: str | None, as_json: bool) -> int:
     """Show what is wrong and how to fix it.
 
     Checks driver, devices, exporter, socket, version, health, permissions, actions, clock, reporters and PID namespace.
     Run it on the exporter's machine to check the driver, and where training runs to check the connection to the
     exporter. If the driver is on another machine, doctor shows what the exporter reports about it. Nothing is changed.
     """
-    findings = tuple(diagnose(options))
-    verdict = verdict_of(findings)
-    if options.as_json:
+    findings = tuple(diagnose(url, token_file))
+    verdict = next((each for each in (FAIL, WARN) if any(found.verdict == each for found in findings)), PASS)
+    if as_json:
         print_json({"verdict": verdict, "findings": [asdict(finding) for finding in findings]})
     else:
         _print(findings)
     return FAILED if verdict == FAIL else 0
 
 
-def diagnose(options: ConnectionOptions) -> Iterator[Finding]:
+def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding]:
     """Run every check. A check that fails does not stop the others."""
-    urls = options.urls()
-    token = options.token()
+    urls, token = exporter_urls(url), action_token(token_file)
     with ExporterApi(urls, token=token, token_for_reads=False, advice="") as api:
         reached, health = reach(api, urls)
         nearby = is_on_this_machine(api.url)
         if nearby:
-            timeout = _DRIVER_TIMEOUT_SECONDS
-            yield from collect("driver", lambda: check_driver(_driver, health or {}, timeout_seconds=timeout))
+            timeout_seconds = _DRIVER_TIMEOUT_SECONDS
+            yield from run_check("driver", lambda: check_driver(_driver, health or {}, timeout_seconds=timeout_seconds))
         elif health is not None:
-            yield judge_driver_elsewhere(health)
+            yield check_driver_elsewhere(health)
         yield reached
         path = socket_path(urls)
         if path is not None:
-            yield from collect("socket", lambda: check_socket(path, required=len(urls) == 1))
+            yield from run_check("socket", lambda: check_socket(path, required=len(urls) == 1))
         if health is not None:
-            yield from _exporter_findings(api, health, has_token=bool(token), nearby=nearby)
+            yield check_trust(api.objection, nearby=nearby)
+            yield from _check_exporter(api, health, has_token=bool(token))
 
 
-def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: bool, nearby: bool) -> Iterator[Finding]:
-    yield check_trust(api.objection, nearby=nearby)
-    yield from collect("version", lambda: check_version(health))
-    yield from collect("health", lambda: check_health(health))
-    yield from collect("auth", lambda: check_auth(api, has_token=has_token))
-    yield from collect("actions", lambda: check_actions(read_rights(api)))
-    yield from collect("clock", lambda: check_clock(api.get("/api/v1/devices")))
-    yield from collect("reporters", lambda: check_reporters(_processes(api)))
-    yield from collect(
-        "pid namespace",
-        lambda: check_pid_namespace(
-            _processes(api),
-            mode=health.get("mode"),
-            driver_up=bool((health.get("nvml") or {}).get("up")),
-        ),
-    )
+def _check_exporter(api: ExporterApi, health: dict[str, Any], *, has_token: bool) -> Iterator[Finding]:
+    def processes() -> list[dict[str, Any]]:
+        return api.get("/api/v1/processes").get("processes") or []
 
-
-def _processes(api: ExporterApi) -> list[dict[str, Any]]:
-    return api.get("/api/v1/processes").get("processes") or []
+    driver_up = bool((health.get("nvml") or {}).get("up"))
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "version": lambda: check_version(health),
+        "health": lambda: check_health(health),
+        "auth": lambda: check_auth(api, has_token=has_token),
+        "actions": lambda: check_actions(read_rights(api)),
+        "clock": lambda: check_clock(api.get("/api/v1/devices")),
+        "reporters": lambda: check_reporters(processes()),
+        "pid namespace": lambda: check_pid_namespace(processes(), mode=health.get("mode"), driver_up=driver_up),
+    }
+    for name, check in checks.items():
+        yield from run_check(name, check)
 
 
 def _driver() -> Provider:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import fields
+from typing import Any
 
-import typer
+import click
 
-from gpumem_exporter.cli.action_options import RequestOptions, TimedOptions
 from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
-from gpumem_exporter.cli.fleet.options import FleetOptions, OverviewOptions, SelectionOptions
-from gpumem_exporter.cli.fleet.overview import read_overview
+from gpumem_exporter.cli.fleet.options import (
+    FleetOptions,
+    SelectionOptions,
+    fleet_options,
+    overview_options,
+    selection_options,
+)
+from gpumem_exporter.cli.fleet.overview import Overview, read_overview
 from gpumem_exporter.cli.fleet.prometheus import print_warnings
-from gpumem_exporter.cli.options import checked_interval, command_from_options, new_application
+from gpumem_exporter.cli.options import action_options, interval_option
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
-
-__all__ = ["build"]
 
 _EXAMPLES = """\b
 Examples:
@@ -65,63 +68,73 @@ _QUERIES = {
 """For each action, the query and the reason in the examples of its help."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FleetTopOptions(OverviewOptions):
-    """The options of `fleet top`."""
-
-    interval_seconds: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", help="Seconds between updates: 0.2 to 3600.")
-    ] = 5.0
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature of click
+        """Return the names in the order of their definition; click sorts them."""
+        return list(self.commands)
 
 
-def build(name: str) -> typer.Typer:
-    """Return the group of commands."""
-    group = new_application(name=name, help="Show many nodes, and act on them by a query.", epilog=_EXAMPLES)
-    command_from_options("info", _info, OverviewOptions, FleetOptions, application=group)
-    command_from_options("top", _top, FleetTopOptions, FleetOptions, application=group)
-    for command in ACTION_COMMANDS:
-        _add_action(group, command)
-    return group
+@click.group(cls=_Commands, epilog=_EXAMPLES, no_args_is_help=False)
+def fleet() -> None:
+    """Show many nodes, and act on them by a query."""
 
 
-def _info(selection: OverviewOptions, options: FleetOptions) -> int:
+@fleet.command
+@overview_options
+@fleet_options
+def info(query: str, **values: Any) -> int:
     """Show a row for each device of each exporter.
 
     Prometheus lists the exporters. Each exporter then reports its current values.
     """
-    overview = read_overview(options.connect(), selection.query, options)
+    options = FleetOptions(**values)
+    overview = read_overview(options.connect(), query, options)
     if options.as_json:
         print_json(overview.document())
     else:
         print_warnings(overview.warnings)
-        show(open_console(), overview.tables())
+        console = open_console()
+        show(console, overview.parts(console.width))
     return 0 if overview.complete else FAILED
 
 
-def _top(selection: FleetTopOptions, options: FleetOptions) -> int:
+@fleet.command
+@interval_option(5.0)
+@overview_options
+@fleet_options
+def top(interval_seconds: float, query: str, **values: Any) -> int:
     """Show `fleet info` live; q quits."""
-    from gpumem_exporter.cli.fleet.live import show_live
+    from gpumem_exporter.cli.fleet.live import FleetTop
 
-    interval_seconds = checked_interval(selection.interval_seconds)
     require_terminal("fleet info")
+    options = FleetOptions(**values)
     prometheus = options.connect()
-    return show_live(lambda: read_overview(prometheus, selection.query, options), interval_seconds=interval_seconds)
+
+    def read() -> Overview:
+        return read_overview(prometheus, query, options)
+
+    return FleetTop(read, read(), interval_seconds=interval_seconds).run_to_end()
 
 
-def _add_action(group: typer.Typer, command: ActionCommand) -> None:
-    def run(request: RequestOptions, selection: SelectionOptions, options: FleetOptions) -> int:
-        return act(command.action, selection, request, options)
-
+def _add_action(command: ActionCommand) -> None:
     devices = " If a series names a device, only on that device." if command.action in PER_DEVICE else ""
     argument = " 0.5" if command.name == "fraction" else ""
-    ranks = " With --group, on every rank of their workload." if issubclass(command.options, TimedOptions) else ""
+    ranks = "" if command.name == "terminate" else " With --group, on every rank of their workload."
     query, reason = _QUERIES[command.name]
     acts = f"Acts as `{command.name}` on each process that the query selects."
-    command_from_options(
+
+    @fleet.command(
         command.name,
-        run,
-        *(command.options, SelectionOptions, FleetOptions),
-        description=f"{command.summary}\n\n{acts}{ranks}{devices}",
+        help=f"{command.summary}\n\n{acts}{ranks}{devices}",
         epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=query, reason=reason),
-        application=group,
     )
+    @action_options(command.action)
+    @selection_options
+    @fleet_options
+    def run(query: str, max_processes: int, **values: Any) -> int:
+        options = FleetOptions(**{item.name: values.pop(item.name) for item in fields(FleetOptions)})
+        return act(command.action, SelectionOptions(query, max_processes), values, options)
+
+
+for _command in ACTION_COMMANDS:
+    _add_action(_command)

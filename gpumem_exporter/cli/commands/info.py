@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import typer
+from typing import Any
 
-from gpumem_exporter.cli.action_options import SelectorOptions
-from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.node_document import devices_and_processes, read_node
-from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+import click
+
+from gpumem_exporter.cli.api_client import read_rights, rights_line
+from gpumem_exporter.cli.node import read_live
+from gpumem_exporter.cli.options import connection_options, open_api, pop_target, target_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
-from gpumem_exporter.cli.rights import read_rights, rights_line
-from gpumem_exporter.cli.selection import require_known, selected
-
-__all__ = ["build"]
 
 _EXAMPLES = """\b
 Examples:
@@ -23,31 +20,29 @@ Examples:
 """
 
 
-def build(name: str) -> typer.Typer:
-    """Return the command."""
-    return command_from_options(name, _info, ConnectionOptions, SelectorOptions, epilog=_EXAMPLES)
-
-
-def _info(options: ConnectionOptions, selectors: SelectorOptions) -> int:
+@click.command(epilog=_EXAMPLES)
+@target_options
+@connection_options
+def info(url: str | None, token_file: str | None, as_json: bool, **selectors: Any) -> int:
     """Show devices, processes and where every byte is.
 
-    The values are the latest of the driver and the reporters. A dash is a value that is not known. The options that
-    select processes are those of the actions: each is repeatable and takes a list. Only the devices that the selected
+    The values are the latest of the driver and the reporters. A dash is a value that is not known. `info` takes
+    the same target options as actions: each is repeatable and takes a list. Only the devices that the selected
     processes use are shown.
     """
-    target = selectors.selection()
-    with ExporterApi(options.urls(), token=options.token()) as api:
-        devices, processes = devices_and_processes(read_node(api))
-        rights = {} if options.as_json else read_rights(api)
-    require_known(target, devices, processes)
-    shown_devices, shown_processes = selected(target, devices, processes)
-    if options.as_json:
-        print_json({**shown_devices, **shown_processes})
+    target = pop_target(selectors)
+    with open_api(url, token_file) as api:
+        node, _ = read_live(api)
+        rights = {} if as_json else read_rights(api)
+    node.require_known(target)
+    shown = node.selected(target)
+    if as_json:
+        print_json({**shown.devices, **shown.processes})
         return 0
     from gpumem_exporter.cli.render.node_tables import node_tables
 
     console = open_console()
-    show(console, node_tables(shown_devices, shown_processes, width=console.width))
+    show(console, node_tables(shown.devices, shown.processes, width=console.width))
     if line := rights_line(rights, "clear"):
         print(line)
     return 0

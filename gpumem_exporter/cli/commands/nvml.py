@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.options import connection_options, open_api, option_group
 from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.terminal import print_json
-
-__all__ = ["build"]
 
 _RELEASE_EXAMPLES = """\b
 Examples:
@@ -29,66 +25,70 @@ Examples:
 _LONGEST_WAIT_SECONDS = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class NvmlOptions(ConnectionOptions):
-    """The options of both commands."""
-
-    wait_seconds: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", help="How long to wait, at most 60; 0 does not wait.")
-    ] = 10.0
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded in the audit log.")] = ""
-
-
-def build(name: str) -> typer.Typer:
-    """Return the command."""
-    run, epilog = (_release, _RELEASE_EXAMPLES) if name == "release-nvml" else (_attach, _ATTACH_EXAMPLES)
-    return command_from_options(name, run, NvmlOptions, epilog=epilog)
+_nvml_options = option_group(
+    click.option(
+        "--wait",
+        "wait_seconds",
+        metavar="SECONDS",
+        default=10.0,
+        show_default=True,
+        help=f"How long to wait, at most {_LONGEST_WAIT_SECONDS:g}; 0 does not wait.",
+    ),
+    click.option("--reason", metavar="TEXT", default="", help="Recorded in the audit log."),
+    connection_options,
+)
 
 
-def _release(options: NvmlOptions) -> int:
+@click.command(epilog=_RELEASE_EXAMPLES)
+@_nvml_options
+def release_nvml(wait_seconds: float, as_json: bool, **request: Any) -> int:
     """Release NVML for maintenance of the driver.
 
     The exporter shuts NVML down and unloads its library, so that the driver can be unloaded or a GPU reset. The
     exporter keeps running, and processes keep reporting. Device metrics are absent until attach-nvml or a restart of
     the exporter. Jobs on the GPUs are not touched: they keep the driver in use.
     """
-    answer = _post("release", options)
+    answer = _post("release", wait_seconds, as_json=as_json, **request)
     open_files = answer.get("held") or ()
     released = answer.get("state") == "released"
-    if not options.as_json:
+    if not as_json:
         if not released:
             print("The driver has not answered yet. The exporter releases NVML as soon as it does.")
         elif open_files:
             print(f"NVML is shut down, but the exporter still has {one_line(', '.join(map(str, open_files)))} open.")
         else:
             print("NVML is released. Run attach-nvml to attach it again.")
-    done = released or options.wait_seconds == 0
+    done = released or wait_seconds == 0
     return 0 if done and not open_files else FAILED
 
 
-def _attach(options: NvmlOptions) -> int:
+@click.command(epilog=_ATTACH_EXAMPLES)
+@_nvml_options
+def attach_nvml(wait_seconds: float, as_json: bool, **request: Any) -> int:
     """Attach NVML again after release-nvml.
 
     The exporter tries the driver at once. If the driver does not answer yet, the exporter attaches as soon as it does.
     """
-    answer = _post("attach", options)
+    answer = _post("attach", wait_seconds, as_json=as_json, **request)
     state = answer.get("state")
-    if not options.as_json:
+    if not as_json:
         if state == "attached":
             print("NVML is attached. The exporter reads the driver again.")
         else:
             error = one_line(str(answer.get("error") or "no answer yet"))
             print(f"The driver does not answer ({error}). The exporter attaches as soon as it does.")
-    return 0 if state == "attached" or (state == "attaching" and options.wait_seconds == 0) else FAILED
+    return 0 if state == "attached" or (state == "attaching" and wait_seconds == 0) else FAILED
 
 
-def _post(operation: str, options: NvmlOptions) -> Mapping[str, Any]:
+def _post(
+    operation: str, wait_seconds: float, *, reason: str, url: str | None, token_file: str | None, as_json: bool
+) -> Mapping[str, Any]:
     """Request `release` or `attach`, print the answer with --json, and return it."""
-    if not 0 <= options.wait_seconds <= _LONGEST_WAIT_SECONDS:
-        raise ConfigurationError(f"--wait {options.wait_seconds:g}: must be 0 to {_LONGEST_WAIT_SECONDS:g} seconds")
-    body = {"reason": options.reason, "wait_seconds": options.wait_seconds}
-    with ExporterApi(options.urls(), token=options.token()) as api:
-        answer = api.post(f"/api/v1/nvml/{operation}", body, hold_seconds=options.wait_seconds)
-    if options.as_json:
+    if not 0 <= wait_seconds <= _LONGEST_WAIT_SECONDS:
+        raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 to {_LONGEST_WAIT_SECONDS:g} seconds")
+    body = {"reason": reason, "wait_seconds": wait_seconds}
+    with open_api(url, token_file) as api:
+        answer = api.post(f"/api/v1/nvml/{operation}", body, hold_seconds=wait_seconds)
+    if as_json:
         print_json(answer)
     return answer

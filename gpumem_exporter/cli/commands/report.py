@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import typer
+import click
 
 from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_seconds
-from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.options import connection_options, open_api
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-__all__ = ["build"]
 
 _EXAMPLES = """\b
 Examples:
@@ -33,29 +29,22 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ReportOptions(ConnectionOptions):
-    job: Annotated[str, typer.Option("--job", metavar="ID", help="The Slurm or Ray job id.")]
-
-
-def build(name: str) -> typer.Typer:
-    """Return the command."""
-    return command_from_options(name, _report, _ReportOptions, epilog=_EXAMPLES)
-
-
-def _report(options: _ReportOptions) -> int:
+@click.command(epilog=_EXAMPLES)
+@click.option("--job", metavar="ID", required=True, help="The Slurm or Ray job id.")
+@connection_options
+def report(job: str, url: str | None, token_file: str | None, as_json: bool) -> int:
     """Show the memory of a job, even after it has ended.
 
     The exporter records the values of each reporting process, from its first report or from the exporter's start if
     that is later. With --storage.path, the values of ended processes survive a restart of the exporter. Peak and mean
     are the driver's values, read once a second. The reserved peak is PyTorch's own, which is exact.
     """
-    with ExporterApi(options.urls(), token=options.token()) as api:
-        job = api.get(f"/api/v1/jobs/{quote(options.job, safe='')}")
-    if options.as_json:
-        print_json(job)
+    with open_api(url, token_file) as api:
+        document = api.get(f"/api/v1/jobs/{quote(job, safe='')}")
+    if as_json:
+        print_json(document)
     else:
-        show(open_console(), _shown(job))
+        show(open_console(), _shown(document))
     return 0
 
 

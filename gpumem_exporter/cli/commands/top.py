@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.cli.action_options import SelectorOptions
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, command_from_options
+from gpumem_exporter.cli.options import (
+    action_token,
+    connection_options,
+    exporter_urls,
+    interval_option,
+    pop_target,
+    target_options,
+)
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
-from gpumem_exporter.cli.top.rows import SORTS
 from gpumem_exporter.cli.top.source import Reading, Source
-from gpumem_exporter.cli.top.view import View
+from gpumem_exporter.cli.top.view import SORTS, View
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader
-
-__all__ = ["build"]
 
 _EXAMPLES = """\b
 Examples:
@@ -50,107 +52,82 @@ e shows the events, ? helps, q quits.
 \b
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
 """
+_ANSWER_SECONDS = 2.0
+"""The timeout for an answer, which is short because the driver may replace the exporter."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TopOptions(ConnectionOptions):
-    """The options of `top`."""
-
-    sort: Annotated[str, typer.Option("--sort", metavar="COLUMN", help=f"Sort rows by: {', '.join(SORTS)}.")] = "used"
-    reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False
-    filter_text: Annotated[
-        str,
-        typer.Option(
-            "--filter",
-            metavar="WORDS",
-            help="Only rows that contain every word in their pid, uuid, workload, command, user, pod or state.",
-        ),
-    ] = ""
-    interval_seconds: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", help="Seconds between updates: 0.2 to 3600.")
-    ] = 1.0
-    once: Annotated[bool, typer.Option("--once", help="Print the current values once and exit.")] = False
-
-    def view(self) -> View:
-        """Return the view at the start.
-
-        Raises:
-            ConfigurationError: an option is invalid.
-        """
-        if self.sort not in SORTS:
-            raise ConfigurationError(f"--sort {self.sort}: must be one of {', '.join(SORTS)}")
-        checked_interval(self.interval_seconds)
-        if self.as_json and not self.once:
-            raise ConfigurationError("--json prints one document; add --once")
-        return View(text=self.filter_text, sort=self.sort, reverse=self.reverse)
-
-
-def build(name: str) -> typer.Typer:
-    """Return the command."""
-    return command_from_options(name, _top, TopOptions, SelectorOptions, epilog=_EXAMPLES)
-
-
-def _top(options: TopOptions, selectors: SelectorOptions) -> int:
+@click.command(epilog=_EXAMPLES)
+@click.option("--sort", metavar="COLUMN", default="used", show_default=True, help=f"Sort rows by: {', '.join(SORTS)}.")
+@click.option("--reverse", is_flag=True, help="Reverse the order.")
+@click.option(
+    "--filter",
+    "filter_text",
+    metavar="WORDS",
+    default="",
+    help="Only rows that contain every word in their pid, uuid, workload, command, user, pod or state.",
+)
+@interval_option(1.0)
+@click.option("--once", is_flag=True, help="Print the current values once and exit.")
+@target_options
+@connection_options
+def top(
+    *,
+    sort: str,
+    reverse: bool,
+    filter_text: str,
+    interval_seconds: float,
+    once: bool,
+    url: str | None,
+    token_file: str | None,
+    as_json: bool,
+    **selectors: Any,
+) -> int:
     """Show devices, their ledgers and the processes on them, live.
 
     If no exporter answers, and neither --url nor GPUMEM_EXPORTER_URL is set, `top` reads only the driver: devices and
-    the memory of each process. A dash is a value that is not known. The options that select processes are those of the
-    actions: each is repeatable and takes a list. Only the devices that the selected processes use are shown.
+    the memory of each process. A dash is a value that is not known. `top` takes the same target options as actions:
+    each is repeatable and takes a list. Only the devices that the selected processes use are shown.
     """
-    view, target = options.view(), selectors.selection()
-    if not options.once:
+    if sort not in SORTS:
+        raise ConfigurationError(f"--sort {sort}: must be one of {', '.join(SORTS)}")
+    if as_json and not once:
+        raise ConfigurationError("--json prints one document; add --once")
+    view, target = View(text=filter_text, sort=sort, reverse=reverse), pop_target(selectors)
+    if not once:
         require_terminal("top --once")
-    token = options.token()
-    named = options.url is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
-    source = Source(options.urls(), token=token, driver=None if named else _open_driver, target=target)
-    try:
-        reading = source.read(with_past=not options.as_json)
-    except BaseException:
-        source.close()
-        raise
-    if options.once:
-        source.close()
-        _print_once(reading, view, as_json=options.as_json)
-        return 0
-    return _live(source, reading, view, options.interval_seconds, token)
-
-
-def _live(source: Source, reading: Reading, view: View, interval_seconds: float, token: str) -> int:
-    from gpumem_exporter.cli.top.loop import run
-    from gpumem_exporter.cli.top.screen import Screen, exit_code_of
-
-    keyboard = sys.stdin.fileno()
-    ended = run(
-        source,
-        reading,
-        view,
-        interval_seconds=interval_seconds,
-        screen=Screen(sys.stdout, keyboard),
-        keyboard=keyboard,
-        open_api=lambda url: ExporterApi((url,), token=token),
+    token = action_token(token_file)
+    named = url is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
+    urls = exporter_urls(url)
+    source = Source(
+        lambda: ExporterApi(urls, token=token, timeout_seconds=_ANSWER_SECONDS),
+        open_driver=None if named else _open_driver,
+        target=target,
     )
-    return exit_code_of(ended)
+    with contextlib.closing(source) if once else contextlib.nullcontext():
+        reading = source.read(with_events=not as_json)
+    if once:
+        _print_once(reading, view, as_json=as_json)
+        return 0
+    from gpumem_exporter.cli.top.app import NodeTop
+
+    def open_api(address: str) -> ExporterApi:
+        return ExporterApi((address,), token=token)
+
+    return NodeTop(source.read, reading, view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()
 
 
 def _print_once(reading: Reading, view: View, *, as_json: bool) -> None:
     if as_json:
-        print_json(_document(reading, view))
+        exporter = shown_url(reading.url) if reading.url else None
+        print_json({"exporter": exporter, **reading.node.devices, "rows": view.rows(reading.rows)})
         return
-    from gpumem_exporter.cli.top.frame import print_lines
+    from gpumem_exporter.cli.top.content import once
 
     console = open_console()
-    show(console, print_lines(reading, view, console.width))
-
-
-def _document(reading: Reading, view: View) -> dict[str, Any]:
-    return {
-        "exporter": shown_url(reading.url) if reading.url else None,
-        **reading.devices,
-        "rows": [asdict(row) for row in view.rows(reading.rows)],
-    }
+    show(console, once(reading, view, console.width))
 
 
 def _open_driver() -> DriverReader:
-    from gpumem_exporter.cli.top.driver import open_driver
+    from gpumem_exporter.cli.top.driver import DriverReader
 
-    return open_driver()
+    return DriverReader()

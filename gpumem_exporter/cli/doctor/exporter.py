@@ -1,13 +1,10 @@
-"""Checks of the exporter: address, version, health, permission for actions, and clock."""
+"""Checks of the exporter: address, version, health, permission for actions, clock, reporters and PID namespace."""
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_client.wire.http import shown_url
@@ -15,21 +12,13 @@ from gpumem_client.wire.units import counted
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
-
-__all__ = [
-    "check_actions",
-    "check_auth",
-    "check_clock",
-    "check_health",
-    "check_trust",
-    "check_version",
-    "is_on_this_machine",
-    "reach",
-]
+from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding
 
 _STALE_POLL_SECONDS = 15.0
 _CLOCKS_APART_SECONDS = 1.0
+_PROCESSES_SHOWN = 5
+
+Document = Mapping[str, Any]
 
 
 def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, Any] | None]:
@@ -40,11 +29,9 @@ def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, An
         fix = "start one with `gpumem-exporter serve`, or set GPUMEM_EXPORTER_URL or --url to its address"
         return Finding("exporter", FAIL, str(error), fix), None
     except ExporterAnswerError as error:
-        fix = (
-            "put user:password@ before the host of the address, or give the token for actions"
-            if error.status == 401
-            else "use the exporter's own address: another server or a proxy answers there"
-        )
+        fix = "use the exporter's own address: another server or a proxy answers there"
+        if error.status == 401:
+            fix = "put user:password@ before the host of the address, or give the token for actions"
         return Finding("exporter", FAIL, f"{shown_url(api.url)}/health answers {error}", fix), None
     silent = [shown_url(url) for url in tried[: tried.index(api.url)]]
     also_tried = f" (no answer at {', '.join(silent)})" if silent else ""
@@ -59,7 +46,7 @@ def check_trust(objection: str, *, nearby: bool) -> Finding:
     return Finding("trust", PASS, "the server receives tokens and reports")
 
 
-def check_version(health: Mapping[str, Any]) -> Iterator[Finding]:
+def check_version(health: Document) -> Iterator[Finding]:
     """Compare the versions of the exporter and of this command."""
     version = health.get("version")
     if version == __version__:
@@ -70,7 +57,7 @@ def check_version(health: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("version", WARN, detail, fix)
 
 
-def check_health(health: Mapping[str, Any]) -> Iterator[Finding]:
+def check_health(health: Document) -> Iterator[Finding]:
     """Judge the document of `/health`."""
     status = health.get("status")
     nvml = health.get("nvml") or {}
@@ -80,7 +67,12 @@ def check_health(health: Mapping[str, Any]) -> Iterator[Finding]:
     if status == "ok":
         yield Finding("health", PASS, f"ok, {counts}{demo}")
         return
-    problems = "; ".join(_problems(health.get("checks") or {})) or nvml.get("error") or "no reason given"
+    failing = [
+        f"{name}: {check.get('detail') or check.get('status')}"
+        for name, check in (health.get("checks") or {}).items()
+        if check.get("status") != "ok"
+    ]
+    problems = "; ".join(failing) or nvml.get("error") or "no reason given"
     if status == "degraded":
         fix = "" if nvml.get("up") else "the exporter attaches when the driver answers; see the line of the driver"
         if nvml.get("released"):
@@ -91,7 +83,7 @@ def check_health(health: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("health", FAIL, f"{status}: {problems} ({counts}{demo})", fix)
 
 
-def check_clock(devices: Mapping[str, Any], wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
+def check_clock(devices: Document, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
     """Compare the time of the exporter's last poll with this machine's clock."""
     taken = devices.get("taken_unix_seconds")
     if taken is None:
@@ -110,11 +102,9 @@ def check_clock(devices: Mapping[str, Any], wall_clock: Callable[[], float] = ti
 
 
 def check_auth(api: ExporterApi, *, has_token: bool) -> Iterator[Finding]:
-    """Check that the exporter accepts actions from here. The audit log has the same access rule, so this reads it.
-
-    The answer of a server that is not trusted proves nothing, so it is not asked.
-    """
+    """Check that the exporter accepts actions from here. The audit log has the same access rule, so this reads it."""
     if api.objection:
+        # The answer of a server that is not trusted proves nothing.
         fix = "find out whose process it is: see the line of trust"
         yield Finding("auth", WARN, "not checked, because the server is not trusted", fix)
         return
@@ -123,20 +113,20 @@ def check_auth(api: ExporterApi, *, has_token: bool) -> Iterator[Finding]:
     except ExporterAnswerError as error:
         if error.status not in (401, 403):
             raise
-        verdict = FAIL if has_token else WARN
-        fix = (
-            "give the token of the exporter's --action.token-file"
-            if has_token
-            else "run this on the exporter's machine or as its socket's owner, or give a token with --token-file "
-            "or GPUMEM_ACTION_TOKEN_FILE"
-        )
+        verdict, fix = FAIL, "give the token of the exporter's --action.token-file"
+        if not has_token:
+            verdict, fix = (
+                WARN,
+                "run this on the exporter's machine or as its socket's owner, or give a token with --token-file or "
+                "GPUMEM_ACTION_TOKEN_FILE",
+            )
         yield Finding("auth", verdict, f"the exporter refuses actions from here: {error.detail}", fix)
-        return
-    how = "with the token" if has_token else "without a token"
-    yield Finding("auth", PASS, f"the exporter accepts actions from here, {how}")
+    else:
+        how = "with the token" if has_token else "without a token"
+        yield Finding("auth", PASS, f"the exporter accepts actions from here, {how}")
 
 
-def check_actions(caller: Mapping[str, Any]) -> Iterator[Finding]:
+def check_actions(caller: Document) -> Iterator[Finding]:
     """Report which actions `--action.allow` turns off. An older exporter does not show them."""
     allowed = caller.get("allowed_actions")
     if allowed is None:
@@ -144,39 +134,58 @@ def check_actions(caller: Mapping[str, Any]) -> Iterator[Finding]:
     off = [action for action in ACTIONS if action not in allowed]
     detail = f"off: {', '.join(off)}" if off else "all are on"
     if "empty_cache" in off:
-        fix = (
-            f"start it with --action.allow {','.join(('default', *(each for each in allowed if each == 'terminate')))}"
-        )
+        wanted = "default,terminate" if "terminate" in allowed else "default"
+        fix = f"start it with --action.allow {wanted}"
         yield Finding("actions", WARN, f"{detail}; no cache can be cleared", fix)
     else:
         yield Finding("actions", PASS, detail)
 
 
-def _problems(checks: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for name, check in checks.items():
-        if check.get("status") != "ok":
-            yield f"{name}: {check.get('detail') or check.get('status')}"
+def check_reporters(processes: Sequence[Document]) -> Iterator[Finding]:
+    """Count the processes that report, and name silent ones."""
+    states = [process.get("state") for process in processes]
+    reporting, unreported = states.count("reporting"), states.count("unreported")
+    silent = [process for process in processes if process.get("state") == "silent"]
+    if silent:
+        fix = "check with `py-spy dump --pid PID` whether it is stopped, or hangs in a call that keeps the GIL"
+        yield Finding("reporters", WARN, f"{len(silent)} silent: {_listed(silent)}", fix)
+    without = f"; {counted(unreported, 'process', 'processes')} on the devices without a reporter" if unreported else ""
+    if reporting:
+        yield Finding("reporters", PASS, f"{counted(reporting, 'process reports', 'processes report')}{without}")
+    elif not silent:
+        fix = "start training with `gpumem-exporter run -- CMD`, or call gpumem_client.start()"
+        yield Finding("reporters", WARN, f"no process reports{without}", fix)
 
 
-def is_on_this_machine(url: str) -> bool:
-    """Return whether an address is on this machine: a unix socket, or one of its IP addresses.
+def check_pid_namespace(processes: Sequence[Document], *, mode: str | None, driver_up: bool) -> Iterator[Finding]:
+    """Check that the exporter runs in the host's PID namespace: the driver lists processes by the host's pids.
 
-    Nothing is sent: a connected datagram socket has the source address of the route, and the route to an own address
-    starts at that address or at a loopback address. A name that cannot be resolved is not on this machine. A port
-    that `kubectl port-forward` forwards is.
+    `mode` is the exporter's, from `/health`; None if it is older than this field.
     """
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return True
-    try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    for family, _, _, _, address in found:
-        # Without a route for this family, the socket does not connect.
-        with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-            probe.connect(address)
-            source = str(probe.getsockname()[0])
-            if source in (address[0], "::1") or source.startswith("127."):
-                return True
-    return False
+    fix = "run the exporter in the host's PID namespace: hostPID: true in the pod, --pid=host for docker and podman"
+    reporting = [process for process in processes if process.get("state") == "reporting"]
+    lost = [process for process in reporting if process.get("host_pid") is None]
+    if mode == "sidecar":
+        detail = "the exporter does not run in the host's: other processes and non-torch memory are unknown"
+        yield Finding("pid namespace", WARN, detail, f"nothing in a sidecar; elsewhere, {fix}")
+    elif lost:
+        detail = (
+            f"the exporter cannot match these reporters with the driver's processes: {_listed(lost)}; their memory "
+            "counts as other processes"
+        )
+        yield Finding("pid namespace", FAIL if driver_up else WARN, detail, fix)
+    elif mode is None:
+        yield Finding("pid namespace", WARN, "the exporter does not show its own", "install the same version there")
+    elif reporting and driver_up:
+        reporters = counted(len(reporting), "reporter", "reporters")
+        yield Finding("pid namespace", PASS, f"{reporters} matched with the driver's processes")
+    else:
+        yield Finding("pid namespace", PASS, "the exporter and the driver use the same pids")
+
+
+def _listed(processes: Sequence[Document]) -> str:
+    named = [
+        f"pid {process['pid']} {process.get('workload') or ''}".rstrip() for process in processes[:_PROCESSES_SHOWN]
+    ]
+    more = len(processes) - len(named)
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")

@@ -10,13 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN
-from gpumem_exporter.cli.action_options import (
-    ANSWER_GRACE_SECONDS,
-    RequestOptions,
-    TimedOptions,
-    checked,
-    with_settling,
-)
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions, SelectionOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
@@ -31,6 +24,7 @@ from gpumem_exporter.cli.fleet.selection import (
     select,
     selectors_of,
 )
+from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS, action_request
 from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.action_tables import result_order, result_tables, summary
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
@@ -51,7 +45,7 @@ Selectors = Mapping[Exporter, Sequence[Selector]]
 ExporterRow = tuple[Exporter, dict[str, Any]]
 
 
-def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet: FleetOptions) -> int:
+def act(action: str, selection: SelectionOptions, options: Mapping[str, Any], fleet: FleetOptions) -> int:
     """Request an action of all processes that the query selects, print the results, and return the exit code.
 
     Raises:
@@ -60,13 +54,13 @@ def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet
         ActionRefusedError: the query selects too many processes, or a group cannot take part. Nothing was requested.
     """
     on_terminal = sys.stdout.isatty() and not fleet.as_json
-    body = checked(with_settling(options, on_terminal=on_terminal).request(action))
+    body = action_request(action, options, on_terminal=on_terminal)
     prometheus = fleet.connect()
     token = fleet.token()
     found = prometheus.query(selection.query)
     selectors = selectors_of(found.series, fleet.instance_url)
     run = _Run(body, selection, fleet, token)
-    as_group = selectors and isinstance(options, TimedOptions) and options.group
+    as_group = selectors and body.get("group")
     with open_console().status("Waiting for the processes") if on_terminal else contextlib.nullcontext():
         result = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
     result.print(found.warnings, query=selection.query, as_json=fleet.as_json)

@@ -1,72 +1,107 @@
-"""The options of `fleet` besides those of the commands for one node."""
+"""The options of `fleet` besides the options of the commands for one node."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
 
-import typer
+import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from gpumem_exporter.cli.options import AccessOptions, read_token
-
-__all__ = ["FleetOptions", "OverviewOptions", "SelectionOptions"]
+from gpumem_exporter.cli.options import access_options, action_token, option_group, read_token
 
 _EVERY_EXPORTER = 'up{job="gpumem"}'
 _HEADER_NAME_PUNCTUATION = "!#$%&'*+-.^_`|~"
 
 
+fleet_options = option_group(
+    click.option(
+        "--prometheus",
+        metavar="URL",
+        help="The API of Prometheus, Thanos, Mimir or Cortex: the part of its http or https URL before /api/v1. "
+        "user:password@ is basic auth. Default: GPUMEM_PROMETHEUS_URL.",
+    ),
+    click.option(
+        "--prometheus-token-file",
+        metavar="PATH",
+        help="File with a bearer token for the API. Default: GPUMEM_PROMETHEUS_TOKEN_FILE.",
+    ),
+    click.option(
+        "--prometheus-header",
+        "prometheus_headers",
+        multiple=True,
+        metavar="'NAME: VALUE'",
+        help="A header for the API, such as 'X-Scope-OrgID: gpu' (repeatable).",
+    ),
+    click.option(
+        "--instance-url",
+        metavar="TEMPLATE",
+        default="http://{instance}",
+        show_default=True,
+        help="URL of a series' exporter, such as https://{instance}; {label} is the value of that label.",
+    ),
+    click.option(
+        "--parallel",
+        type=click.IntRange(1, 256),
+        metavar="N",
+        default=16,
+        show_default=True,
+        help="Exporters that are queried at a time.",
+    ),
+    click.option(
+        "--insecure",
+        is_flag=True,
+        help="Send the token also to other machines without https. Default: GPUMEM_EXPORTER_INSECURE=1.",
+    ),
+    access_options,
+)
+overview_options = option_group(
+    click.option(
+        "--query",
+        metavar="PROMQL",
+        default=_EVERY_EXPORTER,
+        show_default=True,
+        help="Show the exporters of this query's series.",
+    )
+)
+selection_options = option_group(
+    click.option(
+        "--query",
+        metavar="PROMQL",
+        required=True,
+        help="Select the processes of this query's series: the exporter by `instance`, its processes by `pid`, "
+        "`workload`, `rank`, `gpu` and `uuid`, where a series has these labels.",
+    ),
+    click.option(
+        "--max-processes",
+        type=click.IntRange(1),
+        metavar="N",
+        default=100,
+        show_default=True,
+        help="Do nothing if the query selects more processes.",
+    ),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class FleetOptions(AccessOptions):
+class FleetOptions:
     """How to query Prometheus, and how to find the exporter of a series."""
 
-    prometheus: Annotated[
-        str | None,
-        typer.Option(
-            "--prometheus",
-            metavar="URL",
-            help="The API of Prometheus, Thanos, Mimir or Cortex: the part of its http or https URL before /api/v1. "
-            "user:password@ is basic auth. Default: GPUMEM_PROMETHEUS_URL.",
-        ),
-    ] = None
-    prometheus_token_file: Annotated[
-        str | None,
-        typer.Option(
-            "--prometheus-token-file",
-            metavar="PATH",
-            help="File with a bearer token for the API. Default: GPUMEM_PROMETHEUS_TOKEN_FILE.",
-        ),
-    ] = None
-    prometheus_headers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prometheus-header",
-            metavar="'NAME: VALUE'",
-            help="A header for the API, such as 'X-Scope-OrgID: gpu' (repeatable).",
-        ),
-    ] = None
-    instance_url: Annotated[
-        str,
-        typer.Option(
-            "--instance-url",
-            metavar="TEMPLATE",
-            help="URL of a series' exporter, such as https://{instance}; {label} is the value of that label.",
-        ),
-    ] = "http://{instance}"
-    parallel: Annotated[
-        int, typer.Option("--parallel", metavar="N", min=1, max=256, help="Exporters that are queried at a time.")
-    ] = 16
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="Send the token also to other machines without https. Default: GPUMEM_EXPORTER_INSECURE=1.",
-        ),
-    ] = False
+    prometheus: str | None = None
+    prometheus_token_file: str | None = None
+    prometheus_headers: Sequence[str] = ()
+    instance_url: str = "http://{instance}"
+    parallel: int = 16
+    insecure: bool = False
+    token_file: str | None = None
+    as_json: bool = False
+
+    def token(self) -> str:
+        """Return the token for actions; empty if there is none."""
+        return action_token(self.token_file)
 
     def trust(self, environ: Mapping[str, str] = os.environ) -> Trust:
         """Return the servers that receive the token.
@@ -87,37 +122,16 @@ class FleetOptions(AccessOptions):
         if not url:
             raise ConfigurationError("no Prometheus; give --prometheus URL, or set GPUMEM_PROMETHEUS_URL")
         path = self.prometheus_token_file or environ.get("GPUMEM_PROMETHEUS_TOKEN_FILE", "").strip()
-        headers = dict(_header(text) for text in self.prometheus_headers or ())
+        headers = dict(_header(text) for text in self.prometheus_headers)
         return Prometheus(url, token=read_token(path) if path else "", headers=headers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OverviewOptions:
-    """The exporters that `fleet info` and `fleet top` show."""
-
-    query: Annotated[
-        str,
-        typer.Option("--query", metavar="PROMQL", help="Show the exporters of this query's series."),
-    ] = _EVERY_EXPORTER
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SelectionOptions:
     """The processes of a fleet that act."""
 
-    query: Annotated[
-        str,
-        typer.Option(
-            "--query",
-            metavar="PROMQL",
-            help="Select the processes of this query's series: the exporter by `instance`, its processes by `pid`, "
-            "`workload`, `rank`, `gpu` and `uuid`, where a series has these labels.",
-        ),
-    ]
-    max_processes: Annotated[
-        int,
-        typer.Option("--max-processes", metavar="N", min=1, help="Do nothing if the query selects more processes."),
-    ] = 100
+    query: str
+    max_processes: int
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -76,25 +76,29 @@ def show(console: Console, renderables: Iterable[RenderableType]) -> None:
 
 
 def table(title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Return a table without borders; each row is one line.
+    """Return a table without borders.
 
-    Args:
-        title: printed above the table; empty for none.
-        columns: heading and alignment of each: `left`, `right`, or `cut`, which is left and shrinks first.
-        rows: a cell for each column.
+    Each column has a heading and `left`, `right`, `cut` or `wrap`. The last two are left and shrink first: `cut` ends
+    with an ellipsis, `wrap` continues in the next line.
     """
     from rich.table import Table
 
     built = Table(
-        title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_header=any(heading for heading, _ in columns),
     )
     for heading, side in columns:
         # Rich shrinks columns that may wrap before it shrinks the others.
-        built.add_column(heading, justify="right" if side == "right" else "left", no_wrap=side != "cut")
+        built.add_column(heading, justify="right" if side == "right" else "left", no_wrap=side in ("left", "right"))
     for row in rows:
         cells = [plain(cell) if isinstance(cell, str) else cell for cell in row]
-        for cell in cells:
-            cell.no_wrap, cell.overflow = True, "ellipsis"
+        for cell, (_, side) in zip(cells, columns, strict=True):
+            cell.no_wrap, cell.overflow = (False, "fold") if side == "wrap" else (True, "ellipsis")
         built.add_row(*cells)
     return built
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from typing_extensions import NotRequired, TypedDict
 
-from gpumem_client.wire.protocol import MAX_INTEGER, MODES
+from gpumem_client.wire.protocol import MAX_INTEGER
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.actions.request import (
     ACTIONS,
-    DEFAULT_DEADLINE_SECONDS,
-    MAX_DEADLINE_SECONDS,
-    MAX_REASON_LENGTH,
-    MAX_SETTLE_SECONDS,
+    OPTIONS,
+    SELECTORS,
     ActionRequest,
+    RequestOption,
     Target,
     invalid_fields,
-    mode_for,
 )
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, few_fields
 from gpumem_exporter.server.logs import iso_time
@@ -53,10 +52,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
 
 
-_Names = Annotated[
-    str | int | list[str | int],
-    BeforeValidator(_names),
-]
+_Names = Annotated[str | int | list[str | int], BeforeValidator(_names)]
 """A name, a number where a name is expected, or a list of both."""
 
 
@@ -74,61 +70,37 @@ class _Strict(BaseModel):
         return few_fields(value)
 
 
-class TargetBody(_Strict):
+def _body(name: str, options: Mapping[str, RequestOption], *, base: type[BaseModel], types: Any = None) -> Any:
+    """Return a model with a field for each option, whose values only `invalid_fields` checks."""
+    declared: dict[str, Any] = {}
+    for key, option in options.items():
+        type_ = types or (option.kind if option.default is not None else option.kind | None)
+        schema: dict[str, Any] = {
+            "enum": [*option.choices, None] if option.choices else None,
+            "exclusiveMinimum": option.over,
+            "minimum": option.least,
+            "maxLength" if option.kind is str else "maximum": option.most,
+        }
+        known: dict[str, Any] = {keyword: value for keyword, value in schema.items() if value is not None}
+        declared[key] = type_, Field(option.default, description=option.description, json_schema_extra=known or None)
+    return create_model(name, __base__=base, __module__=__name__, **declared)
+
+
+class TargetBody(_body("_Selectors", SELECTORS, base=_Strict, types=_Names | None)):  # type: ignore[misc]
     """The target processes. Each field has a value or a list of values; several fields narrow each other."""
 
-    gpu: _Names | None = Field(
-        None, description="NVML index; `parent:instance` for a MIG device", examples=["0", 0, ["0", "1"]]
-    )
-    uuid: _Names | None = Field(None, description="of the device, as NVML spells it")
-    pid: _Names | None = Field(
-        None, description="the `pid` label; a string if it has an @", examples=[4711, "1@4026532007:1001"]
-    )
-    workload: _Names | None = None
-    rank: _Names | None = None
-    user: _Names | None = Field(None, description="name or uid of the process's user", examples=["alice", 1001])
     all: bool = Field(False, description="without other fields: every reporting process that the caller may act on")
 
 
-class ActionBody(_Strict):
-    """A request for an action."""
-
+class _Required(_Strict):
     action: str = Field(description="the action", json_schema_extra={"enum": list(ACTIONS)})
     target: TargetBody
-    mode: str | None = Field(
-        None,
-        description="now: immediately, on the reporter's thread; step: in the training thread, at the end of a step;"
-        " idle: once no step runs and nothing is allocated. Default: now, and step for a group",
-        json_schema_extra={"enum": [*MODES, None]},
-    )
-    group: bool = Field(False, description="every rank of the target's workload, after the same step")
-    at_step: int | None = Field(
-        None, description="the step of a group; chosen by the exporter if missing", json_schema_extra={"minimum": 1}
-    )
-    collect_garbage: bool = Field(False, description="for empty_cache: run Python's garbage collector first")
-    fraction: float | None = Field(
-        None,
-        description="for set_memory_fraction: the share of each device that the allocator may reserve",
-        json_schema_extra={"exclusiveMinimum": 0, "maximum": 1},
-    )
-    force: bool = Field(
-        False,
-        description="for set_memory_fraction: even if more is reserved already; for empty_cache and terminate: even"
-        " while an inference engine starts on a device of the process",
-    )
-    deadline_seconds: float = Field(
-        DEFAULT_DEADLINE_SECONDS,
-        description="a process that has not started by then does not act",
-        json_schema_extra={"exclusiveMinimum": 0, "maximum": MAX_DEADLINE_SECONDS},
-    )
-    settle_seconds: float = Field(
-        0.0,
-        description="for empty_cache: measure after this time how much of the freed memory is still free; 0 does not",
-        json_schema_extra={"minimum": 0, "maximum": MAX_SETTLE_SECONDS},
-    )
+
+
+class ActionBody(_body("_Options", OPTIONS, base=_Required)):  # type: ignore[misc]
+    """A request for an action."""
+
     wait_seconds: float = Field(10.0, ge=0, le=MAX_WAIT_SECONDS, description="how long the reply may take")
-    dry_run: bool = Field(False, description="return the expected results, change nothing")
-    reason: str = Field("", description="for the audit log", json_schema_extra={"maxLength": MAX_REASON_LENGTH})
 
     @property
     def leaves_mode_open(self) -> bool:
@@ -146,11 +118,9 @@ class ActionBody(_Strict):
         Raises:
             ProblemError: 422, with each invalid field.
         """
-        values = self.model_dump(exclude={"target", "mode", "wait_seconds"})
-        target = Target(**self.target.model_dump())
-        request = ActionRequest(target=target, mode=mode_for(self.mode, group=self.group), **values)
-        invalid = invalid_fields(request)
-        if invalid:
+        values = self.model_dump(exclude={"target", "wait_seconds"})
+        request = ActionRequest(target=Target(**self.target.model_dump()), **values)
+        if invalid := invalid_fields(request):
             raise ProblemError.invalid([FieldError(each.field, each.message) for each in invalid])
         return request
 

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import retry_after
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.permission import may_see
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.errors import (
     ActionForbiddenError,
@@ -33,7 +32,7 @@ from gpumem_exporter.server.api.action_schema import (
 )
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
-from gpumem_exporter.server.http.held_requests import Holds
+from gpumem_exporter.server.http.held_requests import HeldRequests
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
@@ -75,9 +74,11 @@ _SUBMIT = _route("the action is running; `Location` is its path", 401, 403, 404,
 _CANCEL = _route("the processes forget their commands", 401, 403, 404)
 
 
-def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds, renderer: Renderer) -> APIRouter:
+def actions_router(
+    *, dispatcher: Dispatcher, audit: Audit, held_requests: HeldRequests, renderer: Renderer
+) -> APIRouter:
     """Return the routes of actions."""
-    routes = ActionRoutes(dispatcher, audit, holds, renderer)
+    routes = ActionRoutes(dispatcher, audit, held_requests, renderer)
     path = ACTIONS_PATH + "/{action_id}"
     router = APIRouter(tags=["actions"])
     router.post(ACTIONS_PATH, **_SUBMIT)(routes.submit)
@@ -90,10 +91,10 @@ def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds, render
 class ActionRoutes:
     """The handlers of the routes."""
 
-    def __init__(self, dispatcher: Dispatcher, audit: Audit, holds: Holds, renderer: Renderer) -> None:
+    def __init__(self, dispatcher: Dispatcher, audit: Audit, held_requests: HeldRequests, renderer: Renderer) -> None:
         self._dispatcher = dispatcher
         self._audit = audit
-        self._holds = holds
+        self._held_requests = held_requests
         self._renderer = renderer
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
@@ -101,7 +102,7 @@ class ActionRoutes:
         action_request = body.request()
         suggested: tuple[ActionRequest, ...] = ()
         if idempotency_key is not None:
-            await self._audit.wait_until_recalled()
+            await self._audit.wait_until_restored()
         with _refusals_as_problems():
             if body.leaves_mode_open:
                 suggestion = self._dispatcher.suggest_clears(
@@ -113,7 +114,7 @@ class ActionRoutes:
                 action_request, requested_by=request.state.caller, idempotency_key=idempotency_key
             )
         if not action.finished and body.wait_seconds > 0:
-            await self._holds.until(self._dispatcher.wait(action.id, body.wait_seconds), request.receive)
+            await self._held_requests.hold(action.id, body.wait_seconds, request.receive)
             action = self._dispatcher.get(action.id) or action
         reply = await self._recorded(action, suggested=suggested)
         if not action.finished:
@@ -125,7 +126,7 @@ class ActionRoutes:
 
         A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
         """
-        visible = [action for action in self._dispatcher.recent() if may_see(request.state.caller, action)]
+        visible = [action for action in self._dispatcher.recent() if action.visible_to(request.state.caller)]
         return json_bytes_response(await self._renderer.render(lambda: _listing(visible[:limit])))
 
     async def one(self, request: Request, action_id: str) -> Response:
@@ -140,7 +141,7 @@ class ActionRoutes:
 
     def _visible(self, request: Request, action_id: str) -> Action | None:
         action = self._dispatcher.get(action_id)
-        return action if action is not None and may_see(request.state.caller, action) else None
+        return action if action is not None and action.visible_to(request.state.caller) else None
 
     async def _recorded(
         self, action: Action | None, running_status: int = 202, suggested: Sequence[ActionRequest] = ()

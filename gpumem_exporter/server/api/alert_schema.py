@@ -7,7 +7,7 @@ one could widen the target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -15,22 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gpumem_exporter.actions.request import (
     MAX_REASON_LENGTH,
+    OPTIONS,
+    SELECTORS,
     ActionRequest,
     Target,
     invalid_fields,
-    mode_for,
 )
+from gpumem_exporter.errors import ActionRefusedError
 from gpumem_exporter.server.http.problems import ProblemError, field_errors
-
-__all__ = [
-    "ALERT_KEYS",
-    "AlertBody",
-    "AlertRequestError",
-    "AlertsBody",
-    "RequestedAction",
-    "read_alerts",
-    "requested_action",
-]
 
 MAX_ALERTS = 1000
 DEFAULT_COOLDOWN_SECONDS = 300.0
@@ -67,7 +59,7 @@ class AlertsBody(_Lenient):
     alerts: Annotated[list[AlertBody], Field(max_length=MAX_ALERTS)]
 
 
-class AlertRequestError(Exception):
+class AlertRequestError(ActionRefusedError):
     """The action that an alert requests is invalid; the message says why."""
 
 
@@ -104,11 +96,9 @@ def requested_action(alert: AlertBody) -> RequestedAction | None:
     values = {name: _read(name, text) for name, text in texts.items()}
     cooldown_seconds = values.pop("cooldown_seconds", DEFAULT_COOLDOWN_SECONDS)
     target = {name.removeprefix(_TARGET): values.pop(name) for name in tuple(values) if name.startswith(_TARGET)}
-    values["mode"] = mode_for(values.get("mode"), group=values.get("group", False))
     values["reason"] = _reason(alert, values.get("reason", ""))
     request = ActionRequest(target=Target(**target), **values)
-    invalid = invalid_fields(request)
-    if invalid:
+    if invalid := invalid_fields(request):
         raise AlertRequestError("; ".join(f"{_key(each.field)}: {each.message}" for each in invalid))
     return RequestedAction(request, cooldown_seconds)
 
@@ -133,14 +123,21 @@ def _texts(alert: AlertBody) -> dict[str, str]:
 
 
 def _read(name: str, text: str) -> Any:
-    read = _READERS.get(name)
-    if read is None:
-        known = ", ".join(f"{PREFIX}{each}" for each in _READERS)
+    kind = _KINDS.get(name)
+    if kind is None:
+        known = ", ".join(f"{PREFIX}{each}" for each in _KINDS)
         raise AlertRequestError(f"{PREFIX}{name[:64]} is unknown; the names are {known}")
     try:
-        return read(text)
-    except ValueError as error:
-        raise AlertRequestError(f"{PREFIX}{name}: {text[:64]!r} is invalid: expected {error}") from None
+        if kind is not bool:
+            value = kind(text)
+            if name != "cooldown_seconds" or 0 <= value <= MAX_COOLDOWN_SECONDS:
+                return value
+        elif text in ("true", "false"):
+            return text == "true"
+    except ValueError:
+        pass
+    expected = f"seconds from 0 to {MAX_COOLDOWN_SECONDS:.0f}" if name == "cooldown_seconds" else _EXPECTED[kind]
+    raise AlertRequestError(f"{PREFIX}{name}: {text[:64]!r} is invalid: expected {expected}")
 
 
 def _reason(alert: AlertBody, given: str) -> str:
@@ -152,46 +149,16 @@ def _key(field: str) -> str:
     return PREFIX + field.replace(".", "_")
 
 
-def _flag(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError("true or false")
-    return text == "true"
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError("a number") from None
-
-
-def _cooldown(text: str) -> float:
-    seconds = _number(text)
-    if not 0 <= seconds <= MAX_COOLDOWN_SECONDS:
-        raise ValueError(f"seconds from 0 to {MAX_COOLDOWN_SECONDS:.0f}")
-    return seconds
-
-
-_READERS: Mapping[str, Callable[[str], Any]] = {
+_EXPECTED: Mapping[type, str] = {bool: "true or false", float: "a number"}
+_KINDS: Mapping[str, type] = {
     "action": str,
-    "mode": str,
-    "group": _flag,
-    "reason": str,
-    "target_gpu": str,
-    "target_uuid": str,
-    "target_pid": str,
-    "target_workload": str,
-    "target_rank": str,
-    "target_user": str,
-    "target_all": _flag,
-    "collect_garbage": _flag,
-    "fraction": _number,
-    "force": _flag,
-    "deadline_seconds": _number,
-    "dry_run": _flag,
-    "cooldown_seconds": _cooldown,
+    **{_TARGET + name: option.kind for name, option in SELECTORS.items()},
+    _TARGET + "all": bool,
+    # The step of a group is known to no alert, and what stays free is shown to no caller of an alert.
+    **{name: option.kind for name, option in OPTIONS.items() if name not in ("at_step", "settle_seconds")},
+    "cooldown_seconds": float,
 }
-"""How to read each value, by name without the prefix."""
+"""The type of each value, by name without the prefix."""
 
-ALERT_KEYS = frozenset(f"{PREFIX}{name}" for name in _READERS)
+ALERT_KEYS = frozenset(f"{PREFIX}{name}" for name in _KINDS)
 """The labels and annotations with which an alert requests an action."""

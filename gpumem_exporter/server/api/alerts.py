@@ -26,8 +26,6 @@ from gpumem_exporter.server.security.request_guard import ALERTS_PATH
 if TYPE_CHECKING:
     from gpumem_exporter.server.api.alert_schema import AlertBody
 
-__all__ = ["MAX_REMEMBERED", "AlertMemory", "alerts_router"]
-
 MAX_REMEMBERED = 4096
 
 _log = logging.getLogger(__name__)
@@ -65,7 +63,7 @@ def alerts_router(
 ) -> APIRouter:
     """Return the route of the receiver."""
     router = APIRouter(tags=["alerts"])
-    receiver = _Receiver(dispatcher, clock, wall_clock)
+    receiver = AlertReceiver(dispatcher, clock, wall_clock)
 
     @router.post(
         ALERTS_PATH,
@@ -81,7 +79,7 @@ def alerts_router(
         except ProblemError:
             count_alert("invalid")
             raise
-        await audit.wait_until_recalled()  # otherwise an alert that was acted on before a restart would count as new
+        await audit.wait_until_restored()  # otherwise an alert that was acted on before a restart would count as new
         # Without an await from here on, a second message with the same alerts finds these actions.
         outcomes = [receiver.take(alert, request.state.caller) for alert in message.alerts]
         for each in outcomes:
@@ -92,76 +90,48 @@ def alerts_router(
 
 
 class _Acted(NamedTuple):
+    """A firing that became an action."""
+
     starts_at: str
-    """The start of the firing that the exporter acted on."""
-    acted_seconds: float
+    seconds: float
     cooldown_seconds: float
 
 
-class AlertMemory:
-    """Remembers the alerts that became actions, by fingerprint. The least recently seen ones are forgotten.
+@dataclass(slots=True)
+class AlertReceiver:
+    """Acts on alerts once per firing.
 
     Alertmanager sends a firing alert repeatedly. An alert that fires again after it was resolved starts at another
     time, so it counts as new.
     """
 
-    def __init__(self) -> None:
-        self._acted: OrderedDict[str, _Acted] = OrderedDict()
-
-    def __contains__(self, fingerprint: str) -> bool:
-        return fingerprint in self._acted
-
-    def __len__(self) -> int:
-        return len(self._acted)
-
-    def objection(self, fingerprint: str, starts_at: str, now: float) -> str:
-        """Return why the exporter does not act on a firing alert: `repeated` or `cooling`; empty if it acts."""
-        known = self._acted.get(fingerprint)
-        if known is None:
-            return ""
-        self._acted.move_to_end(fingerprint)
-        if known.starts_at == starts_at:
-            return "repeated"
-        return "cooling" if now - known.acted_seconds < known.cooldown_seconds else ""
-
-    def acted(self, fingerprint: str, starts_at: str, cooldown_seconds: float, now: float) -> None:
-        """Record that a firing alert became an action."""
-        self._acted[fingerprint] = _Acted(starts_at, now, cooldown_seconds)
-        self._acted.move_to_end(fingerprint)
-        while len(self._acted) > MAX_REMEMBERED:
-            self._acted.popitem(last=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Receiver:
     dispatcher: Dispatcher
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
-    memory: AlertMemory = field(default_factory=AlertMemory)
+    acted: OrderedDict[str, _Acted] = field(default_factory=OrderedDict)
+    """The last firing of each alert that became an action, by fingerprint, the least recently seen first."""
 
     def take(self, alert: AlertBody, caller: Caller) -> AlertOutcome:
         """Take one alert and return its outcome."""
-        from gpumem_exporter.server.api.alert_schema import AlertRequestError
-
+        fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": str(caller)}
         reason, action_id = "", None
         try:
             if alert.status == "firing":
                 outcome, reason, action_id = self._fire(alert, caller)
             else:
                 outcome = "resolved"
-                if alert.fingerprint in self.memory:
-                    _log.info("alert resolved", extra={"fields": _log_fields(alert, caller)})
-        except (ActionRefusedError, AlertRequestError) as error:
+                if alert.fingerprint in self.acted:
+                    _log.info("alert resolved", extra={"fields": fields})
+        except ActionRefusedError as error:
             outcome, reason = "refused", str(error)
-            _log.warning("alert refused", extra={"fields": {**_log_fields(alert, caller), "error": reason}})
+            _log.warning("alert refused", extra={"fields": {**fields, "error": reason}})
         return {"fingerprint": alert.fingerprint, "outcome": outcome, "reason": reason, "action_id": action_id}
 
     def _fire(self, alert: AlertBody, caller: Caller) -> tuple[str, str, str | None]:
         """Return the outcome of a firing alert, its reason, and the id of its action.
 
         Raises:
-            AlertRequestError: the alert's request is invalid.
-            ActionRefusedError: the dispatcher rejects it.
+            ActionRefusedError: the alert's request is invalid, or the dispatcher refuses it.
         """
         from gpumem_exporter.server.api.alert_schema import requested_action
 
@@ -169,9 +139,13 @@ class _Receiver:
         requested = requested_action(alert)
         if requested is None:
             return "ignored", "the alert has no label or annotation gpumem_action", None
-        objection = self.memory.objection(alert.fingerprint, alert.starts_at, now)
-        if objection:
-            return objection, "", None
+        known = self.acted.get(alert.fingerprint)
+        if known is not None:
+            self.acted.move_to_end(alert.fingerprint)
+            if known.starts_at == alert.starts_at:
+                return "repeated", "", None
+            if now - known.seconds < known.cooldown_seconds:
+                return "cooling", "", None
         started_unix_seconds = self.wall_clock()
         try:
             action = self.dispatcher.submit(
@@ -181,11 +155,10 @@ class _Receiver:
             )
         except IdempotencyConflictError:
             action = None  # the alert's template now produces another request
-        self.memory.acted(alert.fingerprint, alert.starts_at, requested.cooldown_seconds, now)
+        self.acted[alert.fingerprint] = _Acted(alert.starts_at, now, requested.cooldown_seconds)
+        self.acted.move_to_end(alert.fingerprint)
+        while len(self.acted) > MAX_REMEMBERED:
+            self.acted.popitem(last=False)
         if action is None or action.created_unix_seconds < started_unix_seconds:
             return "repeated", "", None  # an earlier run of the exporter acted on it
         return "acted", "", action.id
-
-
-def _log_fields(alert: AlertBody, caller: Caller) -> dict[str, str]:
-    return {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": str(caller)}

@@ -21,14 +21,11 @@ from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
 from gpumem_exporter.events import Event, Query, Recorder
 from gpumem_exporter.events.actions import read_action, read_requested
-from gpumem_exporter.server.api.event_writes import read_all_events, wait_until_kept
-
-__all__ = ["Audit"]
 
 T = TypeVar("T")
 
 _RESTARTED = "the exporter restarted before the result arrived; the action may have been done"
-_RECALLED_SECONDS = 2 * MAX_DEADLINE_SECONDS
+_RESTORED_SECONDS = 2 * MAX_DEADLINE_SECONDS
 _RETRY_SECONDS = 1.0
 _WAIT_SECONDS = 5.0
 _PAGE = 500
@@ -39,13 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Audit:
-    """Records actions and reads them after a restart. Used on the event loop only.
-
-    Args:
-        durable: whether the records of `events` are on disk.
-        wall_clock: seconds of the Unix epoch.
-        on_lost: called with each action that a restart has interrupted.
-    """
+    """Records actions and reads them after a restart; `durable` if the records are on disk. Event loop only."""
 
     def __init__(
         self,
@@ -53,22 +44,32 @@ class Audit:
         *,
         durable: bool,
         wall_clock: Callable[[], float],
-        on_lost: Callable[[Action], None],
+        count: Callable[[Action], None],
+        poll_soon: Callable[[], None],
     ) -> None:
         self._events = events
         self.durable = durable
         self._wall_clock = wall_clock
-        self._on_lost = on_lost
+        self._count = count
+        self._poll_soon = poll_soon
         self._ends: dict[str, Future[bool]] = {}
-        self._recalled = asyncio.Event()
+        self._restored = asyncio.Event()
 
     async def record(self, submitted: SubmittedAction) -> None:
         """Record a new action; return when it is on disk, or when the disk fails. Without a disk, return at once."""
         kept = self._events.action_requested(submitted)
         if self.durable:
-            await wait_until_kept(self._events.log, kept)
+            await self._events.log.wait_until_kept(kept)
 
     def finished(self, action: Action) -> None:
+        """Count, log and record the end of an action, and poll the driver."""
+        self._count(action)
+        _log_end(action)
+        self.store_end(action)
+        if not action.dry_run:
+            self._poll_soon()
+
+    def store_end(self, action: Action) -> None:
         """Record the end of an action."""
         stored = self._events.action_finished(action)
         if stored is not None and self.durable:
@@ -79,33 +80,33 @@ class Audit:
         """Return when the end of an action is on disk, or when the disk fails."""
         end = self._ends.get(action.id)
         if end is not None:
-            await wait_until_kept(self._events.log, end)
+            await self._events.log.wait_until_kept(end)
 
-    async def wait_until_recalled(self) -> None:
+    async def wait_until_restored(self) -> None:
         """Wait until the dispatcher knows the actions before the restart, for some seconds at most."""
-        if self.durable and not self._recalled.is_set():
+        if self.durable and not self._restored.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._recalled.wait(), _WAIT_SECONDS)
+                await asyncio.wait_for(self._restored.wait(), _WAIT_SECONDS)
 
-    async def recall(self, dispatcher: Dispatcher) -> None:
+    async def restore(self, dispatcher: Dispatcher) -> None:
         """Give the dispatcher the actions before the restart. Retries while the disk fails."""
         if not self.durable:
             return
-        since_unix_seconds = self._wall_clock() - _RECALLED_SECONDS
+        since_unix_seconds = self._wall_clock() - _RESTORED_SECONDS
         query = Query(since_unix_seconds=since_unix_seconds, types=("action_asked", "action"), limit=_PAGE)
         try:
             while True:
                 try:
-                    events = await read_all_events(self._events.log, query, max_rows=_MAX_ROWS)
+                    events = await self._events.log.pages(query, max_rows=_MAX_ROWS)
                 except StorageError:
                     await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
                 else:
                     break
             self._restore(dispatcher, events)
         except Exception:  # noqa: BLE001 - another attempt would fail in the same way
-            _log.exception("cannot recall the actions before this start")
+            _log.exception("cannot restore the actions before this start")
         finally:
-            self._recalled.set()
+            self._restored.set()
 
     def _restore(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
         submitted = dict(_readable(events, "action_asked", read_requested))
@@ -116,10 +117,9 @@ class Audit:
             if action_id not in ended_ids and dispatcher.get(action_id) is None:
                 lost = _lost(origin)
                 known.append((lost, origin))
-                self._on_lost(lost)
                 self.finished(lost)
         for action, submission in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
-            dispatcher.recall(action, submission)
+            dispatcher.restore(action, submission)
 
 
 def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -> Iterator[tuple[str, T]]:
@@ -138,3 +138,19 @@ def _lost(submitted: SubmittedAction) -> Action:
         for pid, workload, rank in submitted.processes
     )
     return replace(submitted.action, state="failed", results=results)
+
+
+def _log_end(action: Action) -> None:
+    fields = {
+        "id": action.id,
+        "action": action.action,
+        "state": action.state,
+        "target": action.target.describe(),
+        "requested_by": action.requested_by,
+        "reason": action.reason,
+        "dry_run": str(action.dry_run).lower(),
+        "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(action.outcomes.items())),
+        "freed_bytes": action.freed_bytes,
+        "duration_seconds": action.duration_seconds,
+    }
+    _log.info("action finished", extra={"fields": fields})

@@ -10,15 +10,13 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.caller import Rights
-from gpumem_exporter.actions.permission import permitted_actions, permitted_processes
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.http.problems import problems
 from gpumem_exporter.server.http.replies import json_reply, json_response
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames
+from gpumem_exporter.server.security.callers import Callers
+from gpumem_exporter.server.security.request_guard import CALLER_PATH
 
-__all__ = ["CALLER_PATH", "CallerDocument", "caller_router"]
-
-CALLER_PATH = "/api/v1/caller"
+__all__ = ["CallerDocument", "caller_router"]
 
 
 class CallerDocument(TypedDict):
@@ -43,14 +41,11 @@ class CallerDocument(TypedDict):
     reason: Annotated[str | None, Field(description="why the caller has no rights; null if it has some")]
 
 
-def caller_router(
-    *, callers: Callers, own_names: OwnNames, allowed: tuple[str, ...], snapshot: Callable[[], Snapshot]
-) -> APIRouter:
+def caller_router(*, callers: Callers, allowed: tuple[str, ...], snapshot: Callable[[], Snapshot]) -> APIRouter:
     """Return the route that shows the rights of its caller.
 
     Args:
         callers: identifies the caller.
-        own_names: refuses other sites' pages.
         allowed: the actions of `--action.allow`.
         snapshot: returns the current state of the node.
     """
@@ -59,16 +54,14 @@ def caller_router(
     @router.get(CALLER_PATH, responses={200: json_reply(CallerDocument), **problems(403)})
     async def caller(request: Request) -> Response:
         """The rights of the caller, and the number of processes that it may act on."""
-        headers = dict(request.scope["headers"])
-        own_names.require_own_page(headers)
         found = await callers.of(request.scope)
         refusal = callers.refusal(found, request.scope)
         document: CallerDocument = {
             "uid": found.uid,
             "rights": found.rights.value,
-            "actions": list(permitted_actions(found, allowed)),
+            "actions": list(found.permitted_actions(allowed)),
             "allowed_actions": list(allowed),
-            "processes": permitted_processes(found, snapshot()),
+            "processes": sum(found.may_act_on(process) for _, process in snapshot().names.reporting),
             "reason": refusal.detail if refusal is not None else None,
         }
         return json_response(document)

@@ -8,8 +8,7 @@ from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.actions.permission import may_act_on
-from gpumem_exporter.actions.targets import gpu_labels
+from gpumem_exporter.actions.selection import gpu_labels
 from gpumem_exporter.core.ledger import (
     DeviceLedger,
     ProcessShare,
@@ -18,8 +17,7 @@ from gpumem_exporter.core.ledger import (
     node_ledgers,
     node_shares,
 )
-from gpumem_exporter.core.naming import Names, command_of, json_pid
-from gpumem_exporter.core.plan_errors import plan_error_ratio
+from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.samples import (
     IDENTITY_FIELDS,
     DeviceReading,
@@ -27,6 +25,7 @@ from gpumem_exporter.core.samples import (
     ReportingProcess,
     SilentReporter,
     Snapshot,
+    plan_error_ratio,
 )
 
 __all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
@@ -124,11 +123,11 @@ def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = 
 def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[SeenProcess]:
     """Return every process that reports, that is silent, or that the driver lists; see `processes_document`."""
     facts = snapshot.node.facts if snapshot.node else {}
-    names = Names.of(snapshot)
+    names = snapshot.names
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
     seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
     by_name = {str(process.pid): process for process in seen}
-    for uuid, shares in node_shares(snapshot, names).items():
+    for uuid, shares in node_shares(snapshot).items():
         for share in shares:
             process = by_name.get(share.pid)
             if process is None:  # only the driver lists it
@@ -144,7 +143,7 @@ def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[See
 def _knows(viewer: Caller, process: SeenProcess) -> bool:
     if viewer.rights is not Rights.OWN:
         return viewer.rights is Rights.ALL
-    return process.reporter is not None and may_act_on(viewer, process.reporter)
+    return process.reporter is not None and viewer.may_act_on(process.reporter)
 
 
 def _facts(process: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:

@@ -14,18 +14,14 @@ from typing_extensions import TypedDict
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
-from gpumem_exporter.events import EVENT_TYPES, Event, EventLog, Page, Query
-from gpumem_exporter.server.api.event_writes import read_events
+from gpumem_exporter.events import AUDIT_TYPES, EVENT_TYPES, Event, EventLog, Page, Query
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
 from gpumem_exporter.server.http.problems import ProblemError, few_fields, problems
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH
 
-__all__ = ["EventParameters", "events_document", "events_router"]
-
 MAX_LISTED = 1000
-_AUDIT_TYPES = frozenset({"action_asked", "action", "policy_stopped"})
 
 
 def _split(values: object) -> object:
@@ -101,10 +97,7 @@ class EventsDocument(TypedDict):
 def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -> APIRouter:
     """Return the route of events.
 
-    Args:
-        log: has the events.
-        renderer: encodes replies.
-        hide_identities: hide users, commands and pods from callers that may not act on every process.
+    With `hide_identities`, users, commands and pods are hidden from callers that may not act on every process.
     """
     router = APIRouter(tags=["events"])
 
@@ -121,7 +114,7 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
         `/health` reports the error.
         """
         try:
-            page = await read_events(log, parameters.query())
+            page = await log.page(parameters.query())
         except StorageError as error:
             raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
         caller: Caller = request.state.caller
@@ -134,13 +127,14 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
 
 def _for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> tuple[Event, ...]:
     """Return the events for a caller that may only act on its own processes."""
-    visible = [event for event in events if event.type not in _AUDIT_TYPES or event.detail.get("caller") == caller.key]
-    return tuple(_without_identities(event) for event in visible) if hide_identities else tuple(visible)
-
-
-def _without_identities(event: Event) -> Event:
-    detail = {name: None if name in IDENTITY_FIELDS else value for name, value in event.detail.items()}
-    return replace(event, detail=detail)
+    visible = [event for event in events if event.type not in AUDIT_TYPES or event.detail.get("caller") == caller.key]
+    if hide_identities:
+        hidden = dict.fromkeys(IDENTITY_FIELDS)
+        visible = [
+            replace(event, detail={name: hidden.get(name, value) for name, value in event.detail.items()})
+            for event in visible
+        ]
+    return tuple(visible)
 
 
 def events_document(page: Page) -> EventsDocument:

@@ -11,14 +11,12 @@ from fastapi.responses import PlainTextResponse
 from typing_extensions import TypedDict
 
 from gpumem_client.wire.units import counted
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.events import EventLog, EventLogStatus
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.http.listeners import SocketFile
 from gpumem_exporter.server.http.replies import json_reply, json_response
-
-__all__ = ["Health", "HealthDocument", "health_document", "health_router"]
 
 Status = Literal["ok", "degraded", "failing"]
 Mode = Literal["node", "sidecar"]
@@ -69,16 +67,33 @@ class Health:
     socket_file: SocketFile | None = None
 
     def document(self, snapshot: Snapshot) -> HealthDocument:
-        """Return the reply of `GET /health` for this snapshot."""
-        return health_document(
-            snapshot,
-            self.poller.status(snapshot.taken_seconds),
-            self.log.status(),
-            source=self.source,
-            version=self.version,
-            mode="node" if self.driver_pids is None or self.driver_pids.matched else "sidecar",
-            socket_file=self.socket_file,
-        )
+        """Return the state of the exporter. A restart may fix `failing`; `degraded` is a fault of the node."""
+        node, poller = snapshot.node, self.poller.status(snapshot.taken_seconds)
+        checks = {
+            "poller": _poller_check(poller),
+            "nvml": _nvml_check(node, poller),
+            "devices": _devices_check(node),
+            "reports": _reports_check(snapshot),
+            "events": _events_check(self.log.status()),
+        }
+        if self.socket_file is not None:
+            error = self.socket_file.error()
+            checks["socket"] = _check("degraded", error) if error else _check("ok", self.socket_file.path)
+        up = bool(node and node.up)
+        return {
+            "status": max((check["status"] for check in checks.values()), key=_RANKS.index),
+            "version": self.version,
+            "source": self.source,
+            "mode": "node" if self.driver_pids is None or self.driver_pids.matched else "sidecar",
+            "nvml": {
+                "up": up,
+                "error": "" if up else checks["nvml"]["detail"],
+                "released": not up and poller.release is not None,
+            },
+            "devices": len(node.devices) if node else 0,
+            "processes": len(snapshot.processes),
+            "checks": checks,
+        }
 
 
 def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRouter:
@@ -116,45 +131,6 @@ def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRou
     return router
 
 
-def health_document(
-    snapshot: Snapshot,
-    poller: PollerStatus,
-    events: EventLogStatus,
-    *,
-    source: str,
-    version: str,
-    mode: Mode = "node",
-    socket_file: SocketFile | None = None,
-) -> HealthDocument:
-    """Return the exporter's state. A restart may fix `failing`; `degraded` is a fault of the node."""
-    node = snapshot.node
-    checks = {
-        "poller": _poller_check(poller),
-        "nvml": _nvml_check(snapshot, poller),
-        "devices": _devices_check(snapshot),
-        "reports": _reports_check(snapshot),
-        "events": _events_check(events),
-    }
-    if socket_file is not None:
-        error = socket_file.error()
-        checks["socket"] = _check("degraded", error) if error else _check("ok", socket_file.path)
-    up = bool(node and node.up)
-    return {
-        "status": max((check["status"] for check in checks.values()), key=_RANKS.index),
-        "version": version,
-        "source": source,
-        "mode": mode,
-        "nvml": {
-            "up": up,
-            "error": "" if up else checks["nvml"]["detail"],
-            "released": not up and poller.release is not None,
-        },
-        "devices": len(node.devices) if node else 0,
-        "processes": len(snapshot.processes),
-        "checks": checks,
-    }
-
-
 def _poller_check(poller: PollerStatus) -> Check:
     if not poller.alive:
         return _check("failing", f"the poller has stopped{': ' + poller.error if poller.error else ''}")
@@ -164,8 +140,7 @@ def _poller_check(poller: PollerStatus) -> Check:
     return _check("ok", f"{poller.polls} polls" if poller.polls else "the first poll is running")
 
 
-def _nvml_check(snapshot: Snapshot, poller: PollerStatus) -> Check:
-    node = snapshot.node
+def _nvml_check(node: NodeReading | None, poller: PollerStatus) -> Check:
     if node is None:
         return _check("degraded", poller.error or "the driver has not answered recently")
     if not node.up:
@@ -173,8 +148,7 @@ def _nvml_check(snapshot: Snapshot, poller: PollerStatus) -> Check:
     return _check("ok", f"driver {node.driver_version}" if node.driver_version else "")
 
 
-def _devices_check(snapshot: Snapshot) -> Check:
-    node = snapshot.node
+def _devices_check(node: NodeReading | None) -> Check:
     if node is None or not node.up:
         return _check("ok", "unknown")
     lost = [f"{device.gpu or device.uuid}: {device.error}" for device in node.devices if not device.up]

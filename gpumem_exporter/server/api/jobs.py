@@ -12,7 +12,6 @@ from typing_extensions import TypedDict
 from gpumem_client.wire.errors import StorageError
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.events import Event, EventLog, Query, Recorder
-from gpumem_exporter.server.api.event_writes import read_events
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
@@ -90,7 +89,7 @@ async def _ended(log: EventLog, job_id: str) -> tuple[list[dict[str, Any]], bool
     processes: list[dict[str, Any]] = []
     query = Query(after=0, types=("process_ended",), job_id=job_id, limit=_PAGE)
     for _ in range(_MAX_PAGES):
-        page = await read_events(log, query)
+        page = await log.page(query)
         processes += map(_process, page.events)
         if not page.more:
             return processes, False

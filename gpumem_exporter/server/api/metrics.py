@@ -7,7 +7,9 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,8 +19,6 @@ from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.problems import ProblemError, problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 from gpumem_exporter.server.http.turns import Turns
-
-__all__ = ["MetricsRoute", "Page", "SharedPages"]
 
 _INLINE_SECONDS = 0.002
 """If the last page took less time, the event loop renders the next one itself: a thread would take longer to start."""
@@ -39,44 +39,35 @@ class MetricsRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a scrape, in a turn of its sender that lasts until the page is sent."""
-        connection = Connection.of(scope)
-        try:
-            async with self._turns.of(connection.owner if connection else ""):
-                await self._reply(scope, receive, send)
-        except ProblemError as problem:
-            await problem.response()(scope, receive, send)
-
-    async def _reply(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "GET":
             response = problem_response(405, "metrics are read with GET", headers={"Allow": "GET, HEAD"})
             await response(scope, receive, send)
             return
-        accept, encodings = _accept_headers(scope)
-        openmetrics = prefers_openmetrics(accept)
-        headers = {
-            "Content-Type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_TEXT,
-            "Vary": "Accept, Accept-Encoding",
-            "Cache-Control": "no-store",
-        }
-        page = await self._pages.next(openmetrics=openmetrics)
-        if accepts_gzip(encodings):
-            headers["Content-Encoding"] = "gzip"
-            body = await page.compressed()
-        else:
-            body = page.body
-        await Response(body, headers=headers)(scope, receive, send)
+        headers = Headers(scope=scope)
+        openmetrics = prefers_openmetrics(",".join(headers.getlist("accept")))
+        gzip = accepts_gzip(",".join(headers.getlist("accept-encoding")))
+        connection = Connection.of(scope)
+        try:
+            async with self._turns.of(connection.owner if connection else ""):
+                page = await self._pages.next(openmetrics=openmetrics)
+                body = await page.compressed() if gzip else page.body
+                described = {
+                    "Content-Type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_TEXT,
+                    "Vary": "Accept, Accept-Encoding",
+                    "Cache-Control": "no-store",
+                    **({"Content-Encoding": "gzip"} if gzip else {}),
+                }
+                await Response(body, headers=described)(scope, receive, send)
+        except ProblemError as problem:
+            await problem.response()(scope, receive, send)
 
 
+@dataclass(slots=True)
 class Page:
-    """A rendered page, shared by its readers.
+    """A rendered page, shared by its readers."""
 
-    Args:
-        body: the page.
-    """
-
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-        self._compressed: asyncio.Future[bytes] | None = None
+    body: bytes
+    _compressed: asyncio.Future[bytes] | None = None
 
     async def compressed(self) -> bytes:
         """Return the page as gzip, which is compressed once."""
@@ -93,11 +84,8 @@ class SharedPages:
     """Renders pages, each for all readers that wait for it. Used on the event loop only.
 
     A reader gets a page that was rendered after its request. After a page, as much time as it took on the CPU is left
-    for other work; readers that come meanwhile share the next one.
-
-    Args:
-        render: renders a page; called in a thread unless pages take little time, never twice at the same time.
-        clock: monotonic seconds.
+    for other work; readers that come meanwhile share the next one. Pages are rendered in a thread, unless they take
+    little time, and one at a time.
     """
 
     def __init__(self, render: Callable[..., bytes], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -114,7 +102,7 @@ class SharedPages:
         """Return the next page in OpenMetrics or in Prometheus' text format."""
         if self._rendering is None:
             if self._took_seconds < _INLINE_SECONDS and self._clock() >= self._due_seconds:
-                return Page(self._noted(*self._timed(openmetrics)))
+                return self._page(openmetrics)
             self._rendering = asyncio.ensure_future(self._render_waiting())
         waiting = self._waiting.get(openmetrics)
         if waiting is None:
@@ -130,33 +118,21 @@ class SharedPages:
                 openmetrics = next(iter(self._waiting))
                 waiting = self._waiting.pop(openmetrics)
                 try:
-                    rendered = await loop.run_in_executor(self._thread, self._timed, openmetrics)
+                    page = await loop.run_in_executor(self._thread, self._page, openmetrics)
                 except Exception as error:  # noqa: BLE001 - its readers get it
                     waiting.set_exception(error)
                 else:
-                    waiting.set_result(Page(self._noted(*rendered)))
+                    waiting.set_result(page)
         finally:
             self._rendering = None
 
-    def _timed(self, openmetrics: bool) -> tuple[bytes, float]:
-        """Return a page, and the seconds of CPU time that it took."""
+    def _page(self, openmetrics: bool) -> Page:
+        """Render a page, in either thread, and note the CPU time that it took."""
         started = time.thread_time()
-        return self._render(openmetrics=openmetrics), time.thread_time() - started
-
-    def _noted(self, body: bytes, took_seconds: float) -> bytes:
-        self._took_seconds = took_seconds
-        self._due_seconds = self._clock() + took_seconds
-        return body
-
-
-def _accept_headers(scope: Scope) -> tuple[str, str]:
-    accept, encodings = [], []
-    for name, value in scope["headers"]:
-        if name == b"accept":
-            accept.append(value.decode("latin-1"))
-        elif name == b"accept-encoding":
-            encodings.append(value.decode("latin-1"))
-    return ",".join(accept), ",".join(encodings)
+        page = Page(self._render(openmetrics=openmetrics))
+        self._took_seconds = time.thread_time() - started
+        self._due_seconds = self._clock() + self._took_seconds
+        return page
 
 
 def _gzip(page: bytes) -> bytes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -16,10 +17,10 @@ from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.nvml.open_driver_files import open_driver_files
+from gpumem_exporter.nvml.driver_library import open_driver_files
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.api.audit import Audit
-from gpumem_exporter.server.http.held_requests import Holds
+from gpumem_exporter.server.http.held_requests import Held, HeldRequests
 from gpumem_exporter.server.http.problems import problems
 from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.logs import iso_time
@@ -68,7 +69,7 @@ _Request = Annotated[NvmlBody, Body(default_factory=NvmlBody)]
 
 
 def nvml_router(
-    *, poller: Poller, dispatcher: Dispatcher, audit: Audit, holds: Holds, clock: Callable[[], float]
+    *, poller: Poller, dispatcher: Dispatcher, audit: Audit, held_requests: HeldRequests, clock: Callable[[], float]
 ) -> APIRouter:
     """Return the routes that release and attach NVML. Requests are listed among the actions and stored as events."""
     router = APIRouter(tags=["nvml"])
@@ -94,24 +95,18 @@ def nvml_router(
     def record(action: str, caller: Caller, reason: str) -> None:
         fields = {"action": action, "requested_by": str(caller), "reason": reason}
         _log.info("driver maintenance requested", extra={"fields": fields})
-        audit.finished(dispatcher.note(action, requested_by=caller, reason=reason))
+        audit.store_end(dispatcher.note(action, requested_by=caller, reason=reason))
 
     async def reply(request: Request, body: NvmlBody) -> Response:
-        await holds.until(_applied(lambda: poller.status(clock()), body.wait_seconds), request.receive)
+        end_seconds = time.monotonic() + body.wait_seconds
+        # The poller is a thread and wakes no request; it may hang.
+        while not poller.status(clock()).request_applied and time.monotonic() < end_seconds:
+            if await held_requests.hold(NVML_PATH, _RECHECK_SECONDS, request.receive) is not Held.LATE:
+                break
         document = _document(poller.status(clock()), await asyncio.to_thread(_held))
         return json_response(document, 202 if document["state"] in ("releasing", "attaching") else 200)
 
     return router
-
-
-async def _applied(status: Callable[[], PollerStatus], wait_seconds: float) -> None:
-    """Wait until the poller's thread has applied the request or the time is over."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + wait_seconds
-    while True:  # the poller is a thread, and may hang
-        if status().request_applied or loop.time() >= end:
-            return
-        await asyncio.sleep(_RECHECK_SECONDS)
 
 
 def _state(poller: PollerStatus) -> NvmlState:

@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import Response
 
-__all__ = ["Renderer", "encoded", "json_bytes_response"]
-
 
 class Renderer:
     """Runs functions that build replies, one at a time. Used on the event loop only."""

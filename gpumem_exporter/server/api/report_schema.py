@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +30,6 @@ from gpumem_client.wire.protocol import (
     Report,
 )
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, field_errors
-
-__all__ = ["MAX_DEVICES", "ReportReader", "report_core_schema", "shortened"]
 
 MAX_DEVICES = 64
 """The maximum number of devices in a report: 16 GPUs with 4 MIG devices each."""
@@ -159,44 +156,41 @@ def shortened(report: Report) -> Report:
 
     A reporter of an older version has higher limits, so such a report is not an error.
     """
-    identity, devices = report.process, tuple(map(_shortened_sample, report.devices))
+    changes: dict[str, Any] = {}
+    identity = report.process
     if len(identity.workload) > MAX_LABEL_LENGTH or len(identity.rank) > MAX_LABEL_LENGTH:
         workload, rank = identity.workload[:MAX_LABEL_LENGTH], identity.rank[:MAX_LABEL_LENGTH]
-        report = replace(report, process=replace(identity, workload=workload, rank=rank))
+        changes["process"] = replace(identity, workload=workload, rank=rank)
+    if any(map(_is_long, report.devices)):
+        changes["devices"] = tuple(map(_shortened_sample, report.devices))
     results = tuple(map(_shortened_result, report.results))
-    if _differs(devices, report.devices) or _differs(results, report.results):
-        report = replace(report, devices=devices, results=results)
-    return report
-
-
-def _differs(short: Sequence[object], long: Sequence[object]) -> bool:
-    return not all(map(operator.is_, short, long))
+    if results != report.results:
+        changes["results"] = results
+    return replace(report, **changes) if changes else report
 
 
 def _shortened_result(result: CommandResult) -> CommandResult:
     """Cut a result to what this version's client sends, because the exporter keeps results for long."""
     snapshot = result.snapshot
-    if snapshot is not None and max(len(snapshot.largest), len(snapshot.emptiest)) > MAX_SHOWN_BLOCKS:
-        snapshot = replace(
-            snapshot, largest=snapshot.largest[:MAX_SHOWN_BLOCKS], emptiest=snapshot.emptiest[:MAX_SHOWN_BLOCKS]
-        )
-    if snapshot is result.snapshot and len(result.reason) <= MAX_KEPT_REASON_LENGTH:
-        return result
+    if snapshot is not None:
+        largest, emptiest = snapshot.largest[:MAX_SHOWN_BLOCKS], snapshot.emptiest[:MAX_SHOWN_BLOCKS]
+        snapshot = replace(snapshot, largest=largest, emptiest=emptiest)
     return replace(result, reason=result.reason[:MAX_KEPT_REASON_LENGTH], snapshot=snapshot)
 
 
+def _is_long(sample: DeviceSample) -> bool:
+    return any(
+        len(values) > limit or max(map(len, values), default=0) > MAX_LABEL_LENGTH
+        for values, limit in ((sample.phase_peak_bytes, MAX_PHASES), (sample.component_bytes, MAX_COMPONENTS))
+    )
+
+
 def _shortened_sample(sample: DeviceSample) -> DeviceSample:
-    phases = _shortened_names(sample.phase_peak_bytes, MAX_PHASES)
-    components = _shortened_names(sample.component_bytes, MAX_COMPONENTS)
-    if phases is sample.phase_peak_bytes and components is sample.component_bytes:
-        return sample
+    phases, components = (
+        {name[:MAX_LABEL_LENGTH]: value for name, value in itertools.islice(values.items(), limit)}
+        for values, limit in ((sample.phase_peak_bytes, MAX_PHASES), (sample.component_bytes, MAX_COMPONENTS))
+    )
     return replace(sample, phase_peak_bytes=phases, component_bytes=components)
-
-
-def _shortened_names(values: Mapping[str, int], limit: int) -> Mapping[str, int]:
-    if len(values) <= limit and max(map(len, values), default=0) <= MAX_LABEL_LENGTH:
-        return values
-    return {name[:MAX_LABEL_LENGTH]: value for name, value in itertools.islice(values.items(), limit)}
 
 
 def _duplicates(devices: tuple[DeviceSample, ...]) -> Iterator[FieldError]:

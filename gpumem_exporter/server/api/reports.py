@@ -1,4 +1,4 @@
-"""`POST /api/v1/reports`: receives a report and replies with commands.
+"""`POST /api/v1/reports`: the path of a report through the exporter, and the reply with commands.
 
 Plain ASGI: each process calls this route once a second, and reading a body through FastAPI takes three times as long
 as the work on it.
@@ -6,32 +6,100 @@ as the work on it.
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from gpumem_exporter.server.http.problems import ProblemError, problem_response
-from gpumem_exporter.server.ingest import Ingest
+from gpumem_client.wire.protocol import (
+    MAX_COMPONENTS,
+    MAX_LABEL_LENGTH,
+    MAX_PHASES,
+    Command,
+    Reply,
+    Report,
+    to_wire,
+)
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.errors import (
+    ForeignProcessError,
+    ReporterSupersededError,
+    TooManyProcessesError,
+    UnknownDeviceError,
+)
+from gpumem_exporter.events import Recorder
+from gpumem_exporter.server.api.report_schema import ReportReader, shortened
+from gpumem_exporter.server.background.presence import Presence
+from gpumem_exporter.server.http.connections import Connection
+from gpumem_exporter.server.http.held_requests import Held, HeldRequests
+from gpumem_exporter.server.http.problems import FieldError, ProblemError, problem_response
+from gpumem_exporter.server.http.turns import Turns
+from gpumem_exporter.server.security.report_sender import ReportSenders
 
-__all__ = ["ReportsRoute"]
+INLINE_BYTES = 32 << 10
+"""The longest body that the event loop reads itself, in less than 1 ms: three reports of 64 devices."""
+
+_LIMITS = (
+    f"the limits are {MAX_LABEL_LENGTH} characters for a label, {MAX_PHASES} phases and {MAX_COMPONENTS} components "
+    "of a device, and for a result 500 characters and 10 blocks; the rest is left out"
+)
+_NAMED_SECONDS = 3600.0
+_MAX_NAMED = 16
+"""The maximum number of processes of one user that are named for each outcome in an hour. A user can invent others."""
 
 _log = logging.getLogger(__name__)
 
 
 class ReportsRoute:
-    """Receives reports. The guard has admitted the sender and read the body."""
+    """Takes reports: the only place that connects the parts that a report changes. Used on the event loop only."""
 
-    def __init__(self, ingest: Ingest) -> None:
-        self._ingest = ingest
+    def __init__(
+        self,
+        store: Store,
+        senders: ReportSenders,
+        presence: Presence,
+        events: Recorder,
+        dispatcher: Dispatcher,
+        held_requests: HeldRequests,
+        instruments: Instruments,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        report_interval_seconds: float,
+    ) -> None:
+        self._reports = store
+        self._senders = senders
+        self._presence = presence
+        self._events = events
+        self._dispatcher = dispatcher
+        self._held_requests = held_requests
+        self._instruments = instruments
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._report_interval_seconds = report_interval_seconds
+        self._reader = ReportReader()
+        self._turns = Turns(2)
+        self._nothing_to_do = self._encoded((), ())
+        """The reply to most reports."""
+        self._named: dict[tuple[str, str], dict[ProcessKey, float]] = {}
+        """When the log has named each process, by outcome and `ProcessKey.share`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reply to a report, unless the client has closed the connection."""
+        """Reply to a report, unless the client has closed the connection. The guard has admitted the sender."""
         if scope["method"] != "POST":
             response = problem_response(405, "reports are sent with POST", headers={"Allow": "POST"})
             await response(scope, receive, send)
             return
+        body = (await receive())["body"]
         try:
-            reply = await self._ingest.take(scope, (await receive())["body"], receive)
+            reply = await self._take(body, scope, receive)
         except ProblemError as problem:
             _log.debug("report refused", extra={"fields": {"status": problem.status, "detail": problem.detail}})
             await problem.response()(scope, receive, send)
@@ -40,3 +108,121 @@ class ReportsRoute:
             headers = [(b"content-length", b"%d" % len(reply)), (b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": reply})
+
+    async def _take(self, body: bytes, scope: Scope, receive: Receive) -> bytes | None:
+        """Run all steps in their order. Return the reply; None if the client closed the connection while it was held.
+
+        Raises:
+            ProblemError: the report is invalid, is not its sender's, or cannot be stored.
+        """
+        try:
+            long = len(body) > INLINE_BYTES
+            report = await self._read_in_turn(body, scope["state"]) if long else self._reader.read(body)
+            short = shortened(report)
+            reported = await self._senders.identify(report.process, scope["state"]["peer"])
+            key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
+            before = self._reports.find(key)
+            process = self._reports.put_report(
+                short,
+                host_pid=reported.host_pid,
+                owner_uid=reported.owner_uid,
+                place=reported.place,
+                now_seconds=self._clock(),
+                now_unix_seconds=self._wall_clock(),
+            )
+            displaced = self._reports.take_displaced()
+        except Exception as error:
+            if isinstance(error, TooManyProcessesError):
+                self._name("dropped", key, report, str(error))
+            if problem := self._refusal(error):
+                raise problem from None
+            raise
+        for lost in displaced:
+            self._presence.forget(lost, "another process took its place: see --report.max-processes")
+        if short is not report:
+            self._name("shortened", key, short, _LIMITS)
+        if process is before:  # the same or a later report has arrived before; only the results may be new
+            process = replace(process, report=short)
+        elif before is None or before.report.process.session != short.process.session:
+            self._start_session(before, process, short)
+        elif before.host_pid != process.host_pid:
+            self._presence.started(process)
+        self._instruments.count_report("accepted" if short is report else "shortened")
+
+        committed = self._events.take_report(process)
+        self._dispatcher.take_results(process)
+        if process.report.final:
+            self._presence.forget(process.key, "its reporter stopped")
+        if committed is not None:
+            await self._events.log.wait_until_kept(committed)  # the reporter drops its errors after the reply
+        if process.report.final:
+            return self._nothing_to_do
+
+        commands, cancelled = self._dispatcher.commands(process), self._dispatcher.cancelled(process)
+        hold_seconds = min(process.report.hold_seconds, self._report_interval_seconds)
+        if not commands and not cancelled and hold_seconds > 0:
+            self._held_requests.wake(process.key)  # a process has one connection: an earlier request has no client
+            held = await self._held_requests.hold(process.key, hold_seconds, receive)
+            if held is Held.GONE:
+                self._presence.connection_lost(process)
+                return None
+            commands, cancelled = self._dispatcher.commands(process), self._dispatcher.cancelled(process)
+        return self._encoded(commands, cancelled) if commands or cancelled else self._nothing_to_do
+
+    async def _read_in_turn(self, body: bytes, state: Mapping[str, Any]) -> Report:
+        """Read a long report in a thread and in a turn of its sender."""
+        connection: Connection | None = state.get("connection")
+        try:
+            return await self._turns.run(connection.owner if connection else "", partial(self._reader.read, body))
+        finally:
+            state.get("end_body_turn", lambda: None)()
+
+    def _start_session(self, before: ReportingProcess | None, process: ReportingProcess, sent: Report) -> None:
+        """Take the first report of a reporter; `sent` may have devices that the driver does not have."""
+        if before is not None:
+            self._presence.replaced(before, process)
+        self._presence.started(process)
+        identity = sent.process
+        fields = {"pid": identity.pid, "uid": process.owner_uid, "workload": identity.workload}
+        _log.debug("a process reports", extra={"fields": fields})
+        known = {sample.uuid for sample in process.report.devices}
+        unknown = [sample.uuid for sample in sent.devices if sample.uuid not in known]
+        if unknown:  # no page shows their memory
+            why = f"the driver does not have the devices {', '.join(unknown)}"
+            self._name("without_unknown_devices", process.key, sent, why)
+
+    def _refusal(self, error: Exception) -> ProblemError | None:
+        """Count a refused report and return the reply to it; None if the error is of another kind."""
+        if isinstance(error, ProblemError):
+            self._instruments.count_report("busy" if error.status == 503 else "invalid")
+            return error
+        if isinstance(error, ForeignProcessError):
+            self._instruments.count_report("foreign_process")
+            return ProblemError(403, str(error))
+        if isinstance(error, ReporterSupersededError):
+            self._instruments.count_report("superseded")
+            return ProblemError(409, str(error))
+        if isinstance(error, UnknownDeviceError):
+            self._instruments.count_report("unknown_device")
+            return ProblemError.invalid([FieldError("devices.0.uuid", str(error))])
+        if isinstance(error, TooManyProcessesError):
+            self._instruments.count_dropped()
+            self._instruments.count_report("dropped")
+            retry_after = str(max(1, round(self._reports.report_expiry_seconds)))
+            return ProblemError(503, str(error), {"Retry-After": retry_after})
+        return None
+
+    def _name(self, outcome: str, process: ProcessKey, report: Report, why: str) -> None:
+        """Log a report that is not stored as sent, unless its process was named for that in the last hour."""
+        now = self._clock()
+        named = self._named.setdefault((outcome, process.share), {})
+        for earlier in [key for key, seconds in named.items() if now - seconds >= _NAMED_SECONDS]:
+            del named[earlier]
+        if process in named or len(named) >= _MAX_NAMED:
+            return
+        named[process] = now
+        fields = {"outcome": outcome, "pid": process.pid, "uid": process.owner_uid, "why": why}
+        _log.warning("report not stored as sent", extra={"fields": {**fields, "workload": report.process.workload}})
+
+    def _encoded(self, commands: tuple[Command, ...], cancelled: tuple[str, ...]) -> bytes:
+        return json.dumps(to_wire(Reply(commands, cancelled, self._report_interval_seconds))).encode()

@@ -13,9 +13,7 @@ from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
 from gpumem_exporter.server.api.documents import devices_document, processes_document
 from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
 from gpumem_exporter.server.http.replies import json_reply
-from gpumem_exporter.server.security.access_rules import Callers
-
-__all__ = ["DevicesDocument", "ProcessesDocument", "state_router"]
+from gpumem_exporter.server.security.callers import Callers
 
 
 def _document(name: str, fields: dict[str, Any]) -> Any:

@@ -1,19 +1,20 @@
-"""Work that no request triggers: chores once a second, and out-of-memory errors restored at the start."""
+"""Work that no request triggers: chores once a second, errors restored at the start, and files read again on SIGHUP."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import EventLog, Query, last_ooms
-from gpumem_exporter.server.api.event_writes import read_all_events
-
-__all__ = ["keep_house", "recall_ooms", "release_free_memory"]
 
 INTERVAL_SECONDS = 1.0
 RETRY_SECONDS = 1.0
@@ -23,11 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 async def keep_house(chores: Mapping[str, Callable[[], None]]) -> None:
-    """Run the chores once a second, until cancelled. A failing chore does not affect the others.
-
-    Args:
-        chores: the chores in their order, by name; a log line about an error has the name.
-    """
+    """Run the chores in their order once a second, until cancelled. A failing chore does not affect the others."""
     while True:
         await asyncio.sleep(INTERVAL_SECONDS)
         for name, chore in chores.items():
@@ -51,26 +48,20 @@ async def release_free_memory() -> None:
         await asyncio.to_thread(malloc_trim, 0)
 
 
-async def recall_ooms(
+async def restore_ooms(
     store: Store, log: EventLog, *, clock: Callable[[], float], wall_clock: Callable[[], float]
 ) -> None:
     """Restore the out-of-memory errors of the last hour that an earlier run stored.
 
     If the storage cannot be read, for example because an earlier exporter still uses it, this retries. It gives up when
     no stored error would be shown any more.
-
-    Args:
-        store: receives the errors.
-        log: the stored events.
-        clock: monotonic seconds.
-        wall_clock: seconds of the Unix epoch.
     """
     end_seconds = clock() + SHOWN_SECONDS
     while clock() < end_seconds:
         try:
             since_unix_seconds = wall_clock() - SHOWN_SECONDS
             query = Query(since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN)
-            ooms = await read_all_events(log, query)
+            ooms = await log.pages(query)
         except StorageError:
             await asyncio.sleep(RETRY_SECONDS)  # the event log has logged the error
         except Exception:  # noqa: BLE001 - the exporter works without them
@@ -79,3 +70,41 @@ async def recall_ooms(
         else:
             store.restore_ooms(last_ooms(ooms, clock(), wall_clock()))
             return
+
+
+def take_over_hangup() -> None:
+    """Block SIGHUP until `reloading_on_hangup` handles it, so that an early reload does not end the process.
+
+    Call it in the main thread, before the files are read for the first time and before other threads start.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # a blocked signal stays pending, even if ignored
+
+
+@contextlib.contextmanager
+def reloading_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> Iterator[None]:
+    """Run all reloads, which must not raise, on SIGHUP, if the event loop runs in the main thread.
+
+    Without reloads, SIGHUP keeps its effect.
+    """
+    if not reloads or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    running: set[asyncio.Task[None]] = set()
+
+    def reload_all() -> None:
+        for reload in reloads:
+            task = loop.create_task(reload())
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+    before = signal.getsignal(signal.SIGHUP)
+    loop.add_signal_handler(signal.SIGHUP, reload_all)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        if before is not None:  # Python cannot restore a handler that it did not install
+            signal.signal(signal.SIGHUP, before)

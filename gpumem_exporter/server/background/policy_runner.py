@@ -15,37 +15,22 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.engine import Engine, HeldBack
-from gpumem_exporter.actions.policy.file import read_policy
-from gpumem_exporter.actions.policy.model import Rule
-from gpumem_exporter.actions.policy.outcomes import Stop
+from gpumem_exporter.actions.policy.engine import Engine
 from gpumem_exporter.actions.policy.rule_state import Decision
+from gpumem_exporter.actions.policy.rules import Rule, read_policy
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.errors import ActionRefusedError
 from gpumem_exporter.events import EventLog
 from gpumem_exporter.events.actions import policy_stopped_event
 
-__all__ = ["PolicyRunner"]
-
 _log = logging.getLogger(__name__)
 
 
 class PolicyRunner:
-    """The policy in force.
+    """The policy in force. It reads the file immediately, which may raise `ConfigurationError`.
 
-    Args:
-        path: the policy file, which is read immediately.
-        allowed: the actions of `--action.allow`.
-        dispatcher: receives the actions of the rules; the caller is `policy:` and the name of the rule.
-        snapshot: returns the current snapshot.
-        stale_seconds: an older sample meets no condition.
-        instruments: counts the evaluations.
-        log: receives the event of a rule that stops.
-        wall_clock: seconds of the Unix epoch.
-
-    Raises:
-        ConfigurationError: the file is invalid.
+    The caller of an action is `policy:` and the name of the rule. A stale sample meets no condition.
     """
 
     def __init__(
@@ -71,28 +56,21 @@ class PolicyRunner:
         self._running: dict[str, Decision] = {}
         """The decisions whose actions have not finished or settled, by the id of the action."""
         self._reading = asyncio.Lock()
-        self._engine = Engine((), stale_seconds=stale_seconds)
-        self._put_in_force(read_policy(path, allowed=allowed), "start")
-
-    @property
-    def engine(self) -> Engine:
+        self.engine = Engine((), stale_seconds=stale_seconds)
         """The rules in force with their state."""
-        return self._engine
+        self._put_in_force(read_policy(path, allowed=allowed), "start")
 
     def tick(self) -> None:
         """Evaluate the rules and submit their actions; called once a second."""
-        snapshot = self._snapshot()
         for action_id, decision in list(self._running.items()):
             action = self._dispatcher.get(action_id)
             if action is None or (action.finished and not action.settling):
                 del self._running[action_id]
                 if action is not None:
                     self._finished(decision, action)
-        found = self._engine.evaluate(snapshot, self._under_way)
+        found = self.engine.evaluate(self._snapshot(), self._under_way)
         for (rule, result), count in found.counts.items():
             self._instruments.count_policy(rule, result, count)
-        for held_back in found.held_back:
-            self._log_held_back(held_back)
         for decision in found.decisions:
             self._instruments.count_policy(decision.rule.name, self._submit(decision), 1)
 
@@ -106,10 +84,8 @@ class PolicyRunner:
             try:
                 rules = await asyncio.to_thread(read_policy, self._path, allowed=self._allowed)
             except ConfigurationError as error:
-                _log.error(
-                    "policy not reloaded; the earlier rules stay in force",
-                    extra={"fields": {"requested_by": requested_by, "error": str(error)}},
-                )
+                fields = {"requested_by": requested_by, "error": str(error)}
+                _log.error("policy not reloaded; the earlier rules stay in force", extra={"fields": fields})
                 raise
             self._put_in_force(rules, requested_by)
             return rules
@@ -121,32 +97,26 @@ class PolicyRunner:
 
     def _put_in_force(self, rules: Sequence[Rule], requested_by: str) -> None:
         engine = Engine(rules, stale_seconds=self._stale_seconds)
-        engine.take_over(self._engine)
-        names = {rule.name for rule in rules}
-        for rule in self._engine.rules:
-            if rule.name not in names:
-                self._instruments.remove_policy_rule(rule.name)
+        engine.take_over(self.engine)
+        for name in {rule.name for rule in self.engine.rules} - {rule.name for rule in rules}:
+            self._instruments.remove_policy_rule(name)
         for rule in rules:
             self._instruments.add_policy_rule(rule.name)
-        self._engine = engine
-        _log.info(
-            "policy in force",
-            extra={
-                "fields": {
-                    "file": str(self._path),
-                    "requested_by": requested_by,
-                    "acting": ",".join(rule.name for rule in rules if not rule.dry_run),
-                    "dry_run": ",".join(rule.name for rule in rules if rule.dry_run),
-                }
-            },
-        )
+        self.engine = engine
+        fields = {
+            "file": str(self._path),
+            "requested_by": requested_by,
+            "acting": ",".join(rule.name for rule in rules if not rule.dry_run),
+            "dry_run": ",".join(rule.name for rule in rules if rule.dry_run),
+        }
+        _log.info("policy in force", extra={"fields": fields})
 
     def _under_way(self) -> set[ProcessKey]:
         own = {decision.observation.process.key for decision in self._running.values()}
         return {*self._dispatcher.under_way(), *own}
 
     def _submit(self, decision: Decision) -> str:
-        """Submit the action of a decision and return its result, one of `policy.RESULTS`."""
+        """Submit the action of a decision and return its result, one of `values.RESULTS`."""
         rule = decision.rule
         try:
             action = self._dispatcher.submit(decision.request, requested_by=Caller.policy(rule.name))
@@ -161,30 +131,18 @@ class PolicyRunner:
         return "would_act" if rule.dry_run else "acted"
 
     def _finished(self, decision: Decision, action: Action) -> None:
-        stop = self._engine.finished(decision, action)
-        if stop is not None:
-            self._log_stop(stop)
-
-    @staticmethod
-    def _log_held_back(held_back: HeldBack) -> None:
-        fields = {"rule": held_back.rule.name, "reason": held_back.reason}
-        _log.info("a policy rule waits until an inference engine has started", extra={"fields": fields})
-
-    def _log_stop(self, stop: Stop) -> None:
         """Log that a rule stops, and record it as an event. The stop of a dry run has no event."""
+        stop = self.engine.finished(decision, action)
+        if stop is None:
+            return
         dry_run = stop.rule.dry_run
-        _log.warning(
-            "a policy rule would stop, because its action does not help"
-            if dry_run
-            else "a policy rule stopped, because its action does not help",
-            extra={
-                "fields": {
-                    "rule": stop.rule.name,
-                    "target": stop.action.target.describe(),
-                    "reason": stop.reason,
-                    "dry_run": str(dry_run).lower(),
-                }
-            },
-        )
+        fields = {
+            "rule": stop.rule.name,
+            "target": stop.action.target.describe(),
+            "reason": stop.reason,
+            "dry_run": str(dry_run).lower(),
+        }
+        verb = "would stop" if dry_run else "stopped"
+        _log.warning(f"a policy rule {verb}, because its action does not help", extra={"fields": fields})
         if not dry_run:
             self._event_log.put((policy_stopped_event(stop, self._wall_clock()),))

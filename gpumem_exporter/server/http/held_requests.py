@@ -1,69 +1,70 @@
-"""Requests that wait for a result. They end when the client disconnects and when the exporter stops."""
+"""Requests whose reply waits: a report for a command, an action for its end. Used on the event loop only."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from enum import Enum
-from typing import Any, Final, Literal, TypeVar
+from collections import defaultdict
+from collections.abc import Hashable
+from enum import Enum, auto
 
 from starlette.types import Receive
 
-__all__ = ["GONE", "RELEASED", "Ended", "Holds"]
 
-T = TypeVar("T")
+class Held(Enum):
+    """Why a request is held no longer."""
 
-
-class Ended(Enum):
-    """Why a wait ended without its result."""
-
-    GONE = "the client disconnected"
-    RELEASED = "the exporter stops"
-
-
-GONE: Final = Ended.GONE
-RELEASED: Final = Ended.RELEASED
+    WOKEN = auto()
+    LATE = auto()
+    """The time is over."""
+    GONE = auto()
+    """The client disconnected."""
+    STOPPING = auto()
+    """The exporter stops."""
 
 
-class Holds:
-    """All requests that wait. Used on the event loop only."""
+class HeldRequests:
+    """All requests that are held, by what they wait for: a process or the id of an action."""
 
     def __init__(self) -> None:
-        self._released = False
-        self._waiting: set[asyncio.Task[Any]] = set()
+        self._held: defaultdict[Hashable, set[asyncio.Future[Held]]] = defaultdict(set)
+        self._stopping = False
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._held.values()))
 
-    async def until(self, awaited: Coroutine[Any, Any, T], receive: Receive) -> T | Literal[Ended.GONE, Ended.RELEASED]:
-        """Wait for `awaited`; cancel it when the client disconnects or the exporter stops.
-
-        Args:
-            awaited: must have a timeout of its own.
-            receive: the ASGI `receive` of the request, whose body has been read.
-        """
-        if self._released:
-            awaited.close()
-            return RELEASED
+    async def hold(self, key: Hashable, seconds: float, receive: Receive) -> Held:
+        """Hold a request, whose body has been read, until `wake(key)` and for this time at most."""
+        if self._stopping:
+            return Held.STOPPING
+        woken: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
+        self._held[key].add(woken)
         # uvicorn does not cancel the handler of a client that disconnected; `receive` reports it.
-        waiting = asyncio.ensure_future(awaited)
         disconnected = asyncio.ensure_future(_disconnected(receive))
-        self._waiting.add(waiting)
         try:
-            await asyncio.wait((waiting, disconnected), return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done() and not waiting.cancelled():
-                return waiting.result()
-            return RELEASED if self._released else GONE
+            await asyncio.wait((woken, disconnected), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if woken.done():
+                return woken.result()
+            return Held.GONE if disconnected.done() else Held.LATE
         finally:
-            self._waiting.discard(waiting)
-            waiting.cancel()
             disconnected.cancel()
+            self._held[key].discard(woken)
+            if not self._held[key]:
+                del self._held[key]
 
-    def release(self) -> None:
-        """End every wait now and each later one at once, because the exporter stops."""
-        self._released = True
-        for task in self._waiting:
-            task.cancel()
+    def wake(self, key: Hashable) -> None:
+        """End the requests that wait for this."""
+        self._end(key, Held.WOKEN)
+
+    def stop(self) -> None:
+        """End every held request now and each later one at once, because the exporter stops."""
+        self._stopping = True
+        for key in self._held:
+            self._end(key, Held.STOPPING)
+
+    def _end(self, key: Hashable, why: Held) -> None:
+        for woken in self._held.get(key, ()):
+            if not woken.done():
+                woken.set_result(why)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
+import re
 import socket
 import stat
 from collections.abc import Iterable, Iterator
@@ -14,17 +16,52 @@ from pathlib import Path
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_client.wire.peer import tcp_listener_owner, unix_peer, user_name
-from gpumem_exporter.server.http.addresses import ListenAddress, parse_listen_address
-
-__all__ = ["BindError", "Listeners", "SocketFile", "bind"]
 
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
 _IN_USE = "; if that is not an exporter, choose another --web.listen-address"
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 _WRITABLE_BY_OTHERS = 0o022
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """An address of `--web.listen-address`: `host:port`, `[ipv6]:port`, or `:port` for every address of the machine."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host == "localhost" or is_loopback(self.host)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_listen_address(text: str) -> ListenAddress:
+    """Parse an address, or raise ValueError with the accepted forms. With port 0 the kernel chooses the port."""
+    wrong = ValueError("expected HOST:PORT, [IPV6]:PORT or :PORT")
+    host, separator, port = text.strip().rpartition(":")
+    if not separator or not port.isascii() or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+        raise wrong
+    if host.startswith("[") and host.endswith("]"):
+        try:
+            return ListenAddress(str(ipaddress.IPv6Address(host[1:-1])), int(port))
+        except ValueError:
+            raise wrong from None
+    if host and not _HOST_NAME.fullmatch(host):
+        raise wrong
+    return ListenAddress(host, int(port))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether the address of a peer is a loopback address of this machine."""
+    return host == "::1" or host.startswith(("127.", "::ffff:127."))
 
 
 class BindError(GpumemError):
@@ -93,11 +130,7 @@ class Listeners:
         return tuple(_authority(sock) for sock in self.sockets if sock.family != socket.AF_UNIX)
 
     def names(self, *, tls: bool = False) -> tuple[str, ...]:
-        """Return the URLs for clients: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`.
-
-        Args:
-            tls: the TCP addresses use TLS.
-        """
+        """Return the URLs for clients: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`."""
         scheme = "https" if tls else "http"
         return tuple(
             f"unix://{self.unix_path}" if sock.family == socket.AF_UNIX else f"{scheme}://{_authority(sock)}"
@@ -119,20 +152,20 @@ class Listeners:
             self.socket_file = None
 
     def add_unix(self, path: str) -> None:
-        """Listen on a unix socket.
-
-        Its mode is 0666: each request is authorized by the credentials of the peer or by a token. The file of a killed
-        exporter is replaced; that of a running one is not.
+        """Listen on a unix socket. The file of a killed exporter is replaced, the file of a running one is not.
 
         Raises:
             BindError: the socket cannot be created, or other users could replace it.
         """
         try:
-            _create_folder(Path(path).parent)
+            # Mode 0755 whatever the umask: with root's 077 no other user could reach the socket.
+            with _umask(0o022), contextlib.suppress(FileExistsError):
+                Path(path).parent.mkdir()
             _require_own_folder(Path(path).parent)
             _remove_unused_socket(path)
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.sockets.append(sock)
+            # Mode 0666: each request is authorized by the credentials of the peer or by a token.
             with _umask(0o111):
                 sock.bind(path)
             self.socket_file = SocketFile.at(path)
@@ -141,11 +174,7 @@ class Listeners:
             raise BindError(f"cannot listen on {path}: {_reason(error)}") from error
 
     def add_tcp(self, address: ListenAddress) -> None:
-        """Listen on a TCP address; without a host, on every IPv4 and IPv6 address of the machine.
-
-        Raises:
-            BindError: the address cannot be bound.
-        """
+        """Listen on a TCP address, or raise BindError. Without a host, listen on every address of the machine."""
         try:
             if not address.host:
                 self._add_every_address(address.port)
@@ -180,11 +209,7 @@ class Listeners:
 
 
 def bind(addresses: Iterable[str], unix_path: str = "") -> Listeners:
-    """Listen on every address.
-
-    Raises:
-        BindError: one of the addresses cannot be bound; then all sockets are closed.
-    """
+    """Listen on every address. If one of them cannot be bound, close all sockets and raise BindError."""
     listeners = Listeners()
     try:
         for address in addresses:
@@ -204,12 +229,6 @@ def _by_whom(address: ListenAddress) -> str:
         if owner is not None:
             return f" by a process of {user_name(owner.uid)}"
     return ""
-
-
-def _create_folder(folder: Path) -> None:
-    """Create the folder with mode 0755 whatever the umask: with root's 077 no other user could reach the socket."""
-    with _umask(0o022), contextlib.suppress(FileExistsError):
-        folder.mkdir()
 
 
 def _require_own_folder(folder: Path) -> None:

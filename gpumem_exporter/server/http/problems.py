@@ -16,17 +16,6 @@ from typing_extensions import NotRequired, TypedDict
 
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 
-__all__ = [
-    "FieldError",
-    "Problem",
-    "ProblemError",
-    "few_fields",
-    "field_errors",
-    "install_problem_handlers",
-    "problem_response",
-    "problems",
-]
-
 MEDIA_TYPE = "application/problem+json"
 MAX_FIELD_ERRORS = 20
 MAX_FIELDS = 64
@@ -65,17 +54,11 @@ class Problem(TypedDict):
 
 @dataclass(slots=True)
 class ProblemError(Exception):
-    """A request whose reply is a problem document.
-
-    Attributes:
-        status: the HTTP status.
-        detail: what is wrong with this request, and how to fix it if that is known.
-        headers: headers of the reply.
-        errors: the invalid fields.
-    """
+    """A request whose reply is a problem document."""
 
     status: int
     detail: str
+    """What is wrong with this request, and how to fix it if that is known."""
     headers: Mapping[str, str] = field(default_factory=dict)
     errors: tuple[FieldError, ...] = ()
 
@@ -119,12 +102,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def field_errors(errors: Iterable[Any], *, skip: int = 0) -> list[FieldError]:
-    """Convert pydantic's errors.
-
-    Args:
-        errors: the result of `ValidationError.errors()`.
-        skip: the number of leading parts of a location that are not the request's, such as `body`.
-    """
+    """Convert pydantic's errors, without the first `skip` parts of each location, such as `body`."""
     found = []
     for error in errors:
         message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
@@ -137,11 +115,8 @@ def field_errors(errors: Iterable[Any], *, skip: int = 0) -> list[FieldError]:
 
 
 def few_fields(value: object) -> object:
-    """Reject an object whose problem document would take long to build, because each of its fields may be wrong.
-
-    Raises:
-        ValueError: it has more than `MAX_FIELDS`.
-    """
+    """Raise ValueError for an object with too many fields."""
+    # Each of them may be wrong: the problem document would take long to build.
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
     return value

@@ -8,7 +8,8 @@ from typing import Any
 
 from fastapi import Response
 
-__all__ = ["accepts_gzip", "json_reply", "json_response", "prefers_openmetrics"]
+REPLY_MODELS: dict[str, type] = {}
+"""The models of the replies of all routes, by name."""
 
 _OPENMETRICS = "application/openmetrics-text"
 _TEXT_RANGES = ("text/plain", "text/*", "*/*")
@@ -26,10 +27,9 @@ def json_response(document: Mapping[str, object], status: int = 200) -> Response
 
 
 def json_reply(model: type, description: str = "Successful Response") -> dict[str, Any]:
-    """Return the OpenAPI description of a JSON reply; `server.openapi` adds the schema of the model.
-
-    FastAPI's `response_model` would build a validator of each model when the exporter starts.
-    """
+    """Return the OpenAPI description of a JSON reply; `server.openapi` adds the schema of the model."""
+    # FastAPI's `response_model` would build a validator of each model when the exporter starts.
+    REPLY_MODELS[model.__name__] = model
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 

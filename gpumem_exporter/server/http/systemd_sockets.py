@@ -8,8 +8,6 @@ from collections.abc import MutableMapping
 
 from gpumem_exporter.server.http.listeners import BindError, Listeners, SocketFile
 
-__all__ = ["take_systemd_sockets"]
-
 FIRST_DESCRIPTOR = 3
 _VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
 

@@ -1,4 +1,4 @@
-"""Turns of owners at work that takes long, so that no owner's requests keep another one waiting."""
+"""Turns of owners at work that takes long, so that no owner's requests keep another owner's waiting."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpumem_exporter.server.http.connections import Connection, Owner
+from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Limits, Owner, UnreadReplies
 from gpumem_exporter.server.http.problems import ProblemError
-
-__all__ = ["BodyTurns", "ReadTurns", "Turns"]
 
 T = TypeVar("T")
 
@@ -28,11 +25,7 @@ _RETRY_AFTER = {"Retry-After": "1"}
 class Turns:
     """Lets a few owners work at a time, in turns. Used on the event loop only.
 
-    Args:
-        running: how many work at the same time.
-        running_of_owner: how many of them may be of one owner.
-        waiting_of_owner: how many of one owner may wait.
-        waiting: how many may wait in all.
+    A number runs and a number waits, in all and of one owner.
     """
 
     def __init__(
@@ -44,41 +37,28 @@ class Turns:
         self._waiting = waiting
         self._active: Counter[Owner] = Counter()
         self._queues: dict[Owner, deque[asyncio.Future[None]]] = {}
-        """Those that wait. The owner that is first has the next turn."""
+        """The futures of the requests that wait. The first owner has the next turn."""
         self._executor: ThreadPoolExecutor | None = None
 
     @contextlib.asynccontextmanager
     async def of(self, owner: Owner) -> AsyncIterator[None]:
-        """Wait for a turn of this owner; it lasts until the block ends.
-
-        Raises:
-            ProblemError: 503, because too many wait.
-        """
-        await self.take(owner)
+        """Wait for a turn of this owner; it lasts until the block ends. Raises ProblemError (503) if too many wait."""
+        await self.start(owner)
         try:
             yield
         finally:
             self.end(owner)
 
     async def run(self, owner: Owner, function: Callable[[], T]) -> T:
-        """Call a function in a thread, in a turn of this owner.
-
-        The threads belong to the turns: the threads of `asyncio.to_thread` may all be waiting for a disk or /proc.
-
-        Raises:
-            ProblemError: as `of`.
-        """
+        """Call a function in a thread, in a turn of this owner. Raises ProblemError (503) if too many wait."""
         async with self.of(owner):
             if self._executor is None:
+                # The threads belong to the turns: the threads of `to_thread` may all be waiting for a disk or /proc.
                 self._executor = ThreadPoolExecutor(self._running, thread_name_prefix="turn")
             return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
-    async def take(self, owner: Owner) -> None:
-        """Wait for a turn of this owner, which lasts until `end`.
-
-        Raises:
-            ProblemError: as `of`.
-        """
+    async def start(self, owner: Owner) -> None:
+        """Wait for a turn of this owner, which lasts until `end`. Raises ProblemError (503) if too many wait."""
         if not self._queues.get(owner) and self._may_start(owner):
             self._active[owner] += 1
             return
@@ -97,7 +77,7 @@ class Turns:
             raise
 
     def end(self, owner: Owner) -> None:
-        """End a turn of this owner, and start those that are next."""
+        """End a turn of this owner, and start the next ones."""
         self._active[owner] -= 1
         self._active = +self._active
         for each in tuple(self._queues):
@@ -136,107 +116,114 @@ class Turns:
             del self._queues[owner]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadTurns:
-    """An application in which owners take turns at reading the API's documents.
+class _Turn:
+    """The turn of one request. It starts at most once."""
 
-    A turn ends when the reply starts, so a client that reads slowly, or follows a stream, does not occupy it. Writes
-    (reports, actions) and scrapes do not wait for it.
+    def __init__(self, turns: Turns, owner: Owner) -> None:
+        self._turns = turns
+        self._owner = owner
+        self._started = False
+        self._runs = False
 
-    Args:
-        app: the next application.
-        turns: the turns.
-    """
+    async def start(self) -> None:
+        if not self._started:
+            await self._turns.start(self._owner)
+            self._started = self._runs = True
 
-    app: ASGIApp
-    turns: Turns
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on the request in its turn; refuse it if too many wait."""
-        connection = Connection.of(scope)
-        if (
-            connection is None
-            or scope["type"] != "http"
-            or scope["method"] not in ("GET", "HEAD")
-            or not scope["path"].startswith("/api/")
-        ):
-            await self.app(scope, receive, send)
-            return
-        owner = connection.owner
-        try:
-            await self.turns.take(owner)
-        except ProblemError as problem:
-            await problem.response()(scope, receive, send)
-            return
-        ended = False
-
-        async def send_and_end(message: Message) -> None:
-            nonlocal ended
-            if not ended:
-                ended = True
-                self.turns.end(owner)
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_and_end)
-        finally:
-            if not ended:
-                self.turns.end(owner)
+    def end(self) -> None:
+        if self._runs:
+            self._runs = False
+            self._turns.end(self._owner)
 
 
-@dataclass(frozen=True, slots=True)
-class BodyTurns:
-    """An application in which owners take turns at sending long bodies.
+class FairRequests:
+    """The middleware in which owners take turns, and long replies are sent piece by piece."""
 
-    A turn lasts from the first part until the application has read the body and calls `end_body_turn` of the request's
-    state, at the latest until its end. Others' bodies wait in the clients' sockets. So neither memory nor one round of
-    the event loop is taken by hundreds of them.
-
-    Args:
-        app: the next application.
-        turns: the turns.
-    """
-
-    app: ASGIApp
-    turns: Turns
+    def __init__(self, app: ASGIApp, limits: Limits, unread: UnreadReplies) -> None:
+        self._app = app
+        self._bodies = Turns(limits.bodies, running_of_owner=max(1, limits.bodies // 4))
+        self._reads = Turns(limits.reads)
+        self._unread = unread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on the request. If too many bodies wait, the first `receive()` raises the ProblemError of a 503."""
+        """Pass on the request.
+
+        If too many long bodies wait, the first `receive()` of the next application raises the ProblemError of a 503.
+        """
         connection = Connection.of(scope)
-        if connection is None or _has_short_body(scope):
-            await self.app(scope, receive, send)
+        if connection is None:
+            await self._app(scope, receive, send)
             return
-        owner = connection.owner
-        started = ended = False
-
-        async def receive_in_turn() -> Message:
-            nonlocal started
-            if not started:
-                await self.turns.take(owner)
-                started = True
-            return await receive()
-
-        def end() -> None:
-            nonlocal ended
-            if started and not ended:
-                ended = True
-                self.turns.end(owner)
-
-        scope["state"]["end_body_turn"] = end
+        turn = None
+        if _has_long_body(scope):
+            turn = _Turn(self._bodies, connection.owner)
+            receive = _receive_in(turn, receive)
+            # For the application, once it has read the body. Until then, others' bodies wait in the clients' sockets.
+            scope["state"]["end_body_turn"] = turn.end
+        elif scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/"):
+            # Writes (reports, actions) and scrapes do not wait for reads.
+            turn = _Turn(self._reads, connection.owner)
+            try:
+                await turn.start()
+            except ProblemError as problem:
+                await problem.response()(scope, receive, send)
+                return
+            send = _end_before(send, turn)
         try:
-            await self.app(scope, receive_in_turn, send)
+            await self._app(scope, receive, self._send_in_pieces(connection, send))
         finally:
-            end()
+            if turn is not None:
+                turn.end()
+
+    def _send_in_pieces(self, connection: Connection, send: Send) -> Send:
+        """Return a `send` in which each piece waits until the client has read the previous ones.
+
+        Otherwise every slow client would have a copy of its reply, and with TLS an encrypted one.
+        """
+
+        async def send_in_pieces(message: Message) -> None:
+            body = message.get("body", b"")
+            if len(body) <= PIECE_BYTES:
+                await send(message)
+                return
+            self._unread.send(connection, body)
+            try:
+                for start in range(0, len(body), PIECE_BYTES):
+                    piece = body[start : start + PIECE_BYTES]  # a copy: a view would keep all of the body
+                    more = message.get("more_body", False) or start + PIECE_BYTES < len(body)
+                    await send({"type": "http.response.body", "body": piece, "more_body": more})
+            finally:
+                self._unread.sent(connection)
+
+        return send_in_pieces
+
+
+def _receive_in(turn: _Turn, receive: Receive) -> Receive:
+    async def receive_in_turn() -> Message:
+        await turn.start()
+        return await receive()
+
+    return receive_in_turn
+
+
+def _end_before(send: Send, turn: _Turn) -> Send:
+    """Return a `send` that ends the turn: a client that reads slowly, or follows a stream, does not occupy it."""
+
+    async def end_and_send(message: Message) -> None:
+        turn.end()
+        await send(message)
+
+    return end_and_send
+
+
+def _has_long_body(scope: Scope) -> bool:
+    if scope["method"] != "POST":
+        return False
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return not (value.isdigit() and len(value) < 10 and int(value) <= _SHORT_BODY_BYTES)
+    return True
 
 
 def _too_many() -> ProblemError:
     return ProblemError(503, "too many requests wait for their turn", _RETRY_AFTER)
-
-
-def _has_short_body(scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["method"] != "POST":
-        return True
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            return value.isdigit() and len(value) < 10 and int(value) <= _SHORT_BODY_BYTES
-    return False

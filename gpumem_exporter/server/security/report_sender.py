@@ -24,10 +24,7 @@ from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.errors import ForeignProcessError
 from gpumem_exporter.host import Host
-from gpumem_exporter.server.security.peer import Peer
-from gpumem_exporter.server.security.peer_places import PeerPlace, PeerPlaces
-
-__all__ = ["ReportSenders", "ReportedProcess"]
+from gpumem_exporter.server.http.peer import Peer, PeerPlace, PeerPlaces
 
 _RETRY_SECONDS = 10.0
 """The time between two searches for a process that was not found."""
@@ -57,14 +54,7 @@ class _Known:
 
 
 class ReportSenders:
-    """Identifies the processes of reports, once for each connection. Used on the event loop only.
-
-    Args:
-        host: the operating system.
-        clock: monotonic seconds.
-        max_known: the maximum number of results that are kept.
-        places: finds the places of senders over TCP.
-    """
+    """Identifies the processes of reports, once for each connection. Used on the event loop only."""
 
     def __init__(
         self, host: Host, *, clock: Callable[[], float], max_known: int, places: PeerPlaces | None = None
@@ -99,10 +89,7 @@ class ReportSenders:
     def _decide(self, identity: ProcessIdentity, peer: Peer, sender: PeerPlace | None) -> ReportedProcess | str | None:
         """Return the process, or why the sender may not report for it; None if its place must be searched first.
 
-        Args:
-            identity: the process that the report names.
-            peer: the sender.
-            sender: its place; None to find it if it is the process itself, or on the unix socket.
+        `sender` is the place of the peer. Without it, only a process that reports itself is found, and a unix socket's.
         """
         host_pid = self._host.host_pid(identity, peer.pid or None)
         uid = self._host.owner_uid(identity, host_pid)

@@ -1,39 +1,34 @@
 """Checks requests before the routes that change something or show events: caller, web page, size of the body.
 
-The other routes are readable by every client, except by web pages if the exporter listens on loopback alone. Pure ASGI.
-The guard reads the whole body within its limit. The route gets it from its first `receive()`, then `http.disconnect`.
+The other routes are readable by every client, except by web pages if the exporter listens on loopback alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ipaddress
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_client.wire.protocol import REPORTS_PATH
+from gpumem_exporter.server.http.listeners import is_loopback
+from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.security.tokens import TokenFile
 
-__all__ = [
-    "ACTIONS_PATH",
-    "ALERTS_PATH",
-    "EVENTS_PATH",
-    "JOBS_PATH",
-    "MAX_ALERTS_BYTES",
-    "MAX_BODY_BYTES",
-    "MAX_REPORT_BYTES",
-    "NVML_PATH",
-    "RELOAD_PATH",
-    "Guard",
-    "is_restricted",
-]
+if TYPE_CHECKING:
+    from gpumem_exporter.server.security.callers import Callers
+    from gpumem_exporter.server.security.web_access import WebAccess  # loaded only if there is a web configuration
 
 ACTIONS_PATH = "/api/v1/actions"
 ALERTS_PATH = "/api/v1/alerts"
+CALLER_PATH = "/api/v1/caller"
 EVENTS_PATH = "/api/v1/events"
 JOBS_PATH = "/api/v1/jobs"
+LIVE_PATH = "/api/v1/live"
 NVML_PATH = "/api/v1/nvml"
 RELOAD_PATH = "/-/reload"
 
@@ -44,88 +39,101 @@ MAX_ALERTS_BYTES = 1 << 20
 MAX_BODY_BYTES = 64 << 10
 """The largest body on the other routes."""
 
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """The middleware.
-
-    Args:
-        app: the next application.
-        own_names: the names that `Host` and `Origin` may have.
-        reports: the rule for reports.
-        callers: identifies the callers of actions, the audit log and events.
-        on_report_refused: called with the outcome of a refused report: `unauthorized`, `too_large`, `busy` or
-            `invalid`.
-        loopback_only: whether the exporter listens on loopback alone. Its clients then use names of this machine, and a
-            request for another name is a web page's (DNS rebinding): it reads nothing.
-    """
-
-    app: ASGIApp
-    own_names: OwnNames
-    reports: Rule
-    callers: Callers
-    on_report_refused: Callable[[str], None]
-    loopback_only: bool = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on an admitted request; answer others with a problem."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        path, method = scope["path"], scope["method"]
-        is_report = path == REPORTS_PATH
-        try:
-            if is_report or is_restricted(path):
-                await self._admit(scope, path)
-                if method == "POST":
-                    receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
-            elif self.loopback_only:
-                self._require_own_host(scope)
-        except ProblemError as problem:
-            if is_report:
-                self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
-            await problem.response()(scope, receive, send)
-            return
-        except _DisconnectedError:
-            return
-        if method == "HEAD":
-            scope = {**scope, "method": "GET"}  # the server sends no body
-        await self.app(scope, receive, send)
-
-    def _require_own_host(self, scope: Scope) -> None:
-        headers = dict(scope["headers"])
-        if Peer.of(scope).host and not self.callers.rule.matches_token(headers):
-            self.own_names.require_own_host(headers)
-
-    async def _admit(self, scope: Scope, path: str) -> None:
-        headers = dict(scope["headers"])
-        rule = self.reports if path == REPORTS_PATH else self.callers.rule
-        self.own_names.require_own_page(headers)
-        if rule.token is None:
-            # A client with the token is not a web page, and may use any name of the exporter.
-            self.own_names.require_own_host(headers)
-        if path == REPORTS_PATH:
-            rule.admit(Peer.of(scope), headers)
-        else:
-            caller = await self.callers.admit(scope)
-            if path in (ALERTS_PATH, RELOAD_PATH) or path.startswith(NVML_PATH + "/"):
-                self.callers.require_all(caller, path)
-            scope.setdefault("state", {})["caller"] = caller
-        # A reload has no body, so its Content-Type does not matter.
-        if scope["method"] == "POST" and path != RELOAD_PATH:
-            media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-            if media_type != b"application/json":
-                raise ProblemError(415, "expected JSON with `Content-Type: application/json`")
-            if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-                raise ProblemError(415, "expected a body without Content-Encoding")
-
-
+_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
+"""Headers of proxies: the connection is then the proxy's, not the caller's, on a socket too."""
+_LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))
 _LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES}
 _OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 503: "busy"}
 
+_log = logging.getLogger(__name__)
 
-class _DisconnectedError(Exception):
-    """The client disconnected before its body was complete."""
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The clients that may use a group of routes: with a token file the clients with its token, else local users."""
+
+    what: str
+    """The subject of the routes, for messages: "actions"."""
+    flag: str
+    """The flag of the token file."""
+    token: TokenFile | None
+    """Required from every client; None admits every user of this machine."""
+
+    def admit(self, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
+        """Raise the ProblemError of a client that is refused."""
+        if (problem := self.refusal(peer, headers)) is not None:
+            raise problem
+
+    def refusal(self, peer: Peer, headers: Mapping[bytes, bytes]) -> ProblemError | None:
+        """Return why a client is refused; None if it is admitted.
+
+        401: a missing or wrong token. 403: the exporter has no token and cannot identify the user.
+        """
+        if self.token is not None:
+            return None if self.matches_token(headers) else self._unauthorized(headers)
+        if peer.uid is not None:
+            return None
+        place = f"from {peer.host}"
+        if not peer.host or is_loopback(peer.host):
+            place = "through a proxy, nor from a user that the kernel does not name"
+        return ProblemError(
+            403,
+            f"{self.what} are allowed over loopback and the unix socket, not {place}; start the "
+            f"exporter with {self.flag} and send that token as `Authorization: Bearer TOKEN`",
+        )
+
+    def matches_token(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Return whether a request has this rule's token."""
+        scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
+        return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(presented.strip())
+
+    def _unauthorized(self, headers: Mapping[bytes, bytes]) -> ProblemError:
+        bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
+        wrong = "wrong token" if bearer else "a token is required"
+        return ProblemError(
+            401,
+            f"{self.what}: {wrong}; send `Authorization: Bearer TOKEN`, the token of the exporter's {self.flag}",
+            {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
+        )
+
+
+class OwnNames:
+    """The names of the exporter that `Host` and `Origin` may have.
+
+    In a DNS rebinding attack, another site's name resolves to this machine's address; the name reveals the attack. An
+    IP address cannot be rebound, so every IP address is accepted.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(name.lower().rstrip(".") for name in names if name) | _LOOPBACK_NAMES
+
+    def require_own_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raise a ProblemError (403) for a request for another host name."""
+        authority = headers.get(b"host", b"").decode("latin-1")
+        host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
+        if not authority or host.lower().rstrip(".") in self._names:
+            return
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            shown = repr(authority[:200])
+            detail = f"the Host {shown} is not this exporter's: use its IP address, the machine's name or a token"
+            raise ProblemError(403, detail) from None
+
+
+def require_own_page(headers: Mapping[bytes, bytes]) -> None:
+    """Raise a ProblemError (403) for a request that a browser marks as made by another site's page."""
+    origin = headers.get(b"origin")
+    if origin is not None:
+        page = origin.decode("latin-1")
+        scheme, separator, authority = page.lower().partition("://")
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if not separator or scheme not in ("http", "https") or authority != host:
+            raise ProblemError(
+                403, f"requests from the web page {page[:200]!r} are refused: it is not a page of the exporter"
+            )
+    if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
+        raise ProblemError(403, "requests from other sites' web pages are refused")
 
 
 def is_restricted(path: str) -> bool:
@@ -133,6 +141,106 @@ def is_restricted(path: str) -> bool:
     return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
         (ACTIONS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The middleware. It sets `peer` in the request's state, and `caller` on the routes of actions and events."""
+
+    app: ASGIApp
+    routes: Mapping[str, ASGIApp]
+    """The most frequent routes by path, besides `app`: FastAPI's search for a route takes as long as they do."""
+    own_names: OwnNames
+    reports: Rule
+    callers: Callers
+    on_report_refused: Callable[[str], None]
+    """Called with the outcome of a refused report: `unauthorized`, `too_large`, `busy` or `invalid`."""
+    loopback_only: bool = False
+    """Whether the exporter listens on loopback alone. Its clients then use names of this machine, and a request for
+    another name is a web page's (DNS rebinding): it reads nothing."""
+    web: WebAccess | None = None
+    """The users of the TCP addresses, from `--web.config.file`."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on an admitted request; answer others with a problem."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path, method = scope["path"], scope["method"]
+        try:
+            guarded = await self._admit(scope, path)
+            if guarded and method == "POST":
+                receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
+        except ProblemError as problem:
+            _log.debug("%s %s refused: %s %s", method, path, problem.status, problem.detail)
+            if path == REPORTS_PATH:
+                self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
+            await problem.response()(scope, receive, send)
+            return
+        except _DisconnectedError:
+            return
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server sends no body
+        await self.routes.get(path, self.app)(scope, receive, send)
+
+    async def _admit(self, scope: Scope, path: str) -> bool:
+        """Return whether the request is for a route that changes something or shows events.
+
+        Raises:
+            ProblemError: the request is refused.
+        """
+        headers, state = dict(scope["headers"]), scope.setdefault("state", {})
+        peer = state.get("peer") or Peer()
+        if not _FORWARDED.isdisjoint(headers):
+            peer = Peer(peer.host)
+        state["peer"] = peer
+        await self._require_password(path, peer, headers)
+        rule = self.reports if path == REPORTS_PATH else self.callers.rule
+        if path != REPORTS_PATH and not is_restricted(path):
+            if path in (CALLER_PATH, LIVE_PATH):
+                require_own_page(headers)
+            if self.loopback_only and peer.host and not rule.matches_token(headers):
+                self.own_names.require_own_host(headers)
+            return False
+        require_own_page(headers)
+        if rule.token is None:
+            # A client with the token is not a web page, and may use any name of the exporter.
+            self.own_names.require_own_host(headers)
+        if path == REPORTS_PATH:
+            rule.admit(peer, headers)
+        else:
+            state["caller"] = caller = await self.callers.admit(scope)
+            if path in (ALERTS_PATH, RELOAD_PATH) or path.startswith(NVML_PATH + "/"):
+                self.callers.require_all(caller, path)
+        # A reload has no body, so its Content-Type does not matter.
+        if scope["method"] == "POST" and path != RELOAD_PATH:
+            _require_json(headers)
+        return True
+
+    async def _require_password(self, path: str, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
+        """Restrict every route over TCP to the users, as Prometheus' own exporters do.
+
+        The unix socket is exempt: the kernel identifies its clients. A request has either a password or a token in its
+        one `Authorization` header. The token of actions opens every route, the token of reports only their route. A
+        password does not replace a token.
+        """
+        if self.web is None or not len(self.web.users) or peer.on_unix_socket:
+            return
+        if self.callers.rule.matches_token(headers) or (path == REPORTS_PATH and self.reports.matches_token(headers)):
+            return
+        await self.web.users.authenticate(headers.get(b"authorization", b""))
+
+
+class _DisconnectedError(Exception):
+    """The client disconnected before its body was complete."""
+
+
+def _require_json(headers: Mapping[bytes, bytes]) -> None:
+    # A web page cannot send this media type to another site without that site's permission.
+    if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
+        raise ProblemError(415, "expected JSON with `Content-Type: application/json`")
+    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
+        raise ProblemError(415, "expected a body without Content-Encoding")
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
@@ -160,7 +268,7 @@ def _too_large(limit: int) -> ProblemError:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that first returns the body, then the messages of the connection."""
+    """Return a `receive` that returns the whole body, then the messages of the connection: `http.disconnect`."""
     replayed_once = False
 
     async def replayed() -> Message:

@@ -1,4 +1,4 @@
-"""Tokens in files."""
+"""Tokens in files, and the thread that reads files again when they change."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import hmac
 import logging
 import os
 import stat
+import threading
+from collections.abc import Sequence
 from pathlib import Path
-
-from gpumem_exporter.server.security.file_refresher import file_version
-
-__all__ = ["MAX_TOKEN_BYTES", "TokenFile"]
+from typing import Protocol
 
 MAX_TOKEN_BYTES = 4096
+REFRESH_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -20,38 +20,32 @@ _log = logging.getLogger(__name__)
 class TokenFile:
     """The token in a file: its only line, without the white space around it.
 
-    `refresh` reads the file again if it changed. While the file has no valid token, no token matches. Comparing a token
-    never touches the disk.
-
-    Args:
-        path: the file.
+    While the file has no valid token, no token matches. Comparing a token never touches the disk.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._token = b""
-        self._seen: tuple[int, ...] | None = None
-        self._unreadable = False
+        self._version: tuple[int, ...] | None = None
+        self._failed = False
 
     def read(self) -> bytes:
-        """Read the token now. May block on the disk.
+        """Return the token that the file has now. May block on the disk.
 
         Raises:
             OSError: the file cannot be read.
             ValueError: the file does not contain a token, or every user may read it.
         """
         with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
+            mode = os.fstat(file.fileno()).st_mode
             text = file.read(MAX_TOKEN_BYTES + 1)
-        if status.st_mode & stat.S_IROTH:
+        if mode & stat.S_IROTH:
             raise ValueError("every user may read the file; expected mode 0600, or 0640 for a group")
         token = text.strip()
         if not token:
             raise ValueError("the file is empty")
         if len(text) > MAX_TOKEN_BYTES or b"\n" in token or b"\0" in token:
             raise ValueError(f"expected one line of at most {MAX_TOKEN_BYTES} bytes in the file")
-        self._token = token
-        self._seen = file_version(status)
         return token
 
     def matches(self, presented: bytes) -> bool:
@@ -60,19 +54,63 @@ class TokenFile:
 
     def refresh(self) -> None:
         """Read the file if it changed. May block on the disk."""
+        # The version is older than the content if the file changes in between; the next refresh then reads it again.
+        version = file_version(self.path)
+        if self._token and version == self._version:
+            return
+        fields = {"file": str(self.path)}
         try:
-            status = self.path.stat()
-            if self._seen != file_version(status):
-                rotated = self._seen is not None or self._unreadable
-                self.read()
-                if rotated:
-                    _log.info("token replaced", extra={"fields": {"file": str(self.path)}})
-            self._unreadable = False
+            self._token = self.read()
         except (OSError, ValueError) as error:
-            self._token, self._seen = b"", None
-            if not self._unreadable:
-                _log.error(
-                    "no valid token in the token file: its routes are closed",
-                    extra={"fields": {"file": str(self.path), "error": str(error)}},
-                )
-            self._unreadable = True
+            self._token = b""
+            if not self._failed:
+                fields["error"] = str(error)
+                _log.error("no valid token in the token file: its routes are closed", extra={"fields": fields})
+            self._failed = True
+            return
+        if self._failed or self._version is not None:
+            _log.info("token replaced", extra={"fields": fields})
+        self._version, self._failed = version, False
+
+
+class Refreshable(Protocol):
+    """The content of files."""
+
+    def refresh(self) -> None:
+        """Read the files if they changed. May block on the disk; must not raise."""
+
+
+class FileRefresher:
+    """Refreshes files once a second in a daemon thread, so that a hung mount delays neither requests nor exit."""
+
+    def __init__(self, files: Sequence[Refreshable]) -> None:
+        self._files = files
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Read the files, then refresh them until `stop`."""
+        for file in self._files:
+            file.refresh()
+        if self._files:
+            threading.Thread(target=self._run, name="gpumem-files", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread; does not wait for it."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(REFRESH_SECONDS):
+            for file in self._files:
+                file.refresh()
+
+
+def file_version(path: Path) -> tuple[int, ...] | None:
+    """Return what differs after a change of the file; None if there is no such file.
+
+    A mounted Kubernetes secret is replaced, not written.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode

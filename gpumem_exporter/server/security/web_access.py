@@ -1,22 +1,24 @@
-"""The certificate and the users of the TCP addresses, from `--web.config.file`."""
+"""The certificate, the users and the headers of the TCP addresses, from `--web.config.file`."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import ssl
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.server.security.file_refresher import file_version
-from gpumem_exporter.server.security.password_users import Users
-from gpumem_exporter.server.security.tls_context import create_context
+from gpumem_exporter.server.security.tokens import file_version
+from gpumem_exporter.server.security.users import Users
 from gpumem_exporter.server.security.web_config import Tls, WebConfig, read_web_config
 
-__all__ = ["WebAccess"]
+_CLIENT_CERTIFICATE = {
+    "NoClientCert": ssl.CERT_NONE,
+    "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
+    "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
+}
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +37,9 @@ class WebAccess:
         self._path = path
         self._config, self._certificate = _read(path)
         self._reading = asyncio.Lock()
-        self.users = Users(self._config.users)
+        self.users = Users(self._config.basic_auth_users)
         """The users of the TCP addresses; empty if every client may use them."""
-        self.headers = self._config.headers
-        """Headers of every reply."""
+        self.headers = self._config.http_server_config.headers
         self.context = self._certificate.context if self._certificate is not None else None
         """The context to listen with; None without TLS. Each handshake uses the certificate in force."""
         if self.context is not None:
@@ -59,10 +60,26 @@ class WebAccess:
                     extra={"fields": {"error": str(error)}},
                 )
                 return
-            self.users = self.users.changed_to(config.users)
+            self.users = self.users.changed_to(config.basic_auth_users)
             self._config, self._certificate = config, certificate
             fields = {"file": str(self._path), "tls": str(certificate is not None).lower(), "users": len(self.users)}
             _log.info("web configuration reloaded", extra={"fields": fields})
+
+    def with_headers(self, app: ASGIApp) -> ASGIApp:
+        """Return an application that sets the headers on every reply, in place of those with the same name."""
+        configured = self._config.http_server_config.headers
+        headers = {name.lower().encode(): value.encode() for name, value in configured.items()}
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_with_headers(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    others = [(name, value) for name, value in message["headers"] if name.lower() not in headers]
+                    message = {**message, "headers": [*others, *headers.items()]}
+                await send(message)
+
+            await app(scope, receive, send_with_headers)
+
+        return application if headers else app
 
     def refresh(self) -> None:
         """Load the certificate, the key and the client authorities again if their files changed. Any thread may call.
@@ -73,24 +90,6 @@ class WebAccess:
         if certificate is not None:
             certificate.refresh()
 
-    def admits(self, certificate: Mapping[str, Any]) -> bool:
-        """Return whether `client_allowed_sans` permits a client with this verified certificate.
-
-        Args:
-            certificate: as `ssl.SSLSocket.getpeercert()` returns it.
-        """
-        tls = self._config.tls
-        if tls is None or not tls.client_allowed_sans:
-            return True
-        names = _alternative_names(certificate)
-        if not names.isdisjoint(tls.client_allowed_sans):
-            return True
-        _log.warning(
-            "connection closed: client_allowed_sans has no name of the client's certificate",
-            extra={"fields": {"names": ",".join(sorted(names))}},
-        )
-        return False
-
     def _use_certificate_in_force(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: ssl.SSLContext
     ) -> None:
@@ -100,17 +99,17 @@ class WebAccess:
 
 
 class _Certificate:
-    """A context with the certificate, the key and the client authorities of a configuration.
+    """A TLS context of the files of a configuration."""
 
-    Raises:
-        ConfigurationError: one of the files is invalid.
-    """
-
-    def __init__(self, tls: Tls) -> None:
+    def __init__(self, path: Path, tls: Tls) -> None:
+        self._where = f"{path}: tls_server_config"
         self._tls = tls
+        self._files = {"cert_file": tls.cert_file, "key_file": tls.key_file}
+        if tls.client_ca_file is not None:
+            self._files["client_ca_file"] = tls.client_ca_file
         # The version is older than the content if a file changes in between; the next refresh then reads it again.
         self._versions = self._current_versions()
-        self.context = create_context(tls)
+        self.context = self._create_context()
 
     def refresh(self) -> None:
         """Create the context again if a file changed. Invalid files change nothing and are logged once."""
@@ -119,27 +118,62 @@ class _Certificate:
             return
         self._versions = versions
         try:
-            self.context = create_context(self._tls)
+            self.context = self._create_context()
         except ConfigurationError as error:
             _log.error(
                 "certificate not replaced, the previous one stays in force", extra={"fields": {"error": str(error)}}
             )
         else:
-            _log.info("certificate replaced", extra={"fields": {"certificate": str(self._tls.cert)}})
+            _log.info("certificate replaced", extra={"fields": {"certificate": str(self._tls.cert_file)}})
 
     def _current_versions(self) -> list[tuple[int, ...] | None]:
-        versions: list[tuple[int, ...] | None] = []
-        for path in self._tls.files:
+        return [file_version(path) for path in self._files.values()]
+
+    def _create_context(self) -> ssl.SSLContext:
+        """Return a context; raise ConfigurationError if a file is missing or invalid."""
+        tls = self._tls
+        for key, path in self._files.items():
+            self._check_file(key, path)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3 if tls.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            # Without a password, OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(tls.cert_file, tls.key_file, password="")
+        except OSError as error:
+            files = f"the certificate of cert_file '{tls.cert_file}' and the key of key_file '{tls.key_file}'"
+            raise ConfigurationError(f"{self._where}: {files} do not match: {_reason(error)}") from None
+        if tls.client_ca_file is not None:
             try:
-                versions.append(file_version(path.stat()))
-            except OSError:
-                versions.append(None)
-        return versions
+                context.load_verify_locations(tls.client_ca_file)
+            except OSError as error:
+                raise self._invalid("client_ca_file", _reason(error)) from None
+            context.verify_mode = _CLIENT_CERTIFICATE[tls.client_auth_type]
+            # A resumed session skips the verification, also after its authority was removed. This turns off the
+            # sessions of TLS 1.3; Python has no access to those of TLS 1.2.
+            context.num_tickets = 0
+        return context
+
+    def _check_file(self, key: str, path: Path) -> None:
+        """Name the file that is wrong: OpenSSL's errors name none."""
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise self._invalid(key, error.strerror or str(error)) from None
+        if key != "key_file" and b"-----BEGIN CERTIFICATE-----" not in content:
+            raise self._invalid(key, "expected a certificate in PEM")
+        if key == "key_file" and (b"PRIVATE KEY-----" not in content or b"ENCRYPTED" in content):
+            raise self._invalid(key, "expected a private key in PEM, without a passphrase")
+
+    def _invalid(self, key: str, reason: str) -> ConfigurationError:
+        return ConfigurationError(f"{self._where}: {key} '{self._files[key]}': {reason}")
 
 
 def _read(path: Path) -> tuple[WebConfig, _Certificate | None]:
     config = read_web_config(path)
-    return config, None if config.tls is None else _Certificate(config.tls)
+    tls = config.tls_server_config
+    return config, None if tls is None else _Certificate(path, tls)
 
 
 def _refuse_changes_that_need_a_restart(path: Path, before: WebConfig, now: WebConfig) -> None:
@@ -147,21 +181,17 @@ def _refuse_changes_that_need_a_restart(path: Path, before: WebConfig, now: WebC
 
     A handshake can use another certificate and other client authorities, but no other settings.
     """
-    if before.headers != now.headers:
+    if before.http_server_config != now.http_server_config:
         raise ConfigurationError(f"{path}: changing http_server_config needs a restart")
-    if (before.tls is None) != (now.tls is None):
+    old, new = before.tls_server_config, now.tls_server_config
+    if (old is None) != (new is None):
         raise ConfigurationError(f"{path}: turning TLS on or off needs a restart")
-    if before.tls is None or now.tls is None:
-        return
-    for key in ("min_version", "max_version", "client_auth_type", "cipher_suites", "prefer_server_cipher_suites"):
-        if getattr(before.tls, key) != getattr(now.tls, key):
-            raise ConfigurationError(f"{now.tls.where}: changing {key} needs a restart")
+    for key in ("min_version", "client_auth_type"):
+        if getattr(old, key, "") != getattr(new, key, ""):
+            raise ConfigurationError(f"{path}: tls_server_config: changing {key} needs a restart")
 
 
-def _alternative_names(certificate: Mapping[str, Any]) -> set[str]:
-    """Return the DNS names, IP addresses, e-mail addresses and URIs of a certificate, as Go writes them."""
-    return {
-        str(ipaddress.ip_address(value.strip())) if kind == "IP Address" else value
-        for kind, value in certificate.get("subjectAltName", ())
-        if kind in ("DNS", "IP Address", "email", "URI")
-    }
+def _reason(error: OSError) -> str:
+    """Return the reason of OpenSSL, such as KEY_VALUES_MISMATCH, in lower case."""
+    reason = getattr(error, "reason", None) or error.strerror or str(error)
+    return " ".join(reason.replace("_", " ").lower().split())

@@ -1,1 +1,1 @@
-"""The live page: its files, its content, and the stream that updates it."""
+"""The live page: its files, its content, and the history that it shows."""

@@ -1,7 +1,7 @@
-"""`GET /`: the live page, one document with its style and its script.
+"""`GET /`: the live page. `GET /docs`: the description of the API in Swagger UI. Neither loads anything from elsewhere.
 
-The page loads nothing else. Its Content-Security-Policy allows the style and the script by their hashes, requests to
-the exporter's own API, and nothing more.
+The live page is one document with its style and its script. Its Content-Security-Policy allows both by their hashes,
+requests to the exporter's own API, and nothing more.
 """
 
 from __future__ import annotations
@@ -9,47 +9,45 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import FileResponse, HTMLResponse
 
 from gpumem_exporter.server.http.replies import accepts_gzip
 
-__all__ = ["SCRIPTS", "STYLES", "Page", "page_router"]
-
 STYLES = ("theme.css", "layout.css", "devices.css", "processes.css", "dialog.css")
 SCRIPTS = (
-    "format.js",
-    "ledger.js",
-    "history.js",
-    "access.js",
-    "warnings.js",
-    "devices.js",
-    "processes.js",
-    "events.js",
-    "clear.js",
-    "connection.js",
-    "main.js",
+    *("format.js", "ledger.js", "history.js", "access.js", "warnings.js", "devices.js", "processes.js", "events.js"),
+    *("clear.js", "connection.js", "main.js"),
 )
-"""Joined in this order into one module: each script may use the names of those before it."""
+"""Joined in this order into one module: each script may use the names of the scripts before it."""
+
+_DEMO = """<aside class="demo" aria-label="Demo">\
+<strong>This is a demo.</strong> Devices, processes and events are simulated.</aside>"""
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _policy(**directives: str) -> dict[str, str]:
+    allowed = {"base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'", "default-src": "'none'"}
+    allowed |= {name.replace("_", "-"): value for name, value in directives.items()}
+    return {"Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in allowed.items())}
 
 
 @dataclass(frozen=True)
 class Page:
-    """The page of one exporter. Its files are read at the first request.
-
-    Args:
-        version: the exporter's version.
-        demo: whether the devices are simulated.
-        telemetry_path: the path of the metrics.
-    """
+    """The live page of one exporter. Its files are read at the first request."""
 
     version: str
     demo: bool
+    """Whether the devices are simulated."""
     telemetry_path: str
+    """The path of the metrics."""
 
     @cached_property
     def body(self) -> bytes:
@@ -62,22 +60,17 @@ class Page:
         return gzip.compress(self.body, mtime=0)
 
     @cached_property
-    def headers(self) -> Mapping[str, str]:
+    def headers(self) -> dict[str, str]:
         """The headers of the reply."""
-        policy = {
-            "default-src": "'none'",
-            "script-src": _hash(self._script),
-            "style-src": _hash(self._style),
-            "connect-src": "'self'",
-            "img-src": "data:",
-            "base-uri": "'none'",
-            "form-action": "'none'",
-            "frame-ancestors": "'none'",
-            "require-trusted-types-for": "'script'",
-            "trusted-types": "'none'",
-        }
         return {
-            "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+            **_policy(
+                script_src=_hash(self._script),
+                style_src=_hash(self._style),
+                connect_src="'self'",
+                img_src="data:",
+                require_trusted_types_for="'script'",
+                trusted_types="'none'",
+            ),
             "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
             "Cache-Control": "no-cache",
             "ETag": f'W/"{self.digest}"',
@@ -96,7 +89,7 @@ class Page:
             "version": escape(self.version),
             "telemetry-path": escape(self.telemetry_path),
             "title": "GPU memory (demo)" if self.demo else "GPU memory",
-            "demo": _read("demo.html") if self.demo else "",
+            "demo": _DEMO if self.demo else "",
             "style": self._style,
             "script": self._script,
         }
@@ -106,15 +99,38 @@ class Page:
 
     @cached_property
     def _style(self) -> str:
-        return "".join(_read(name) for name in STYLES)
+        return "".join(map(_read, STYLES))
 
     @cached_property
     def _script(self) -> str:
-        return "".join(_read(name) for name in SCRIPTS)
+        return "".join(map(_read, SCRIPTS))
+
+
+_API_FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
+# An action needs a deliberate client: the page sends no request to the API.
+_API_SCRIPT = 'SwaggerUIBundle({url: "openapi.json", dom_id: "#api", supportedSubmitMethods: []})'
+_API_PAGE = f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>gpumem-exporter API</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="docs/swagger-ui.css">
+<div id="api"></div>
+<script src="docs/swagger-ui-bundle.js"></script>
+<script>{escape(_API_SCRIPT, quote=False)}</script>
+</html>
+"""
+_API_HEADERS = _policy(
+    script_src=f"'self' {_hash(_API_SCRIPT)}",
+    style_src="'self' 'unsafe-inline'",  # Swagger UI sets style attributes
+    connect_src="'self'",
+    img_src="data:",
+)
 
 
 def page_router(page: Page) -> APIRouter:
-    """Return the route of the page."""
+    """Return the routes of both pages."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
@@ -126,6 +142,18 @@ def page_router(page: Page) -> APIRouter:
             return Response(page.compressed, headers=headers, media_type="text/html")
         return Response(page.body, headers=page.headers, media_type="text/html")
 
+    @router.get("/docs")
+    async def api_page() -> HTMLResponse:
+        return HTMLResponse(_API_PAGE, headers=_API_HEADERS)
+
+    @router.get("/docs/{name}")
+    async def api_file(name: str) -> FileResponse:
+        if name not in _API_FILES:
+            raise HTTPException(404)
+        from importlib.resources import files  # see _read
+
+        return FileResponse(str(files("fastapi_swagger.resources").joinpath(name)), media_type=_API_FILES[name])
+
     return router
 
 
@@ -133,7 +161,3 @@ def _read(name: str) -> str:
     from importlib.resources import files  # costs 0.5 MB, which an exporter without a viewer does not need
 
     return files("gpumem_exporter.server.web").joinpath("static", name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -33,21 +32,20 @@ def test_a_command_that_was_not_fetched_is_cancelled_at_once_and_names_the_calle
     assert cancelled.state == "cancelled"
     assert {(row.outcome, row.reason) for row in cancelled.results} == {("refused", "cancelled by policy:alice")}
     assert ranks.finished == [cancelled]
-    assert run(ranks.dispatcher.commands(ranks.first, 0)) == ()
+    assert ranks.dispatcher.commands(ranks.first) == ()
 
 
 def test_a_waiting_command_is_recalled_and_its_result_names_the_caller(ranks: Ranks) -> None:
     async def scenario() -> None:
         action = ranks.ask_group()
         for process in (ranks.first, ranks.second):
-            await ranks.dispatcher.commands(process, 0)
+            ranks.dispatcher.commands(process)
         waiting = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
-        answer = asyncio.create_task(ranks.dispatcher.commands(waiting[0], 5))
-        await asyncio.sleep(0)
+        ranks.woken.clear()
         under_way = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
         assert under_way is not None
         assert not under_way.finished
-        assert await answer == ()
+        assert ranks.woken == [ranks.first.key, ranks.second.key]
         for process in waiting:
             assert ranks.dispatcher.cancelled(process) == (action.id,)
             refuse(ranks, process, action, ReasonCode.CANCELLED)
@@ -64,7 +62,7 @@ def test_a_result_from_before_the_cancellation_is_kept(ranks: Ranks) -> None:
     async def scenario() -> None:
         action = ranks.ask(mode="step")
         for process in (ranks.first, ranks.second):
-            await ranks.dispatcher.commands(process, 0)
+            ranks.dispatcher.commands(process)
         ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
         refuse(ranks, ranks.first, action, ReasonCode.CUDA_GRAPH_CAPTURE)
         ranks.answer(ranks.second, action, "done", freed=7)
@@ -90,7 +88,7 @@ def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None
 def test_a_requested_step_is_used(ranks: Ranks) -> None:
     action = ranks.ask_group(at_step=123)
     assert action.at_step == 123
-    (command,) = run(ranks.dispatcher.commands(ranks.first, 0))
+    (command,) = ranks.dispatcher.commands(ranks.first)
     assert command.at_step == 123
 
 

@@ -16,8 +16,8 @@ from gpumem_exporter.actions.dispatcher import (
 from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.selection import TerminationTarget, select_listed
 from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
-from gpumem_exporter.actions.targets import select_listed
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
@@ -35,14 +35,15 @@ def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -> None
         action = bench.ask()
         assert action.state == "queued"
         for process in (bench.first, bench.second):
-            (command,) = await bench.dispatcher.commands(process, 0)
+            (command,) = bench.dispatcher.commands(process)
             assert (command.id, command.action) == (action.id, "empty_cache")
         running = bench.dispatcher.get(action.id)
         assert running is not None
         assert running.state == "running"
         bench.answer(bench.first, action, freed=3)
         bench.answer(bench.second, action, freed=4)
-        done = await bench.dispatcher.wait(action.id, 5)
+        done = bench.dispatcher.get(action.id)
+        assert done is not None
         assert (done.state, done.freed_bytes) == ("done", 3 + 3 + 4)
         assert {(row.pid, row.gpu) for row in done.results} == {(1, "0"), (1, "1"), (2, "1")}
         assert bench.finished == [done]
@@ -57,39 +58,21 @@ def test_a_process_is_under_way_from_the_request_to_its_result(bench: Bench) -> 
     assert bench.dispatcher.under_way() == set()
 
 
-def test_a_held_request_gets_a_command_as_soon_as_there_is_one(bench: Bench) -> None:
-    async def scenario() -> None:
-        held = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
-        while not bench.dispatcher.held():
-            await asyncio.sleep(0)
-        action = bench.ask()
-        assert [command.id for command in await held] == [action.id]
-        assert bench.dispatcher.held() == 0
-
-    run(scenario())
+def test_an_action_wakes_its_processes_and_then_those_who_wait_for_its_end(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1))
+    assert bench.woken == [bench.first.key]
+    bench.answer(bench.first, action)
+    assert bench.woken == [bench.first.key, action.id]
 
 
 def test_a_command_is_sent_again_until_its_result_arrives(bench: Bench) -> None:
     async def scenario() -> None:
         action = bench.ask(target=Target(pid=1))
-        first = await bench.dispatcher.commands(bench.first, 0)  # say that this reply was lost
-        again = await bench.dispatcher.commands(bench.first, 0)
+        first = bench.dispatcher.commands(bench.first)  # say that this reply was lost
+        again = bench.dispatcher.commands(bench.first)
         assert [c.id for c in first] == [c.id for c in again] == [action.id]
         bench.answer(bench.first, action)
-        assert await bench.dispatcher.commands(bench.first, 0) == ()
-
-    run(scenario())
-
-
-def test_a_second_held_request_of_a_process_ends_the_first(bench: Bench) -> None:
-    async def scenario() -> None:
-        first = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
-        while not bench.dispatcher.held():
-            await asyncio.sleep(0)
-        second = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
-        assert await first == ()
-        action = bench.ask(target=Target(pid=1))
-        assert [c.id for c in await second] == [action.id]
+        assert bench.dispatcher.commands(bench.first) == ()
 
     run(scenario())
 
@@ -98,7 +81,7 @@ def test_a_command_does_not_reach_a_later_process_with_the_same_pid(bench: Bench
     async def scenario() -> None:
         bench.ask(target=Target(pid=1))
         later = bench.put(1, start_time_ticks=2000, session="later", session_started_seconds=9.0)
-        assert await bench.dispatcher.commands(later, 0) == ()
+        assert bench.dispatcher.commands(later) == ()
 
     run(scenario())
 
@@ -118,7 +101,7 @@ def test_a_command_that_was_not_fetched_before_the_deadline_expires(bench: Bench
     bench.dispatcher.expire()
     assert not bench.finished
     bench.now += 0.1
-    assert run(bench.dispatcher.commands(bench.first, 0)) == ()
+    assert bench.dispatcher.commands(bench.first) == ()
     bench.dispatcher.expire()
     (expired,) = bench.finished
     assert (expired.id, expired.state) == (action.id, "expired")
@@ -128,7 +111,7 @@ def test_a_command_that_was_not_fetched_before_the_deadline_expires(bench: Bench
 def test_the_result_of_a_delivered_command_may_arrive_shortly_after_the_deadline(bench: Bench) -> None:
     async def scenario() -> None:
         action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
-        (command,) = await bench.dispatcher.commands(bench.first, 0)
+        (command,) = bench.dispatcher.commands(bench.first)
         assert command.deadline_seconds == 30.0
         bench.now += 30.0
         bench.put(1)  # it runs the command in a training thread, and reports meanwhile
@@ -144,7 +127,7 @@ def test_the_result_of_a_delivered_command_may_arrive_shortly_after_the_deadline
 def test_a_delivered_command_without_a_result_expires(bench: Bench) -> None:
     async def scenario() -> None:
         bench.ask(target=Target(pid=1), deadline_seconds=30.0)
-        await bench.dispatcher.commands(bench.first, 0)
+        bench.dispatcher.commands(bench.first)
         bench.now += 30.0 + SILENT_GRACE_SECONDS
         bench.dispatcher.expire()
         (finished,) = bench.finished
@@ -157,7 +140,7 @@ def test_an_action_expires_less_than_a_second_after_its_deadline(bench: Bench) -
     timers: list[tuple[float, Callable[[], None]]] = []
     bench.dispatcher = bench.build(call_later=lambda *timer: timers.append(timer))
     bench.ask(target=Target(pid=1), deadline_seconds=3.0)
-    run(bench.dispatcher.commands(bench.first, 0))
+    bench.dispatcher.commands(bench.first)
     ((seconds, expire),) = timers
     assert 3.0 <= seconds < 4.0
     bench.now += seconds
@@ -227,7 +210,7 @@ def test_a_dry_run_shows_what_would_be_freed_and_sends_no_command(bench: Bench) 
     assert (action.state, action.freed_bytes) == ("done", 4 * MIB + MIB + 16 * MIB)
     row = action.results[0]
     assert (row.reserved_before_bytes, row.reserved_after_bytes, row.freed_bytes) == (12 * MIB, 8 * MIB, 4 * MIB)
-    assert run(bench.dispatcher.commands(bench.first, 0)) == ()
+    assert bench.dispatcher.commands(bench.first) == ()
 
 
 def test_a_dry_run_answers_unsupported_and_refused_as_the_action_would(bench: Bench) -> None:
@@ -338,14 +321,16 @@ def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -
             submitted.append(one)
             await recorded.wait()
 
-        bench.dispatcher = bench.build(before_release=record)
+        bench.dispatcher = bench.build(record=record)
         action = bench.ask(idempotency_key="k", reason="room")
-        answer = asyncio.create_task(bench.dispatcher.commands(bench.first, 5))
         await asyncio.sleep(0)
-        assert await bench.dispatcher.commands(bench.second, 0) == ()
+        assert bench.dispatcher.commands(bench.second) == ()
         recorded.set()
-        assert [command.id for command in await answer] == [action.id]
-        assert [command.id for command in await bench.dispatcher.commands(bench.second, 0)] == [action.id]
+        while not bench.woken:
+            await asyncio.sleep(0)
+        assert bench.woken == [bench.first.key, bench.second.key]
+        assert [command.id for command in bench.dispatcher.commands(bench.first)] == [action.id]
+        assert [command.id for command in bench.dispatcher.commands(bench.second)] == [action.id]
         (one,) = submitted
         assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
         assert one.processes == ((1, "train", "0"), (2, "train", "1"))
@@ -353,10 +338,10 @@ def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -
     run(scenario())
 
 
-def test_a_recalled_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
+def test_a_restored_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
     action = dataclasses.replace(bench.ask(dry_run=True), id="before")
     request = ActionRequest("empty_cache", EVERYBODY)
-    bench.dispatcher.recall(action, SubmittedAction(action, request, "k", ()))
+    bench.dispatcher.restore(action, SubmittedAction(action, request, "k", ()))
     assert bench.dispatcher.get("before") == action
     assert bench.ask(idempotency_key="k") == action
     with pytest.raises(IdempotencyConflictError):
@@ -397,7 +382,7 @@ def test_a_command_for_every_device_has_no_uuids(
     bench: Bench, action: str, target: Target, uuids: tuple[str, ...]
 ) -> None:
     bench.ask(action, target)
-    (command,) = run(bench.dispatcher.commands(bench.first, 0))
+    (command,) = bench.dispatcher.commands(bench.first)
     assert command.uuids == uuids
 
 
@@ -411,34 +396,36 @@ def test_an_empty_device_selects_no_process(bench: Bench) -> None:
 
 def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(bench: Bench) -> None:
     class Deadly(Terminator):
-        ended: ClassVar[list[int]] = []
+        ended: ClassVar[list[int | str]] = []
 
-        def refusal(self, action_id: str, host_pid: int | None, start_time_ticks: int) -> None:
+        def refusal(self, action_id: str, target: TerminationTarget) -> None:
             return None
 
-        async def end(self, action_id: str, host_pid: int, start_time_ticks: int) -> CommandResult:
-            self.ended.append(host_pid)
+        async def end(self, action_id: str, target: TerminationTarget) -> CommandResult:
+            self.ended.append(target.pid)
             return CommandResult(action_id, "done")
 
     async def scenario() -> None:
         recorded = asyncio.Event()
         bench.dispatcher = bench.build(
-            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: recorded.wait()
+            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), record=lambda _: recorded.wait()
         )
         action = bench.ask("terminate", Target(pid=1))
         bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
         recorded.set()
-        finished = await bench.dispatcher.wait(action.id, 5)
+        while action.id not in bench.woken:
+            await asyncio.sleep(0)
+        (finished,) = bench.finished
         assert {row.outcome for row in finished.results} == {"refused"}
         assert Deadly.ended == []
 
     run(scenario())
 
 
-def test_a_recalled_action_does_not_displace_one_of_this_run(bench: Bench) -> None:
+def test_a_restored_action_does_not_displace_one_of_this_run(bench: Bench) -> None:
     bench.dispatcher = bench.build(kept_actions=2)
     old = dataclasses.replace(done(bench), id="before")
     new = done(bench, idempotency_key="k")
-    bench.dispatcher.recall(old, None)
+    bench.dispatcher.restore(old, None)
     assert bench.dispatcher.get("before") is None
     assert bench.dispatcher.get(new.id) is not None

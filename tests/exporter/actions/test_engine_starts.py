@@ -15,7 +15,7 @@ from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.core.starting_engines import GROWTH_PAUSE_SECONDS, TITLED_START_SECONDS
 from gpumem_exporter.errors import ActionForbiddenError
 from tests.support.builders import MIB, UUIDS, device, node, sample
-from tests.support.dispatching import Bench, Ranks, run
+from tests.support.dispatching import Bench, Ranks
 
 ENGINE, OWNER = 50, 1001
 TITLE = "VLLM::EngineCore"
@@ -36,7 +36,7 @@ class EngineMixin:
         self.store.put_reading(dataclasses.replace(reading, facts={ENGINE: engine} if running else {}))
 
     def commands(self: Any, process: ReportingProcess) -> tuple[Command, ...]:
-        return run(self.dispatcher.commands(process, 0))
+        return self.dispatcher.commands(process)
 
     def later(self: Any, seconds: float) -> None:
         self.now += seconds

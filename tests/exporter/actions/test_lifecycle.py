@@ -9,7 +9,6 @@ import pytest
 
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.engine_starts import StartGuard
 from gpumem_exporter.actions.lifecycle import (
     ActionState,
     CommandPart,
@@ -21,7 +20,7 @@ from gpumem_exporter.actions.lifecycle import (
 )
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.targets import SelectedProcess
+from gpumem_exporter.actions.selection import SelectedProcess
 from tests.support.builders import reporting
 
 LEGAL: dict[Any, set[Any]] = {
@@ -34,11 +33,11 @@ LEGAL: dict[Any, set[Any]] = {
     },
     ActionState.RUNNING: {ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED, ActionState.CANCELLED},
     PartState.BLOCKED: {PartState.WAITING, PartState.TERMINATING, PartState.ENDED},
-    PartState.WAITING: {PartState.DELIVERED, PartState.HELD, PartState.ENDED},
-    PartState.DELIVERED: {PartState.HELD, PartState.RECALLED, PartState.ENDED},
-    PartState.HELD: {PartState.RECALLED_HELD, PartState.ENDED},
-    PartState.RECALLED: {PartState.RECALLED_HELD, PartState.ENDED},
-    PartState.RECALLED_HELD: {PartState.ENDED},
+    PartState.WAITING: {PartState.DELIVERED, PartState.KEPT, PartState.ENDED},
+    PartState.DELIVERED: {PartState.KEPT, PartState.RECALLED, PartState.ENDED},
+    PartState.KEPT: {PartState.RECALLED_KEPT, PartState.ENDED},
+    PartState.RECALLED: {PartState.RECALLED_KEPT, PartState.ENDED},
+    PartState.RECALLED_KEPT: {PartState.ENDED},
     PartState.TERMINATING: {PartState.ENDED},
 }
 
@@ -67,23 +66,23 @@ def recalled(part: CommandPart) -> None:
     part.recall(CommandResult("a", "refused"))
 
 
-def test_a_command_may_be_delivered_and_held_twice() -> None:
+def test_a_command_may_be_delivered_and_kept_twice() -> None:
     part = command_part()
     recall = partial(recalled, part)
     for step, state in (
         (part.deliver, PartState.DELIVERED),
         (part.deliver, PartState.DELIVERED),
-        (part.hold, PartState.HELD),
-        (part.hold, PartState.HELD),
-        (recall, PartState.RECALLED_HELD),
-        (part.hold, PartState.RECALLED_HELD),
+        (part.keep, PartState.KEPT),
+        (part.keep, PartState.KEPT),
+        (recall, PartState.RECALLED_KEPT),
+        (part.keep, PartState.RECALLED_KEPT),
         (part.end, PartState.ENDED),
     ):
         step()
         assert part.state is state
 
 
-@pytest.mark.parametrize("step", [CommandPart.deliver, CommandPart.hold, recalled, CommandPart.end])
+@pytest.mark.parametrize("step", [CommandPart.deliver, CommandPart.keep, recalled, CommandPart.end])
 def test_an_ended_part_has_no_further_transition(step: Callable[[CommandPart], None]) -> None:
     part = command_part()
     part.end()
@@ -99,7 +98,7 @@ def test_a_command_that_was_not_delivered_cannot_be_recalled() -> None:
 def test_a_blocked_command_waits_after_its_engine_has_started() -> None:
     part = command_part(PartState.BLOCKED)
     assert not part.on_the_way
-    for step in (part.deliver, part.hold, partial(recalled, part)):
+    for step in (part.deliver, part.keep, partial(recalled, part)):
         with pytest.raises(IllegalTransitionError):
             step()
     part.unblock(COMMAND)
@@ -109,7 +108,7 @@ def test_a_blocked_command_waits_after_its_engine_has_started() -> None:
 
 
 def test_a_termination_ends_once() -> None:
-    part = TerminationPart(target=None, deadline_seconds=30.0, state=PartState.BLOCKED)  # type: ignore[arg-type]
+    part = TerminationPart("a", target=None, deadline_seconds=30.0, state=PartState.BLOCKED)  # type: ignore[arg-type]
     part.unblock()
     assert part.state is PartState.TERMINATING
     part.end()
@@ -133,11 +132,12 @@ def test_an_action_ends_in_the_state_of_its_results(outcomes: list[str], state: 
         Action("a", "empty_cache", "queued", "test", 0.0, everybody),
         started_seconds=10.0,
         request=ActionRequest("empty_cache", everybody),
-        guard=StartGuard("empty_cache", Caller.policy("test")),
+        caller=Caller.policy("test"),
+        share="test",
     )
     running.start()
     running.add(ActionResult(1, "", "", "0", "GPU-0", outcome) for outcome in outcomes)
     action = running.finish(12.5)
-    assert (action.state, action.duration_seconds, running.finished.is_set()) == (state, 2.5, True)
+    assert (action.state, action.duration_seconds, action.finished) == (state, 2.5, True)
     with pytest.raises(IllegalTransitionError):
         running.finish(13.0)

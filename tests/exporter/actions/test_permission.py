@@ -10,7 +10,6 @@ from gpumem_client.wire.procfs import pid_namespace
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import RateLimits
-from gpumem_exporter.actions.permission import may_see, permitted_actions, permitted_processes
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.errors import (
@@ -95,7 +94,7 @@ def test_a_caller_reaches_the_processes_of_its_place() -> None:
 
     def reached(uid: int, place: Place) -> set[int | str]:
         caller = dataclasses.replace(ADA, uid=uid, place=place)
-        if not permitted_processes(caller, snapshot):
+        if not any(map(caller.may_act_on, snapshot.processes)):
             return set()
         return {result.pid for result in bench.ask(caller=caller, dry_run=True).results}
 
@@ -107,18 +106,18 @@ def test_a_caller_reaches_the_processes_of_its_place() -> None:
 
 
 def test_the_actions_of_a_user_are_those_that_concern_only_its_processes() -> None:
-    assert permitted_actions(ROOT, ACTIONS) == ACTIONS
-    assert permitted_actions(ADA, ACTIONS) == DEFAULT_ACTIONS
-    assert permitted_actions(dataclasses.replace(ADA, rights=Rights.NONE), ACTIONS) == ()
+    assert ROOT.permitted_actions(ACTIONS) == ACTIONS
+    assert ADA.permitted_actions(ACTIONS) == DEFAULT_ACTIONS
+    assert dataclasses.replace(ADA, rights=Rights.NONE).permitted_actions(ACTIONS) == ()
 
 
 def test_the_audit_log_shows_users_their_own_actions(bench: Shared) -> None:
     by_ada = bench.ask(target=Target(pid=2), caller=ADA)
     by_root = bench.ask(target=Target(pid=2), caller=ROOT)
     over_tcp = dataclasses.replace(ADA, kind=CallerKind.LOOPBACK, pid=0)
-    assert [may_see(over_tcp, action) for action in (by_ada, by_root)] == [True, False]
-    assert [may_see(EVE, action) for action in (by_ada, by_root)] == [False, False]
-    assert may_see(ROOT, by_ada)
+    assert [action.visible_to(over_tcp) for action in (by_ada, by_root)] == [True, False]
+    assert [action.visible_to(EVE) for action in (by_ada, by_root)] == [False, False]
+    assert by_ada.visible_to(ROOT)
 
 
 def test_an_idempotency_key_belongs_to_its_caller(bench: Shared) -> None:

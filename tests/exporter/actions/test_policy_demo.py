@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from gpumem_client.wire.protocol import CommandResult, Reply
+from gpumem_client.reporter.delivery import Outcome
+from gpumem_client.wire.protocol import Reply
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.quantities import read_quantity
+from gpumem_exporter.actions.policy.values import read_quantity
 from gpumem_exporter.actions.request import DEFAULT_ACTIONS
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.store import Store
@@ -30,15 +31,6 @@ from tests.support.recorder_bench import RecordedLog
 START = 1000.0
 SECONDS = 250.0
 """Long enough for three clears of the fragmented workload, and for the stop where clearing does not help."""
-
-
-@dataclass
-class Reporter:
-    """The reporter of one process."""
-
-    process: SimulatedProcess
-    sequence: int = 0
-    results: tuple[CommandResult, ...] = ()
 
 
 class DemoBench:
@@ -64,7 +56,7 @@ class DemoBench:
             log=self.log,  # type: ignore[arg-type]
             wall_clock=lambda: self.now,
         )
-        self.reporters: dict[int, Reporter] = {}
+        self.reporters: dict[int, SimulatedProcess] = {}
 
     async def pass_time(self, seconds: float) -> None:
         """Advance the node, its reporters and the policy, second by second."""
@@ -81,19 +73,18 @@ class DemoBench:
     async def _report(self) -> None:
         alive = {process.pid: process for process in self.node.simulation.processes() if process.reports}
         for pid in self.reporters.keys() - alive.keys():
-            gone = self.reporters.pop(pid).process.identity
+            gone = self.reporters.pop(pid).identity
             for known in self.store.snapshot(self.now).processes:
                 if known.report.process.session == gone.session:
                     self.store.forget(known.key)
                     self.dispatcher.process_gone(known.key, "it has ended")
         for pid, process in alive.items():
-            reporter = self.reporters.setdefault(pid, Reporter(process))
-            reporter.sequence += 1
-            sent = process.report(reporter.sequence, reporter.results)
+            self.reporters[pid] = process
+            sent = process.loop.next_report()
             known = self.store.put_report(sent, host_pid=pid, now_seconds=self.now, now_unix_seconds=self.now)
             self.dispatcher.take_results(known)
-            commands = await self.dispatcher.commands(known, 0)
-            reporter.results = process.run_commands(Reply(commands=tuple(commands)))
+            commands = self.dispatcher.commands(known)
+            process.loop.answered(sent, Outcome.ACCEPTED, Reply(commands=tuple(commands)))
 
 
 def running(program: str) -> str:
@@ -180,7 +171,7 @@ def test_a_rule_stops_where_clearing_does_not_help(runs: Runs) -> None:
 def test_each_rule_keeps_its_cooldown(runs: Runs) -> None:
     for rule in runs.real.policies.engine.rules:
         times = requested(runs.real, rule.name)
-        assert all(later - sooner >= rule.cooldown_seconds for sooner, later in itertools.pairwise(times)), rule.name
+        assert all(later - sooner >= rule.cooldown for sooner, later in itertools.pairwise(times)), rule.name
 
 
 def test_a_dry_run_changes_nothing_and_predicts_the_same_actions(runs: Runs) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.actions.policy.quantities import read_quantity, shown_quantity
+from gpumem_exporter.actions.policy.values import read_quantity, shown_quantity
 
 
 @pytest.mark.parametrize(

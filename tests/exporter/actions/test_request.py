@@ -11,7 +11,6 @@ from gpumem_exporter.actions.request import (
     ActionRequest,
     Target,
     invalid_fields,
-    mode_for,
 )
 
 EVERY_PROCESS = Target(all=True)
@@ -46,15 +45,15 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
         ("action", f"'explode' is invalid: expected {', '.join(ACTIONS)}", {"action": "explode"}),
         ("mode", "'soon' is invalid: expected now, step, idle", {"mode": "soon"}),
         ("mode", "'step' is invalid: expected now", {"action": "terminate", "mode": "step"}),
-        ("mode", "'now' is invalid: expected step", {"group": True}),
+        ("mode", "'now' is invalid: expected step", {"group": True, "mode": "now"}),
         ("at_step", "5 is invalid: expected no value without group", {"at_step": 5}),
         ("at_step", "0 is invalid: expected an integer from 1", {"group": True, "mode": "step", "at_step": 0}),
         ("fraction", "is missing: expected a number over 0 and at most 1", {"action": "set_memory_fraction"}),
         ("fraction", "0.5 is invalid: expected no value", {"fraction": 0.5}),
         ("fraction", "1.5 is invalid", {"action": "set_memory_fraction", "fraction": 1.5}),
-        ("force", "only empty_cache and set_memory_fraction and terminate", {"action": "reset_peak", "force": True}),
+        ("force", "only empty_cache, terminate, set_memory_fraction accept", {"action": "reset_peak", "force": True}),
         ("collect_garbage", "only empty_cache", {"action": "reset_peak", "collect_garbage": True}),
-        ("deadline_seconds", "0.0 is invalid: expected a finite number", {"deadline_seconds": 0.0}),
+        ("deadline_seconds", "0.0 is invalid: expected a number of seconds over 0", {"deadline_seconds": 0.0}),
         ("deadline_seconds", "at most 3600", {"deadline_seconds": 3601.0}),
         ("deadline_seconds", "nan is invalid", {"deadline_seconds": float("nan")}),
         ("reason", "at most 1000 characters", {"reason": "x" * 1001}),
@@ -83,11 +82,7 @@ def test_every_invalid_field_is_reported() -> None:
 
 
 def test_a_group_acts_at_a_step_and_everything_else_at_once_unless_a_mode_is_requested() -> None:
-    assert (mode_for(None, group=False), mode_for(None, group=True), mode_for("idle", group=False)) == (
-        "now",
-        "step",
-        "idle",
-    )
+    assert [request(**given).mode for given in ({}, {"group": True}, {"mode": "idle"})] == ["now", "step", "idle"]
 
 
 def test_a_target_is_the_same_whether_a_value_or_a_list_of_numbers_or_texts_was_given() -> None:

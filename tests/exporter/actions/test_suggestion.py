@@ -9,10 +9,9 @@ from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.results import dry_run_results
+from gpumem_exporter.actions.selection import select, select_reporting
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
-from gpumem_exporter.actions.targets import select_reporting
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from gpumem_exporter.errors import TargetNotFoundError
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 EVERYTHING = Target(all=True)
@@ -33,7 +32,8 @@ def idles(pid: int, workload: str = "notebook", **changes: Any) -> ReportingProc
 def suggested(*processes: ReportingProcess, target: Target = EVERYTHING, **changes: Any) -> Suggestion:
     snapshot = Snapshot(0.0, node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1")), processes)
     request = ActionRequest("empty_cache", target, dry_run=True, **changes)
-    return suggest_clears(request, OPERATOR, snapshot, 0.0, free_deadline=True)
+    selected = select(request, OPERATOR, snapshot).reporting
+    return suggest_clears(request, selected, snapshot, 0.0, free_deadline=True)
 
 
 def parts(suggestion: Suggestion) -> list[tuple[tuple[str, ...], str, bool]]:
@@ -93,13 +93,9 @@ def test_a_job_with_long_steps_has_time_to_end_one(step_seconds: float, deadline
 def test_a_given_deadline_is_kept() -> None:
     snapshot = Snapshot(0.0, node(device(UUIDS[0])), (trains(2, "llm", step_seconds=20.0),))
     request = ActionRequest("empty_cache", EVERYTHING, deadline_seconds=7.0)
-    (chosen,) = suggest_clears(request, OPERATOR, snapshot, 0.0, free_deadline=False).requests
+    selected = select(request, OPERATOR, snapshot).reporting
+    (chosen,) = suggest_clears(request, selected, snapshot, 0.0, free_deadline=False).requests
     assert chosen.deadline_seconds == 7.0
-
-
-def test_an_unknown_target_is_an_error() -> None:
-    with pytest.raises(TargetNotFoundError):
-        suggested(idles(1), target=Target(workload="nothing"))
 
 
 @pytest.mark.parametrize(
@@ -127,14 +123,3 @@ def test_a_suggestion_takes_no_search_for_each_job(monkeypatch: pytest.MonkeyPat
     ranks = [trains(pid, f"llm{pid // 2}", rank=str(pid)) for pid in range(2, 82)]
     assert len(suggested(*ranks).requests) == 40
     assert len(searches) == 2
-
-
-def test_an_error_names_no_process_of_others_if_identities_are_hidden() -> None:
-    ada = Caller(CallerKind.UNIX, Rights.OWN, uid=1)
-    processes = idles(1, "mine", owner_uid=1), idles(2, "secret", owner_uid=2)
-    request = ActionRequest("empty_cache", Target(workload="secrets"), dry_run=True)
-    snapshot = Snapshot(0.0, node(device(UUIDS[0])), processes)
-    for hidden in (False, True):
-        with pytest.raises(TargetNotFoundError) as refused:
-            suggest_clears(request, ada, snapshot, 0.0, free_deadline=True, hide_identities=hidden)
-        assert ("secret" in str(refused.value).replace("secrets", "")) is not hidden

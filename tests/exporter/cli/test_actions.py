@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.cli.action_options import ClearOptions, FractionOptions, RequestOptions, TargetOptions, checked
+from gpumem_exporter.cli.commands import actions
 from gpumem_exporter.cli.commands.actions import exit_code
+from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.render.action_tables import action_tables
 from tests.support.golden import assert_golden
 
@@ -42,66 +42,76 @@ def _printed(action: dict[str, Any], *, dry_run: bool = False, width: int = 80) 
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("options", "target"),
-    [
-        (TargetOptions(everything=True), {"all": True}),
-        (TargetOptions(gpu=["0:1"], rank=["3"]), {"gpu": "0:1", "rank": "3"}),
-        (TargetOptions(pid=["1@4026532007"]), {"pid": "1@4026532007"}),
-        (TargetOptions(uuid=["GPU-1"], pid=["7"], workload=["llm"]), {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
-        (TargetOptions(workload=[""]), {"workload": ""}),
-        (
-            TargetOptions(gpu=["0", "1,2"], pid=["7, 8"], user=["ada"]),
-            {"gpu": ["0", "1", "2"], "pid": [7, 8], "user": "ada"},
-        ),
-    ],
-)
-def test_the_target_has_the_given_options(options: TargetOptions, target: dict[str, Any]) -> None:
-    assert options.target() == target
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Replace the exporter, and record the requests that it would receive."""
+    bodies: list[dict[str, Any]] = []
+
+    class Api:
+        def __enter__(self) -> Api:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def act(self, body: dict[str, Any], **_: object) -> dict[str, Any]:
+            bodies.append(body)
+            return _action(_result())
+
+    monkeypatch.setattr(actions, "open_api", lambda *_: Api())
+    return bodies
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "target"),
     [
-        (TargetOptions(), "--all"),
-        (TargetOptions(everything=True, gpu=["0"], pid=["3"]), "--gpu, --pid"),
-        *((TargetOptions(everything=True, wait_seconds=wait), "--wait") for wait in (-0.1, float("inf"), float("nan"))),
+        ("--all", {"all": True}),
+        ("--gpu 0:1 --rank 3", {"gpu": "0:1", "rank": "3"}),
+        ("--pid 1@4026532007", {"pid": "1@4026532007"}),
+        ("--uuid GPU-1 --pid 7 --workload llm", {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
+        ("--workload=", {"workload": ""}),
+        ("--gpu 0 --gpu 1,2 --pid 7,8 --user ada", {"gpu": ["0", "1", "2"], "pid": [7, 8], "user": "ada"}),
     ],
 )
-def test_an_invalid_target_is_an_error(options: TargetOptions, message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        options.target()
+def test_the_request_has_the_target(requested: list[dict[str, Any]], words: str, target: dict[str, Any]) -> None:
+    assert main(["gc", "--json", *words.split()]) == 0
+    assert requested[0]["target"] == target
 
 
-def test_the_request_has_every_option() -> None:
-    options = ClearOptions(dry_run=True, deadline_seconds=5.0, reason="room", collect_garbage=True, group=True)
-    assert options.request("empty_cache") == {
-        "action": "empty_cache",
-        "mode": "step",
-        "group": True,
-        "force": False,
-        "collect_garbage": True,
-        "deadline_seconds": 5.0,
-        "dry_run": True,
-        "reason": "room",
-    }
-    assert ClearOptions(settle_seconds=3.0).request("empty_cache")["settle_seconds"] == 3.0
+def test_the_request_has_every_option(requested: list[dict[str, Any]]) -> None:
+    words = "--all --group --gc --deadline 5 --reason room --json"
+    assert main(["clear", "--dry-run", *words.split()]) == 0
+    assert main(["clear", "--settle", "3", *words.split()]) == 0
+    assert main(["terminate", "--pid", "7", "--json"]) == 0
+    options = {"action": "empty_cache", "target": {"all": True}, "mode": "step", "group": True, "force": False}
+    options |= {"collect_garbage": True, "deadline_seconds": 5.0, "reason": "room"}
+    terminate = {"action": "terminate", "target": {"pid": 7}, "force": False, "deadline_seconds": 30.0}
+    assert requested == [
+        {**options, "dry_run": True},
+        {**options, "dry_run": False, "settle_seconds": 3.0},
+        {**terminate, "dry_run": False, "reason": ""},
+    ]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "parts"),
     [
-        *((ClearOptions(settle_seconds=it), "--settle") for it in (-1.0, 3601.0, float("nan"))),
-        *((RequestOptions(deadline_seconds=it), "--deadline") for it in (0.0, -1.0, 3601.0, float("nan"))),
-        (ClearOptions(mode="soon"), r"--mode soon\b.*\bnow\b.*\bstep\b.*\bidle\b"),
-        (ClearOptions(mode="now", group=True), r"--mode now\b"),
-        (FractionOptions(fraction=1.5), r"\bF 1\.5\b.*\b0\b.*\b1\b"),
+        ("clear", ["--all"]),
+        ("clear --all --gpu 0 --pid 3", ["--gpu, --pid"]),
+        *((f"clear --all --wait={wait}", ["--wait"]) for wait in ("-0.1", "inf", "nan")),
+        *((f"clear --all --settle={it}", ["--settle"]) for it in ("-1", "3601", "nan")),
+        *((f"gc --all --deadline={it}", ["--deadline"]) for it in ("0", "-1", "3601", "nan")),
+        ("clear --all --mode soon", ["--mode soon", "now", "step", "idle"]),
+        ("clear --all --mode now --group", ["--mode now"]),
+        ("fraction 1.5 --all", ["F 1.5", "0", "1"]),
     ],
 )
-def test_an_invalid_option_is_an_error(options: RequestOptions, message: str) -> None:
-    action = "set_memory_fraction" if isinstance(options, FractionOptions) else "empty_cache"
-    with pytest.raises(ConfigurationError, match=message):
-        checked(options.request(action))
+def test_an_invalid_option_is_an_error(
+    requested: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], words: str, parts: list[str]
+) -> None:
+    assert main(words.split()) == 2
+    line = capsys.readouterr().err
+    assert all(part in line for part in parts)
+    assert requested == []
 
 
 @pytest.mark.parametrize(
@@ -123,26 +133,27 @@ def test_the_exit_code_is_0_only_when_every_result_is_done(answer: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("still_free", "line"),
+    ("pids", "still_free", "line"),
     [
-        ((0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the job reserved it again."),
-        ((1 << 30, 0), "Freed 4.0 GiB; 1.0 GiB of it is still free after 10 s: the job reserved the rest again."),
-        ((2 << 30, 2 << 30), "Freed 4.0 GiB; 4.0 GiB of it is still free after 10 s."),
-        ((1 << 30, None), "Freed 4.0 GiB; at least 1.0 GiB of it is still free after 10 s."),
-        ((None, None), "Freed 4.0 GiB in 1 of 1 process."),
+        ((1, 1), (0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the job reserved it again."),
+        ((1, 2), (0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the jobs reserved it again."),
+        ((1, 1), (1, 0), "Freed 4.0 GiB; 1.0 GiB of it is still free after 10 s: the job reserved the rest again."),
+        ((1, 1), (2, 2), "Freed 4.0 GiB; 4.0 GiB of it is still free after 10 s."),
+        ((1, 1), (1, None), "Freed 4.0 GiB; at least 1.0 GiB of it is still free after 10 s."),
+        ((1, 1), (None, None), "Freed 4.0 GiB in 1 of 1 process."),
     ],
 )
-def test_the_last_line_of_a_settled_clear_is_what_stayed_free(still_free: tuple[int | None, ...], line: str) -> None:
-    results = [_result(gpu=str(gpu), still_free_bytes=size) for gpu, size in enumerate(still_free)]
-    known = [size for size in still_free if size is not None]
+def test_the_last_line_of_a_settled_clear_is_what_stayed_free(
+    pids: tuple[int, int], still_free: tuple[int | None, int | None], line: str
+) -> None:
+    sizes = [None if gib is None else gib << 30 for gib in still_free]
+    results = [
+        _result(pid=pid, gpu=str(gpu), still_free_bytes=size)
+        for gpu, (pid, size) in enumerate(zip(pids, sizes, strict=True))
+    ]
+    known = [size for size in sizes if size is not None]
     totals = {"settle_seconds": 10.0, "still_free_bytes": sum(known) if known else None}
     assert _printed({**_action(*results), **totals}, width=120)[-1] == line
-
-
-def test_the_last_line_of_a_settled_clear_of_several_processes_is_plural() -> None:
-    results = [_result(pid=pid, still_free_bytes=0) for pid in (1, 2)]
-    settled = {**_action(*results), "settle_seconds": 10.0, "still_free_bytes": 0}
-    assert _printed(settled, width=120)[-1].endswith(": the jobs reserved it again.")
 
 
 def test_results_are_sorted_by_workload_and_rank() -> None:

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_client.wire.http import Answer
-from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli import api_client
+from gpumem_exporter.cli.api_client import ExporterApi, rights_line
 
 _PROBLEM = {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "nothing matches pid=1"}
 
@@ -47,7 +48,7 @@ class _Time:
         self.now = 0.0
         self.slept: list[float] = []
 
-    def __call__(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -63,64 +64,57 @@ def _refused(url: str) -> ExporterUnreachableError:
     return ExporterUnreachableError(f"no exporter answers at {url}: Connection refused")
 
 
-def _api(transports: dict[str, _Scripted], time: _Time | None = None, token: str = "", **options: Any) -> ExporterApi:
-    time = time or _Time()
-    return ExporterApi(
-        list(transports), token=token, connect=lambda url, _: transports[url], clock=time, sleep=time.sleep, **options
-    )
+@pytest.fixture
+def api_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ExporterApi]:
+    """Return a function that connects to scripted transports, with a clock that moves only in `sleep`."""
+
+    def make(transports: dict[str, _Scripted], time: _Time | None = None, **options: Any) -> ExporterApi:
+        monkeypatch.setattr(api_client, "Connection", lambda url, **_: transports[url])
+        monkeypatch.setattr(api_client, "time", time or _Time())
+        return ExporterApi(list(transports), **options)
+
+    return make
 
 
-def test_the_first_address_that_answers_is_kept() -> None:
+def test_the_first_address_that_answers_is_kept(api_of: Callable[..., ExporterApi]) -> None:
     first, second = _Scripted(_refused("a")), _Scripted(_answer({"n": 1}), _answer({"n": 2}))
-    api = _api({"a": first, "b": second})
+    api = api_of({"a": first, "b": second})
     assert api.url == "a"
     assert [api.get("/x"), api.get("/x")] == [{"n": 1}, {"n": 2}]
     assert api.url == "b"
     assert len(first.requests) == 1
 
 
-def test_the_error_without_an_exporter_names_every_address() -> None:
-    api = _api({"a": _Scripted(_refused("a")), "b": _Scripted(_refused("b"))})
+def test_the_error_without_an_exporter_names_every_address(api_of: Callable[..., ExporterApi]) -> None:
+    api = api_of({"a": _Scripted(_refused("a")), "b": _Scripted(_refused("b"))})
     with pytest.raises(ExporterUnreachableError, match=r"\ba: .*\bb: .*gpumem-exporter serve\b.*--url\b"):
         api.get("/x")
 
 
-def test_a_problem_is_an_error_with_its_status_and_detail() -> None:
+@pytest.mark.parametrize(
+    ("status", "body", "detail"),
+    [
+        (404, json.dumps(_PROBLEM).encode(), "nothing matches pid=1"),
+        *((502, body, "Bad Gateway") for body in (b"", b"<html>no</html>", b"[]", b'{"detail": 3}')),
+    ],
+)
+def test_an_error_has_its_status_and_the_detail_of_a_problem(
+    api_of: Callable[..., ExporterApi], status: int, body: bytes, detail: str
+) -> None:
     with pytest.raises(ExporterAnswerError) as caught:
-        _api({"a": _Scripted(_answer(_PROBLEM, 404))}).get("/x")
-    assert (caught.value.status, caught.value.detail) == (404, "nothing matches pid=1")
-
-
-def test_an_invalid_value_in_a_request_is_wrong_usage() -> None:
-    problem = {"status": 422, "detail": "deadline_seconds: must be over 0"}
-    for call in (lambda api: api.act({}, wait_seconds=0.0), lambda api: api.post("/x", {}, hold_seconds=0.0)):
-        with pytest.raises(ConfigurationError, match="deadline_seconds"):
-            call(_api({"a": _Scripted(_answer(problem, 422))}))
-
-
-@pytest.mark.parametrize("body", [b"", b"<html>no</html>", b"[]", b'{"detail": 3}'])
-def test_an_error_without_a_problem_has_its_status(body: bytes) -> None:
-    with pytest.raises(ExporterAnswerError, match=r"\b502\b"):
-        _api({"a": _Scripted(Answer(502, {}, body))}).get("/x")
+        api_of({"a": _Scripted(Answer(status, {}, body))}).get("/x")
+    assert (caught.value.status, caught.value.detail) == (status, detail)
 
 
 @pytest.mark.parametrize("body", [b"<html>hello</html>", b"[1]", b"\xff"])
-def test_another_server_is_not_taken_for_an_exporter(body: bytes) -> None:
+def test_another_server_is_not_taken_for_an_exporter(api_of: Callable[..., ExporterApi], body: bytes) -> None:
     with pytest.raises(ExporterUnreachableError, match=r"http://a:1 .*gpumem-exporter"):
-        _api({"http://a:1": _Scripted(Answer(200, {}, body))}).get("/x")
+        api_of({"http://a:1": _Scripted(Answer(200, {}, body))}).get("/x")
 
 
-def test_a_token_is_sent_only_if_there_is_one() -> None:
-    with_token, without = _Scripted(_answer({})), _Scripted(_answer({}))
-    _api({"a": with_token}, token="secret").get("/x")
-    _api({"a": without}).get("/x")
-    assert with_token.requests[0][3]["Authorization"] == "Bearer secret"
-    assert "Authorization" not in without.requests[0][3]
-
-
-def test_a_public_route_can_receive_the_token_only_after_a_401() -> None:
+def test_a_public_route_can_receive_the_token_only_after_a_401(api_of: Callable[..., ExporterApi]) -> None:
     transport = _Scripted(_answer({}), _answer({}), _answer(_PROBLEM, 401), _answer({}), _answer({}))
-    api = _api({"a": transport}, token="secret", token_for_reads=False)
+    api = api_of({"a": transport}, token="secret", token_for_reads=False)
     for path in ("/health", "/api/v1/actions", "/api/v1/devices", "/api/v1/processes"):
         api.get(path)
     sent = [(request[1], "Authorization" in request[3]) for request in transport.requests]
@@ -133,9 +127,9 @@ def test_a_public_route_can_receive_the_token_only_after_a_401() -> None:
     ]
 
 
-def test_an_action_is_posted_with_a_new_idempotency_key() -> None:
+def test_an_action_is_posted_with_a_new_idempotency_key(api_of: Callable[..., ExporterApi]) -> None:
     transport = _Scripted(_answer({"id": "1", "state": "done"}), _answer({"id": "2", "state": "done"}))
-    api = _api({"a": transport})
+    api = api_of({"a": transport})
     api.act({"action": "empty_cache"}, wait_seconds=3.0)
     api.act({"action": "empty_cache"}, wait_seconds=3.0)
     method, path, body, headers, timeout = transport.requests[0]
@@ -147,18 +141,32 @@ def test_an_action_is_posted_with_a_new_idempotency_key() -> None:
     assert len(set(keys)) == 2
 
 
-def test_a_long_wait_holds_the_first_request_and_then_polls() -> None:
+def test_a_long_wait_holds_the_first_request_and_then_polls(api_of: Callable[..., ExporterApi]) -> None:
     running = _answer({"id": "7", "state": "running"}, 202)
     transport = _Scripted(running, _answer({"id": "7", "state": "running"}), _answer({"id": "7", "state": "failed"}))
     time = _Time()
-    assert _api({"a": transport}, time).act({}, wait_seconds=40.0)["state"] == "failed"
+    assert api_of({"a": transport}, time).act({}, wait_seconds=40.0)["state"] == "failed"
     assert transport.requests[0][2]["wait_seconds"] == 3.0
     assert [request[:2] for request in transport.requests[1:]] == [("GET", "/api/v1/actions/7")] * 2
     assert len(time.slept) == 2
 
 
-def test_after_the_wait_the_action_is_returned_as_it_is() -> None:
+def test_after_the_wait_the_action_is_returned_as_it_is(api_of: Callable[..., ExporterApi]) -> None:
     transport = _Scripted(*[_answer({"id": "7", "state": "running"}, 202 if i == 0 else 200) for i in range(100)])
     time = _Time()
-    assert _api({"a": transport}, time).act({}, wait_seconds=1.0)["state"] == "running"
+    assert api_of({"a": transport}, time).act({}, wait_seconds=1.0)["state"] == "running"
     assert time.now == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("rights", "line"),
+    [
+        ({"rights": "own", "uid": 1001, "processes": 3}, "You can clear your own 3 processes (uid 1001)."),
+        ({"rights": "own", "uid": 1001, "processes": 1}, "You can clear your own 1 process (uid 1001)."),
+        ({"rights": "all", "uid": 0, "processes": 5}, "You can clear all processes that report (5)."),
+        ({"rights": "none", "reason": "a\ntoken"}, "You cannot clear processes. a token"),
+        ({}, ""),
+    ],
+)
+def test_one_line_says_what_the_caller_may_do(rights: dict[str, Any], line: str) -> None:
+    assert rights_line(rights, "clear") == line

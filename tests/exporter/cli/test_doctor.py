@@ -9,19 +9,19 @@ import pytest
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
-from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
+from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 from gpumem_exporter.cli.doctor.exporter import (
     check_actions,
     check_auth,
     check_clock,
     check_health,
+    check_pid_namespace,
+    check_reporters,
     check_trust,
     check_version,
-    is_on_this_machine,
     reach,
 )
-from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
-from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
+from gpumem_exporter.cli.doctor.machine import check_driver, check_driver_elsewhere, is_on_this_machine
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from tests.support.golden import assert_golden
@@ -76,10 +76,6 @@ def _driver(provider: Any, health: Any = (), timeout_seconds: float = 30.0) -> l
     return list(check_driver(lambda: provider, dict(health), timeout_seconds=timeout_seconds))
 
 
-def _verdicts(findings: Iterable[Finding]) -> list[tuple[str, str]]:
-    return [(finding.check, finding.verdict) for finding in findings]
-
-
 def _process(pid: int, state: str = "reporting", **changes: Any) -> dict[str, Any]:
     devices = [{"used_bytes": 2, "reserved_bytes": 1}]
     return {
@@ -98,12 +94,9 @@ def _namespace(*processes: dict[str, Any], **changes: Any) -> list[Finding]:
     return list(check_pid_namespace(processes, **{**known, **changes}))
 
 
-def test_a_driver_that_answers_passes_with_its_devices_and_is_closed() -> None:
-    provider = _Provider([DeviceIdentity("0", "GPU-0", "NVIDIA H100"), DeviceIdentity("1", "GPU-1", "NVIDIA H100")])
-    findings = _driver(provider)
-    assert _verdicts(findings) == [("driver", PASS), ("devices", PASS)]
-    assert "580.1" in findings[0].detail
-    assert "0 NVIDIA H100, 1 NVIDIA H100" in findings[1].detail
+def test_the_driver_is_released() -> None:
+    provider = _Provider([DeviceIdentity("0", "GPU-0", "NVIDIA H100")])
+    assert {finding.verdict for finding in _driver(provider)} == {PASS}
     assert provider.closed
 
 
@@ -147,6 +140,11 @@ def test_the_text_of_each_finding() -> None:
     checks = {"nvml": {"status": "failing", "detail": "the driver is away"}}
     degraded = {"status": "degraded", "devices": 8, "processes": 2, "checks": checks}
     released = {**degraded, "nvml": {"up": False, "error": "released by ada", "released": True}}
+    answers: list[dict[str, Any] | Exception] = [
+        {"actions": []},
+        ExporterAnswerError(401, "a token is needed"),
+        ExporterAnswerError(403, "no"),
+    ]
     findings = [
         *_driver(_Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "GPU-1", error="GPU is lost")])),
         *_driver(_Provider()),
@@ -158,8 +156,8 @@ def test_the_text_of_each_finding() -> None:
             for finding in _driver(_Provider(error=absent), _health(error="its own reason", released=released))
         ),
         *_driver(_Provider(error=ImportError("No module named 'pynvml'"))),
-        *(judge_driver_elsewhere(_health(source, "it is gone")) for source in ("", "nvml", "demo")),
-        judge_driver_elsewhere(_health(error="released by ada", released=True)),
+        *(check_driver_elsewhere(_health(source, "it is gone")) for source in ("", "nvml", "demo")),
+        check_driver_elsewhere(_health(error="released by ada", released=True)),
         reach(_Api({"status": "ok"}, api), tried)[0],  # type: ignore[arg-type]
         reach(_Api(ExporterUnreachableError("no exporter answers at x"), api), tried)[0],  # type: ignore[arg-type]
         *(reach(_Api(ExporterAnswerError(code, "why"), api), tried)[0] for code in (401, 404)),  # type: ignore[arg-type]
@@ -177,11 +175,7 @@ def test_the_text_of_each_finding() -> None:
         ),
         *(
             finding
-            for answer in (
-                {"actions": []},
-                ExporterAnswerError(401, "a token is needed"),
-                ExporterAnswerError(403, "no"),
-            )
+            for answer in answers
             for has_token in (False, True)
             for finding in check_auth(_Api(answer), has_token=has_token)  # type: ignore[arg-type]
         ),
@@ -199,10 +193,8 @@ def test_the_text_of_each_finding() -> None:
         *_namespace(),
         *_namespace(_process(5, host_pid=None), mode="sidecar"),
         *_namespace(_process(1), mode=None),
-        *collect("clock", broken),
+        *run_check("clock", broken),
     ]
-    assert verdict_of(findings) == FAIL
-    assert verdict_of([found for found in findings if found.verdict != FAIL]) == WARN
     lines = [f"{found.verdict} {found.check}: {found.detail}{found.fix and f' → {found.fix}'}" for found in findings]
     assert not any("secret" in line for line in lines)
     assert_golden("doctor.txt", "\n".join(lines).replace(__version__, "VERSION") + "\n")

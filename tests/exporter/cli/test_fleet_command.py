@@ -36,7 +36,7 @@ def test_each_command_has_a_help(command: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("arguments", "wrong", "right"),
     [
-        ([], "command", "fleet --help"),
+        ([], "Missing command", "fleet --help"),
         (["claer"], "'claer'", "fleet --help"),
         (["clear"], "--query", "fleet clear --help"),
         (["clear", "--query", "up"], "Prometheus", "--prometheus URL"),

@@ -109,4 +109,4 @@ def test_each_part_of_the_page_has_its_duration() -> None:
 
     text = writer.render(snapshot(), openmetrics=False).decode()
 
-    assert 'gpumem_scrape_collector_duration_seconds{collector="device"} 0.25\n' in text
+    assert 'gpumem_scrape_collector_duration_seconds{collector="device"} 0.5\n' in text

@@ -60,8 +60,6 @@ def test_a_phase_and_a_component_may_have_the_same_name() -> None:
     sample = DeviceSample(UUID, phase_peak_bytes={"other": 1}, component_bytes={"other": 2})
     writer = exposition()
     for reporter in (process(7, sample), process(7, replace(sample, phase_peak_bytes={"other": 3}))):
-        writer.refresh(reporter)
-
         shown = writer.render(snapshot(reporter), openmetrics=False).decode()
 
         assert 'rank="0",component="other"} 2\n' in shown

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
-from gpumem_exporter.core.samples import DeviceReading, LastOom
+from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
+from gpumem_exporter.core.samples import DeviceReading
 from gpumem_exporter.events import Event, Query, Storage, last_ooms
 from tests.support import recorder_bench
 from tests.support.builders import MIB, UUIDS, device, sample

@@ -8,10 +8,10 @@ import re
 import pytest
 
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.actions.targets import select_reporting
-from gpumem_exporter.collectors.view import View
+from gpumem_exporter.actions.selection import select_reporting
+from gpumem_exporter.collectors.subjects import View
 from gpumem_exporter.core.ledger import node_ledgers
-from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.server.api.documents import processes_document
@@ -30,7 +30,7 @@ def known(*processes: ReportingProcess, listed: dict[int, int | None] | None = N
 
 
 def names(snapshot: Snapshot) -> list[str]:
-    return [name for name, _ in Names.of(snapshot).reporting]
+    return [name for name, _ in snapshot.names.reporting]
 
 
 def in_namespace(namespace: int, pid: int = 1, received_seconds: float = 0.0, **changes: object) -> ReportingProcess:
@@ -58,7 +58,7 @@ def test_no_report_of_another_owner_changes_the_name_of_a_process_or_hides_it() 
         in_namespace(11),
     ]
     assert names(known(mine)) == ["1@11:1001"]
-    shown = dict(Names.of(known(mine, *others, listed={1: MIB})).reporting)
+    shown = dict(known(mine, *others, listed={1: MIB}).names.reporting)
     assert [*shown] == ["1@11", "1@11:1001", f"1@11:1001:{'a' * 12}.{'b' * 12}", "1@11:1002", "1@12:1001"]
     assert shown["1@11:1001"] is mine
     for name in shown:
@@ -119,5 +119,5 @@ def test_a_silent_and_an_active_reporter_have_different_names() -> None:
     silent = SilentReporter(ProcessKey(11, 1), None, 1000, "quiet", "", 5.0)
     snapshot = dataclasses.replace(known(in_namespace(12)), silent=(silent,))
     assert names(snapshot) == ["1@12"]
-    assert [name for name, _ in Names.of(snapshot).silent] == ["1@11"]
+    assert [name for name, _ in snapshot.names.silent] == ["1@11"]
     assert all(re.fullmatch(r"\d+(@\d+)?", name) for name in names(snapshot))

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpumem_client.wire.protocol import Command, DeviceSample, Reply, Report
+from gpumem_client.reporter.delivery import Outcome
+from gpumem_client.wire.protocol import Command, CommandResult, DeviceSample, Reply, Report
 from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.demo import DemoNode
@@ -39,7 +40,16 @@ def the(node: DemoNode, workload: str) -> SimulatedProcess:
 
 
 def report(process: SimulatedProcess) -> Report:
-    return process.report(1)
+    return process.loop.next_report()
+
+
+def run(process: SimulatedProcess, *commands: Command, cancelled: tuple[str, ...] = ()) -> tuple[CommandResult, ...]:
+    """Deliver two reports, of which the first brings commands, and return the results in both."""
+    first = report(process)
+    process.loop.answered(first, Outcome.ACCEPTED, Reply(commands=commands, cancelled=cancelled))
+    second = report(process)
+    process.loop.answered(second, Outcome.ACCEPTED, Reply())
+    return (*first.results, *second.results)
 
 
 def samples(node: DemoNode) -> Iterator[tuple[SimulatedProcess, DeviceSample]]:
@@ -147,7 +157,7 @@ def test_a_clear_frees_the_reported_bytes_on_the_device(node: DemoNode) -> None:
             continue
         before = {sample.uuid: sample for sample in report(process).devices}
         free_before = {uuid: node.provider.read_memory(uuid).free_bytes for uuid in before}
-        result = process.run(command("empty_cache"))
+        (result,) = run(process, command("empty_cache"))
         after = {sample.uuid: sample for sample in report(process).devices}
         assert (result.outcome, len(result.devices)) == ("done", len(before))
         for device in result.devices:
@@ -170,42 +180,46 @@ def test_a_clear_after_a_garbage_collection_frees_reference_cycles(node: DemoNod
     garbage_bytes = sum(tensor.block.size_bytes for tensor in notebook.garbage)
     assert garbage_bytes > 0
     allocated_bytes = report(notebook).devices[0].allocated_bytes
-    collected = notebook.run(command("collect_garbage"))
+    (collected,) = run(notebook, command("collect_garbage"))
     (result,) = collected.devices
     assert result.freed_bytes == 0
     assert result.allocated_before_bytes == allocated_bytes
     assert (result.allocated_before_bytes or 0) - (result.allocated_after_bytes or 0) == garbage_bytes
     assert report(notebook).devices[0].allocated_bytes == (allocated_bytes or 0) - garbage_bytes
-    assert (notebook.run(command("empty_cache")).devices[0].freed_bytes or 0) >= garbage_bytes
+    (cleared,) = run(notebook, command("empty_cache"))
+    assert (cleared.devices[0].freed_bytes or 0) >= garbage_bytes
 
 
 def test_unknown_and_late_commands_are_rejected_without_effect(node: DemoNode) -> None:
     notebook = the(node, "demo-notebook")
     before = report(notebook)
-    assert notebook.run(command("terminate")).outcome == "unsupported"
-    assert notebook.run(Command("late", "empty_cache", deadline_seconds=0.0)).outcome == "expired"
-    assert report(notebook) == before
+    late = Command("late", "empty_cache", deadline_seconds=0.0)
+    results = run(notebook, command("terminate"), command("snapshot"), late)
+    assert [result.outcome for result in results] == ["unsupported", "refused", "expired"]
+    assert report(notebook).devices == before.devices
 
 
 def test_a_command_waits_for_a_step_for_idle_time_or_for_its_deadline(node: DemoNode) -> None:
     trainer, notebook = named(node, "demo-llm-pretrain")[0], the(node, "demo-notebook")
-    later = command("empty_cache", mode="step", at_step=(trainer.step or 0) + 2)
+    later = command("empty_cache", mode="step", at_step=trainer.step + 2)
     never = command("empty_cache", mode="step", at_step=10**6)
     idle = command("empty_cache", mode="idle")
     cancelled = command("empty_cache", mode="step")
-    assert trainer.run_commands(Reply(commands=(later, never, idle, cancelled))) == ()
+    assert run(trainer, later, never, idle, cancelled) == ()
     assert report(trainer).waiting == (later.id, never.id, idle.id, cancelled.id)
-    (refused,) = trainer.run_commands(Reply(cancelled=(cancelled.id,)))
+    (refused,) = run(trainer, cancelled=(cancelled.id,))
     assert (refused.id, refused.outcome) == (cancelled.id, "refused")
+    results: list[CommandResult] = []
     for _ in advance(node, 40.0):
-        pass
-    results = {result.id: (result.outcome, result.step) for result in trainer.run_commands(Reply())}
-    assert results[later.id] == ("done", later.at_step)
-    assert {results[never.id][0], results[idle.id][0]} == {"expired"}
-    while notebook.busy_ratio > 0:
-        node.simulation.advance(START + 40.0 + TICK_SECONDS)
-    (result,) = notebook.run_commands(Reply(commands=(replace(idle, id="idle"),)))
-    assert result.outcome == "done"
+        results += run(trainer)
+    outcomes = {result.id: (result.outcome, result.step) for result in results}
+    assert outcomes[later.id] == ("done", later.at_step)
+    assert {outcomes[never.id][0], outcomes[idle.id][0]} == {"expired"}
+    # The notebook runs a cell for 3 s, and none for at least 20 minutes.
+    results = list(run(notebook, replace(idle, id="idle")))
+    for _ in advance(node, 10.0, since=START + 40.0):
+        results += run(notebook)
+    assert {result.outcome for result in results} == {"done"}
 
 
 def test_an_out_of_memory_error_is_reported_until_it_is_acknowledged() -> None:
@@ -213,18 +227,18 @@ def test_an_out_of_memory_error_is_reported_until_it_is_acknowledged() -> None:
     speech = the(node, "demo-asr-varlen")
     first = report(speech)
     (oom,) = first.ooms
-    assert (oom.number, oom.age_seconds, oom.step) == (1, 120.0, 0)
+    assert (oom.number, oom.age_seconds, oom.step) == (1, 120.0, None)
     for _ in advance(node, 10.0):
         pass
     (again,) = report(speech).ooms
     assert (again.number, again.age_seconds, again.sample) == (1, 130.0, oom.sample)
-    speech.acknowledge(first)
+    speech.loop.answered(first, Outcome.ACCEPTED, None)
     assert report(speech).ooms == ()
     numbers: list[int] = []
     for _ in advance(node, 3600.0, since=START + 10.0):
         now = report(speech)
         numbers += [error.number for error in now.ooms]
-        speech.acknowledge(now)
+        speech.loop.answered(now, Outcome.ACCEPTED, None)
     assert len(numbers) > 5
     assert numbers == list(range(2, 2 + len(numbers)))
     assert report(speech).devices[0].ooms == numbers[-1]
@@ -233,14 +247,14 @@ def test_an_out_of_memory_error_is_reported_until_it_is_acknowledged() -> None:
 
 def test_a_long_pause_is_simulated_only_in_part(node: DemoNode) -> None:
     trainer = named(node, "demo-llm-pretrain")[0]
-    steps = trainer.step or 0
+    steps = trainer.step
     node.simulation.advance(START + 86_400.0)
-    assert 0 < (trainer.step or 0) - steps < 20
+    assert 0 < (trainer.step) - steps < 20
     caught_up = trainer.step
     node.simulation.advance(START + 86_400.0)
     assert trainer.step == caught_up
     node.simulation.advance(START + 86_400.0 + 3 * TICK_SECONDS)
-    assert trainer.step == (caught_up or 0) + 1
+    assert trainer.step == (caught_up) + 1
 
 
 def test_every_program_still_runs_after_half_an_hour(node: DemoNode) -> None:

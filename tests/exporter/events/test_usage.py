@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.events.usage import DeviceUsage
+from gpumem_exporter.events.processes import DeviceUsage
 from tests.support.builders import UUIDS
 
 

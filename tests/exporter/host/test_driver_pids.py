@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.host.driver_pids import DriverPids
+from gpumem_exporter.host.pid_namespaces import DriverPids
 from tests.support.builders import UUIDS, device, node
 
 

@@ -16,11 +16,9 @@ import pytest
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.host import LinuxHost
-from gpumem_exporter.host.containers import container_id
+from gpumem_exporter.host.linux import LinuxHost
 
 ID = "0123456789abcdef" * 4
-OTHER_ID = "fedcba9876543210" * 4
 
 ME = ProcessIdentity(
     pid=os.getpid(),
@@ -61,7 +59,7 @@ class Tree:
         name: str = "python",
         state: str = "S",
         cmdline: bytes = b"python\0train.py\0--token\0secret\0",
-        uid: int | None = None,
+        uid: int = 0,
         cgroup: str = "0::/\n",
         namespace: str = "own",
         inner_pids: tuple[int, ...] = (),
@@ -74,8 +72,8 @@ class Tree:
         numbers = " ".join(str(number) for number in (pid, *inner_pids))
         fields = " ".join(["0"] * 17)
         (directory / "stat").write_text(f"{pid} ({name}) {state} {parent} {fields} {start} 0 0 0 0 0 {stack}\n")
-        uids = f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n" if uid is not None else ""
-        (directory / "status").write_text(f"Name:\t{name}\n{uids}NSpid:\t{numbers}\n")
+        uids = f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}"
+        (directory / "status").write_text(f"Name:\t{name}\n{uids}\nNSpid:\t{numbers}\n", newline="")
         (directory / "cmdline").write_bytes(cmdline)
         (directory / "environ").write_bytes(environ)
         (directory / "comm").write_text(f"{name}\n")
@@ -285,6 +283,14 @@ def test_an_unreadable_file_affects_only_its_own_facts(tree: Tree, hidden: str, 
     assert LinuxHost(tree.root).facts(30) == replace(whole, **lost)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("end", ["\r", "\v", "\x85"])
+def test_a_process_cannot_name_another_user_in_its_name(tree: Tree, end: str) -> None:
+    tree.process(30, name=f"{end}Uid:\t7\t7\t7", uid=os.geteuid())
+    facts = LinuxHost(tree.root).facts(30)
+    assert facts is not None
+    assert facts.uid == os.geteuid()
+
+
 def test_a_process_whose_files_are_all_unreadable_is_alive(tree: Tree) -> None:
     tree.process(30)
     tree.hide(30, "cmdline", "cgroup", "status", "stat", "comm")
@@ -298,40 +304,6 @@ def test_a_process_without_a_command_line_has_the_kernels_short_name(tree: Tree)
     facts = LinuxHost(tree.root).facts(30)
     assert facts is not None
     assert facts.command == "kworker"
-
-
-@pytest.mark.parametrize(
-    "cgroup",
-    [
-        f"0::/docker/{ID}",
-        f"0::/system.slice/docker-{ID}.scope",
-        f"0::/machine.slice/libpod-{ID}.scope/container",
-        f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope",
-        f"0::/docker/{OTHER_ID}/docker/{ID}",
-        f"0::/docker/{ID}/init.scope",
-        f"12:cpuset:/docker/{ID}\n11:memory:/docker/{ID}\n1:name=systemd:/docker/{ID}\n0::/system.slice/containerd.service",
-    ],
-)
-def test_the_container_id_is_read_from_the_cgroup(cgroup: str) -> None:
-    assert container_id(cgroup + "\n") == ID
-
-
-@pytest.mark.parametrize(
-    "cgroup",
-    [
-        "0::/",
-        "0::/user.slice/user-1000.slice/session-3.scope",
-        f"0::/machine.slice/libpod-conmon-{ID}.scope",
-        f"0::/kubepods.slice/crio-conmon-{ID}.scope",
-        f"0::/something/{ID}0",
-        f"0::/something/{ID[:32]}",
-        f"0::/something/x{ID}",
-        "",
-        "nonsense",
-    ],
-)
-def test_a_process_outside_of_containers_has_no_container_id(cgroup: str) -> None:
-    assert container_id(cgroup) == ""
 
 
 def test_a_real_process_in_the_exporters_namespace_is_found_by_its_own_pid() -> None:

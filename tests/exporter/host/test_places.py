@@ -26,7 +26,7 @@ class Proc:
     ) -> int:
         entry = self.folder / pid
         entry.mkdir(exist_ok=True)
-        status = f"Name:\tx\nUid:\t1001\t1001\t1001\t1001\nNSpid:\t{pid}{chr(9) + '1' if depth else ''}\n"
+        status = f"Name:\tx\nUid:\t1001\t1001\t1001\t1001\nNSpid:\t1{chr(9) + '1' if depth else ''}\n"
         entry.joinpath("status").write_text(status)
         entry.joinpath("uid_map").write_text(uid_map)
         entry.joinpath("cgroup").write_text(cgroup)

@@ -17,7 +17,7 @@ from gpumem_exporter.errors import (
     NvmlPermissionError,
     NvmlUnavailableError,
 )
-from gpumem_exporter.nvml.backoff import Backoff
+from gpumem_exporter.nvml.failures import Backoff
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.reader import NodeReader
 from tests.support.builders import NobodyHost
@@ -311,14 +311,6 @@ def test_a_failing_device_does_not_affect_the_others(reader: NodeReader, node: N
     assert len(up(reading)) == 7
     assert device(reading, "GPU-3").memory is None
     assert device(reading, "GPU-3").error
-
-
-def test_a_release_unloads_the_driver_and_the_next_reading_attaches_it(reader: NodeReader, node: Node) -> None:
-    reader.read()
-    reading = reader.release("released on request")
-    assert (reading.up, reading.error, reading.devices) == (False, "released on request", ())
-    assert (node.is_open, node.released) == (False, 1)
-    assert len(up(reader.read())) == 8
 
 
 def test_a_release_forgets_lost_devices(reader: NodeReader, node: Node) -> None:

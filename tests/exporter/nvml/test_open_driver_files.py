@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.nvml.open_driver_files import open_driver_files
+from gpumem_exporter.nvml.driver_library import open_driver_files
 
 MAPS = """\
 00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/python3

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
-from gpumem_exporter.server.http.budgets import PIECE_BYTES, PacedReplies, RequestBodies, UnreadReplies
-from gpumem_exporter.server.http.connections import Connection, Owner
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.connections import (
+    PIECE_BYTES,
+    Connection,
+    Limits,
+    Owner,
+    RequestBodies,
+    UnreadReplies,
+)
+from gpumem_exporter.server.http.peer import Peer
+from gpumem_exporter.server.http.turns import FairRequests
 
 
 def connection(owner: Owner, closed: list[Connection]) -> Connection:
@@ -19,20 +27,19 @@ def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
     several = [Connection(Peer(), 1) for _ in range(3)]
     one = Connection(Peer(), 2)
 
-    def add(each: Connection, size: int) -> None:
-        def reject() -> None:
-            rejected.append(each)
-            bodies.free(each)
+    def reject(each: Connection) -> None:
+        rejected.append(each)
+        bodies.free(each)
 
-        bodies.add(each, size, reject)
-
-    add(one, 40)
+    for each in (*several, one):
+        each.reject_bodies = partial(reject, each)
+    bodies.add(one, 40)
     for each, size in zip(several, (10, 30, 15), strict=True):
-        add(each, size)
+        bodies.add(each, size)
     assert not rejected
-    add(several[0], 6)
+    bodies.add(several[0], 6)
     assert rejected == [several[1]]
-    add(one, 29)
+    bodies.add(one, 29)
     assert rejected == [several[1]]
 
 
@@ -80,8 +87,14 @@ def test_a_long_reply_is_sent_in_pieces() -> None:
         counted.append(unread.total_bytes)
         sent.append(message)
 
-    scope = {"type": "http", "state": {"connection": Connection(Peer(), 1)}}
-    asyncio.run(PacedReplies(app, unread)(scope, send, send))  # type: ignore[arg-type]
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/metrics",
+        "headers": [],
+        "state": {"connection": Connection(Peer(), 1)},
+    }
+    asyncio.run(FairRequests(app, Limits(8), unread)(scope, send, send))  # type: ignore[arg-type]
     _, *pieces = sent
     assert b"".join(piece["body"] for piece in pieces) == body
     assert max(len(piece["body"]) for piece in pieces) == PIECE_BYTES

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_exporter.server.http.connections import Connection, Connections, Owner, owner_of
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.peer import Peer
 
 
 class Clock:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.core.place import HERE
-from gpumem_exporter.server.security.access_rules import Callers, OwnNames, Rule
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.peer import Peer
+from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.request_guard import (
     ACTIONS_PATH,
     ALERTS_PATH,
@@ -22,6 +22,8 @@ from gpumem_exporter.server.security.request_guard import (
     NVML_PATH,
     RELOAD_PATH,
     Guard,
+    OwnNames,
+    Rule,
 )
 from gpumem_exporter.server.security.tokens import TokenFile
 
@@ -87,8 +89,9 @@ def pass_through(
     if token_file is not None:
         token_file.refresh()
     rule = Rule("things", "--x.token-file", token_file)
-    guard = Guard(route, OwnNames(["node-7"]), rule, Callers(rule, 1000), exchange.outcomes.append, loopback_only)
-    peer = Peer(client, uid=uid if client == "127.0.0.1" else None, place=HERE)
+    callers = Callers(rule, 1000)
+    guard = Guard(route, {}, OwnNames(["node-7"]), rule, callers, exchange.outcomes.append, loopback_only)
+    peer = Peer(client, uid=uid if client in ("127.0.0.1", "") else None, place=HERE)
     scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "state": {"peer": peer}}
     asyncio.run(guard(scope, receive, send))
     return exchange
@@ -125,6 +128,14 @@ def test_a_request_of_a_web_page_or_another_machine_is_refused_before_its_body_i
     assert exchange.problem["detail"]
     assert exchange.seen == []
     assert exchange.received == 0
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", ""])
+@pytest.mark.parametrize("header", [b"x-forwarded-for", b"forwarded", b"via", b"x-real-ip"])
+def test_a_request_through_a_local_proxy_has_no_user(header: bytes, client: str) -> None:
+    for path in (REPORTS, ACTIONS_PATH):
+        assert pass_through(path, client=client).status == 200
+        assert pass_through(path, client=client, headers=[HOST, JSON, (header, b"10.0.0.5")]).status == 403
 
 
 def test_the_media_type_may_have_parameters() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.events import EventLogStatus
 from gpumem_exporter.nvml.poller import PollerStatus, ReleaseRequest
-from gpumem_exporter.server.api.health import health_document
+from gpumem_exporter.server.api.health import Health, HealthDocument
 from tests.support.builders import UUIDS, device, node, reporting
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, stuck=False, error="")
@@ -17,8 +18,10 @@ WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, stuck=False, error="
 KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0, damaged_file="")
 
 
-def health(snapshot: Snapshot, **poller: Any) -> dict[str, Any]:
-    return health_document(snapshot, dataclasses.replace(WELL, **poller), KEEPING, source="nvml", version="1.2.3")
+def health(snapshot: Snapshot, events: EventLogStatus = KEEPING, **poller: Any) -> HealthDocument:
+    states: list[Any] = [dataclasses.replace(WELL, **poller), events]
+    parts: list[Any] = [SimpleNamespace(status=lambda *_, state=state: state) for state in states]
+    return Health(*parts, source="nvml", version="1.2.3").document(snapshot)
 
 
 def test_a_healthy_node_is_ok() -> None:
@@ -84,9 +87,7 @@ def test_a_silent_reporter_is_counted_and_is_not_a_failure() -> None:
     ],
 )
 def test_events_that_cannot_be_stored_are_degraded_with_the_reason(events: dict[str, Any], named: str) -> None:
-    document = health_document(
-        Snapshot(0.0, node(device())), WELL, dataclasses.replace(KEEPING, **events), source="nvml", version="1"
-    )
+    document = health(Snapshot(0.0, node(device())), dataclasses.replace(KEEPING, **events))
     assert document["status"] == "degraded"
     check = document["checks"]["events"]
     assert check["status"] == "degraded"
@@ -95,6 +96,6 @@ def test_events_that_cannot_be_stored_are_degraded_with_the_reason(events: dict[
 
 def test_a_renamed_damaged_file_is_shown_and_is_not_a_failure() -> None:
     events = dataclasses.replace(KEEPING, damaged_file="/e/events.db.damaged")
-    document = health_document(Snapshot(0.0, node(device())), WELL, events, source="nvml", version="1")
+    document = health(Snapshot(0.0, node(device())), events)
     assert document["status"] == "ok"
     assert "/e/events.db.damaged" in document["checks"]["events"]["detail"]

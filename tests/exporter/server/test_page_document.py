@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
 from gpumem_exporter.core.samples import ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.server.api.health import HealthDocument
-from gpumem_exporter.server.web.live_document import COLUMNS, live_document
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+from gpumem_exporter.server.web.live import COLUMNS, LiveState
+from gpumem_exporter.server.web.page import Page
+from tests.support.builders import UUIDS, device, node, reporting, sample
 
 A, B = UUIDS[:2]
 HEALTH: HealthDocument = {
@@ -24,16 +24,12 @@ HEALTH: HealthDocument = {
 }
 
 
+PAGE = Page("1", demo=True, telemetry_path="/metrics")
+
+
 def document(snapshot: Snapshot) -> dict[str, Any]:
-    made = live_document(
-        snapshot,
-        host="node-7",
-        health=HEALTH,
-        page="digest",
-        allowed_actions=("empty_cache",),
-        newest=None,
-    )
-    return dict(json.loads(json.dumps(made, allow_nan=False)))
+    state = LiveState(lambda: snapshot, lambda _: HEALTH, PAGE, "node-7", ("empty_cache",))
+    return dict(json.loads(json.dumps(state.document(None, whole_processes=False), allow_nan=False)))
 
 
 def rows(snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -62,13 +58,6 @@ def test_only_failed_checks_are_listed() -> None:
         "node-7",
         "degraded",
         "demo",
-        "digest",
+        PAGE.digest,
         ["empty_cache"],
     )
-
-
-def test_an_unknown_category_is_absent() -> None:
-    unlisted = dataclasses.replace(device(A, used=5 * MIB, reserved=None), processes=None)
-    (shown,) = document(Snapshot(0.0, node(unlisted)))["devices"]
-    assert {"non_torch", "other_processes", "driver_reserved"}.isdisjoint(shown["ledger"])
-    assert shown["ledger"]["unattributed"] == 5 * MIB

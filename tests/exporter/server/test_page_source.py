@@ -67,7 +67,7 @@ def test_each_event_type_has_a_text(table: str) -> None:
 def test_the_page_includes_every_static_file() -> None:
     folder = files("gpumem_exporter.server.web").joinpath("static")
     there = {file.name for file in folder.iterdir() if not file.name.startswith("_")}
-    assert there == {*STYLES, *SCRIPTS, "index.html", "demo.html"}
+    assert there == {*STYLES, *SCRIPTS, "index.html"}
     assert "<!--" not in PAGE.body.decode()
 
 

@@ -15,8 +15,7 @@ from gpumem_client.wire.peer import SocketOwner, tcp_peer_owner, unix_peer
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.host.places import Places
 from gpumem_exporter.host.sockets import SocketHolders
-from gpumem_exporter.server.security.peer import Peer
-from gpumem_exporter.server.security.peer_places import PeerPlaces
+from gpumem_exporter.server.http.peer import Peer, PeerPlaces
 from tests.support.waiting import patient, wait_for
 
 
@@ -90,7 +89,7 @@ def test_a_process_that_exited_before_its_connection_was_accepted_is_unknown(
 ) -> None:
     """Another process may have its pid by then."""
     if kernel == "before":
-        monkeypatch.setattr("gpumem_exporter.server.security.peer.peer_pidfd", lambda _: None)
+        monkeypatch.setattr("gpumem_exporter.server.http.peer.peer_pidfd", lambda _: None)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         server.listen()

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from gpumem_exporter.server.http import reply_transport
-from gpumem_exporter.server.http.reply_transport import ReplyTransport
+from gpumem_exporter.server.http import protocol
+from gpumem_exporter.server.http.protocol import ReplyTransport
 from tests.support.waiting import patient
 
 
@@ -17,7 +17,7 @@ def test_a_client_that_reads_nothing_does_not_keep_its_connection(
     unfinished: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("READ_AWAY_SECONDS", "UNREAD_SECONDS"):
-        monkeypatch.setattr(reply_transport, name, 0.01)
+        monkeypatch.setattr(protocol, name, 0.01)
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()

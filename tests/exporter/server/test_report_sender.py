@@ -13,7 +13,7 @@ import pytest
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.errors import ForeignProcessError
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.security.report_sender import ReportedProcess, ReportSenders
 from tests.support.builders import NobodyHost, identity
 

@@ -11,11 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.server.api.documents import devices_document, processes_document
 from gpumem_exporter.server.api.report_schema import contradictions
-from gpumem_exporter.server.web.live_document import COLUMNS, live_document
+from gpumem_exporter.server.web.live import COLUMNS, LiveState
+from gpumem_exporter.server.web.page import Page
 from tests.support.exposition_builders import exposition
 from tests.support.random_snapshots import SNAPSHOTS
 
 HEALTH: Any = {"version": "1", "source": "nvml", "nvml": {"error": ""}, "status": "ok", "checks": {}}
+PAGE = Page("1", demo=False, telemetry_path="/metrics")
 VALUES = {
     "gpumem_process_memory_used_bytes": "used_bytes",
     "gpumem_torch_non_torch_bytes": "non_torch_bytes",
@@ -67,10 +69,9 @@ def test_a_value_is_the_same_everywhere(known: Snapshot) -> None:
             page.setdefault(sample.name, []).append((sample.labels, sample.value))
     processes = processes_document(known, "nvml")["processes"]
     devices = devices_document(known, "nvml")["devices"]
-    parts = {"host": "", "health": HEALTH, "page": "", "allowed_actions": (), "newest": None}
-    live = live_document(known, **parts)["processes"]
-    assert live_document(known, whole_processes=True, **parts)["processes"] == processes
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in live]
+    state = LiveState(lambda: known, lambda _: HEALTH, PAGE, "", ())
+    assert state.document(None, whole_processes=True)["processes"] == processes
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in state.document(None, whole_processes=False)["processes"]]
 
     for name, key in VALUES.items():
         shown = {(labels["pid"], labels["uuid"]): value for labels, value in page.get(name, ())}

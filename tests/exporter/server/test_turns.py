@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.server.http import turns as module
-from gpumem_exporter.server.http.connections import Connection
+from gpumem_exporter.server.http.connections import Connection, Limits, UnreadReplies
+from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.http.turns import BodyTurns, ReadTurns, Turns
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.turns import FairRequests, Turns
 
 
 async def settle() -> None:
@@ -20,7 +20,7 @@ async def settle() -> None:
 def test_owners_take_turns_whatever_one_of_them_asks_for() -> None:
     async def scenario() -> list[str]:
         turns, order = Turns(1), []
-        await turns.take("first")
+        await turns.start("first")
 
         async def work(owner: str) -> None:
             async with turns.of(owner):
@@ -41,12 +41,12 @@ def test_owners_take_turns_whatever_one_of_them_asks_for() -> None:
 def test_an_owner_has_its_share_of_the_turns() -> None:
     async def scenario() -> None:
         turns = Turns(3, running_of_owner=2)
-        await turns.take("a")
-        await turns.take("a")
-        third = asyncio.ensure_future(turns.take("a"))
+        await turns.start("a")
+        await turns.start("a")
+        third = asyncio.ensure_future(turns.start("a"))
         await settle()
         assert not third.done()
-        await turns.take("b")
+        await turns.start("b")
         turns.end("a")
         await third
 
@@ -56,8 +56,8 @@ def test_an_owner_has_its_share_of_the_turns() -> None:
 def test_a_cancelled_wait_passes_its_turn_on() -> None:
     async def scenario() -> None:
         turns = Turns(1)
-        await turns.take("a")
-        waiting = [asyncio.ensure_future(turns.take("b")) for _ in range(3)]
+        await turns.start("a")
+        waiting = [asyncio.ensure_future(turns.start("b")) for _ in range(3)]
         await settle()
         waiting[0].cancel()
         turns.end("a")
@@ -72,12 +72,12 @@ def test_a_bounded_number_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario() -> None:
         turns = Turns(1, waiting_of_owner=2, waiting=3)
-        await turns.take("a")
-        waiting = [asyncio.ensure_future(turns.take(owner)) for owner in ("b", "c", "d")]
+        await turns.start("a")
+        waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "c", "d")]
         await settle()
         for owner in ("b", "e"):
             with pytest.raises(ProblemError) as refused:
-                await turns.take(owner)
+                await turns.start(owner)
             assert refused.value.status == 503
             assert refused.value.headers["Retry-After"]
         assert not any(each.done() for each in waiting)
@@ -90,10 +90,10 @@ def test_a_bounded_number_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_owners_that_fill_the_queue_make_room_for_others() -> None:
     async def scenario() -> None:
         turns = Turns(1, waiting_of_owner=2, waiting=4)
-        await turns.take("a")
-        waiting = [asyncio.ensure_future(turns.take(owner)) for owner in ("b", "b", "c", "c")]
+        await turns.start("a")
+        waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "b", "c", "c")]
         await settle()
-        new = asyncio.ensure_future(turns.take("d"))
+        new = asyncio.ensure_future(turns.start("d"))
         await settle()
         (refused,) = [each for each in waiting if each.done()]
         assert isinstance(refused.exception(), ProblemError)
@@ -122,23 +122,34 @@ async def empty() -> dict[str, Any]:
     return {"type": "http.request", "body": b"", "more_body": False}
 
 
+def fair(app: Any) -> FairRequests:
+    """An application in which one request reads, and one long body arrives, at a time."""
+    return FairRequests(app, Limits(8, reads=1, bodies=1), UnreadReplies(1 << 20))
+
+
 def test_a_read_has_a_turn_until_its_reply_starts() -> None:
     async def scenario() -> None:
-        turns = Turns(1)
-        states = []
+        started: list[str] = []
+        may_reply = asyncio.Event()
 
-        async def app(_: Any, __: Any, send: Any) -> None:
-            other = asyncio.ensure_future(turns.take("b"))
-            await settle()
-            states.append(other.done())
+        async def app(scope: Any, _: Any, send: Any) -> None:
+            started.append(scope["path"])
+            await may_reply.wait()
+            may_reply.clear()
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            await settle()
-            states.append(other.done())
-            turns.end("b")
+            await asyncio.sleep(10)  # a client that reads slowly
 
-        await ReadTurns(app, turns)(scope("/api/v1/events"), empty, ignored)
-        await ReadTurns(app, turns)(scope("/metrics"), empty, ignored)
-        assert states == [False, True, True, True]
+        served = fair(app)
+        requests = [
+            asyncio.ensure_future(served(scope(path), empty, ignored)) for path in ("/api/a", "/api/b", "/metrics")
+        ]
+        await settle()
+        assert started == ["/api/a", "/metrics"]
+        may_reply.set()
+        await settle()
+        assert started == ["/api/a", "/metrics", "/api/b"]
+        for request in requests:
+            request.cancel()
 
     asyncio.run(scenario())
 
@@ -146,18 +157,44 @@ def test_a_read_has_a_turn_until_its_reply_starts() -> None:
 @pytest.mark.parametrize(("length", "waits"), [("1000", False), ("100000", True), ("", True)])
 def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> None:
     async def scenario() -> None:
-        turns, read = Turns(1), []
-        await turns.take("b")
+        read: list[str] = []
 
-        async def app(_: Any, receive: Any, __: Any) -> None:
-            read.append(await receive())
+        async def app(scope: Any, receive: Any, __: Any) -> None:
+            await receive()
+            read.append(scope["path"])
+            if scope["path"] == "/first":
+                await asyncio.sleep(10)
 
-        headers = {"content_length": length} if length else {}
-        request = asyncio.ensure_future(BodyTurns(app, turns)(scope("/", "POST", **headers), empty, ignored))
+        served = fair(app)
+        first = asyncio.ensure_future(served(scope("/first", "POST"), empty, ignored))
         await settle()
-        assert bool(read) is not waits
-        turns.end("b")
-        await request
-        await turns.take("b")
+        headers = {"content_length": length} if length else {}
+        second = asyncio.ensure_future(served(scope("/second", "POST", **headers), empty, ignored))
+        await settle()
+        assert (read == ["/first"]) is waits
+        first.cancel()
+        await second
+        assert read == ["/first", "/second"]
+
+    asyncio.run(scenario())
+
+
+def test_the_turn_of_a_body_ends_when_the_application_has_read_it() -> None:
+    async def scenario() -> None:
+        read: list[str] = []
+
+        async def app(scope: Any, receive: Any, __: Any) -> None:
+            await receive()
+            scope["state"]["end_body_turn"]()
+            await receive()
+            read.append(scope["path"])
+            await asyncio.sleep(10)
+
+        served = fair(app)
+        requests = [asyncio.ensure_future(served(scope(path, "POST"), empty, ignored)) for path in ("/a", "/b")]
+        await settle()
+        assert read == ["/a", "/b"]
+        for request in requests:
+            request.cancel()
 
     asyncio.run(scenario())

@@ -8,10 +8,10 @@ import bcrypt
 import pytest
 
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.password_users import MAX_WAITING, Users
+from gpumem_exporter.server.security.users import MAX_WAITING, Users
 
-ADA = bcrypt.hashpw(b"secret", bcrypt.gensalt(4))
-BOB = bcrypt.hashpw("pässword".encode(), bcrypt.gensalt(5)).replace(b"$2b$", b"$2y$")
+ADA = bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode()
+BOB = bcrypt.hashpw("pässword".encode(), bcrypt.gensalt(5)).decode().replace("$2b$", "$2y$")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_right_credentials_are_verified_once_and_wrong_ones_each_time(
 
 @pytest.mark.parametrize("credentials", [b"ada:secret", b"ada:wrong", b"bob:wrong", b"eve:secret"])
 def test_every_name_takes_as_long_as_the_slowest_one(checks: list[tuple[bytes, bytes]], credentials: bytes) -> None:
-    slow = bcrypt.hashpw(b"other", bcrypt.gensalt(7))
+    slow = bcrypt.hashpw(b"other", bcrypt.gensalt(7)).decode()
     admitted(Users({"ada": ADA, "bob": BOB, "carl": slow}), credentials)
     assert sum(2 ** int(hashed[4:6]) for _, hashed in checks) == 2**7
 
@@ -77,7 +77,7 @@ def test_a_change_of_the_users_forgets_the_changed_ones_alone(checks: list[tuple
     logins = (b"ada:secret", b"bob:secret", b"carl:secret")
     assert admitted(users, *logins) == [True] * 3
     checks.clear()
-    users = users.changed_to({"ada": ADA, "bob": bcrypt.hashpw(b"new", bcrypt.gensalt(4))})
+    users = users.changed_to({"ada": ADA, "bob": bcrypt.hashpw(b"new", bcrypt.gensalt(4)).decode()})
     assert admitted(users, *logins) == [True, False, False]
     assert len(checks) == 2
 

@@ -10,9 +10,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from gpumem_exporter.server.http.connections import Connection
-from gpumem_exporter.server.http.uvicorn_server import SUPPORTED_UVICORN, Clients, LimitedProtocol, Limits
-from gpumem_exporter.server.security.peer import Peer
+from gpumem_exporter.server.http.connections import Clients, Connection, Limits
+from gpumem_exporter.server.http.peer import Peer
+from gpumem_exporter.server.http.protocol import SUPPORTED_UVICORN, LimitedProtocol
 from tests.support.paths import REPOSITORY
 
 
@@ -56,14 +56,12 @@ def test_uvicorn_has_the_attributes_that_are_used() -> None:
         state = server.server_state
         assert isinstance(state, ServerState)
         assert state.connections == set()
-        limits = Limits(max_connections=1)
         protocol = LimitedProtocol(
             config=config,
             server_state=state,
             app_state={},
             connection=Connection(Peer(), ""),
-            clients=Clients.within(limits),
-            limits=limits,
+            clients=Clients(Limits(max_connections=1)),
         )
         used = ("app", "connections", "cycle", "loop", "pipeline", "scope", "transport")
         assert [name for name in used if not hasattr(protocol, name)] == []

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import trustme
-import yaml
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.server.security.web_access import WebAccess
@@ -42,11 +41,10 @@ def refusal(folder: Path, text: str) -> str:
 
 def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: a/tls.crt, key_file: /k/tls.key}\n")
-    tls = read_web_config(tmp_path / "web.yml").tls
+    tls = read_web_config(tmp_path / "web.yml").tls_server_config
     assert tls is not None
-    assert tls.files == (tmp_path / "a" / "tls.crt", Path("/k/tls.key"))
-    assert (tls.min_version, tls.max_version, tls.client_auth_type) == ("TLS12", "TLS13", "NoClientCert")
-    assert (tls.client_allowed_sans, tls.cipher_suites, tls.prefer_server_cipher_suites) == ((), (), True)
+    assert (tls.cert_file, tls.key_file) == (tmp_path / "a" / "tls.crt", Path("/k/tls.key"))
+    assert (tls.min_version, tls.client_auth_type, tls.client_ca_file) == ("TLS12", "NoClientCert", None)
 
 
 def test_the_tls_settings_are_applied(folder: Path) -> None:
@@ -55,7 +53,7 @@ def test_the_tls_settings_are_applied(folder: Path) -> None:
     )
     context = WebAccess(folder / "web.yml").context
     assert context is not None
-    assert context.minimum_version == context.maximum_version == ssl.TLSVersion.TLSv1_3
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_3
     assert context.verify_mode == ssl.CERT_OPTIONAL
     assert len(context.get_ca_certs()) == 1
 
@@ -69,52 +67,41 @@ def test_without_certificates_there_is_no_tls(tmp_path: Path, text: str) -> None
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", r": .*tls_server_config\b.*basic_auth_users"),
-        ("- x\n", r":1: .*tls_server_config, basic_auth_users"),
+        ("", r":1: .*tls_server_config\b.*basic_auth_users"),
+        ("- x\n", r":1: .*tls_server_config, http_server_config, basic_auth_users"),
         ("{}\n---\n{}\n", r":2: .*YAML"),
-        ("\ntls_config: {}\n", r":2: .*'tls_config'.*tls_server_config, basic_auth_users"),
+        ("\ntls_config: {}\n", r":2: .*'tls_config'.*tls_server_config, http_server_config"),
         ("http_server_config:\n http3: true\n", r":2: http_server_config: .*'http3'.*http2, headers"),
-        ("http_server_config: {http2: maybe}", r":1: http2: 'maybe'.*true, false"),
+        ("http_server_config: {http2: maybe}", r":1: http_server_config.http2: 'maybe'.*true or false"),
         (
             "http_server_config: {headers:\n {Server: x}}",
-            r":2: http_server_config: headers: .*'Server'.*X-Frame-Options",
+            r":2: http_server_config.headers: .*'Server'.*X-Frame-Options",
         ),
-        ("http_server_config: {headers: {X-Frame-Options: DENY}}", r":1: .*X-Frame-Options: 'DENY'.*deny, sameorigin"),
+        (
+            "http_server_config: {headers: {X-Frame-Options: DENY}}",
+            r":1: .*X-Frame-Options: 'DENY'.*deny or sameorigin",
+        ),
         ('http_server_config: {headers: {X-XSS-Protection: "0\\r\\nX: y"}}', r":1: .*X-XSS-Protection: .*ASCII"),
-        ("rate_limit: {}\n", r":1: .*\brate_limit\b.*tls_server_config, basic_auth_users"),
-        ("tls_server_config:\n", r":1: .*\btls_server_config\b(?!.*cert_file)"),
+        ("rate_limit: {}\n", r":1: .*\brate_limit\b.*tls_server_config, http_server_config"),
+        ("tls_server_config:\n", r":1: tls_server_config: has no value"),
         ("tls_server_config: x\n", r":1: tls_server_config: .*cert_file, key_file"),
         ("tls_server_config: {key_file: k}\n", r":1: tls_server_config: .*'cert_file'"),
-        ("tls_server_config: {cert_file: tls.crt}\n", r":1: tls_server_config: .*'key_file' or 'key'"),
-        (TLS + ",\n cert: x}\n", r":1: tls_server_config: cert and cert_file"),
-        (TLS + ",\n curve_preferences: [x]}\n", r":2: tls_server_config: curve_preferences\b.*cert_file, key_file"),
-        (
-            TLS + ",\n cipher_suites: [x]}\n",
-            r":2: tls_server_config: cipher_suites: 'x'.*TLS_ECDHE_RSA_WITH_AES_128_GCM",
-        ),
-        (TLS + ",\n cipher_suites: []}\n", r":2: tls_server_config: cipher_suites: .*empty"),
-        (TLS + ", cipher_suites: [TLS_AES_128_GCM_SHA256]}", r"cipher_suites: .*TLS 1.2.*min_version TLS13"),
-        (TLS + ", prefer_server_cipher_suites: 2}", r"prefer_server_cipher_suites: '2'.*true, false"),
-        (TLS + ", client_allowed_sans: [a]}", r"client_allowed_sans\b.*client_auth_type\b.*RequireAndVerifyClientCert"),
-        (TLS + ",\n min_verson: TLS12}\n", r":2: tls_server_config: .*'min_verson'.*cert_file, key_file"),
-        (TLS + ", min_version: TLS11}", r"min_version: 'TLS11'.*TLS12, TLS13"),
-        (TLS + ", min_version: TLS13, max_version: TLS12}", r"tls_server_config: .*TLS13\b.*TLS12"),
-        (
-            TLS + ", client_auth_type: RequestClientCert}",
-            r"client_auth_type: 'RequestClientCert'.*NoClientCert, VerifyClientCertIfGiven, RequireAndVerifyClientCert",
-        ),
-        (
-            TLS + ", client_auth_type: RequireAndVerifyClientCert}",
-            r"client_auth_type RequireAndVerifyClientCert\b.*client_ca_file or client_ca",
-        ),
-        (
-            TLS + ", client_ca_file: authority.crt}",
-            r"client_ca_file\b.*client_auth_type\b.*VerifyClientCertIfGiven\b.*RequireAndVerifyClientCert",
+        ("tls_server_config: {cert_file: tls.crt}\n", r":1: tls_server_config: .*'key_file'"),
+        (TLS + ", min_version: TLS11}", r"min_version: 'TLS11'.*'TLS12' or 'TLS13'"),
+        (TLS + ", client_auth_type: RequestClientCert}", r"client_auth_type: 'RequestClientCert'.*'NoClientCert'"),
+        (TLS + ",\n client_auth_type: RequireAndVerifyClientCert}", r":2: .*client_ca_file"),
+        (TLS + ",\n client_ca_file: authority.crt}", r":2: .*client_auth_type\b.*RequireAndVerifyClientCert"),
+        *(
+            (f"{TLS},\n {key}: x}}\n", rf":2: tls_server_config: .*'{key}'.*cert_file, key_file")
+            for key in (
+                *("cert", "key", "client_ca", "client_allowed_sans", "max_version", "min_verson"),
+                *("cipher_suites", "prefer_server_cipher_suites", "curve_preferences"),
+            )
         ),
         ("basic_auth_users: {}", r":1: basic_auth_users: .*bcrypt"),
-        (f"basic_auth_users: {{ada: {HASH},\n ada: {HASH}}}", r":2: basic_auth_users: .*'ada'(?!.*bcrypt)"),
+        (f"basic_auth_users: {{ada: {HASH},\n ada: {HASH}}}", r":2: .*'ada'(?!.*bcrypt)"),
         (f"basic_auth_users: {{'a:b': {HASH}}}", r":1: basic_auth_users: .*colon"),
-        ("basic_auth_users: {ada: [x]}", r":1: basic_auth_users: 'ada': .*bcrypt"),
+        ("basic_auth_users: {ada: [x]}", r":1: basic_auth_users.ada: .*string"),
         (f"basic_auth_users: {{ada: {HASH.replace('$04$', '$31$')}}}", r"'ada': .*\b4 to 15\b.*htpasswd -nBC 10"),
     ],
 )
@@ -135,7 +122,7 @@ def test_a_password_in_place_of_a_hash_is_not_shown(tmp_path: Path) -> None:
         ({"tls.crt": b"x"}, ("cert_file '{}/tls.crt'", "certificate", "PEM")),
         ({"tls.key": None}, ("key_file '{}/tls.key'", os.strerror(errno.ENOENT))),
         ({"tls.key": b"x"}, ("key_file '{}/tls.key'", "private key", "PEM")),
-        ({"tls.key": b"-----BEGIN ENCRYPTED PRIVATE KEY-----"}, ("key_file '{}/tls.key'", "encrypted", "passphrase")),
+        ({"tls.key": b"-----BEGIN ENCRYPTED PRIVATE KEY-----"}, ("key_file '{}/tls.key'", "passphrase")),
         ({"tls.key": b"-----BEGIN PRIVATE KEY-----"}, ("'{}/tls.crt'", "'{}/tls.key'")),
         ({"authority.crt": None}, ("client_ca_file '{}/authority.crt'", os.strerror(errno.ENOENT))),
         ({"authority.crt": b"-----BEGIN CERTIFICATE-----\n"}, ("client_ca_file '{}/authority.crt': ",)),
@@ -151,7 +138,7 @@ def test_an_invalid_certificate_or_key_file_is_named(
             (folder / name).write_bytes(content)
     text = TLS + ", client_auth_type: RequireAndVerifyClientCert, client_ca_file: authority.crt}"
     message = refusal(folder, text)
-    assert message.startswith(":1: tls_server_config: ")
+    assert message.startswith(": tls_server_config: ")
     assert [part for part in named if part.format(folder) not in message] == [], message
 
 
@@ -191,9 +178,5 @@ def test_the_example_is_valid_here_and_for_prometheus(folder: Path, everything: 
     assert len(access.users) == 1
     assert (access.context.verify_mode == ssl.CERT_REQUIRED) == everything
     assert (set(access.headers) == {"Strict-Transport-Security"}) == everything
-    keys = set(yaml.safe_load(text)["tls_server_config"])
-    assert ({"cipher_suites", "client_allowed_sans", "max_version"} <= keys) == everything
-    # Older versions of promtool do not know this key.
-    (folder / "web.yml").write_text(re.sub(r"^  client_allowed_sans:\n    - .*\n", "", text, flags=re.MULTILINE))
     checked = subprocess.run([promtool, "check", "web-config", folder / "web.yml"], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr

@@ -107,7 +107,7 @@ def test_sighup_reloads_the_file_and_an_invalid_one_changes_nothing(
     assert rules() == {"tidy"}
     policy.write_text("rules: [{}]\n")
     exporter.signal(signal.SIGHUP)
-    wait_for(lambda: "policy.yml:1: a rule: the key 'name' is missing" in exporter.log(), "the complaint")
+    wait_for(lambda: "policy.yml:1: rules.0: the key 'name'" in exporter.log(), "the complaint")
     assert rules() == {"tidy"}
     written(policy, rule("other"))
     exporter.signal(signal.SIGHUP)

@@ -43,7 +43,7 @@ def carry_out(exporter: RunningExporter, pid: int, uuid: str) -> str:
 def test_a_finished_action_is_answered_200_with_its_results(exporter: RunningExporter) -> None:
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(exporter.act, action="empty_cache", target={"gpu": "0"}, reason="tidy")
-        eventually(lambda: len(exporter.runtime.holds))
+        eventually(lambda: len(exporter.runtime.held_requests))
         carry_out(exporter, 1, UUIDS[0])
         answer = pending.result(patient(30))
     assert answer.status == 200
@@ -182,7 +182,7 @@ def test_the_audit_log_is_newest_first_and_has_a_limit(exporter: RunningExporter
 def test_an_action_ends_when_its_process_exits(exporter: RunningExporter) -> None:
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(exporter.act, action="empty_cache", target={"pid": 1})
-        eventually(lambda: len(exporter.runtime.holds))
+        eventually(lambda: len(exporter.runtime.held_requests))
         exporter.report(report(1, devices=(sample(),), workload="w1", sequence=9, final=True))
         answer = pending.result(patient(30))
     action = json.loads(answer.body)
@@ -247,7 +247,7 @@ def test_an_exporter_that_stops_ends_waiting_requests() -> None:
         threads = [threading.Thread(target=target) for target in (act, hold)]
         for thread in threads:
             thread.start()
-        eventually(lambda: len(exporter.runtime.holds), lambda count: count == 2)
+        eventually(lambda: len(exporter.runtime.held_requests), lambda count: count == 2)
         exporter.server.should_exit = True
         for thread in threads:
             thread.join(patient(30))

@@ -139,7 +139,7 @@ def test_an_action_reaches_a_held_report_at_once_and_its_result_ends_it() -> Non
     with running_exporter(report_interval=300, report_expiry=900) as exporter, ThreadPoolExecutor() as pool:
         before = report(1, devices=(sample(allocated=5, reclaimable=7),), hold_seconds=300.0)
         held = pool.submit(exporter.report, before)
-        eventually(exporter.runtime.dispatcher.held)
+        eventually(lambda: len(exporter.runtime.held_requests))
         submitted = pool.submit(exporter.act, action="empty_cache", target={"all": True}, wait_seconds=10)
         (command,) = json.loads(held.result(patient(30)).body)["commands"]
         assert command["action"] == "empty_cache"
@@ -157,13 +157,19 @@ def test_an_action_reaches_a_held_report_at_once_and_its_result_ends_it() -> Non
         assert exporter.sample("gpumem_action_freed_bytes_total", action="empty_cache") == 7
 
 
+def test_a_repeated_final_report_removes_the_process() -> None:
+    with running_exporter() as exporter:
+        assert exporter.report(report(7)).status == 200
+        assert exporter.report(report(7, final=True)).status == 200
+        assert exporter.runtime.snapshot().processes == ()
+
+
 def test_the_hold_ends_with_the_connection_and_no_command_is_lost() -> None:
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
         sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=300.0))
-        eventually(exporter.runtime.dispatcher.held)
+        eventually(lambda: len(exporter.runtime.held_requests))
         sock.close()
-        eventually(exporter.runtime.dispatcher.held, lambda held: held == 0)
-        assert len(exporter.runtime.holds) == 0
+        eventually(lambda: len(exporter.runtime.held_requests), lambda held: held == 0)
         assert exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).status == 202
         answer = exporter.report(report(1, devices=(sample(),), sequence=2, hold_seconds=300.0))
         assert [command["action"] for command in json.loads(answer.body)["commands"]] == ["empty_cache"]
@@ -173,10 +179,10 @@ def test_the_hold_ends_with_the_connection_and_no_command_is_lost() -> None:
 def test_after_a_broken_connection_only_a_process_that_exited_is_removed(died: bool) -> None:
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
         sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=300.0))
-        eventually(exporter.runtime.dispatcher.held)
+        eventually(lambda: len(exporter.runtime.held_requests))
         if died:
             exporter.host.dead.add(1)
         sock.close()
-        eventually(exporter.runtime.dispatcher.held, lambda held: held == 0)
+        eventually(lambda: len(exporter.runtime.held_requests), lambda held: held == 0)
         expected = None if died else 1
         eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up == expected)

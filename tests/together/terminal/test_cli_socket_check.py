@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN
-from gpumem_exporter.cli.doctor.socket import check_socket, socket_path, socket_peer
+from gpumem_exporter.cli.doctor import FAIL, PASS, WARN
+from gpumem_exporter.cli.doctor.machine import check_socket, socket_path, socket_peer
 
 
 def _listening(path: Path) -> socket.socket:

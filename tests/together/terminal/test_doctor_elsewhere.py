@@ -6,8 +6,7 @@ import pytest
 
 from gpumem_exporter.cli.commands import doctor
 from gpumem_exporter.cli.commands.doctor import diagnose
-from gpumem_exporter.cli.doctor.finding import FAIL, Finding
-from gpumem_exporter.cli.options import ConnectionOptions
+from gpumem_exporter.cli.doctor import FAIL, Finding
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 from tests.support.running_exporter import ScriptedProvider, running_exporter
 from tests.support.waiting import eventually
@@ -23,7 +22,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _found(url: str) -> dict[str, Finding]:
-    return {finding.check: finding for finding in diagnose(ConnectionOptions(url=url))}
+    return {finding.check: finding for finding in diagnose(url)}
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -23,8 +23,8 @@ import trustme
 from gpumem_client.wire.errors import ExporterUnreachableError, ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
+from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
-from gpumem_exporter.server.http.uvicorn_server import Limits
 from gpumem_exporter.server.serve import demo_url
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch

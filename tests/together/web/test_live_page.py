@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser
 
-from gpumem_exporter.server.web.live_document import COLUMNS
+from gpumem_exporter.server.web.live import COLUMNS
 from tests.support.builders import MIB, UUIDS
 from tests.support.exporter_process import ExporterProcess
 from tests.support.live_page import Demo, OpenPage, browser, open_page, send, serving, state_of
@@ -297,7 +297,6 @@ def test_a_missing_point_is_a_gap_in_the_line(demo: Demo, open_page: OpenPage) -
             seconds=[now - age for age in ages],
             devices={UUIDS[0]: {"in_use": [5000, None, 6000, 6500, 7000, 7500, 7600], "allocated": [100] * 7}},
         )
-        document["state"]["newest"] = None
         return document
 
     live = open_page(url, answer=answer)
@@ -316,9 +315,7 @@ def test_a_device_is_full_if_little_of_it_is_free_or_reclaimable(demo: Demo, ope
 
     def answer() -> dict[str, Any]:
         sizes = {"used_bytes": 6 * GIB, "reclaimable_bytes": device["ledger"]["torch_reclaimable"]}
-        document = made_up(exporter, device, workload="hoarder", last_report_unix_seconds=0, **sizes)
-        document["state"]["newest"] = None
-        return document
+        return made_up(exporter, device, workload="hoarder", last_report_unix_seconds=0, **sizes)
 
     fill(GIB // 8)
     live = open_page(url, answer=answer)

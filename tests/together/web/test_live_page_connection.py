@@ -1,4 +1,4 @@
-"""The live page's connection: streaming, polling, and a lost exporter."""
+"""The live page's connection: polling, lost rights, and a lost exporter."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from tests.support.live_page import Demo, LivePage, OpenPage, browser, open_page
 __all__ = ["browser", "open_page"]
 
 LOST = ("ERR_", "Failed to load resource")
+
+
+TICKS = "const every = setInterval; setInterval = (tick, ms) => { window.tick = tick; return every(tick, ms); };"
+
+
+def polls(live: LivePage) -> bool:
+    """Whether the page requests a state when a poll is due."""
+    live.page.evaluate("fetch('/health')")  # earlier requests are listed before it
+    before = len(live.requested)
+    live.page.evaluate("tick(), fetch('/health')")
+    return any("/live" in url for url in live.requested[before:])
 
 
 def assert_lost(live: LivePage) -> None:
@@ -77,44 +88,53 @@ def test_a_stopped_exporter_is_shown_as_lost(own: Demo, open_page: OpenPage) -> 
     exporter.signal(signal.SIGCONT)
 
 
-def test_the_page_polls_without_server_sent_events(demo: Demo, open_page: OpenPage) -> None:
+def test_lost_rights_are_shown_and_returned_ones_are_used(demo: Demo, open_page: OpenPage) -> None:
     _, url = demo
-    live = open_page(url, script="delete window.EventSource")
-    assert re.match(r"polling\b.*\b2 s", live.text("#mode"))
-    first = live.text("#moment")
-    live.until("document.querySelector('#moment').textContent !== it", first)
-    assert live.page.evaluate("document.body.dataset.mode") == "polling"
-
-
-def test_the_page_polls_if_the_stream_fails_and_tries_it_later(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    script = """
-        const Real = EventSource;
-        window.refusing = true;
-        window.EventSource = function (path) { return new Real(window.refusing ? '/refused' : path); };
-    """
-    live = open_page(url, expects=("status of 404", "EventSource's response"), script=script)
-    live.until("document.body.dataset.mode === 'polling'")
-    live.page.evaluate("window.refusing = false")
+    live = open_page(url, expects=("401",), script=TICKS)
+    assert_live(live)
+    problem = {"status": 401, "detail": "wrong name or password"}
+    live.page.route("**/api/v1/live*", lambda route: route.fulfill(status=401, json=problem))
+    live.until("document.body.dataset.mode === 'refused'")
+    assert "wrong name or password" in live.text("#lost")
+    assert live.page.locator(".device .amounts:visible").count() == 0
+    assert not polls(live)  # a browser may ask for a password at each
+    live.page.unroute("**/api/v1/live*")
+    live.page.evaluate("() => { const now = Date.now; Date.now = () => now() + 61_000; }")
     assert_live(live)
 
 
-def test_a_hidden_page_disconnects_and_shows_no_old_values_when_it_is_visible_again(
-    demo: Demo, open_page: OpenPage
-) -> None:
+def test_an_unchanged_state_is_not_sent_again_and_time_passes(demo: Demo, open_page: OpenPage) -> None:
+    _, url = demo
+    live = open_page(url)
+    assert_live(live)
+    live.page.route("**/api/v1/live*", lambda route: route.fulfill(status=304))
+    first = live.text("#moment")
+    live.until("document.querySelector('#moment').textContent !== it", first)
+    assert_live(live)
+
+
+def test_a_poll_requests_only_newer_history(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+    live = open_page(url)
+    for _ in range(3):
+        with live.page.expect_response(lambda reply: "live?since=" in reply.url) as poll:
+            pass
+        assert len(poll.value.json()["history"]["seconds"]) <= 2
+    known = exporter.get("/api/v1/live")["history"]["seconds"]
+    path = str(live.page.locator(".chart .in-use").first.get_attribute("d"))
+    assert path.count("L") + path.count("M") >= len(known) - 2
+
+
+def test_a_page_that_was_away_shows_no_old_values(demo: Demo, open_page: OpenPage) -> None:
     _, url = demo
     script = """
-        const Real = EventSource;
-        window.streams = [];
-        window.EventSource = function (path) { streams.push(new Real(path)); return streams.at(-1); };
         Object.defineProperty(document, 'hidden', {get: () => Boolean(window.away)});
         window.turnAway = (away) => { window.away = away; document.dispatchEvent(new Event('visibilitychange')); };
     """
-    live = open_page(url, script=script)
+    live = open_page(url, script=TICKS + script)
     assert_live(live)
     live.page.evaluate("turnAway(true)")
-    assert live.page.evaluate("streams.map((stream) => stream.readyState)") == [2]
-    requested = len(live.requested)
+    assert not polls(live)
     # Simulate the passing of five minutes.
     live.page.evaluate("() => { const now = Date.now; Date.now = () => now() + 300_000; }")
     mode, shown, of_events = live.page.evaluate(
@@ -123,4 +143,3 @@ def test_a_hidden_page_disconnects_and_shows_no_old_values_when_it_is_visible_ag
     assert mode == "waiting"
     assert "GiB" not in shown.replace(of_events, "")
     assert_live(live)
-    assert sum("/api/v1/live" in url for url in live.requested[requested:]) == 1

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumem_exporter.server.http.uvicorn_server import Limits
+from gpumem_exporter.server.http.connections import Limits
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
 from tests.support.waiting import eventually, patient
@@ -129,7 +129,7 @@ def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy() -> N
             for _ in range(4):
                 sock = stack.enter_context(connect(exporter))
                 sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            eventually(lambda: len(exporter.runtime.holds), lambda count: count == 4)
+            eventually(lambda: len(exporter.runtime.held_requests), lambda count: count == 4)
             with connect(exporter) as sock:
                 sock.sendall(GET)
                 answer = read_answer(sock)

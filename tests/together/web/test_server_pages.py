@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import gzip
 import json
 import re
-import threading
 import urllib.request
 from base64 import b64encode
-from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,7 @@ import pytest
 
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
-from tests.support.waiting import eventually, patient
+from tests.support.waiting import eventually
 
 
 class Page(HTMLParser):
@@ -51,29 +47,6 @@ def test_all_links_of_the_page_work(exporter: RunningExporter) -> None:
     assert {"/metrics", "/health", "/api/v1/devices", "/api/v1/processes", "/openapi.json"} <= set(links)
     assert {link: exporter.get(link).status for link in links} == dict.fromkeys(links, 200)
     assert exporter.runtime.version.encode() in answer.body
-
-
-def test_a_command_and_the_page_that_wait_at_the_same_time_get_their_own_documents(exporter: RunningExporter) -> None:
-    renderer, release, blocked = exporter.runtime.renderer, threading.Event(), threading.Event()
-
-    def block() -> bytes:
-        blocked.set()
-        release.wait()
-        return b""
-
-    def waiting(count: int) -> None:
-        eventually(lambda: len(renderer._waiting), lambda found: found == count, 10, f"{count} that wait")
-
-    page = urllib.request.Request(f"{exporter.url}/api/v1/live", headers={"Accept": "text/event-stream"})
-    with ThreadPoolExecutor() as threads, urllib.request.urlopen(page), contextlib.ExitStack() as stack:
-        stack.callback(release.set)
-        asyncio.run_coroutine_threadsafe(renderer.render(block), exporter.loop)
-        assert blocked.wait(patient(10))
-        waiting(1)  # the page's stream renders once a second
-        answer = threads.submit(exporter.get, "/api/v1/live?processes=documents")
-        waiting(2)
-        release.set()
-        assert "columns" not in json.loads(answer.result().body)["state"]
 
 
 def test_an_unchanged_page_is_not_sent_again(exporter: RunningExporter) -> None:

@@ -30,7 +30,7 @@ from gpumem_exporter.server import serve
 from gpumem_exporter.server.http import listeners
 provider = ScriptedProvider()
 provider.hanging.set()
-loaded = settings.load_settings({"web_listen_address": "127.0.0.1:0"}, {})
+loaded = settings.load_settings({"web.listen-address": "127.0.0.1:0"}, {})
 serve.configure_logging("info", "json")
 with listeners.bind(loaded.web_listen_address) as listeners:
     sys.exit(serve.serve(loaded, listeners, provider=provider, host=ScriptedHost()))
@@ -252,7 +252,7 @@ from gpumem_exporter.server import settings
 from gpumem_exporter.server import serve
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 serve.create_app(settings.load_settings({}, {}), provider=PynvmlProvider(), host=serve.LinuxHost())
-needless = ("typer", "rich", "yaml", "pydantic.v1", "httpx", "gpumem_exporter.demo")
+needless = ("rich", "yaml", "pydantic.v1", "httpx", "gpumem_exporter.demo")
 print([name for name in needless if name in sys.modules])
 """
     ended = subprocess.run(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumem_client.oom.message import is_out_of_memory
+from gpumem_client.hooks.out_of_memory import is_out_of_memory
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.checkpointing.comparison import CheckpointingComparison, CheckpointingRow
 from gpumem_toolkit.checkpointing.step import Results, Step, left_as_it_was

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.wire.units import ShownAsText, human_bytes
 
 _NAMES_SHOWN = 3
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gpumem_client.allocator.attached import attached
-from gpumem_client.allocator.reclaimable import fragmented_bytes
+from gpumem_client.allocator.allocator import attached
+from gpumem_client.allocator.reclaimable import unreturnable_bytes
 from gpumem_client.clear import clear_cache
+from gpumem_client.guest_safety import log
 from gpumem_client.hooks.steps import OneStep, process_steps
-from gpumem_client.log import log
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import human_bytes
 
@@ -78,7 +78,7 @@ class AutoClean:
         samples = self._samples()
         reclaimable = sum(sample.reclaimable_bytes or 0 for sample in samples)
         fragmented = any(
-            sample.reserved_bytes and (fragmented_bytes(sample) or 0) >= self._fragmentation * sample.reserved_bytes
+            sample.reserved_bytes and (unreturnable_bytes(sample) or 0) >= self._fragmentation * sample.reserved_bytes
             for sample in samples
         )
         if not fragmented or reclaimable < self._min_bytes:

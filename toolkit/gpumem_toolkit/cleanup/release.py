@@ -7,9 +7,9 @@ import gc
 import sys
 from typing import Any
 
-from gpumem_client.allocator.attached import no_cuda
-from gpumem_client.allocator.torch_access import initialized_torch, tensors_of_module
+from gpumem_client.allocator.allocator import no_cuda
 from gpumem_client.clear import clear_cache
+from gpumem_client.torch_access import initialized_torch, tensors_of_module
 
 
 def release_model(model: Any = None, optimizer: Any = None) -> int:

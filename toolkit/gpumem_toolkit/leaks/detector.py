@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_client.allocator.torch_access import Statistics, initialized_torch
+from gpumem_client.guest_safety import log
 from gpumem_client.hooks.steps import OneStep, process_steps
-from gpumem_client.log import log
-from gpumem_client.notebook import ShownAsText
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.torch_access import Statistics, initialized_torch
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.live_tensors import Kind, LingeringTensors, allocating_frames, walk
 from gpumem_toolkit.leaks.suspects import Growth, descriptions, grown, kinds_to_search
 from gpumem_toolkit.leaks.trend import Growing, Trend

@@ -18,11 +18,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpumem_client.allocator import torch_access
-from gpumem_client.allocator.attached import no_cuda
-from gpumem_client.allocator.torch_access import initialized_torch
-from gpumem_client.notebook import ShownAsText
-from gpumem_client.wire.units import human_bytes
+from gpumem_client import torch_access
+from gpumem_client.allocator.allocator import no_cuda
+from gpumem_client.torch_access import initialized_torch
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.interpreter_objects import GENERATIONS, Frozen, count_tracked, find_frozen, tracked_of_types
 from gpumem_toolkit.leaks.referrers import TARGETS_MAX, describe_referrers
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from gpumem_client.allocator.torch_access import without_torch_function
+from gpumem_client.torch_access import without_torch_function
 from gpumem_toolkit.measure.tensor_bytes import Storages, bytes_of_unshared, tensors_in
 
 COMPONENTS = ("parameters", "gradients", "optimizer_state")

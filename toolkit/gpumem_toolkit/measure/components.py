@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client.allocator.reclaimable import known
-from gpumem_client.allocator.torch_access import Statistics, initialized_torch
 from gpumem_client.hooks.steps import OneStep, Steps, process_steps
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.phases.observed import Observed, WatchedBytes, process_observed
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.torch_access import Statistics, initialized_torch
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.measure.component_count import COMPONENTS, ComponentCount
 from gpumem_toolkit.measure.tensor_bytes import HOST
 

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gpumem_client.allocator.torch_access import Statistics, initialized_torch, without_torch_function
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.steps import Steps, process_steps
-from gpumem_client.log import log
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.phases.observed import process_observed
-from gpumem_client.wire.units import human_bytes, human_growth
+from gpumem_client.torch_access import Statistics, initialized_torch, without_torch_function
+from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
 
 _Item = TypeVar("_Item")
 
@@ -161,7 +159,7 @@ class Milestones(ShownAsText):
         statistics = Statistics(torch)
         found = []
         for index in statistics.devices():
-            state = self._observed.look(index, statistics.state)
+            state = self._observed.read(index, statistics.state)
             if state is None:
                 continue
             allocated, peak = (state["allocated_bytes"][metric] for metric in ("current", "peak"))

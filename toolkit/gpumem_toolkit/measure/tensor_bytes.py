@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from gpumem_client.hooks.guest_safety import guest_safety
+from gpumem_client.guest_safety import guest_safety
 
 HOST = -1
 """PyTorch's device index of a tensor in host memory."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gpumem_client.notebook import ShownAsText
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.oom.values import OomValues
 
 _CAUSE_SHARE = 0.1

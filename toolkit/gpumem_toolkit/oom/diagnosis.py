@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from gpumem_client.allocator.attached import attached
+from gpumem_client.allocator.allocator import attached
 from gpumem_client.allocator.reclaimable import known
-from gpumem_client.allocator.torch_access import DeviceState
 from gpumem_client.api import latest_oom
-from gpumem_client.log import log
-from gpumem_client.notebook import ShownAsText
-from gpumem_client.oom.message import OomMessage, parse_oom_message
+from gpumem_client.guest_safety import log
+from gpumem_client.hooks.out_of_memory import OomMessage, parse_oom_message
 from gpumem_client.phases.measured import phase_at_error
-from gpumem_client.process_group import rank_and_size
+from gpumem_client.torch_access import DeviceState, rank_and_size
 from gpumem_client.wire.protocol import OutOfMemory
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.detector import known_leak
 from gpumem_toolkit.leaks.live_tensors import walk
 from gpumem_toolkit.leaks.referrers import instance_dictionary

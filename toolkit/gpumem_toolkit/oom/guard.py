@@ -13,13 +13,12 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from gpumem_client.allocator.attached import attached
+from gpumem_client.allocator.allocator import attached
 from gpumem_client.allocator.reclaimable import known
-from gpumem_client.allocator.torch_access import DeviceState, Statistics, initialized_torch
-from gpumem_client.hooks.guest_safety import guest_safety
-from gpumem_client.log import log
-from gpumem_client.oom.message import chain, is_out_of_memory, out_of_memory_in
+from gpumem_client.guest_safety import guest_safety, log
+from gpumem_client.hooks.out_of_memory import chain, is_out_of_memory, out_of_memory_in
 from gpumem_client.phases.blocks import RunningBlocks, run_calls_in
+from gpumem_client.torch_access import DeviceState, Statistics, initialized_torch
 from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis, Run, diagnose
 from gpumem_toolkit.oom.growth import BlockHistory
 

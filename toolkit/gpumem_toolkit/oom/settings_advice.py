@@ -8,13 +8,12 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gpumem_client.allocator.attached import attached, no_cuda
-from gpumem_client.allocator.reclaimable import fragmented_bytes
+from gpumem_client.allocator.allocator import attached, no_cuda
+from gpumem_client.allocator.reclaimable import unreturnable_bytes
 from gpumem_client.allocator.settings import VARIABLES, in_force, merged, parse_settings
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_client.wire.units import counted, human_bytes
+from gpumem_client.wire.units import ShownAsText, counted, human_bytes
 from gpumem_toolkit.leaks.interpreter_objects import GENERATIONS, find_frozen, tracked_of_types
 
 _FRAGMENTED_SHARE = 0.1
@@ -100,7 +99,7 @@ def recommend(
 
 
 def _fragmentation(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[_Cause]:
-    fragmented, reserved = fragmented_bytes(sample), sample.reserved_bytes
+    fragmented, reserved = unreturnable_bytes(sample), sample.reserved_bytes
     if fragmented is None or not reserved or fragmented < max(_FRAGMENTED_LEAST, _FRAGMENTED_SHARE * reserved):
         return
     share = (

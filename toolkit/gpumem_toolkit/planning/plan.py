@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_client.wire.units import UNKNOWN, human_bytes
+from gpumem_client.wire.units import UNKNOWN, ShownAsText, human_bytes
 from gpumem_toolkit.planning.devices import Gpu
 
 _SOURCES = {

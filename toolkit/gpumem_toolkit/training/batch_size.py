@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from gpumem_client import clear_cache
-from gpumem_client.allocator.attached import no_cuda
-from gpumem_client.notebook import ShownAsText
+from gpumem_client.allocator.allocator import no_cuda
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.units import ShownAsText
 from gpumem_toolkit.errors import NoBatchSizeError
 from gpumem_toolkit.planning.search import Bisection
 from gpumem_toolkit.training.batch_trial import BatchSizeTry, Trial, join_numbers

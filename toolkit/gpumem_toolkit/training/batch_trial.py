@@ -12,12 +12,11 @@ import torch
 
 from gpumem_client import clear_cache
 from gpumem_client.allocator.reclaimable import known
-from gpumem_client.allocator.torch_access import Statistics
+from gpumem_client.hooks.out_of_memory import is_out_of_memory
 from gpumem_client.hooks.steps import no_training
-from gpumem_client.notebook import ShownAsText
-from gpumem_client.oom.message import is_out_of_memory
 from gpumem_client.phases.measured import Measured, MemoryUse
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.torch_access import Statistics
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.errors import RankFailedError
 from gpumem_toolkit.oom.guard import oom_guard
 from gpumem_toolkit.training.ranks import Ranks

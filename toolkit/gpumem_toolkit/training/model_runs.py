@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_client.allocator.reclaimable import known
-from gpumem_client.allocator.torch_access import DeviceState, Statistics, recorded_history
 from gpumem_client.phases.measured import DeviceUse, Measured, MemoryUse
+from gpumem_client.torch_access import DeviceState, Statistics, recorded_history
 from gpumem_client.wire.errors import ConfigurationError
 
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumem_client.notebook import ShownAsText
 from gpumem_client.phases.measured import Measured
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.measure.tensor_bytes import Storages
 from gpumem_toolkit.training.model_runs import call_model, distance_ratio, evaluating, measure_peak, run_seconds, use_on
 

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from gpumem_client.allocator.torch_access import remove_from_serialization_registry
-from gpumem_client.notebook import ShownAsText
+from gpumem_client.torch_access import remove_from_serialization_registry
 from gpumem_client.wire.errors import ConfigurationError, StorageError
-from gpumem_client.wire.units import human_bytes
+from gpumem_client.wire.units import ShownAsText, human_bytes
 
 _log = logging.getLogger("gpumem_toolkit")
 _PRIORITY = -9844

@@ -1,9 +1,11 @@
 // Requests to the exporter. The token is stored only in this closure, not in any storage or URL.
 
 class Refusal extends Error {
-  constructor(status, detail) {
+  /** `wrongToken`: the exporter has refused the token, which is forgotten. */
+  constructor(status, detail, wrongToken) {
     super(detail);
     this.status = status;
+    this.wrongToken = wrongToken;
   }
 }
 
@@ -11,12 +13,13 @@ const access = (() => {
   let token = "";
 
   /**
-   * Send a request; return the status and the document. Throws Refusal with the exporter's detail, or another error if
-   * there is no reply. `acts`: send the token, which replaces the password with which the browser reads this page.
+   * Send a request; return the status and the document, which is null if it is unchanged. Throws Refusal with the
+   * exporter's detail, or another error if there is no reply. The token replaces the password of the browser.
    */
-  async function request(path, { method = "GET", body, headers = {}, seconds = 10, acts = true } = {}) {
+  async function request(path, { method = "GET", body, headers = {}, seconds = 10 } = {}) {
     const sent = { Accept: "application/json", ...headers };
-    if (token && acts) sent.Authorization = `Bearer ${token}`;
+    const sentToken = token;
+    if (sentToken) sent.Authorization = `Bearer ${sentToken}`;
     if (body !== undefined) sent["Content-Type"] = "application/json";
     const reply = await fetch(path, {
       method,
@@ -28,8 +31,14 @@ const access = (() => {
       referrerPolicy: "no-referrer",
       signal: AbortSignal.timeout(seconds * 1000),
     });
-    if (!reply.ok) throw new Refusal(reply.status, await problemOf(reply));
-    return { status: reply.status, document: await reply.json(), location: reply.headers.get("Location") };
+    const etag = reply.headers.get("ETag");
+    if (reply.status === 304) return { status: 304, document: null, etag };
+    if (!reply.ok) {
+      const wrongToken = sentToken !== "" && reply.status === 401;
+      if (wrongToken && token === sentToken) token = "";
+      throw new Refusal(reply.status, await problemOf(reply), wrongToken);
+    }
+    return { status: reply.status, document: await reply.json(), etag };
   }
 
   async function problemOf(reply) {
@@ -47,5 +56,5 @@ const access = (() => {
     return usable;
   }
 
-  return { request, setToken, hasToken: () => token !== "" };
+  return { request, setToken };
 })();

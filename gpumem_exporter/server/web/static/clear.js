@@ -173,8 +173,8 @@ const clearing = (() => {
 
   function explain(error, again) {
     if (error instanceof Refusal && error.status === 401) {
-      const text = access.hasToken() ? { error: sentence(error.message) } : { status: "The exporter requires a token." };
-      show({ ...text, token: true, confirm: "Use token", then: () => takeToken(again) });
+      const text = error.wrongToken ? { error: sentence(error.message) } : { status: "The exporter requires a token." };
+      show({ ...text, token: true, confirm: "Use token", then: () => useToken(again) });
       $("token").focus();
     } else if (error instanceof Refusal) {
       show({ error: sentence(error.message), cancel: "Close" });
@@ -184,7 +184,7 @@ const clearing = (() => {
     }
   }
 
-  function takeToken(again) {
+  function useToken(again) {
     const usable = access.setToken($("token").value.trim());
     $("token").value = "";
     if (usable) return again();

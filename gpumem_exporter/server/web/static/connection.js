@@ -1,107 +1,63 @@
-// Receives the state by server-sent events, or by polling if those fail. If both fail, the exporter is lost.
+// Polls the state once a second while the page is visible. A browser has only six connections to one exporter.
 
 const LIVE = "/api/v1/live";
-const SILENCE_SECONDS = 6;
-const POLL_SECONDS = 2;
-const LOST_POLL_SECONDS = 1;
-const STREAM_RETRY_SECONDS = { first: 2, last: 60 };
+const POLL_SECONDS = 1;
+const TIMEOUT_SECONDS = 6;
+const OLD_SECONDS = 6; // older values are hidden until the next reply: the page was hidden, or the machine slept
+const REFUSED_SECONDS = 60; // with each refusal, a browser may ask for a password
 
 class Connection {
-  /** `on`: the callbacks for the history, a state, a time, and the mode: "live", "polling", "lost" or "waiting". */
+  /** `on`: the callbacks for a reply (null if nothing has changed) and for the mode: "live", "waiting", "lost" or "refused". */
   constructor(on) {
     this.on = on;
-    this.stream = null;
-    this.timer = null;
-    this.polls = 0;
-    this.heard = Date.now();
-    this.retrySeconds = STREAM_RETRY_SECONDS.first;
-    this.retryAt = 0;
-    setInterval(() => this.watch(), 1000);
-    document.addEventListener("visibilitychange", () => (document.hidden ? this.pause() : this.resume()));
-    if (!document.hidden) this.open();
+    this.mode = "waiting";
+    this.etag = null;
+    this.heard = 0; // by Date.now(), because performance.now() may stop while a machine sleeps
+    this.polling = false;
+    this.nextPoll = 0;
+    setInterval(() => this.tick(), POLL_SECONDS * 1000);
+    document.addEventListener("visibilitychange", () => this.tick());
+    this.tick();
   }
 
-  /** Disconnect a hidden page: a browser has only six connections to one exporter for all tabs. */
-  pause() {
-    this.stream?.close();
-    this.stream = null;
-    clearTimeout(this.timer);
-    this.timer = null;
-    this.polls += 1;
+  tick() {
+    if (document.hidden) return;
+    if (this.mode === "live" && this.isOld()) this.enter("waiting");
+    if (!this.polling && Date.now() >= this.nextPoll) this.poll();
   }
 
-  /** Reconnect; hide values that are older than a few seconds. */
-  resume() {
-    if (this.stream !== null) return;
-    if (Date.now() - this.heard > SILENCE_SECONDS * 1000) this.on.mode("waiting");
-    this.open();
+  isOld() {
+    return Date.now() - this.heard > OLD_SECONDS * 1000;
   }
 
-  open() {
-    clearTimeout(this.timer);
-    this.timer = null;
-    try {
-      this.stream = new EventSource(LIVE);
-    } catch {
-      this.fallBack();
-      return;
-    }
-    this.opened = Date.now();
-    const { stream } = this;
-    const listen = (type, take) => {
-      stream.addEventListener(type, ({ data }) => {
-        if (this.stream === stream) take(JSON.parse(data));
-      });
-    };
-    listen("history", (history) => this.on.history(history));
-    listen("state", ({ moment, state }) => this.hear("live", moment, state));
-    listen("beat", (moment) => this.hear("live", moment, null));
-    stream.onerror = () => {
-      if (this.stream === stream) this.fallBack();
-    };
-  }
-
-  hear(mode, moment, state) {
-    this.heard = Date.now();
-    if (mode === "live") this.retrySeconds = STREAM_RETRY_SECONDS.first;
-    this.on.mode(mode);
-    if (state !== null) this.on.state(moment, state);
-    else this.on.moment(moment);
-  }
-
-  /** Fall back to polling if the stream is silent: a proxy may buffer it, or the machine may be down. */
-  watch() {
-    const since = Math.max(this.heard, this.opened ?? 0);
-    if (this.stream !== null && Date.now() - since > SILENCE_SECONDS * 1000) this.fallBack();
-  }
-
-  fallBack() {
-    this.stream?.close();
-    this.stream = null;
-    this.retryAt = Date.now() + this.retrySeconds * 1000;
-    this.retrySeconds = Math.min(2 * this.retrySeconds, STREAM_RETRY_SECONDS.last);
-    this.poll();
+  enter(mode, reason = "") {
+    this.mode = mode;
+    this.on.mode(mode, reason);
   }
 
   async poll() {
-    clearTimeout(this.timer);
-    this.polls += 1;
-    const ownPoll = this.polls; // a later poll has replaced this one if the numbers differ
-    let wait = POLL_SECONDS;
+    this.polling = true;
+    let reply;
     try {
-      const { document } = await access.request(LIVE, { seconds: SILENCE_SECONDS, acts: false });
-      if (ownPoll !== this.polls) return;
-      if (this.lost) this.retryAt = 0; // the exporter is back: try a stream at once
-      this.lost = false;
-      this.on.history(document.history);
-      this.hear("polling", document.moment, document.state);
-    } catch {
-      if (ownPoll !== this.polls) return;
-      this.lost = true;
-      this.on.mode("lost");
-      wait = LOST_POLL_SECONDS;
+      const headers = this.etag === null || this.isOld() ? {} : { "If-None-Match": this.etag };
+      const since = this.on.since();
+      reply = await access.request(since === null ? LIVE : `${LIVE}?since=${since}`, { seconds: TIMEOUT_SECONDS, headers });
+    } catch (error) {
+      this.fail(error);
+      return;
+    } finally {
+      this.polling = false;
     }
-    if (!this.lost && Date.now() >= this.retryAt && typeof EventSource === "function") this.open();
-    else this.timer = setTimeout(() => this.poll(), wait * 1000);
+    this.heard = Date.now();
+    this.etag = reply.etag;
+    this.enter("live");
+    this.on.reply(reply.document);
+  }
+
+  fail(error) {
+    if (error.wrongToken) return; // the next poll is without it
+    const refused = error instanceof Refusal && (error.status === 401 || error.status === 403);
+    this.nextPoll = refused ? Date.now() + REFUSED_SECONDS * 1000 : 0;
+    this.enter(refused ? "refused" : "lost", refused ? error.message : "");
   }
 }

@@ -49,8 +49,6 @@ class Events {
   detail = "";
   /** The document of /api/v1/caller; null while unknown. */
   caller = null;
-  /** The hidden names of the processes that the viewer may act on, by pid. */
-  names = new Map();
 
   /** Request new events, at most every few seconds. */
   async refresh(force = false) {
@@ -62,10 +60,9 @@ class Events {
     try {
       const since = this.after === null ? "" : `&after=${this.after}`;
       const { document: page } = await access.request(`/api/v1/events?limit=${SHOWN_EVENTS}${since}`);
-      this.take(page);
+      this.add(page);
       // The rights to all processes do not change; the number of a user's processes does.
       if (this.caller?.rights !== "all") this.caller = (await access.request("/api/v1/caller")).document;
-      this.names = app.state?.hides_identities ? await namesForViewer() : new Map();
       this.allow("open", "");
     } catch (error) {
       // The connection shows a missing reply; a warning shows a failing disk.
@@ -81,7 +78,6 @@ class Events {
       this.after = null;
       this.events = [];
       this.caller = null;
-      this.names = new Map();
     }
     this.access = what;
     this.detail = detail;
@@ -94,7 +90,7 @@ class Events {
     this.requested = -Infinity;
   }
 
-  take({ events, next_after: after }) {
+  add({ events, next_after: after }) {
     if (this.after === null) this.events = [];
     this.after = after;
     if (events.length > 0) this.events = [...this.events, ...events].slice(-SHOWN_EVENTS);
@@ -125,12 +121,6 @@ class Events {
     setText(known.time, dayAndTime(event.unix_seconds, app.moment.unix_seconds)); // the day may end meanwhile
     return known.element;
   }
-}
-
-/** Request the names that the stream hides from all viewers. */
-async function namesForViewer() {
-  const { document: { processes } } = await access.request("/api/v1/processes");
-  return new Map(processes.map(({ pid, command, user, k8s_namespace, k8s_pod }) => [pid, { command, user, k8s_namespace, k8s_pod }]));
 }
 
 function sentence(text) {

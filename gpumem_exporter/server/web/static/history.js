@@ -6,40 +6,35 @@ const REDRAW_SECONDS = 10; // without a new point, the old ones still move to th
 
 class History {
   constructor() {
-    this.replace({ span_seconds: 600, gap_seconds: 6, seconds: [], devices: {} });
+    this.seconds = [];
+    this.devices = new Map();
+    this.version = 0;
   }
 
-  /** Replace all points by the exporter's. */
-  replace(document) {
-    this.span = document.span_seconds;
-    this.gap = document.gap_seconds;
-    this.seconds = document.seconds;
-    this.devices = new Map(Object.entries(document.devices));
-    this.version = (this.version ?? 0) + 1;
+  /** The time of the newest point; null without a point. */
+  newest() {
+    return this.seconds.at(-1) ?? null;
   }
 
-  /** Add the newest point if it is new; devices that it lacks get a gap. */
-  add(newest) {
-    const length = this.seconds.length;
-    if (newest === null || (length > 0 && newest.seconds <= this.seconds[length - 1])) return;
-    let old = 0;
-    while (old < length && this.seconds[old] < newest.seconds - this.span) old += 1;
-    this.seconds.splice(0, old);
-    this.seconds.push(newest.seconds);
-    for (const uuid of Object.keys(newest.devices)) {
-      if (!this.devices.has(uuid)) {
-        const gaps = new Array(length).fill(null);
-        this.devices.set(uuid, { in_use: gaps, allocated: gaps.slice() });
-      }
+  /** Add the points of a reply of this time. A device that a point lacks has a gap there. */
+  add({ span_seconds: span, gap_seconds: gap, seconds, devices }, now) {
+    this.span = span;
+    this.gap = gap;
+    // Later points are of another exporter, whose clock was ahead.
+    const end = firstAt(this.seconds, Math.min(seconds[0] ?? Infinity, now + gap));
+    const start = firstAt(this.seconds, now - span);
+    if (seconds.length === 0 && start === 0 && end === this.seconds.length) return;
+    const gaps = (count) => new Array(count).fill(null);
+    for (const uuid of Object.keys(devices)) {
+      if (!this.devices.has(uuid)) this.devices.set(uuid, { in_use: gaps(this.seconds.length), allocated: gaps(this.seconds.length) });
     }
     for (const [uuid, line] of this.devices) {
-      const [inUse, allocated] = newest.devices[uuid] ?? [null, null];
-      for (const [values, value] of [[line.in_use, inUse], [line.allocated, allocated]]) {
-        values.splice(0, old);
-        values.push(value);
+      for (const name of ["in_use", "allocated"]) {
+        line[name] = [...line[name].slice(start, end), ...(devices[uuid]?.[name] ?? gaps(seconds.length))];
       }
       if (line.in_use.every((value) => value === null)) this.devices.delete(uuid);
     }
+    this.seconds = [...this.seconds.slice(start, end), ...seconds];
     this.version += 1;
   }
 
@@ -55,6 +50,12 @@ class History {
     if (first > last) return null;
     return { seconds: seconds[first], orBefore: first === 0 || !joins(first - 1) };
   }
+}
+
+/** Return the index of the first time at or after `seconds`. */
+function firstAt(times, seconds) {
+  const index = times.findIndex((time) => time >= seconds);
+  return index < 0 ? times.length : index;
 }
 
 /** Return ` (since 12:53:08)` or ` (for at least 5 min)`; empty if unknown. */

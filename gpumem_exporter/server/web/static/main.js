@@ -1,14 +1,13 @@
-// The page: receives states and shows them.
+// The page: shows the last reply.
 
-const MODES = { waiting: "connecting", live: "live", polling: `polling every ${POLL_SECONDS}${NBSP}s`, lost: "lost" };
+const MODES = { waiting: "connecting", live: "live", lost: "lost", refused: "refused" };
 
 /** Convert a state for the parts of the page. */
-function viewOf(moment, state, history, { events, names: hidden }) {
+function viewOf(moment, state, history, events) {
   const names = state.columns;
   const rows = state.processes.map((values) => {
     const row = {};
     for (let i = 0; i < names.length; i += 1) row[names[i]] = values[i];
-    Object.assign(row, hidden.get(row.pid));
     row.pod = podOf(row);
     return row;
   });
@@ -42,29 +41,31 @@ const app = {
     $("clear-all").addEventListener("click", () => clearing.open({ all: true }, "all processes"));
     $("filter").value = "";
     this.connection = new Connection({
-      history: (document) => this.history.replace(document),
-      state: (moment, state) => this.take(moment, state),
-      moment: (moment) => this.at(moment),
-      mode: (mode) => this.mode(mode),
+      since: () => this.history.newest(),
+      reply: (document) => this.receive(document),
+      mode: (mode, reason) => this.mode(mode, reason),
     });
   },
 
-  take(moment, state) {
-    this.state = state;
-    this.moment = moment;
-    this.history.add(state.newest);
-    if (state.page !== PAGE && !$("dialog").open && isFirstTry(state.page)) location.reload();
+  /** Show a reply; null if only time has passed. */
+  receive(reply) {
+    if (reply === null) {
+      const passed = Math.max(0, (Date.now() - this.replied.at) / 1000);
+      const { clock_seconds: clock, unix_seconds: unix } = this.replied.moment;
+      this.moment = { clock_seconds: clock + passed, unix_seconds: unix + passed };
+    } else {
+      this.replied = { at: Date.now(), moment: reply.moment };
+      this.moment = reply.moment;
+      this.state = reply.state;
+      this.history.add(reply.history, reply.moment.clock_seconds);
+    }
+    const { page } = this.state;
+    if (page !== PAGE && !$("dialog").open && isFirstTry(page)) location.reload();
     else this.show();
   },
 
-  /** The state is unchanged, but time has passed. */
-  at(moment) {
-    this.moment = moment;
-    this.show();
-  },
-
   show() {
-    if (document.hidden || this.state === undefined) return;
+    if (document.hidden) return;
     performance.clearMeasures("refresh");
     performance.mark("refresh started");
     this.refresh();
@@ -75,7 +76,7 @@ const app = {
 
   refresh() {
     const { state, moment } = this;
-    const view = viewOf(moment, state, this.history, this.events);
+    const view = viewOf(moment, state, this.history, this.events.events);
     this.view = view;
     setText($("moment"), timeOfDay(moment.unix_seconds));
     const driver = state.nvml.driver_version;
@@ -106,22 +107,21 @@ const app = {
     setAttribute(document.body, "data-access", off || may === "refused" ? "refused" : (may ?? "unknown"));
   },
 
-  mode(mode) {
+  mode(mode, reason) {
     const { body } = document;
     if (body.dataset.mode === mode) return;
     const before = body.dataset.mode;
     body.dataset.mode = mode;
     $("connection").dataset.mode = mode;
     setText($("mode"), MODES[mode]);
-    const lost = mode === "lost";
-    const stale = lost || mode === "waiting";
+    const stale = mode !== "live";
     $("main").toggleAttribute("data-stale", stale);
-    const seen = this.moment && `Last reply at ${timeOfDay(this.moment.unix_seconds)}; values are hidden until the next reply.`;
-    const when = seen ?? "No reply yet.";
-    setText($("lost"), lost ? `Connection to the exporter lost. ${when}` : "");
-    setHidden($("lost"), !lost);
+    const problem = { lost: "Connection to the exporter lost.", refused: `The exporter refuses access: ${reason}.` }[mode] ?? "";
+    const last = this.moment && `Last reply at ${timeOfDay(this.moment.unix_seconds)}; values are hidden until the next reply.`;
+    setText($("lost"), problem && `${problem} ${last ?? "No reply yet."}`);
+    setHidden($("lost"), problem === "");
     $("clear-all").disabled = stale;
-    if (before === "lost" || before === "waiting") this.events.forget();
+    if (!stale && before !== undefined) this.events.forget();
   },
 };
 

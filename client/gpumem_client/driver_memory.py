@@ -1,0 +1,86 @@
+"""Reads this process' memory on one device from NVML, for occasional calls.
+
+The library is loaded by its name and creates no CUDA context. The structures are those of nvml.h since driver 510.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from gpumem_client.wire.nvml_processes import ProcessListError, processes_on_device
+from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE, pid_namespace
+
+__all__ = ["DriverReading", "read_driver"]
+
+_SUCCESS = 0
+
+
+class _Utilization(ctypes.Structure):
+    """`nvmlUtilization_t`: percent of the last sampling period."""
+
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+@dataclass(frozen=True, slots=True)
+class DriverReading:
+    """One device, as the driver reports it. None is unknown, for example in another PID namespace."""
+
+    process_bytes: int | None = None
+    """Memory of this process: CUDA context, libraries, and PyTorch's reserved memory."""
+    other_processes_bytes: int | None = None
+    utilization_ratio: float | None = None
+
+
+def read_driver(uuid: str) -> DriverReading:
+    """Read one device by its UUID (`GPU-…`, `MIG-…`). Takes a few milliseconds. Any thread may call this.
+
+    In a container with its own PID namespace the driver's list cannot be matched, and the process values are None.
+    """
+    try:
+        nvml = _library()
+        if not uuid or nvml.nvmlInit_v2() != _SUCCESS:
+            return DriverReading()
+    except (OSError, AttributeError):
+        return DriverReading()
+    try:
+        device = ctypes.c_void_p()
+        if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)) != _SUCCESS:
+            return DriverReading()
+        processes = _processes(nvml, device)
+        own = others = None
+        if os.getpid() in processes:
+            own = processes.pop(os.getpid())
+            known = [used for used in processes.values() if used is not None]
+            others = sum(known) if len(known) == len(processes) else None
+        return DriverReading(own, others, _utilization(nvml, device))
+    except AttributeError:  # the library lacks one of the functions
+        return DriverReading()
+    finally:
+        with contextlib.suppress(AttributeError):
+            nvml.nvmlShutdown()
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Load the library once: each load leaves several kilobytes of garbage."""
+    return ctypes.CDLL("libnvidia-ml.so.1")
+
+
+def _utilization(nvml: Any, device: ctypes.c_void_p) -> float | None:
+    rates = _Utilization()
+    if nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(rates)) != _SUCCESS:
+        return None
+    return float(rates.gpu) / 100
+
+
+def _processes(nvml: Any, device: ctypes.c_void_p) -> dict[int, int | None]:
+    """Return bytes by pid; empty in another PID namespace, whose pids are not the driver's."""
+    try:
+        return processes_on_device(nvml, device) if pid_namespace() == INITIAL_PID_NAMESPACE else {}
+    except ProcessListError:
+        return {}

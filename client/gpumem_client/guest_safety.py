@@ -1,0 +1,136 @@
+"""The boundary that keeps the client's errors from the user's code, and lets the user's errors through.
+
+Errors of the client are swallowed and logged, each kind once. Errors of logging handlers are swallowed, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class guest_safety:  # noqa: N801 - reads as a function, like contextlib.suppress
+    """`with guest_safety():` swallows the errors of the block, except those of a signal handler.
+
+    `@guest_safety()` does the same for each call of a function, which then returns None. The boundary may be entered
+    again, and by several threads at once.
+
+    Args:
+        report: called with each error before it is swallowed.
+    """
+
+    __slots__ = ("_report",)
+
+    def __init__(self, report: Callable[[Exception], object] | None = None) -> None:
+        self._report = report
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception) or raised_by_signal_handler(error):
+            return False
+        if self._report is not None:
+            self._report(error)
+        return True
+
+    def __call__(self, function: _Function) -> _Function:
+        """Return the function with each call inside the boundary."""
+
+        @functools.wraps(function)
+        def guarded(*arguments: Any, **named: Any) -> Any:
+            with self:
+                return function(*arguments, **named)
+
+        return guarded  # type: ignore[return-value]
+
+
+def raised_by_signal_handler(error: BaseException) -> bool:
+    """Whether a signal handler has raised this error in the calling thread."""
+    # Python runs signal handlers in the main thread between any two of its instructions, also while that thread runs
+    # code of the client. What a handler raises there, for example a timeout, belongs to the user's code.
+    if threading.get_ident() != threading.main_thread().ident:
+        return False
+    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code in codes:
+            return True
+        step = step.tb_next
+    return False
+
+
+def _code(handler: Any) -> CodeType | None:
+    """Return the code of the Python function that runs when the handler is called; None if there is none."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    called = getattr(type(handler), "__call__", None)  # noqa: B004 - needs the method itself
+    code = getattr(handler, "__code__", None) or getattr(called, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+class _ErrorText:
+    """The text of an error, without the error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._str, self._repr = str(error), repr(error)
+
+    def __str__(self) -> str:
+        return self._str
+
+    def __repr__(self) -> str:
+        return self._repr
+
+
+class _Log(_Adapter):
+    """The logger `gpumem_client`. It swallows the errors of logging handlers."""
+
+    @guest_safety()
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log a record; an error of a handler is swallowed."""
+        # A handler that keeps an error would also keep its frames and all tensors in them.
+        texts = [_ErrorText(each) if isinstance(each, BaseException) else each for each in args]
+        # The record names the caller: skip the adapter's method, such as `warning`, and the wrapper of `guest_safety`.
+        super().log(level, msg, *texts, stacklevel=kwargs.pop("stacklevel", 1) + 2, **kwargs)
+
+
+log = _Log(logging.getLogger("gpumem_client"), None)
+
+
+class ErrorLog:
+    """Logs the first error of each kind. Any thread may use it. Tests pass `on_error` to see all errors."""
+
+    def __init__(self, on_error: Callable[[str, BaseException], None] | None = None) -> None:
+        self._on_error = on_error
+        self._logged: set[str] = set()
+
+    def note(self, kind: str, error: BaseException, level: int = logging.WARNING) -> None:
+        """Log one line for the first error of this kind; later ones are silent until `clear`."""
+        if self._on_error is not None:
+            self._on_error(kind, error)
+        if kind not in self._logged:
+            self._logged.add(kind)
+            log.log(level, "%s: %s", kind, error)
+
+    def clear(self, kind: str) -> None:
+        """Log the next error of this kind again, because the cause has ended."""
+        self._logged.discard(kind)
+
+    def swallowed(self, kind: str) -> guest_safety:
+        """Return the boundary that notes and swallows the errors of a block."""
+        return guest_safety(functools.partial(self.note, kind))

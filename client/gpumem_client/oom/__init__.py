@@ -1,1 +1,0 @@
-"""Out-of-memory errors: their messages, and the observer that counts them."""

@@ -1,0 +1,281 @@
+"""Every use of a private name of torch; the other modules of the client use torch's public names only.
+
+`hooks/cuda_start.py` is the exception, because `gpumem-run` loads it as a single file. Nothing here imports torch,
+initializes CUDA or creates a context. If an older release or another allocator does not have a name, the value is None.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+from gpumem_client.guest_safety import guest_safety
+
+DeviceState: TypeAlias = "Mapping[str, Any]"
+"""The statistics of one device: `state[name][metric]`, summed over its pools, and `state[counter]`."""
+
+_MANY_POOLS = 32
+"""Torch never drops a dead private pool. With more pools than this, the statistics that list them are not read."""
+_SUMMED = (
+    *("allocation", "segment", "active", "inactive_split"),
+    *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
+)
+"""The statistics that torch keeps for small blocks, for large ones, and for all of them."""
+_ASYNC_STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
+"""The statistics of the backend cudaMallocAsync; all others are always 0."""
+_THREAD_KEY = "gpumem_thread"
+
+
+def initialized_torch() -> Any | None:
+    """Return torch if the user's code has imported it and initialized CUDA in this process, otherwise None.
+
+    Also returns None in a forked child of a process with CUDA: there the private functions would return the parent's
+    values, or wait forever.
+    """
+    torch = sys.modules.get("torch")
+    is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+    return torch if is_initialized is not None and is_initialized() else None
+
+
+class Statistics:
+    """Reads the allocator's statistics, in about 10 µs per device. Any thread may call any method.
+
+    `torch.cuda.memory_allocated` takes 89 µs, since it builds and sorts a flat dictionary. Both lock the allocator's
+    mutex while they hold the GIL: if another thread empties the cache, the whole interpreter waits for it.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self._cuda = torch.cuda
+        self._c = torch._C
+        self._many_pools: set[int] = set()
+        backend = getattr(torch.cuda, "get_allocator_backend", None)
+        self._asynchronous = backend is not None and backend() == "cudaMallocAsync"
+
+    def devices(self) -> list[int]:
+        """Return the indices of the devices on which this process has a context; it has memory on no other."""
+        has_context = self._c._cuda_hasPrimaryContext
+        return [index for index in range(self._cuda.device_count()) if has_context(index)]
+
+    def state(self, index: int) -> DeviceState | None:
+        """Return the statistics of one device, or None if the allocator keeps none.
+
+        `private_pools_bytes` is added from torch 2.13 on: the bytes that all private pools reserve. What nothing here
+        reads is dropped at once: the next device's statistics then take its place in the CPU's cache.
+        """
+        try:
+            if index in self._many_pools:
+                state = dict(self._c._accelerator_getDeviceStats(index))
+            else:
+                state = self._c._cuda_memoryStats(index)
+        except (AttributeError, RuntimeError):
+            return None
+        if self._asynchronous:
+            return {
+                name: {metric: state[name]["all"][metric] for metric in ("current", "peak")}
+                for name in _ASYNC_STATISTICS
+            }
+        for name in _SUMMED:
+            if name in state:
+                state[name] = state[name]["all"]
+        pools = state.get("reserved_bytes_by_private_pools")
+        if pools is not None:
+            state["private_pools_bytes"] = sum(pool["all"]["current"] for pool in pools.values())
+            if len(pools) > _MANY_POOLS and hasattr(self._c, "_accelerator_getDeviceStats"):
+                self._many_pools.add(index)
+        return state
+
+    def reset_peaks(self, index: int) -> None:
+        """Reset every peak of one device to the current value."""
+        self._c._cuda_resetPeakMemoryStats(index)
+
+
+def rank_and_size() -> tuple[int, int] | None:
+    """Return the rank of this process in torch's default process group, and the number of ranks; None without a group.
+
+    Any thread may call this.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    try:
+        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+            return int(distributed.get_rank()), int(distributed.get_world_size())
+    except (AttributeError, RuntimeError, ValueError):  # another thread is creating or destroying the group
+        pass
+    return None
+
+
+def allocator_settings(torch: Any) -> str | None:
+    """Return the allocator's settings in force; None before torch 2.10."""
+    try:
+        return str(torch._C._accelerator_getAllocatorSettings())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def pinned_host_bytes(torch: Any) -> int | None:
+    """Return the bytes of pinned host memory that torch's host allocator keeps; None before torch 2.7."""
+    try:
+        statistics = torch._C._cuda_hostMemoryStats()
+        # Older releases (2.9, but not 2.15) name the kept bytes `reserved_bytes`, those in tensors `allocated_bytes`.
+        kept: int = statistics["reserved_bytes" if "reserved_bytes" in statistics else "allocated_bytes"]["current"]
+    except (AttributeError, RuntimeError, KeyError):
+        return None
+    return kept
+
+
+def nccl_bytes(contexts: list[int]) -> dict[int, int]:
+    """Return the device memory of NCCL's communicators by device index. A device is absent if that is not known.
+
+    It is known from torch 2.15 on with NCCL 2.29.7 and later. A suspended communicator has only its persistent memory.
+
+    Args:
+        contexts: the devices on which this process has a context.
+    """
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    found: dict[int, int] = {}
+    unknown: set[int] = set()
+    for group in list(getattr(world, "pg_map", ())):
+        try:
+            backend = group._get_backend(sys.modules["torch"].device("cuda"))
+            if not backend.name().startswith("nccl"):
+                continue
+        except RuntimeError:  # a group for CPU tensors only, or a backend without a name
+            continue
+        device = contexts[0] if len(contexts) == 1 else getattr(group.bound_device_id, "index", None)
+        if device is None:
+            return {}
+        try:
+            statistics = backend.memory_stats()
+        except (AttributeError, RuntimeError):
+            unknown.add(device)
+        else:
+            found[device] = found.get(device, 0) + statistics["persist" if statistics["suspended"] else "total"]
+    return {device: size for device, size in found.items() if device not in unknown}
+
+
+def take_snapshot(torch: Any) -> dict[str, Any]:
+    """Return all segments, blocks and traces, as memory_viz reads them.
+
+    Raises:
+        AttributeError, RuntimeError: the allocator has no snapshot.
+    """
+    taken: dict[str, Any] = torch.cuda.memory._snapshot()
+    return taken
+
+
+def history_is_recorded(torch: Any) -> bool:
+    """Whether the allocator records where blocks are allocated."""
+    try:
+        return bool(torch._C._cuda_isHistoryEnabled())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+@contextmanager
+def recorded_history(torch: Any, entries_max: int) -> Iterator[Callable[[int], list[dict[str, Any]]] | None]:
+    """Record the allocator's history within the context, without stacks.
+
+    Yields a function that returns the history of a device: the last `entries_max` allocations and frees, and the
+    changes of segments among them. Yields None if the allocator has no history, or if the user's code records it.
+    """
+    if history_is_recorded(torch):
+        yield None
+        return
+    try:
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=entries_max)
+    except (AttributeError, RuntimeError, TypeError):
+        yield None
+        return
+    try:
+        yield lambda index: list(take_snapshot(torch)["device_traces"][index])
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def current_stream_is_capturing(torch: Any) -> Callable[[], bool]:
+    """Return a function that returns whether the calling thread's current stream is being captured."""
+    function: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+    return function
+
+
+def attach_oom_observer(torch: Any, observer: Callable[[int, int, int, int], None]) -> bool:
+    """Register an observer of out-of-memory errors, for the life of the process.
+
+    Returns:
+        False if the allocator has no observers.
+    """
+    try:
+        torch._C._cuda_attach_out_of_memory_observer(observer)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def find_cublas_clear(torch: Any) -> Callable[[], None] | None:
+    """Return the function that frees the workspaces which torch keeps for cuBLAS; None if there is none."""
+    function: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    return function
+
+
+def find_pinned_cache_clear(torch: Any) -> Callable[[], None] | None:
+    """Return the function that empties the cache of pinned host memory; None if there is none."""
+    function: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
+    return function
+
+
+@guest_safety()
+def mark_thread() -> None:
+    """Put this thread's number into torch's thread-local state, unless this thread works for another. Takes 0.1 µs.
+
+    Autograd runs a backward pass in its own threads, without the caller's thread-locals and context variables. But it
+    copies torch's state into them. Does nothing before the user's code has imported torch, and before torch 2.0.
+    """
+    c, thread = sys.modules["torch"]._C, threading.get_ident()
+    if c._is_key_in_tls(_THREAD_KEY):
+        return
+    import ctypes
+
+    references = sys.getrefcount(thread)
+    c._stash_obj_in_tls(_THREAD_KEY, thread)
+    if sys.getrefcount(thread) == references:
+        # Older releases (such as 2.9) add no reference, but drop one when the thread ends. Add the missing one.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thread))
+
+
+@guest_safety()
+def calling_thread() -> int | None:
+    """Return the number of the thread for which autograd runs this one, perhaps itself; None if none is marked."""
+    c = sys.modules["torch"]._C
+    return int(c._get_obj_in_tls(_THREAD_KEY)) if c._is_key_in_tls(_THREAD_KEY) else None
+
+
+def without_torch_function(torch: Any) -> AbstractContextManager[None]:
+    """Return a context in which torch calls no `__torch_function__` of tensor subclasses and active modes."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+def tensor_base_class(torch: Any) -> Any:
+    """Return the base class of all tensors, which reads a tensor without running code of its subclass."""
+    return torch._C.TensorBase
+
+
+def tensors_of_module(module: Any) -> Iterable[dict[str, Any]]:
+    """Return the two dictionaries in which a module keeps its own parameters and buffers."""
+    return module._parameters, module._buffers
+
+
+def uncompiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function in a form that `torch.compile` does not trace."""
+    disable = getattr(sys.modules.get("torch"), "_disable_dynamo", None)
+    return function if disable is None else disable(function)
+
+
+def remove_from_serialization_registry(entry: tuple[Any, ...] | None) -> None:
+    """Replace the list in which torch keeps the taggers of storages by one without this entry."""
+    serialization = sys.modules["torch.serialization"]
+    serialization._package_registry = [  # type: ignore[attr-defined]
+        each for each in serialization._package_registry if each != entry
+    ]

@@ -1,0 +1,178 @@
+"""Checks of this machine: the driver and its devices, and the exporter's unix socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from gpumem_client.wire.peer import PeerCredentials, unix_peer, user_name
+from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding
+from gpumem_exporter.errors import NvmlError
+
+if TYPE_CHECKING:
+    from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
+
+_NO_DEMO = "run serve without --demo on a node with GPUs"
+
+
+def is_on_this_machine(url: str) -> bool:
+    """Return whether an address is on this machine: a unix socket, or one of its IP addresses.
+
+    A name that cannot be resolved is not on this machine. A port that `kubectl port-forward` forwards is.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "unix":
+        return True
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, _, _, _, address in found:
+        # Nothing is sent: a connected datagram socket has the source address of the route, and the route to an own
+        # address starts at that address or at a loopback address. Without a route, the socket does not connect.
+        with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+            probe.connect(address)
+            source = str(probe.getsockname()[0])
+            if source in (address[0], "::1") or source.startswith("127."):
+                return True
+    return False
+
+
+def check_driver(
+    make_provider: Callable[[], Provider], health: Mapping[str, Any], *, timeout_seconds: float
+) -> Iterator[Finding]:
+    """Initialize NVML in this process, list the devices, and shut NVML down.
+
+    `health` is the document of the exporter's `/health`, or empty. A driver that takes longer than the timeout counts
+    as hanging; the thread that waits for it is abandoned.
+    """
+    answers: list[tuple[str, Sequence[DeviceIdentity]] | Exception] = []
+
+    def query() -> None:
+        try:
+            provider = make_provider()
+            provider.open()
+            try:
+                answers.append((provider.driver_version(), tuple(provider.devices())))
+            finally:
+                provider.close()
+        except Exception as error:  # noqa: BLE001 - the error is the finding
+            answers.append(error)
+
+    thread = threading.Thread(target=query, name="gpumem-doctor-nvml", daemon=True)
+    thread.start()
+    thread.join(timeout_seconds)
+    if not answers:
+        fix = "look for Xid errors in the kernel log; reset or drain the GPU, or restart the node"
+        yield Finding("driver", FAIL, f"NVML does not answer within {timeout_seconds:g} s", fix)
+    elif isinstance(answers[0], Exception):
+        yield _driver_not_usable(answers[0], health)
+    else:
+        version, devices = answers[0]
+        yield Finding("driver", PASS, f"NVML answers, driver {version}")
+        yield from _check_devices(devices)
+
+
+def check_driver_elsewhere(health: Mapping[str, Any]) -> Finding:
+    """Judge the driver of an exporter on another machine by that exporter's `/health`."""
+    nvml = health.get("nvml") or {}
+    if not nvml.get("up"):
+        detail = f"the exporter, on another machine, has no driver: {nvml.get('error') or 'no reason given'}"
+        fix = "run doctor and nvidia-smi on the exporter's machine"
+        return Finding("driver", WARN if nvml.get("released") else FAIL, detail, fix)
+    if health.get("source") == "demo":
+        return Finding("driver", WARN, "the exporter shows simulated devices", _NO_DEMO)
+    return Finding("driver", PASS, "the exporter, on another machine, has a driver")
+
+
+def _driver_not_usable(error: Exception, health: Mapping[str, Any]) -> Finding:
+    """Judge a driver that this process cannot use. It is not needed if the exporter has one."""
+    nvml = health.get("nvml") or {}
+    here = f"not usable in this process ({error})"
+    if nvml.get("up") and health.get("source") == "demo":
+        return Finding("driver", WARN, f"{here}; the exporter shows simulated devices", _NO_DEMO)
+    if nvml.get("up"):
+        return Finding("driver", PASS, f"{here}, and not needed: the exporter has a driver")
+    fix = "install gpumem-exporter again, with its dependencies"
+    if isinstance(error, NvmlError):
+        fix = (
+            "install the NVIDIA driver; in a container add the NVIDIA runtime with "
+            "NVIDIA_DRIVER_CAPABILITIES=utility (docker: --gpus all), then try nvidia-smi"
+        )
+    if nvml.get("error") in (None, "", str(error)):
+        return Finding("driver", FAIL, str(error), fix)
+    verdict = WARN if nvml.get("released") else FAIL
+    return Finding("driver", verdict, f"{here} nor in the exporter: {nvml['error']}", fix)
+
+
+def _check_devices(devices: Sequence[DeviceIdentity]) -> Iterator[Finding]:
+    if not devices:
+        fix = "make the GPUs visible here: docker --gpus all, or NVIDIA_VISIBLE_DEVICES=all; see nvidia-smi -L"
+        yield Finding("devices", FAIL, "the driver lists no device", fix)
+    for device in devices:
+        if device.error:
+            fix = "look for its Xid in the kernel log; reset the GPU or restart the node. The other devices work"
+            yield Finding("devices", FAIL, f"gpu {device.gpu} {device.uuid}: {device.error}", fix)
+    working = [f"{device.gpu} {device.name}".strip() for device in devices if not device.error]
+    if working:
+        yield Finding("devices", PASS, f"{len(working)} of {len(devices)} answer: {', '.join(working)}")
+
+
+def socket_path(urls: tuple[str, ...]) -> Path | None:
+    """Return the path of the first address that is a unix socket."""
+    return next((Path(url.removeprefix("unix://")) for url in urls if url.startswith("unix://")), None)
+
+
+def socket_peer(path: Path, timeout_seconds: float = 2.0) -> PeerCredentials:
+    """Connect and return the listening process.
+
+    Raises:
+        OSError: no process listens, or this user may not connect.
+    """
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
+        connection.settimeout(timeout_seconds)
+        connection.connect(str(path))
+        return unix_peer(connection)
+
+
+def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
+    """Check the socket's file, its permissions and its listener. It is required if it is the only address."""
+    user = user_name(os.geteuid())
+    try:
+        status = path.stat()
+    except (FileNotFoundError, PermissionError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        detail = f"none at {path}" if missing else f"this process ({user}) may not access {path}"
+        fix = "run as root, or reach the exporter by TCP: --url http://127.0.0.1:9844"
+        if missing:
+            fix = f"run serve with --web.listen-socket {path}, and mount its directory in the containers that report"
+        if required:
+            yield Finding("socket", FAIL, detail, fix)
+        else:
+            yield Finding("socket", PASS, f"{detail}, and not needed: there is a TCP address")
+        return
+    verdict = FAIL if required else WARN
+    described = f"{path} mode {stat.S_IMODE(status.st_mode):04o} of {user_name(status.st_uid)}"
+    if not stat.S_ISSOCK(status.st_mode):
+        fix = "remove it, and mount the socket's directory, not the socket"
+        yield Finding("socket", verdict, f"{described} is not a socket", fix)
+        return
+    try:
+        peer = socket_peer(path)
+    except PermissionError:
+        fix = "run as its owner or in its group, or set the exporter's umask so that others may write to it"
+        yield Finding("socket", verdict, f"{described}: this process ({user}) may not connect", fix)
+    except OSError as error:
+        fix = "start the exporter again: it replaces the socket of a killed exporter"
+        reason = (error.strerror or str(error)).lower()
+        yield Finding("socket", verdict, f"{described}: no process listens ({reason})", fix)
+    else:
+        where = f"pid {peer.pid}" if peer.pid else "in another PID namespace"
+        yield Finding("socket", PASS, f"{described}; listening: {where}, {user_name(peer.uid)}")

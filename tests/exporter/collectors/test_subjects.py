@@ -1,0 +1,56 @@
+"""The lines that a subject keeps: as long as it is on the page, and never longer than they are true."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors.subjects import Samples, Series, SubjectLines, Value
+
+FAMILIES = (catalog.REPORTER_UP, catalog.SAMPLE_TIMESTAMP)
+
+
+class Label(str):
+    """A label value whose lifetime can be watched."""
+
+
+def series(*labels: str) -> Iterator[Series]:
+    for metric in FAMILIES:
+        yield metric, labels
+
+
+def samples(workload: str, *values: Value) -> Samples:
+    return Samples(("7", workload, "0"), series, values)
+
+
+@pytest.mark.parametrize("then", [(1, 5), (1, 6), (None, 5), (None, None), (1, None), (5, 1)])
+@pytest.mark.parametrize("first", [(1, 5), (None, 5), (None, None), (1, None)])
+@pytest.mark.parametrize("workload", ["w", "100%s", 'a"b'])
+def test_lines_do_not_depend_on_the_lines_before(
+    first: tuple[Value, Value], then: tuple[Value, Value], workload: str
+) -> None:
+    lines = SubjectLines(FAMILIES)
+    lines.page([("one", samples("w", *first))])
+    assert lines.page([("one", samples(workload, *then))]) == SubjectLines(FAMILIES).page(
+        [("one", samples(workload, *then))]
+    )
+
+
+def test_lines_are_rendered_once_while_the_samples_are_equal() -> None:
+    lines = SubjectLines(FAMILIES)
+    first, again = (lines.page([("one", samples("w", 1, 5))]) for _ in range(2))
+    assert first[FAMILIES[0]] == (b'gpumem_reporter_up{pid="7",workload="w",rank="0"} 1\n',)
+    assert all(first[family][0] is again[family][0] for family in FAMILIES)
+
+
+def test_a_subject_that_is_no_longer_on_the_page_is_forgotten() -> None:
+    lines = SubjectLines(FAMILIES)
+    label = Label("w")
+    forgotten = weakref.ref(label)
+    lines.page([("one", samples(label, 1, 5)), ("other", samples("w", 1, 5))])
+    del label
+    lines.page([("other", samples("w", 1, 5))])
+    assert forgotten() is None

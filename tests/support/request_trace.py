@@ -1,0 +1,207 @@
+"""The modules and functions of the exporter that one request runs through, in their true order.
+
+    python -m tests.support.request_trace [report|scrape|submission|command|result|reading] [--calls]
+
+prints them for the exporter of this checkout. A module is entered again each time that a function of it starts after a
+function of another module. A coroutine that continues does not start, and a comprehension is no function. Background
+work is left out, and so are the modules of values: to read a value is no step of a request.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, to_wire
+from tests.support.builders import MIB, UUIDS, report, sample
+from tests.support.paths import REPOSITORY
+from tests.support.running_exporter import ACTIONS, running_exporter
+from tests.support.waiting import patient, wait_for
+
+POLLER = "gpumem-poller"
+THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files")
+HOUSEKEEPING = "server/background/housekeeping.py"
+"""What goes on beside requests: threads, and a module of the event loop."""
+VALUES = (
+    "core/naming.py",
+    "core/place.py",
+    "core/samples.py",
+    "actions/model.py",
+    "events/model.py",
+    "wire/protocol.py",
+)
+"""The modules of immutable values and their names."""
+PID = 4711
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function that started: its module, relative to its package, and its qualified name."""
+
+    module: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.function}"
+
+
+class Trace:
+    """The calls of requests, or of one thread, while `recording()`.
+
+    Only threads that start while the trace is `installed()` are seen.
+    """
+
+    def __init__(self, thread: str = "") -> None:
+        self.calls: list[Call] = []
+        self._thread = thread
+        self._recording = False
+        self._started: set[FrameType] = set()
+        self._known: dict[CodeType, Call | None] = {}
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Watch all threads that start meanwhile."""
+        threading.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            threading.setprofile(None)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the calls, and forget the calls of an earlier recording."""
+        self.calls, self._started = [], set()
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
+    @property
+    def entries(self) -> list[str]:
+        """The modules in the order in which they are entered."""
+        return [module for module, _ in groupby(call.module for call in self.calls)]
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules in the order in which they are first entered."""
+        return list(dict.fromkeys(self.entries))
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or not self._recording or frame in self._started:
+            return
+        thread, call = threading.current_thread().name, self._call(frame)
+        if call is None or (thread != self._thread if self._thread else self._is_beside(thread, frame)):
+            return
+        self._started.add(frame)  # a coroutine has one frame from its start to its end
+        self.calls.append(call)
+
+    def _is_beside(self, thread: str, frame: FrameType | None) -> bool:
+        if thread in THREADS_BESIDE:
+            return True
+        while frame is not None:
+            call, frame = self._call(frame), frame.f_back
+            if call is not None and call.module == HOUSEKEEPING:
+                return True
+        return False
+
+    def _call(self, frame: FrameType) -> Call | None:
+        code = frame.f_code
+        if code not in self._known:
+            self._known[code] = _call_of(code)
+        return self._known[code]
+
+
+def _call_of(code: CodeType) -> Call | None:
+    try:
+        parts = Path(code.co_filename).relative_to(REPOSITORY).parts
+    except ValueError:
+        return None
+    package = next((place for place, part in enumerate(parts) if part.startswith("gpumem_")), None)
+    if package is None or code.co_name in ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"):
+        return None
+    module = "/".join(parts[package + 1 :])
+    return None if module in VALUES else Call(module, getattr(code, "co_qualname", code.co_name))
+
+
+def trace_requests() -> dict[str, Trace]:
+    """Return the trace of one request of each kind, on a connection and an exporter that have answered some before."""
+    traces = {kind: Trace() for kind in ("report", "scrape", "submission", "command", "result")}
+    trace = Trace()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        trace.installed(),
+        running_exporter(unix=Path(folder) / "socket", report_interval=60.0, report_expiry=600.0),
+    ):
+        client = Connection(f"unix://{folder}/socket", timeout_seconds=patient(30.0))
+
+        def request(kind: str, path: str, document: Any = None) -> Any:
+            method, body = ("GET", None) if document is None else ("POST", json.dumps(document).encode())
+            with trace.recording():
+                answer = client.request(method, path, body, {"Content-Type": "application/json"})
+                time.sleep(0.05)  # what the exporter does after its reply
+            assert answer.status in (200, 202), answer
+            traces[kind].calls = trace.calls
+            return answer.body
+
+        for sequence in range(3):
+            request("report", REPORTS_PATH, _report(sequence))
+            request("scrape", "/metrics")
+        for sequence in range(3, 9, 2):
+            submitted = {"action": "empty_cache", "target": {"pid": PID}, "wait_seconds": 0}
+            action_id = json.loads(request("submission", ACTIONS, submitted))["id"]
+            (command,) = json.loads(request("command", REPORTS_PATH, _report(sequence)))["commands"]
+            assert command["id"] == action_id
+            result = CommandResult(action_id, "done", devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),))
+            request("result", REPORTS_PATH, _report(sequence + 1, results=(result,)))
+        client.close()
+    return {**traces, "reading": trace_reading()}
+
+
+def trace_reading() -> Trace:
+    """Return the trace of one reading of the driver."""
+    trace = Trace(POLLER)
+    with trace.installed(), running_exporter(), trace.recording():
+        starts = wait_for(lambda: found if len(found := _polls(trace.calls)) > 1 else None, "two polls")
+    trace.calls = trace.calls[starts[0] : starts[1]]
+    return trace
+
+
+def _polls(calls: list[Call]) -> list[int]:
+    return [place for place, call in enumerate(calls) if str(call) == "nvml/poller.py:Poller._poll"]
+
+
+def _report(number: int, **changes: Any) -> dict[str, Any]:
+    device = sample(UUIDS[0], allocated=10 * MIB + number, reclaimable=5 * MIB)
+    return to_wire(report(PID, devices=(device,), sequence=10 + number, **changes))
+
+
+def main() -> None:
+    """Print the traces of one request of each kind, or of the kinds that are named."""
+    kinds = [word for word in sys.argv[1:] if not word.startswith("-")]
+    for kind, trace in trace_requests().items():
+        if kinds and kind not in kinds:
+            continue
+        entered = Counter(trace.entries)
+        print(f"{kind}: {len(entered)} modules, {len(set(trace.calls))} functions, {len(trace.calls)} calls")
+        for module, times in entered.items():
+            print(f"  {times:2d} {module}")
+        if "--calls" in sys.argv:
+            for call in trace.calls:
+                print(f"     {call}")
+
+
+if __name__ == "__main__":
+    main()
