@@ -63,12 +63,7 @@ class Milestones(ShownAsText):
     """
 
     def __init__(
-        self,
-        model: Any = None,
-        optimizer: Any = None,
-        *,
-        level: int = logging.INFO,
-        steps: Steps | None = None,
+        self, model: Any = None, optimizer: Any = None, *, level: int = logging.INFO, steps: Steps | None = None
     ) -> None:
         self._observed = process_observed()
         self._level = level

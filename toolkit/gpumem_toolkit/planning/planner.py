@@ -117,13 +117,7 @@ def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int, progress: Progre
 
 
 def plan_job(
-    job: Job,
-    gpu: Gpu,
-    target: Target,
-    *,
-    source: str = "model",
-    changes: bool = True,
-    progress: Progress | None = None,
+    job: Job, gpu: Gpu, target: Target, *, source: str = "model", changes: bool = True, progress: Progress | None = None
 ) -> Plan:
     """Plan a job in this process, whose CPU tensors follow CUDA's rules during the call."""
     progress = progress or Progress()
