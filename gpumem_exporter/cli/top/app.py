@@ -206,7 +206,7 @@ class NodeTop(LiveApp[Reading]):
         self._events, self._summary = Events(), Static(id="summary")
         self._shown_events: object = None
         self._filter = Input(placeholder="words to filter by", id="filter")
-        self._note = Static(id="note")
+        self._note, self._noted = Static(id="note"), ""
         self._clearing = Clearing(open_api, lambda text: self.push_screen_wait(Question(text)), self.note)
 
     def compose(self) -> ComposeResult:
@@ -247,10 +247,11 @@ class NodeTop(LiveApp[Reading]):
 
     def note(self, text: str, seconds: float | None = None) -> None:
         """Show a message at the bottom, for some seconds or until the next one."""
+        self._noted = text
         self._note.update(plain(text))
         self._note.display = bool(text)
         if seconds is not None:
-            self.set_timer(seconds, lambda: self.note("") if str(self._note.content) == text else None)
+            self.set_timer(seconds, lambda: self.note("") if self._noted == text else None)
 
     def check_action(self, action: str, _parameters: tuple[object, ...]) -> bool | None:
         """Whether a key has its function: those of the processes have none while they are not shown."""
