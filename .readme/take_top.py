@@ -8,20 +8,17 @@ Starts `serve --demo` on a free port, lets its workloads run for some minutes, a
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
+import asyncio
 import re
 import time
 from pathlib import Path
 
 from demo import demo
-from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from gpumem_client.wire.errors import ExporterError
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.top.cells import join_lines
-from gpumem_exporter.cli.top.frame import Display, draw
+from gpumem_exporter.cli.top.app import NodeTop
 from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import View
 
@@ -50,32 +47,33 @@ def main() -> None:
     target: Path = arguments.file
     with demo() as url:
         time.sleep(60 * arguments.minutes)
-        reading, taken = settled(url)
-        target.write_text(picture(reading, time.monotonic() - taken), encoding="utf-8")
+        target.write_text(asyncio.run(picture(url)), encoding="utf-8")
     print(target)
 
 
-def settled(url: str) -> tuple[Reading, float]:
-    """Return the exporter's values once enough processes report, and their monotonic time."""
+def settled(source: Source) -> Reading:
+    """Return the exporter's values once enough processes report."""
     while True:
-        source = Source((url,), open_api=lambda: ExporterApi((url,)))
-        with contextlib.closing(source), contextlib.suppress(ExporterError):
+        try:
             reading = source.read()
-            if len({row.pid for row in reading.rows if row.state == "reporting"}) >= LEAST_REPORTING:
-                return reading, time.monotonic()
+            if len({row["pid"] for row in reading.rows if row["state"] == "reporting"}) >= LEAST_REPORTING:
+                return reading
+        except ExporterError:
+            pass
         time.sleep(0.5)
 
 
-def picture(reading: Reading, age_seconds: float) -> str:
+async def picture(url: str) -> str:
     """Draw the screen as an SVG without external resources."""
+    source = Source(lambda: ExporterApi((url,)))
     view = View(sort="idle-cache")
-    view = view.press("down", view.rows(reading.rows), LINES)
-    frame = draw(Display(reading, age_seconds), view, COLUMNS, LINES)
-    console = Console(
-        file=io.StringIO(), record=True, width=COLUMNS, height=LINES, force_terminal=True, color_system="truecolor"
+    app = NodeTop(
+        source.read, settled(source), view, interval_seconds=1.0, open_api=lambda address: ExporterApi((address,))
     )
-    console.print(join_lines(frame.lines))
-    svg = console.export_svg(title="gpumem-exporter top", theme=THEME, unique_id="top")
+    app.ansi_theme_dark = THEME
+    async with app.run_test(size=(COLUMNS, LINES)) as pilot:
+        await pilot.pause(1.5)
+        svg = app.export_screenshot(title="gpumem-exporter top")
     return FONT_FACE.sub("", svg).replace("Fira Code, monospace", FONTS)
 
 

@@ -14,7 +14,7 @@ from enum import Enum
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import ReportingProcess
-from gpumem_exporter.errors import ActionForbiddenError
+from gpumem_exporter.errors import ActionForbiddenError, ActionNotAllowedError
 
 _MAX_ALERT_NAME = 128
 _ONLY_ALL = frozenset({"terminate"})
@@ -121,8 +121,16 @@ class Caller:
             return ()
         return tuple(action for action in allowed if self.rights is Rights.ALL or action not in _ONLY_ALL)
 
-    def require_permission(self, request: ActionRequest) -> None:
-        """Raise `ActionForbiddenError` if the action needs the rights to act on every process."""
+    def require_permission(self, request: ActionRequest, allowed: frozenset[str]) -> None:
+        """Check that a caller may request an action, whatever the processes are.
+
+        Raises:
+            ActionNotAllowedError: `--action.allow` does not have the action.
+            ActionForbiddenError: the action needs the rights to act on every process.
+        """
+        if request.action not in allowed:
+            has = ", ".join(sorted(allowed)) or "none"
+            raise ActionNotAllowedError(f"{request.action} is not allowed here; --action.allow has {has}")
         if self.rights is Rights.ALL:
             return
         forces_all = request.force and request.action not in _FORCED_FOR_OWN
@@ -137,6 +145,10 @@ class Caller:
             "root or the exporter's user, outside of containers, or the token of --action.token-file; "
             f"{self} has the rights {self.rights.value!r}"
         )
+
+    def permitted(self, reporting: Iterable[tuple[str, ReportingProcess]]) -> list[tuple[str, ReportingProcess]]:
+        """Return which of these named processes are possible targets."""
+        return [(name, process) for name, process in reporting if self.may_act_on(process)]
 
     def may_act_on(self, process: ReportingProcess) -> bool:
         """Return whether a process is a possible target. The kernel names the process's owner: its uid and its place.

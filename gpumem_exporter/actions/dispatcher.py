@@ -43,7 +43,6 @@ from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.errors import ActionNotAllowedError
 
 SILENT_GRACE_SECONDS = 0.75
 """The time after a deadline for the result of a process that has not reported since: it may be on the way."""
@@ -119,20 +118,22 @@ class Dispatcher:
             earlier = self._actions.with_key(requested_by.key, idempotency_key, request)
             if earlier is not None:
                 return earlier
-        self._require_allowed(request.action)
-        requested_by.require_permission(request)
+        requested_by.require_permission(request, self._allowed)
         now = self._clock()
         snapshot = self._store.snapshot(now)
         selection = select(request, requested_by, snapshot, hide_identities=self._hide_identities)
         if request.group:
             selection = whole_group(selection, request, requested_by, now)
-        starting = starts_of_selection(request, requested_by, selection) if snapshot.starting else ()
-        self._engine_starts.require_permission(request, requested_by, starting, snapshot)
+        starting: tuple[StartingEngine, ...] = ()
+        if snapshot.starting:
+            starting = starts_of_selection(request, requested_by, selection)
+            self._engine_starts.require_permission(request, requested_by, starting, snapshot)
+        share = requested_by.share
         # A dry run reaches no process, so it counts for its caller only.
         if not request.dry_run:
-            self._actions.require_room(requested_by.share, len(selection.reporting))
-        self._limits.take(requested_by.share, () if request.dry_run else selection.limit_keys())
-        running = self._started(request, requested_by, selection, now)
+            self._actions.require_room(share, len(selection.reporting))
+        self._limits.take(share, [] if request.dry_run else selection.limit_keys())
+        running = self._started(request, requested_by, selection, share, now)
         self._actions.start(running, request, idempotency_key)
         if request.action == "terminate":
             targets = selection.termination_targets()
@@ -159,18 +160,15 @@ class Dispatcher:
 
     def suggest_clears(self, request: ActionRequest, *, requested_by: Caller, free_deadline: bool) -> Suggestion:
         """Choose when each process of a clear acts. Raises the errors of `submit` that concern action and target."""
-        self._require_allowed(request.action)
+        requested_by.require_permission(request, self._allowed)
         now = self._clock()
         snapshot = self._store.snapshot(now)
         selected = select(request, requested_by, snapshot, hide_identities=self._hide_identities).reporting
         return suggest_clears(request, selected, snapshot, now, free_deadline=free_deadline)
 
-    def _require_allowed(self, action: str) -> None:
-        if action not in self._allowed:
-            allowed = ", ".join(sorted(self._allowed)) or "none"
-            raise ActionNotAllowedError(f"{action} is not allowed here; --action.allow has {allowed}")
-
-    def _started(self, request: ActionRequest, caller: Caller, selection: Selection, now: float) -> RunningAction:
+    def _started(
+        self, request: ActionRequest, caller: Caller, selection: Selection, share: str, now: float
+    ) -> RunningAction:
         action = Action(
             id=uuid.uuid4().hex,
             action=request.action,
@@ -186,7 +184,8 @@ class Dispatcher:
             caller=caller.key,
             settle_seconds=request.settle_seconds,
         )
-        running = RunningAction(action, now, request, caller, gpu_labels(selection.snapshot), offered_seconds=now)
+        gpus = gpu_labels(selection.snapshot)
+        running = RunningAction(action, now, request, caller, share, gpus, offered_seconds=now)
         if self._record is None or request.dry_run:
             running.recorded.set()
         return running

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.selection import SelectedProcess, Selection, permitted_of, select_reporting
+from gpumem_exporter.actions.selection import SelectedProcess, Selection, select_reporting
 from gpumem_exporter.core.steps import StepRate, first_common_step, seconds_until_step_ends
 from gpumem_exporter.errors import GroupIncompleteError
 
@@ -40,8 +40,11 @@ def whole_group(selection: Selection, request: ActionRequest, caller: Caller, no
                 f"{_named(selection.reporting)}: name its processes with pid, or its user"
             )
         owners = {own}
-    same = select_reporting(Target(workload=workloads[0]), selection.snapshot)
-    ranks = permitted_of(tuple(rank for rank in same if rank.process.key.owner in owners), caller)
+    ranks = tuple(
+        rank
+        for rank in select_reporting(Target(workload=workloads[0]), selection.snapshot)
+        if rank.process.key.owner in owners and caller.may_act_on(rank.process)
+    )
     return replace(selection, reporting=ranks, listed=(), at_step=group_step(request, ranks, now_seconds))
 
 

@@ -216,6 +216,8 @@ class RunningAction:
     """On the dispatcher's clock."""
     request: ActionRequest
     caller: Caller
+    share: str
+    """Of the caller."""
     gpus: GpuLabels = field(default_factory=dict)
     commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
     terminations: list[TerminationPart] = field(default_factory=list)

@@ -62,7 +62,7 @@ class ActionRegistry:
 
     def require_room(self, share: str, processes: int) -> None:
         """Raise `TooManyActionsError` if the running actions of a share have too many processes."""
-        under_way = sum(running.size for running in self._running.values() if running.action.share == share)
+        under_way = sum(running.size for running in self._running.values() if running.share == share)
         if under_way and under_way + processes > MAX_UNDER_WAY:
             raise TooManyActionsError(f"{share} has running actions on {under_way} processes; cancel some", 1.0)
 

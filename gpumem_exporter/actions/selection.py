@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gpumem_client.wire.protocol import CommandResult, DeviceSample, ReasonCode
 from gpumem_client.wire.units import counted
-from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.mismatch import nothing_matches, unknown_names
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.naming import json_pid
@@ -103,10 +103,10 @@ class Selection:
     at_step: int | None
     """The step after which a group acts."""
 
-    def limit_keys(self) -> Iterator[tuple[Hashable, str]]:
-        """Yield the key and the name of each process for the rate limits."""
-        yield from ((one.process.key, str(one)) for one in self.reporting)
-        yield from ((one.host_pid, str(one)) for one in self.listed)
+    def limit_keys(self) -> list[tuple[Hashable, str]]:
+        """Return the key and the name of each process for the rate limits."""
+        keys: list[tuple[Hashable, str]] = [(one.process.key, str(one)) for one in self.reporting]
+        return [*keys, *((one.host_pid, str(one)) for one in self.listed)]
 
     def termination_targets(self) -> list[TerminationTarget]:
         """Return the processes as `terminate` needs them."""
@@ -129,16 +129,16 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
         TargetNotFoundError: no process or device has one of the target's names, or nothing matches the target.
         ActionForbiddenError: only processes match that the caller may not act on.
     """
-    names = snapshot.names
-    permitted = [(name, process) for name, process in names.reporting if caller.may_act_on(process)]
-    shown = permitted if hide_identities else names.reporting
-    if request.target.given():
-        _require_known(request, snapshot, permitted, shown)
-    matching = tuple(select_reporting(request.target, snapshot))
-    listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
+    reporting = snapshot.names.reporting
+    permitted = caller.permitted(reporting)
+    shown = permitted if hide_identities else reporting
+    _require_known(request, snapshot, permitted, shown)
+    matching = select_reporting(request.target, snapshot)
+    listed = select_listed(request.target, snapshot) if request.action == "terminate" else ()
     if not matching and not listed:
         raise TargetNotFoundError(nothing_matches(request.target, shown))
-    selected = permitted_of(matching, caller)
+    keys = {process.key for _, process in permitted}
+    selected = tuple(one for one in matching if one.process.key in keys)
     if not selected and not listed:
         raise ActionForbiddenError(
             f"{request.target.describe()} matches only processes of others; {caller} may act on its own processes, "
@@ -147,65 +147,58 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
     return Selection(snapshot, selected, listed, None)
 
 
-def permitted_of(processes: tuple[SelectedProcess, ...], caller: Caller) -> tuple[SelectedProcess, ...]:
-    """Return the processes that a caller may act on."""
-    if caller.rights is Rights.ALL:
-        return processes
-    return tuple(one for one in processes if caller.may_act_on(one.process))
-
-
-def select_reporting(target: Target, snapshot: Snapshot) -> Iterator[SelectedProcess]:
-    """Yield the reporting processes of a target. A target with a device excludes processes that do not use it."""
-    gpus = gpu_labels(snapshot)
-    by_device = bool(target.uuid or target.gpu)
+def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
+    """Return the reporting processes of a target. A target with a device excludes processes that do not use it."""
+    wanted, gpus = target.given(), gpu_labels(snapshot)
+    by_device = "uuid" in wanted or "gpu" in wanted
+    selected = []
     for name, process in snapshot.names.reporting:
         identity = process.report.process
-        if not (
-            target.admits("pid", name)
-            and target.admits("workload", identity.workload)
-            and target.admits("rank", identity.rank)
-            and target.admits("user", *_users_of(process, snapshot))
-        ):
+        users = _users_of(process, snapshot) if "user" in wanted else ()
+        if not _admits(wanted, pid=(name,), workload=(identity.workload,), rank=(identity.rank,), user=users):
             continue
         samples = process.report.devices
         if by_device:
-            samples = tuple(
-                sample
-                for sample in samples
-                if target.admits("uuid", sample.uuid) and target.admits("gpu", gpus.get(sample.uuid, ""))
-            )
+            samples = tuple(s for s in samples if _admits(wanted, uuid=(s.uuid,), gpu=(gpus.get(s.uuid, ""),)))
         if samples or not by_device:
-            yield SelectedProcess(json_pid(name), process, samples)
+            selected.append(SelectedProcess(json_pid(name), process, samples))
+    return tuple(selected)
 
 
-def select_listed(target: Target, snapshot: Snapshot) -> Iterator[TerminationTarget]:
-    """Yield the target's processes that the driver lists and that do not report."""
+def _admits(wanted: Mapping[str, Sequence[str]], **values: Sequence[str]) -> bool:
+    """Return whether a process has one of the wanted values of each selector."""
+    return all(
+        selector not in wanted or any(value in wanted[selector] for value in each) for selector, each in values.items()
+    )
+
+
+def select_listed(target: Target, snapshot: Snapshot) -> tuple[TerminationTarget, ...]:
+    """Return the target's processes that the driver lists and that do not report."""
     node = snapshot.node
     if node is None or target.workload or target.rank:
-        return
-    unreported = _listed_pids(snapshot)
+        return ()
+    wanted, unreported = target.given(), _listed_pids(snapshot)
     found: dict[int, list[tuple[str, int | None]]] = {}
     for device in node.devices:
-        if target.admits("uuid", device.uuid) and target.admits("gpu", device.gpu):
-            for listed in device.processes or ():
-                if (
-                    listed.pid in unreported
-                    and target.admits("pid", str(listed.pid))
-                    and target.admits("user", *_user_names(listed.pid, snapshot))
-                ):
-                    found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
-    for pid in sorted(found):
-        facts = node.facts.get(pid)
-        start_time_ticks = facts.start_time_ticks if facts is not None else 0
-        yield TerminationTarget(pid, "", "", pid, start_time_ticks, tuple(found[pid]))
+        for listed in device.processes or () if _admits(wanted, uuid=(device.uuid,), gpu=(device.gpu,)) else ():
+            users = _user_names(listed.pid, snapshot)
+            if listed.pid in unreported and _admits(wanted, pid=(str(listed.pid),), user=users):
+                found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
+    start_times = {pid: facts.start_time_ticks for pid in found if (facts := node.facts.get(pid)) is not None}
+    return tuple(
+        TerminationTarget(pid, "", "", pid, start_times.get(pid, 0), tuple(found[pid])) for pid in sorted(found)
+    )
 
 
 def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:
     """Check that each name of the target exists. An action on only some of the names would hide a typing error."""
+    given = request.target.given()
+    if not given:
+        return
     names, listed = snapshot.names, _listed_pids(snapshot)
     of_target = listed if request.action == "terminate" else frozenset[int]()
     known = _known_names(snapshot, names.reporting, permitted, of_target)
-    if all(known[selector].keys() >= set(values) for selector, values in request.target.given().items()):
+    if all(known[selector].keys() >= set(values) for selector, values in given.items()):
         return
     unreported = {*map(str, listed), *(name for name, _ in names.silent)} - known["pid"].keys()
     named = _known_names(snapshot, shown, permitted, of_target)

@@ -18,11 +18,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Without arguments, print the help.
-
-    Args:
-        arguments: the words after the program's name; those of this process by default.
-    """
+    """Run the command in the words after the program's name and return its exit code. Without words, print the help."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words and words[0] in COMMANDS else ""
     prefix = f"{PROGRAM} {name}".rstrip()

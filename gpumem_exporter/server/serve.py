@@ -40,7 +40,7 @@ _STOP_SECONDS = 1
 """The time for running requests when the exporter stops. Requests that wait for a command end at once."""
 
 _SPARE_FILES = 128
-"""The number of file descriptors for everything except connections: those that are being closed, /proc, the driver."""
+"""The number of file descriptors for everything except open connections: closing ones, /proc, the driver."""
 
 _MAX_FILES = 8192
 """The limit of open files that is set where the hard limit allows more: connections are counted, so more is no use."""

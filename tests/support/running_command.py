@@ -12,7 +12,8 @@ from tests.support.waiting import patient
 __all__ = ["CONSOLE_SCRIPT", "clean_environment", "run_command"]
 
 CONSOLE_SCRIPT = (
-    f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from gpumem_exporter.cli.main import main; sys.exit(main())"
+    f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'client')!r}]; "
+    "from gpumem_exporter.cli.main import main; sys.exit(main())"
 )
 """Python code that does the same as the installed `gpumem-exporter` script."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumem_exporter.cli.top.rows import rows_of
+from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.top.source import Reading
 
 GIB = 1 << 30
@@ -90,7 +90,7 @@ def reading(devices: list[dict[str, Any]], processes: list[dict[str, Any]], **ch
     of_devices = {"source": "nvml", "nvml": {"up": True, "error": "", "driver_version": "1"}, "devices": devices}
     of_processes = {"source": "nvml", "processes": processes}
     given = {"url": URL, **changes}
-    return Reading({**of_devices, **given.pop("document", {})}, of_processes, rows_of(of_processes), **given)
+    return Reading(Node({**of_devices, **given.pop("document", {})}, of_processes), **given)
 
 
 def live(in_use_mib: dict[str, list[int | None]], seconds: list[float], *, clock_seconds: float) -> dict[str, Any]:

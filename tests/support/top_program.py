@@ -24,7 +24,9 @@ def top_environment(base: Mapping[str, str] | None = None, **changes: str) -> di
     """Return an environment without settings for `top`, with changes."""
     own = ("GPUMEM_", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONPATH", "TERM")
     kept = {name: value for name, value in (base or os.environ).items() if not name.startswith(own)}
-    return {**kept, "TERM": "xterm", "PYTHONPATH": str(REPOSITORY), **changes}
+    # The emulated terminal does not know the Kitty keyboard protocol.
+    own_terminal = {"TERM": "xterm", "TEXTUAL_DISABLE_KITTY_KEY": "1"}
+    return {**kept, **own_terminal, "PYTHONPATH": str(REPOSITORY), **changes}
 
 
 def top_command(*arguments: str) -> list[str]:

@@ -11,12 +11,11 @@ from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
 from gpumem_exporter.cli.fleet.options import (
     FleetOptions,
-    SelectionOptions,
     fleet_options,
     overview_options,
     selection_options,
 )
-from gpumem_exporter.cli.fleet.overview import read_overview
+from gpumem_exporter.cli.fleet.overview import Overview, read_overview
 from gpumem_exporter.cli.fleet.prometheus import print_warnings
 from gpumem_exporter.cli.options import action_options, interval_option
 from gpumem_exporter.cli.program import FAILED
@@ -93,7 +92,8 @@ def info(query: str, **values: Any) -> int:
         print_json(overview.document())
     else:
         print_warnings(overview.warnings)
-        show(open_console(), overview.tables())
+        console = open_console()
+        show(console, overview.parts(console.width))
     return 0 if overview.complete else FAILED
 
 
@@ -103,12 +103,16 @@ def info(query: str, **values: Any) -> int:
 @fleet_options
 def top(interval_seconds: float, query: str, **values: Any) -> int:
     """Show `fleet info` live; q quits."""
-    from gpumem_exporter.cli.fleet.live import show_live
+    from gpumem_exporter.cli.fleet.live import FleetTop
 
     require_terminal("fleet info")
     options = FleetOptions(**values)
     prometheus = options.connect()
-    return show_live(lambda: read_overview(prometheus, query, options), interval_seconds=interval_seconds)
+
+    def read() -> Overview:
+        return read_overview(prometheus, query, options)
+
+    return FleetTop(read, read(), interval_seconds=interval_seconds).run_to_end()
 
 
 def _add_action(command: ActionCommand) -> None:
@@ -128,7 +132,7 @@ def _add_action(command: ActionCommand) -> None:
     @fleet_options
     def run(query: str, max_processes: int, **values: Any) -> int:
         options = FleetOptions(**{item.name: values.pop(item.name) for item in fields(FleetOptions)})
-        return act(command.action, SelectionOptions(query, max_processes), values, options)
+        return act(command.action, query, max_processes, values, options)
 
 
 for _command in ACTION_COMMANDS:

@@ -7,10 +7,9 @@ from typing import Any
 import click
 
 from gpumem_exporter.cli.api_client import read_rights, rights_line
-from gpumem_exporter.cli.node_document import devices_and_processes, read_node
+from gpumem_exporter.cli.node import read_live
 from gpumem_exporter.cli.options import connection_options, open_api, pop_target, target_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
-from gpumem_exporter.cli.selection import require_known, selected
 
 _EXAMPLES = """\b
 Examples:
@@ -33,17 +32,17 @@ def info(url: str | None, token_file: str | None, as_json: bool, **selectors: An
     """
     target = pop_target(selectors)
     with open_api(url, token_file) as api:
-        devices, processes = devices_and_processes(read_node(api))
+        node, _ = read_live(api)
         rights = {} if as_json else read_rights(api)
-    require_known(target, devices, processes)
-    shown_devices, shown_processes = selected(target, devices, processes)
+    node.require_known(target)
+    shown = node.selected(target)
     if as_json:
-        print_json({**shown_devices, **shown_processes})
+        print_json({**shown.devices, **shown.processes})
         return 0
     from gpumem_exporter.cli.render.node_tables import node_tables
 
     console = open_console()
-    show(console, node_tables(shown_devices, shown_processes, width=console.width))
+    show(console, node_tables(shown.devices, shown.processes, width=console.width))
     if line := rights_line(rights, "clear"):
         print(line)
     return 0

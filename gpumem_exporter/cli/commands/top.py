@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,9 +20,8 @@ from gpumem_exporter.cli.options import (
     target_options,
 )
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
-from gpumem_exporter.cli.top.rows import SORTS
 from gpumem_exporter.cli.top.source import Reading, Source
-from gpumem_exporter.cli.top.view import View
+from gpumem_exporter.cli.top.view import SORTS, View
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader
@@ -54,6 +52,8 @@ e shows the events, ? helps, q quits.
 \b
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
 """
+_ANSWER_SECONDS = 2.0
+"""The timeout for an answer, which is short because the driver may replace the exporter."""
 
 
 @click.command(epilog=_EXAMPLES)
@@ -97,55 +97,37 @@ def top(
         require_terminal("top --once")
     token = action_token(token_file)
     named = url is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
-    source = Source(exporter_urls(url), token=token, driver=None if named else _open_driver, target=target)
-    try:
-        reading = source.read(with_past=not as_json)
-    except BaseException:
-        source.close()
-        raise
+    urls = exporter_urls(url)
+    source = Source(
+        lambda: ExporterApi(urls, token=token, timeout_seconds=_ANSWER_SECONDS),
+        open_driver=None if named else _open_driver,
+        target=target,
+    )
+    with contextlib.closing(source) if once else contextlib.nullcontext():
+        reading = source.read(with_events=not as_json)
     if once:
-        source.close()
         _print_once(reading, view, as_json=as_json)
         return 0
-    return _live(source, reading, view, interval_seconds, token)
+    from gpumem_exporter.cli.top.app import NodeTop
 
+    def open_api(address: str) -> ExporterApi:
+        return ExporterApi((address,), token=token)
 
-def _live(source: Source, reading: Reading, view: View, interval_seconds: float, token: str) -> int:
-    from gpumem_exporter.cli.top.loop import run
-    from gpumem_exporter.cli.top.screen import Screen, exit_code_of
-
-    keyboard = sys.stdin.fileno()
-    ended = run(
-        source,
-        reading,
-        view,
-        interval_seconds=interval_seconds,
-        screen=Screen(sys.stdout, keyboard),
-        keyboard=keyboard,
-        open_api=lambda url: ExporterApi((url,), token=token),
-    )
-    return exit_code_of(ended)
+    return NodeTop(source.read, reading, view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()
 
 
 def _print_once(reading: Reading, view: View, *, as_json: bool) -> None:
     if as_json:
-        print_json(_document(reading, view))
+        exporter = shown_url(reading.url) if reading.url else None
+        print_json({"exporter": exporter, **reading.node.devices, "rows": view.rows(reading.rows)})
         return
-    from gpumem_exporter.cli.top.frame import print_lines
+    from gpumem_exporter.cli.top.content import once
 
     console = open_console()
-    show(console, print_lines(reading, view, console.width))
-
-
-def _document(reading: Reading, view: View) -> dict[str, Any]:
-    return {
-        "exporter": shown_url(reading.url) if reading.url else None,
-        **reading.devices,
-        "rows": [asdict(row) for row in view.rows(reading.rows)],
-    }
+    show(console, once(reading, view, console.width))
 
 
 def _open_driver() -> DriverReader:
-    from gpumem_exporter.cli.top.driver import open_driver
+    from gpumem_exporter.cli.top.driver import DriverReader
 
-    return open_driver()
+    return DriverReader()

@@ -180,7 +180,7 @@ def check_pid_namespace(processes: Sequence[Document], *, mode: str | None, driv
         reporters = counted(len(reporting), "reporter", "reporters")
         yield Finding("pid namespace", PASS, f"{reporters} matched with the driver's processes")
     else:
-        yield Finding("pid namespace", PASS, "the driver's pids are those of the exporter's")
+        yield Finding("pid namespace", PASS, "the exporter and the driver use the same pids")
 
 
 def _listed(processes: Sequence[Document]) -> str:

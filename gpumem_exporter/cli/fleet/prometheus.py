@@ -8,17 +8,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.errors import PrometheusError
-
-if TYPE_CHECKING:
-    from urllib.request import OpenerDirector
-
-__all__ = ["Prometheus", "QueryResult", "print_warnings", "query_result"]
 
 _ANSWER_BYTES_MAX = 64 << 20
 
@@ -36,11 +31,7 @@ class QueryResult:
 class Prometheus:
     """A query API. HTTPS_PROXY and SSL_CERT_FILE in the environment apply.
 
-    Args:
-        url: the URL before `/api/v1`, including any path; `user:password@` is basic auth.
-        token: a bearer token; empty for none.
-        headers: more headers of each request.
-        timeout_seconds: for connecting, and for each read.
+    `url` is the URL before `/api/v1`, in which `user:password@` is basic auth. `token` is a bearer token.
 
     Raises:
         ConfigurationError: the URL is invalid, or it has a password and there is also a token.
@@ -50,22 +41,18 @@ class Prometheus:
         self, url: str, *, token: str = "", headers: Mapping[str, str] | None = None, timeout_seconds: float = 30.0
     ) -> None:
         parts = _checked(url)
-        host = parts.netloc.rpartition("@")[2]
-        self.url = f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
         """Without the password."""
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
+        if parts.username is not None and token:
+            raise ConfigurationError("--prometheus has a user, and there is also a token file; give only one of them")
         if parts.username is not None:
-            if token:
-                raise ConfigurationError(
-                    "--prometheus has a user, and there is also a token file; give only one of them"
-                )
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         elif token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._headers.update(headers or {})
         self._timeout_seconds = timeout_seconds
-        self._opener = _opener()
 
     def query(self, expression: str) -> QueryResult:
         """Evaluate an expression at the current time.
@@ -74,39 +61,49 @@ class Prometheus:
             ConfigurationError: the expression is invalid, or its result is not an instant vector.
             PrometheusError: the API does not answer in time, or answers with an error.
         """
-        from urllib.request import Request
-
-        parameters = urlencode({"query": expression, "timeout": f"{self._timeout_seconds:g}s"})
-        request = Request(f"{self.url}/api/v1/query?{parameters}", headers=self._headers)  # noqa: S310 - http(s) alone
-        try:
-            with self._opener.open(request, timeout=self._timeout_seconds) as answer:
-                status, where, body = answer.status, answer.headers.get("Location", "elsewhere"), _read(answer)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
-            reason = getattr(error, "reason", None) or error
-            raise PrometheusError(
-                f"Prometheus does not answer at {self.url}: {reason or type(error).__name__}"
-            ) from error
+        status, where, body = self._get(expression)
         if 300 <= status < 400:
             raise PrometheusError(f"{self.url} redirects to {where}; give that address")
         try:
             document = json.loads(body)
         except ValueError:
             document = None
-        if status != http.client.OK or not isinstance(document, dict) or document.get("status") != "success":
-            raise self._error(status, document)
-        return query_result(document, expression)
-
-    def _error(self, status: int, document: Any) -> Exception:
+        if status == http.client.OK and isinstance(document, dict) and document.get("status") == "success":
+            return query_result(document, expression)
         if isinstance(document, dict) and isinstance(document.get("error"), str):
             if document.get("errorType") == "bad_data":
-                return ConfigurationError(f"--query: {document['error']}")
-            return PrometheusError(f"{self.url}: {document['error']}")
+                raise ConfigurationError(f"--query: {document['error']}")
+            raise PrometheusError(f"{self.url}: {document['error']}")
+        if status in (http.client.OK, http.client.NOT_FOUND):
+            raise PrometheusError(f"the server at {self.url}/api/v1/query is not a Prometheus API (HTTP {status})")
         phrase = http.client.responses.get(status, "no reason given")
-        if status in (401, 403):
+        if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             phrase += "; see --prometheus-token-file and --prometheus-header"
-        if status in (200, 404):
-            return PrometheusError(f"the server at {self.url}/api/v1/query is not a Prometheus API (HTTP {status})")
-        return PrometheusError(f"{self.url}: HTTP {status}: {phrase}")
+        raise PrometheusError(f"{self.url}: HTTP {status}: {phrase}")
+
+    def _get(self, expression: str) -> tuple[int, str, bytes]:
+        """Return the status, the Location and the body of the answer."""
+        from urllib.request import HTTPErrorProcessor, Request, build_opener
+
+        class AnyStatus(HTTPErrorProcessor):
+            """Follows no redirect, because no other host may receive the token."""
+
+            def http_response(self, _request: Any, response: Any) -> Any:
+                return response
+
+            https_response = http_response  # type: ignore[assignment]  # the stub names other parameters
+
+        parameters = urlencode({"query": expression, "timeout": f"{self._timeout_seconds:g}s"})
+        request = Request(f"{self.url}/api/v1/query?{parameters}", headers=self._headers)  # noqa: S310 - http(s) alone
+        try:
+            with build_opener(AnyStatus).open(request, timeout=self._timeout_seconds) as answer:
+                body = answer.read(_ANSWER_BYTES_MAX + 1)
+                if len(body) > _ANSWER_BYTES_MAX:
+                    raise PrometheusError(f"the answer of {self.url} is larger than {_ANSWER_BYTES_MAX} bytes")
+                return answer.status, answer.headers.get("Location", "elsewhere"), body
+        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
+            reason = getattr(error, "reason", None) or error or type(error).__name__
+            raise PrometheusError(f"Prometheus does not answer at {self.url}: {reason}") from error
 
 
 def print_warnings(warnings: Sequence[str]) -> None:
@@ -116,12 +113,7 @@ def print_warnings(warnings: Sequence[str]) -> None:
 
 
 def query_result(document: Mapping[str, Any], expression: str) -> QueryResult:
-    """Return the series in a successful answer.
-
-    Raises:
-        ConfigurationError: the result is not an instant vector.
-        PrometheusError: the document is not an answer of the API.
-    """
+    """Return the series in a successful answer. Raises the errors of `Prometheus.query`."""
     try:
         kind = document["data"]["resultType"]
         if kind != "vector":
@@ -142,23 +134,3 @@ def _checked(url: str) -> SplitResult:
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or parts.query or parts.fragment:
         raise wrong
     return parts
-
-
-def _opener() -> OpenerDirector:
-    """Return an opener that follows no redirect, because no other host may receive the token."""
-    from urllib.request import HTTPErrorProcessor, build_opener
-
-    class AnyStatus(HTTPErrorProcessor):
-        def http_response(self, _request: Any, response: Any) -> Any:
-            return response
-
-        https_response = http_response  # type: ignore[assignment]  # the stub names other parameters
-
-    return build_opener(AnyStatus)
-
-
-def _read(answer: Any) -> bytes:
-    body: bytes = answer.read(_ANSWER_BYTES_MAX + 1)
-    if len(body) > _ANSWER_BYTES_MAX:
-        raise ValueError(f"the answer is larger than {_ANSWER_BYTES_MAX} bytes")
-    return body

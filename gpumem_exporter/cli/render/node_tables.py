@@ -1,46 +1,34 @@
-"""The tables of `info`, from the documents of `/api/v1/devices` and `/api/v1/processes`."""
+"""The tables of `info`, and the sentences about a node that `info`, `top` and `fleet` share."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_ratio, human_seconds
-from gpumem_exporter.cli.render.ledger_bar import draw_bar, key_of, segments_of
+from gpumem_client.wire.units import UNKNOWN, counted, human_bytes
+from gpumem_exporter.cli.render.columns import DEVICE_COLUMNS, PROCESS_COLUMNS, legend, rows_of
+from gpumem_exporter.cli.render.layout import Layout, chosen
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.core.ledger import CATEGORIES
+from gpumem_exporter.core.ledger import CATEGORIES, sum_of_known
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = [
-    "DEMO_NOTICE",
-    "WORTH_SAYING",
-    "cache_sentence",
-    "clear_summary",
-    "device_name",
-    "driver_error",
-    "errors_of",
-    "node_tables",
-]
-
 Document = Mapping[str, Any]
 
 DEMO_NOTICE = "DEMO: simulated devices and processes"
+NO_PROCESS = "There is no process on a device, and no process that reports."
 
 WORTH_SAYING = 0.05
 """The share of what a clear would free from which the summary says that it would be reserved again."""
-_BAR_WIDTH = 24
 _ONE_TABLE_WIDTH = 150
 """The width from which the identity and the memory of a process fit in one row."""
 
-_NO_DEVICE: tuple[Document, ...] = ({},)
-_NAMES = (("pid", "right"), ("workload", "cut"), ("rank", "right"))
-_STATE = (("command", "cut"), ("state", "left"), ("age", "right"))
-_SIZES = ("used", "allocated", "reserved", "idle cache", "reclaimable", "fragmented", "non-torch")
-_MEMORY = (("gpu", "left"), *((name, "right") for name in _SIZES))
+_DEVICES = chosen(DEVICE_COLUMNS, "gpu", "device", "total", "free", "allocatable", "busy", "memory")
+_NAMES = ("pid", "workload", "rank")
+_STATE = ("command", "state", "age")
+_MEMORY = ("gpu", "used", "allocated", "reserved", "idle cache", "reclaimable", "fragmented", "non-torch")
 
 
 def node_tables(devices: Document, processes: Document, *, width: int) -> Iterator[RenderableType]:
@@ -49,23 +37,15 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
         yield plain(DEMO_NOTICE, "bold yellow")
     listed = devices.get("devices") or []
     if listed:
-        columns = (("gpu", "left"), ("name", "cut"), ("total", "right"), ("busy", "right"), ("memory", "left"))
-        yield table("Devices", columns, map(_device_row, listed))
-        yield plain("  ").join(map(key_of, segments_of(device.get("ledger") or {} for device in listed)))
+        yield plain("Devices", "bold")
+        yield from Layout(_DEVICES, listed, width).lines(listed)
+        yield legend(listed)
     for error in errors_of(devices):
         yield plain(error, "bold red")
-    known = [device for device in listed if device.get("ledger")]
-    if known:
-        yield from _ledger_tables(known, width)
-        yield from map(plain, _space_lines(known))
+    yield from _ledger_tables([device for device in listed if device.get("ledger")], width)
     yield plain("")
     running = processes.get("processes") or []
-    if running:
-        yield from _process_tables(running, one_table=width >= _ONE_TABLE_WIDTH)
-        yield from _unmapped(running)
-        yield from map(plain, _nccl_lines(running))
-    else:
-        yield plain("There is no process on a device, and no process that reports.")
+    yield from _process_tables(running, width) if running else (plain(NO_PROCESS),)
     yield plain("")
     yield plain(clear_summary(running), "bold")
 
@@ -73,10 +53,7 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
 def cache_sentence(idle: int | None, reclaimable: int, unknown: int) -> str:
     """Return the idle cache and what a clear would free now, without a period at the end.
 
-    Args:
-        idle: the sum of the known values; None without any.
-        reclaimable: what a clear would free.
-        unknown: the part of it without a known idle cache.
+    `unknown` are the reclaimable bytes of processes whose idle cache is unknown; they are not in `idle`.
     """
     freed = f"clear would free {human_bytes(reclaimable)} now"
     if idle is None:
@@ -89,64 +66,43 @@ def cache_sentence(idle: int | None, reclaimable: int, unknown: int) -> str:
 
 def clear_summary(processes: Sequence[Document]) -> str:
     """Return the idle cache and how much memory a clear of all processes would free, where they are known."""
-    able = [process for process in processes if process.get("reporting") and _clears(process)]
+    able = [process.get("devices") or () for process in processes if process.get("reporting") and _clears(process)]
     if not able:
         return "A clear would free nothing: no process accepts this action."
-    devices = [device for process in able for device in process.get("devices") or ()]
-    known = [
-        [device["reclaimable_bytes"] for device in process.get("devices") or () if _has(device, "reclaimable_bytes")]
-        for process in able
-    ]
-    if not any(known):
+    freed = [sum_of_known([device.get("reclaimable_bytes") for device in devices] or [None]) for devices in able]
+    if not any(size is not None for size in freed):
         return "It is not known how much memory a clear would free."
-    total = sum(sum(sizes) for sizes in known)
-    freeing = sum(1 for sizes in known if sum(sizes) > 0)
-    hides = [any(map(_lacks_reclaimable, process.get("devices") or ())) for process in able]
-    unknown = sum(1 for sizes, hidden in zip(known, hides, strict=True) if hidden or not sizes)
-    idle = [device["idle_cache_bytes"] for device in devices if _has(device, "idle_cache_bytes")]
+    idle = [device.get("idle_cache_bytes") for devices in able for device in devices]
     unknown_idle = sum(
-        device.get("reclaimable_bytes") or 0 for device in devices if not _has(device, "idle_cache_bytes")
+        device.get("reclaimable_bytes") or 0
+        for devices in able
+        for device in devices
+        if device.get("idle_cache_bytes") is None
     )
-    sentence = cache_sentence(sum(idle) if idle else None, total, unknown_idle)
+    known_idle = sum_of_known(idle) if idle else None
+    sentence = cache_sentence(known_idle, sum(size or 0 for size in freed), unknown_idle)
+    freeing = sum(1 for size in freed if size)
     where = f"in {freeing} of {counted(len(able), 'reporting process', 'reporting processes')}"
+    unknown = sum(
+        1 for size, devices in zip(freed, able, strict=True) if size is None or any(map(_lacks_reclaimable, devices))
+    )
     return f"{sentence} ({where}; unknown for {unknown})." if unknown else f"{sentence} ({where})."
 
 
 def errors_of(devices: Document) -> Iterator[str]:
-    """Yield the error of the driver, and of each device that does not answer."""
-    error = driver_error(devices)
-    if error:
-        yield error
+    """Yield why the exporter has no driver, and the error of each device that does not answer."""
+    nvml = devices.get("nvml") or {}
+    if not nvml.get("up"):
+        yield f"driver: {nvml.get('error') or 'not read yet'}"
     for device in devices.get("devices") or ():
         if not device.get("up", True):
             yield f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
 
 
-def driver_error(devices: Document) -> str:
-    """Return why the exporter has no driver; empty if it has one."""
-    nvml = devices.get("nvml") or {}
-    return "" if nvml.get("up") else f"driver: {nvml.get('error') or 'not read yet'}"
-
-
-def device_name(device: Document) -> str:
-    """Return the name with the MIG profile, unless the name has the profile already; a dash if unknown."""
-    name, profile = device.get("name") or "", device.get("mig_profile") or ""
-    return (name if profile in name else f"{name} {profile}".lstrip()) or UNKNOWN
-
-
-def _device_row(device: Document) -> tuple[str | Text, ...]:
-    memory, ledger = device.get("memory") or {}, device.get("ledger")
-    return (
-        device.get("gpu") or UNKNOWN,
-        device_name(device),
-        human_bytes(memory.get("total_bytes")),
-        human_ratio(device.get("utilization_ratio")),
-        draw_bar(ledger, _BAR_WIDTH) if ledger else UNKNOWN,
-    )
-
-
 def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[RenderableType]:
     """A column for each device, in several tables of about equal size if the terminal is narrow."""
+    if not devices:
+        return
     rows = [(name, [human_bytes(device["ledger"].get(name)) for device in devices]) for name in CATEGORIES]
     rows.append(("total", [human_bytes((device.get("memory") or {}).get("total_bytes")) for device in devices]))
     headings = [f"gpu {device.get('gpu') or UNKNOWN}" for device in devices]
@@ -160,67 +116,28 @@ def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[Renderab
         yield table("Ledger", columns, ((name, *cells[part]) for name, cells in rows))
 
 
-def _space_lines(devices: Sequence[Document]) -> Iterator[str]:
-    """Yield the space for the next job on each device whose allocatable memory is known."""
-    known = [device for device in devices if _has(device, "allocatable_bytes")]
-    if known:
-        yield ""
-    for device in known:
-        free, allocatable = device["ledger"].get("free"), device["allocatable_bytes"]
-        name = device.get("gpu") or device.get("uuid") or UNKNOWN
-        yield f"GPU {name}: {human_bytes(free)} free, {human_bytes(allocatable)} allocatable"
+def _process_tables(processes: Sequence[Document], width: int) -> Iterator[Text]:
+    rows = rows_of({"processes": processes})
+    yield plain("Processes", "bold")
+    if width >= _ONE_TABLE_WIDTH:
+        yield from _lines((*_NAMES, *_MEMORY, *_STATE), rows, width)
+    else:
+        yield from _lines((*_NAMES, *_STATE), processes, width)
+        on_devices = [row for row in rows if row["gpu"] or row["uuid"]]
+        if on_devices:
+            yield from (plain(""), plain("Process memory", "bold"))
+            yield from _lines(("pid", *_MEMORY), on_devices, width)
+    for row in rows:
+        place = f"pid {row['pid']} {row['workload'] or ''}".rstrip() + f" on GPU {row['gpu'] or row['uuid']}"
+        if row["unmapped_bytes"]:  # no device has this memory
+            yield plain(f"{place}: {human_bytes(row['unmapped_bytes'])} unmapped (sleeping)")
+        if row["nccl_bytes"] is not None and row["non_torch_bytes"] is not None:
+            rest = human_bytes(row["non_torch_bytes"] - row["nccl_bytes"])
+            yield plain(f"{place}: non-torch is NCCL {human_bytes(row['nccl_bytes'])}, CUDA context and other {rest}")
 
 
-def _nccl_lines(processes: Sequence[Document]) -> Iterator[str]:
-    """Yield the parts of the non-torch memory of each process whose NCCL bytes are known."""
-    rows = [(process, device) for process in processes for device in process.get("devices") or ()]
-    known = [row for row in rows if _has(row[1], "nccl_bytes") and _has(row[1], "non_torch_bytes")]
-    if known:
-        yield ""
-    for process, device in known:
-        nccl, non_torch = device["nccl_bytes"], device["non_torch_bytes"]
-        parts = f"NCCL {human_bytes(nccl)}, CUDA context and other {human_bytes(non_torch - nccl)}"
-        yield f"Non-torch of pid {process['pid']} on GPU {device.get('gpu') or device.get('uuid')}: {parts}"
-
-
-def _process_tables(processes: Sequence[Document], *, one_table: bool) -> Iterator[RenderableType]:
-    if one_table:
-        rows = []
-        for process in processes:
-            names, state = _names(process), _state(process)
-            rows += [(*names, *_memory(device), *state) for device in process.get("devices") or _NO_DEVICE]
-        yield table("Processes", (*_NAMES, *_MEMORY, *_STATE), rows)
-        return
-    yield table("Processes", (*_NAMES, *_STATE), ((*_names(process), *_state(process)) for process in processes))
-    rows = [(str(process["pid"]), *_memory(device)) for process in processes for device in process.get("devices") or ()]
-    if rows:
-        yield plain("")
-        yield table("Process memory", (_NAMES[0], *_MEMORY), rows)
-
-
-def _unmapped(processes: Sequence[Document]) -> Iterator[Text]:
-    """Yield a line for each process on a device whose memory is unmapped: no device has it."""
-    for process in processes:
-        for device in process.get("devices") or ():
-            if device.get("unmapped_bytes"):
-                name = f"pid {process['pid']} {process.get('workload') or ''}".rstrip()
-                gpu = device.get("gpu") or device.get("uuid") or UNKNOWN
-                yield plain(f"{name}, gpu {gpu}: {human_bytes(device['unmapped_bytes'])} unmapped (sleeping)")
-
-
-def _names(process: Document) -> tuple[str, ...]:
-    return (str(process["pid"]), process.get("workload") or UNKNOWN, process.get("rank") or UNKNOWN)
-
-
-def _state(process: Document) -> tuple[str | Text, ...]:
-    state = str(process.get("state") or UNKNOWN)
-    style = {"reporting": "green", "silent": "red"}.get(state, "dim")
-    return process.get("command") or UNKNOWN, plain(state, style), human_seconds(process.get("sample_age_seconds"))
-
-
-def _memory(device: Document) -> tuple[str, ...]:
-    sizes = (device.get(f"{re.sub('[- ]', '_', name)}_bytes") for name in _SIZES)
-    return (device.get("gpu") or device.get("uuid") or UNKNOWN, *map(human_bytes, sizes))
+def _lines(names: Sequence[str], rows: Sequence[Document], width: int) -> Iterator[Text]:
+    return Layout(chosen(PROCESS_COLUMNS, *names), rows, width).lines(rows)
 
 
 def _clears(process: Document) -> bool:
@@ -231,8 +148,4 @@ def _clears(process: Document) -> bool:
 def _lacks_reclaimable(device: Document) -> bool:
     """Whether it is unknown how much of the device's cache a clear would free."""
     reserved, allocated = device.get("reserved_bytes"), device.get("allocated_bytes")
-    return not _has(device, "reclaimable_bytes") and reserved is not None and reserved > (allocated or 0)
-
-
-def _has(device: Document, name: str) -> bool:
-    return device.get(name) is not None
+    return device.get("reclaimable_bytes") is None and reserved is not None and reserved > (allocated or 0)

@@ -17,24 +17,19 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["open_console", "plain", "print_json", "require_terminal", "show", "table"]
-
 _UNLIMITED_WIDTH = 10_000
 _SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼…→µ", "#+%-.1234567^v~>u", strict=True))
 """The ASCII character for each character that bars, arrows and units use."""
 
 
 def require_terminal(alternative: str) -> None:
-    """Check that input and output are a terminal that can move its cursor.
-
-    Args:
-        alternative: the command to use without one.
+    """Check that this process has a terminal that can move its cursor. The error names the alternative command.
 
     Raises:
-        ConfigurationError: input or output is not such a terminal.
+        ConfigurationError: it has not.
     """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigurationError(f"input and output must be a terminal; without one, use `{alternative}`")
+    if not all(file.isatty() for file in (sys.stdin, sys.stdout, sys.stderr)):  # Textual writes to stderr
+        raise ConfigurationError(f"input, output and errors must be a terminal; without one, use `{alternative}`")
     if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
         raise ConfigurationError(f"this terminal cannot move its cursor (TERM); use `{alternative}`")
 
@@ -76,25 +71,29 @@ def show(console: Console, renderables: Iterable[RenderableType]) -> None:
 
 
 def table(title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Return a table without borders; each row is one line.
+    """Return a table without borders.
 
-    Args:
-        title: printed above the table; empty for none.
-        columns: heading and alignment of each: `left`, `right`, or `cut`, which is left and shrinks first.
-        rows: a cell for each column.
+    Each column has a heading and `left`, `right`, `cut` or `wrap`. The last two are left and shrink first: `cut` ends
+    with an ellipsis, `wrap` continues in the next line.
     """
     from rich.table import Table
 
     built = Table(
-        title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_header=any(heading for heading, _ in columns),
     )
     for heading, side in columns:
         # Rich shrinks columns that may wrap before it shrinks the others.
-        built.add_column(heading, justify="right" if side == "right" else "left", no_wrap=side != "cut")
+        built.add_column(heading, justify="right" if side == "right" else "left", no_wrap=side in ("left", "right"))
     for row in rows:
         cells = [plain(cell) if isinstance(cell, str) else cell for cell in row]
-        for cell in cells:
-            cell.no_wrap, cell.overflow = True, "ellipsis"
+        for cell, (_, side) in zip(cells, columns, strict=True):
+            cell.no_wrap, cell.overflow = (False, "fold") if side == "wrap" else (True, "ellipsis")
         built.add_row(*cells)
     return built
 

@@ -1,117 +1,71 @@
-"""What the user of `top` has chosen to see, and the effect of each key. Pure."""
+"""Order and filter of the rows of `top`. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from gpumem_exporter.cli.top.rows import SORTS, Identity, Row, arrange
+from gpumem_exporter.cli.render.columns import PROCESS_COLUMNS
 
-__all__ = ["View"]
+Row = Mapping[str, Any]
 
-_LONGEST_FILTER = 200
-_FAR = 1 << 30
-"""More steps than any list has rows."""
+_FILTERED = ("pid", "uuid", "workload", "command", "user", "k8s_namespace", "k8s_pod", "state")
+
+
+def _number(text: object) -> tuple[tuple[int, str], ...]:
+    """A sort key: `10` after `9`, `0:10` after `0:9`, and numbers before other texts."""
+    parts = str(text).replace("@", ":").split(":")
+    return tuple((int(part), "") if part.isascii() and part.isdecimal() else (1 << 62, part) for part in parts)
+
+
+_NAMES: dict[str, Callable[[Row], Any]] = {
+    "workload": lambda row: (row["workload"].casefold(), _number(row["rank"])) if row["workload"] else None,
+    "gpu": lambda row: None if row["gpu"] is None else _number(row["gpu"]),
+    "pid": lambda row: _number(row["pid"]),
+}
+_SIZES = {
+    column.name.replace(" ", "-"): column
+    for column in PROCESS_COLUMNS
+    if column.name in ("used", "allocated", "reserved", "idle cache", "reclaimable", "fragmented", "non-torch")
+}
+SORTS = (*_SIZES, *_NAMES)
+"""The sort columns. Sizes are sorted from the largest, names from the smallest."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Order, filter, selected row and position in the list."""
+    """What the user of `top` has chosen to see."""
 
     text: str = ""
     """The filter: words that the names in a row must contain."""
     sort: str = "used"
     reverse: bool = False
-    typing: str | None = None
-    """The previous filter while the user types a new one; None otherwise."""
-    chosen: Identity | None = None
-    """The target row of an action; it follows its process when the order changes."""
-    index: int = 0
-    """The last position of the selected row. When its process exits, the row at this position is selected."""
-    first: int = 0
-    """The first row on the screen."""
-    shows_help: bool = False
-    shows_events: bool = False
-    """The events replace the processes."""
-    first_line: int = 0
-    """The first line of the events on the screen."""
 
     @property
-    def lists_processes(self) -> bool:
-        """Whether the processes are on the screen."""
-        return not (self.shows_help or self.shows_events)
+    def column(self) -> str:
+        """The name of the sort column."""
+        return _SIZES[self.sort].name if self.sort in _SIZES else self.sort
 
-    def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """Return the listed rows, in order."""
-        return arrange(rows, self.text, self.sort, reverse=self.reverse)
+    @property
+    def mark(self) -> str:
+        """The direction of the order, beside the heading of the sort column."""
+        return "▼" if self._descends else "▲"
 
-    def settle(self, listed: Sequence[Row], page: int) -> View:
-        """Return the view with its selected row on a screen of `page` of the listed rows."""
-        index, chosen = self.index, self.chosen
-        if chosen is not None:
-            positions = {row.identity: position for position, row in reversed(list(enumerate(listed)))}
-            index = max(0, min(positions.get(chosen, index), len(listed) - 1))
-            chosen = listed[index].identity if listed else chosen
-        first = max(0, min(self.first, len(listed) - page))
-        if chosen is not None and page > 0:
-            first = max(index - page + 1, min(first, index))
-        return replace(self, index=index, chosen=chosen, first=first)
+    def rows(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows that pass the filter, in order. Rows without a value come last; equal rows are by pid."""
+        value: Callable[[Row], Any] = _SIZES[self.sort].value if self.sort in _SIZES else _NAMES[self.sort]
+        passing = [row for row in rows if self._passes(row)]
+        passing.sort(key=lambda row: (_number(row["pid"]), _number(row["gpu"])))
+        known = [row for row in passing if value(row) is not None]
+        known.sort(key=value, reverse=self._descends)
+        return [*known, *(row for row in passing if value(row) is None)]
 
-    def press(self, key: str, listed: Sequence[Row], page: int) -> View:
-        """Return the view after a key. A key without a function changes nothing."""
-        if self.typing is not None:
-            return self._type(key)
-        if self.shows_help:
-            return replace(self, shows_help=False)
-        if key == "e" or (self.shows_events and key == "escape"):
-            return replace(self, shows_events=not self.shows_events, first_line=0)
-        if key == "?":
-            return replace(self, shows_help=True)
-        if self.shows_events:
-            return replace(self, first_line=max(0, self.first_line + _steps(page).get(key, 0)))
-        if key in ("s", "S"):
-            position = SORTS.index(self.sort) + (1 if key == "s" else -1)
-            return replace(self, sort=SORTS[position % len(SORTS)], reverse=False)
-        if key == "r":
-            return replace(self, reverse=not self.reverse)
-        if key == "/":
-            return replace(self, typing=self.text)
-        if key == "escape":
-            if self.chosen is not None:
-                return replace(self, chosen=None, index=0, first=0)
-            return replace(self, text="")
-        return self._move(key, listed, page)
+    @property
+    def _descends(self) -> bool:
+        return (self.sort in _SIZES) is not self.reverse
 
-    def _move(self, key: str, listed: Sequence[Row], page: int) -> View:
-        steps = _steps(page)
-        if key not in steps or not listed:
-            return self
-        first = self.index if self.chosen is not None else -1 if steps[key] == 1 else 0
-        index = max(0, min(first + steps[key], len(listed) - 1))
-        return replace(self, index=index, chosen=listed[index].identity).settle(listed, page)
-
-    def _type(self, key: str) -> View:
-        text = self.text
-        if key == "enter":
-            return replace(self, typing=None)
-        if key == "escape":
-            return replace(self, typing=None, text=self.typing or "")
-        if key == "backspace":
-            text = text[:-1]
-        elif key == "erase line":
-            text = ""
-        elif len(key) == 1 and len(text) < _LONGEST_FILTER:
-            text += key
-        return replace(self, text=text, first=0)
-
-
-def _steps(page: int) -> dict[str, int]:
-    """The number of rows that each key moves, for a screen of `page` lines."""
-    return {
-        **dict.fromkeys(("down", "j"), 1),
-        **dict.fromkeys(("up", "k"), -1),
-        **dict.fromkeys(("page down", " "), max(1, page)),
-        "page up": -max(1, page),
-        **dict.fromkeys(("home", "g"), -_FAR),
-        **dict.fromkeys(("end", "G"), _FAR),
-    }
+    def _passes(self, row: Row) -> bool:
+        """Return whether the names in a row contain every word of the filter. Case is ignored."""
+        names = "\n".join(str(row[name]) for name in _FILTERED if row[name] is not None).casefold()
+        return all(word in names for word in self.text.casefold().split())

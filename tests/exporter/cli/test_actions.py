@@ -133,26 +133,27 @@ def test_the_exit_code_is_0_only_when_every_result_is_done(answer: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("still_free", "line"),
+    ("pids", "still_free", "line"),
     [
-        ((0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the job reserved it again."),
-        ((1 << 30, 0), "Freed 4.0 GiB; 1.0 GiB of it is still free after 10 s: the job reserved the rest again."),
-        ((2 << 30, 2 << 30), "Freed 4.0 GiB; 4.0 GiB of it is still free after 10 s."),
-        ((1 << 30, None), "Freed 4.0 GiB; at least 1.0 GiB of it is still free after 10 s."),
-        ((None, None), "Freed 4.0 GiB in 1 of 1 process."),
+        ((1, 1), (0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the job reserved it again."),
+        ((1, 2), (0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the jobs reserved it again."),
+        ((1, 1), (1, 0), "Freed 4.0 GiB; 1.0 GiB of it is still free after 10 s: the job reserved the rest again."),
+        ((1, 1), (2, 2), "Freed 4.0 GiB; 4.0 GiB of it is still free after 10 s."),
+        ((1, 1), (1, None), "Freed 4.0 GiB; at least 1.0 GiB of it is still free after 10 s."),
+        ((1, 1), (None, None), "Freed 4.0 GiB in 1 of 1 process."),
     ],
 )
-def test_the_last_line_of_a_settled_clear_is_what_stayed_free(still_free: tuple[int | None, ...], line: str) -> None:
-    results = [_result(gpu=str(gpu), still_free_bytes=size) for gpu, size in enumerate(still_free)]
-    known = [size for size in still_free if size is not None]
+def test_the_last_line_of_a_settled_clear_is_what_stayed_free(
+    pids: tuple[int, int], still_free: tuple[int | None, int | None], line: str
+) -> None:
+    sizes = [None if gib is None else gib << 30 for gib in still_free]
+    results = [
+        _result(pid=pid, gpu=str(gpu), still_free_bytes=size)
+        for gpu, (pid, size) in enumerate(zip(pids, sizes, strict=True))
+    ]
+    known = [size for size in sizes if size is not None]
     totals = {"settle_seconds": 10.0, "still_free_bytes": sum(known) if known else None}
     assert _printed({**_action(*results), **totals}, width=120)[-1] == line
-
-
-def test_the_last_line_of_a_settled_clear_of_several_processes_is_plural() -> None:
-    results = [_result(pid=pid, still_free_bytes=0) for pid in (1, 2)]
-    settled = {**_action(*results), "settle_seconds": 10.0, "still_free_bytes": 0}
-    assert _printed(settled, width=120)[-1].endswith(": the jobs reserved it again.")
 
 
 def test_results_are_sorted_by_workload_and_rank() -> None:

@@ -112,14 +112,6 @@ def test_another_server_is_not_taken_for_an_exporter(api_of: Callable[..., Expor
         api_of({"http://a:1": _Scripted(Answer(200, {}, body))}).get("/x")
 
 
-def test_a_token_is_sent_only_if_there_is_one(api_of: Callable[..., ExporterApi]) -> None:
-    with_token, without = _Scripted(_answer({})), _Scripted(_answer({}))
-    api_of({"a": with_token}, token="secret").get("/x")
-    api_of({"a": without}).get("/x")
-    assert with_token.requests[0][3]["Authorization"] == "Bearer secret"
-    assert "Authorization" not in without.requests[0][3]
-
-
 def test_a_public_route_can_receive_the_token_only_after_a_401(api_of: Callable[..., ExporterApi]) -> None:
     transport = _Scripted(_answer({}), _answer({}), _answer(_PROBLEM, 401), _answer({}), _answer({}))
     api = api_of({"a": transport}, token="secret", token_for_reads=False)

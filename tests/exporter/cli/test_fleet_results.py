@@ -125,6 +125,6 @@ def test_the_output_of_fleet_commands(capsys: pytest.CaptureFixture[str]) -> Non
         captured = capsys.readouterr()
         parts.append(f"== {name}\n{captured.err}{captured.out}")
     for name, overview in overviews.items():
-        show(open_console(), overview.tables())
+        show(open_console(), overview.parts(10_000))
         parts.append(f"== {name}\n{capsys.readouterr().out}")
     assert_golden("fleet.txt", "\n".join(parts))

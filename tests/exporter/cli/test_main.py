@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM, one_line
@@ -73,15 +74,30 @@ def test_wrong_usage_exits_with_2_and_one_line(
     assert right in line
 
 
-def test_ctrl_c_exits_with_130_and_prints_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code", "printed"),
+    [
+        (KeyboardInterrupt(), 130, ""),
+        (ExporterAnswerError(403, "no token"), 1, "HTTP 403: no token"),
+        (ExporterAnswerError(422, "settle_seconds: too long"), 2, "gpumem-exporter info: settle_seconds: too long"),
+    ],
+)
+def test_an_error_has_its_exit_code(
+    error: BaseException,
+    code: int,
+    printed: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+    def fails(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr("gpumem_exporter.cli.api_client.ExporterApi.get", interrupted)
-    assert main(["info", "--url", "unix:///nonexistent.sock"]) == 130
-    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("gpumem_exporter.cli.api_client.ExporterApi.get", fails)
+    assert main(["info", "--url", "unix:///nonexistent.sock"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert printed in captured.err
+    assert bool(printed) is bool(captured.err)
 
 
 def test_a_message_is_one_printable_line() -> None:

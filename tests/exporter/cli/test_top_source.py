@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError
 from gpumem_exporter.actions.request import Target
+from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.top.source import Source
-from gpumem_exporter.cli.top.watcher import Known
 from gpumem_exporter.errors import NvmlUnavailableError, TargetNotFoundError
-from tests.support.top_documents import device, event, live, process, reading
+from tests.support.top_documents import device, event, live, process
 
 _DEVICES = {"source": "nvml", "taken_unix_seconds": 1e9, "nvml": {"up": True}, "devices": [device("0")]}
 _PROCESSES = {"source": "nvml", "processes": [process(7, "0")]}
@@ -54,7 +53,6 @@ class _Driver:
         self.error: Exception | None = None
         self.opened = 0
         self.released = 0
-        self.devices: Any = _DEVICES
 
     def open(self) -> _Driver:
         self.opened += 1
@@ -63,7 +61,7 @@ class _Driver:
     def read(self) -> Any:
         if self.error is not None:
             raise self.error
-        return self.devices, _PROCESSES
+        return Node(_DEVICES, _PROCESSES)
 
     def release(self) -> None:
         self.released += 1
@@ -75,9 +73,8 @@ class _World:
     def __init__(self, *, named: bool = False) -> None:
         self.api, self.driver, self.now = _Api(), _Driver(), 100.0
         self.source = Source(
-            ("unix:///e.sock",),
-            driver=None if named else self.driver.open,
-            open_api=lambda: self.api,  # type: ignore[arg-type,return-value]
+            lambda: self.api,  # type: ignore[arg-type,return-value]
+            open_driver=None if named else self.driver.open,  # type: ignore[arg-type]
             clock=lambda: self.now,
         )
 
@@ -85,7 +82,7 @@ class _World:
 def test_with_an_exporter_the_driver_is_not_opened() -> None:
     world = _World()
     read = world.source.read()
-    assert (read.url, read.without_exporter, [row.pid for row in read.rows]) == ("unix:///e.sock", "", [7])
+    assert (read.url, read.without_exporter, [row["pid"] for row in read.rows]) == ("unix:///e.sock", "", [7])
     assert world.driver.opened == 0
 
 
@@ -137,15 +134,6 @@ def test_a_document_of_another_server_is_an_error(processes: Any) -> None:
         world.source.read()
 
 
-def test_a_reading_is_lost_after_a_failure_or_without_an_answer() -> None:
-    known = Known(reading([], []), answered_seconds=100.0)
-    assert known.lost(100.9, 1.0) == ""
-    assert known.lost(104.9, 1.0) == ""
-    assert re.search(r"\b5 s\b", known.lost(105.1, 1.0))
-    assert known.lost(130.0, 60.0) == ""
-    assert Known(reading([], []), 100.0, failure="refused").lost(100.1, 1.0) == "refused"
-
-
 _PAST = live({"GPU-0": [1, 2]}, [90.0, 95.0], clock_seconds=96.0)
 _EVENTS = {"events": [event(3, "oom", 1e9)], "next_after": 3, "more": False}
 
@@ -154,18 +142,21 @@ def test_a_reading_is_one_request_and_the_events_are_read_every_three_seconds() 
     world = _World()
     world.api.past, world.api.events = _PAST, _EVENTS
     read = world.source.read()
-    assert [seconds for seconds, _ in read.past["GPU-0"]] == [94.0, 99.0, 100.0]
+    assert (read.past, read.now) == ({"GPU-0": ((90.0, 1 << 20), (95.0, 2 << 20))}, 96.0)
     assert (len(read.events or ()), read.no_events) == (1, "")
     world.api.paths.clear()
     for _ in range(30):
         world.now += 1.0
-        before = len(world.api.paths)
-        world.api.devices = {**_DEVICES, "taken_unix_seconds": world.now}
         world.source.read()
-        assert world.api.paths[before] == _NODE
     assert world.api.paths.count(_NODE) == 30
-    more = [path for path in world.api.paths if path != _NODE]
-    assert more == ["/api/v1/events?limit=100&after=3"] * 10
+    assert [path for path in world.api.paths if path != _NODE] == ["/api/v1/events?limit=100"] * 10
+
+
+def test_a_past_in_another_format_is_unknown() -> None:
+    for past in ({"moment": 1}, {"moment": {"clock_seconds": 1}, "history": {"seconds": [1], "devices": 7}}):
+        world = _World()
+        world.api.past = past
+        assert world.source.read().past == {}
 
 
 @pytest.mark.parametrize(
@@ -176,33 +167,53 @@ def test_an_exporter_without_events_is_a_source(error: ExporterError) -> None:
     world.api.events = error
     for _ in range(5):
         read = world.source.read()
-        assert ([row.pid for row in read.rows], read.events) == ([7], None)
+        assert ([row["pid"] for row in read.rows], read.events) == ([7], None)
         world.now += 1.0
     assert len(world.api.paths) == 5 + 1, "no new attempt follows immediately"
 
 
-def test_the_driver_continues_the_past_and_has_no_events() -> None:
+@pytest.mark.parametrize("status", [401, 403, 404, 422])
+def test_refused_events_are_unknown_and_queried_again_after_a_minute(status: int) -> None:
+    world = _World()
+    world.api.events = _EVENTS
+    world.source.read()
+    world.api.events = ExporterAnswerError(status, "token-needed")
+    world.now += 3.0
+    read = world.source.read()
+    assert read.events is None
+    assert ("token-needed" in read.no_events) is (status in (401, 403))
+    world.api.events = _EVENTS
+    world.now += 60.0
+    assert world.source.read().events is None
+    world.now += 3.0
+    read = world.source.read()
+    assert (len(read.events or ()), read.no_events) == (1, "")
+
+
+def test_known_events_survive_a_server_error_and_not_the_loss_of_the_exporter() -> None:
     world = _World()
     world.api.past, world.api.events = _PAST, _EVENTS
     world.source.read()
+    world.api.events = ExporterAnswerError(503, "disk")
+    world.now += 3.0
+    assert len(world.source.read().events or ()) == 1
     world.api.error = ExporterUnreachableError("no-answer")
     world.now += 10.0
-    world.driver.devices = {**_DEVICES, "taken_unix_seconds": world.now}
     read = world.source.read()
-    assert (read.events, read.past["GPU-0"][-1][0], len(read.past["GPU-0"])) == (None, 110.0, 4)
+    assert (read.events, read.past) == (None, {})
 
 
 def test_a_name_must_exist_in_the_first_reading_only() -> None:
     api = _Api()
-    source = Source((), open_api=lambda: api, target=Target(workload="llm"))  # type: ignore[arg-type,return-value]
+    source = Source(lambda: api, target=Target(workload="llm"))  # type: ignore[arg-type,return-value]
     api.processes = {"source": "nvml", "processes": [process(7, "0", workload="eval")]}
     with pytest.raises(TargetNotFoundError, match="no such workload 'llm'"):
         source.read()
     api.processes = _PROCESSES
-    assert [row.pid for row in source.read().rows] == [7]
+    assert [row["pid"] for row in source.read().rows] == [7]
     api.processes = {"source": "nvml", "processes": []}
     later = source.read()
-    assert (later.rows, list(later.devices["devices"])) == ((), [])
+    assert (later.rows, later.devices) == ((), [])
 
 
 def test_an_exporter_that_is_too_old_is_named_with_its_version() -> None:

@@ -16,11 +16,9 @@ import pytest
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.host.cgroups import container_id
 from gpumem_exporter.host.linux import LinuxHost
 
 ID = "0123456789abcdef" * 4
-OTHER_ID = "fedcba9876543210" * 4
 
 ME = ProcessIdentity(
     pid=os.getpid(),
@@ -306,40 +304,6 @@ def test_a_process_without_a_command_line_has_the_kernels_short_name(tree: Tree)
     facts = LinuxHost(tree.root).facts(30)
     assert facts is not None
     assert facts.command == "kworker"
-
-
-@pytest.mark.parametrize(
-    "cgroup",
-    [
-        f"0::/docker/{ID}",
-        f"0::/system.slice/docker-{ID}.scope",
-        f"0::/machine.slice/libpod-{ID}.scope/container",
-        f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope",
-        f"0::/docker/{OTHER_ID}/docker/{ID}",
-        f"0::/docker/{ID}/init.scope",
-        f"12:cpuset:/docker/{ID}\n11:memory:/docker/{ID}\n1:name=systemd:/docker/{ID}\n0::/system.slice/containerd.service",
-    ],
-)
-def test_the_container_id_is_read_from_the_cgroup(cgroup: str) -> None:
-    assert container_id(cgroup + "\n") == ID
-
-
-@pytest.mark.parametrize(
-    "cgroup",
-    [
-        "0::/",
-        "0::/user.slice/user-1000.slice/session-3.scope",
-        f"0::/machine.slice/libpod-conmon-{ID}.scope",
-        f"0::/kubepods.slice/crio-conmon-{ID}.scope",
-        f"0::/something/{ID}0",
-        f"0::/something/{ID[:32]}",
-        f"0::/something/x{ID}",
-        "",
-        "nonsense",
-    ],
-)
-def test_a_process_outside_of_containers_has_no_container_id(cgroup: str) -> None:
-    assert container_id(cgroup) == ""
 
 
 def test_a_real_process_in_the_exporters_namespace_is_found_by_its_own_pid() -> None:

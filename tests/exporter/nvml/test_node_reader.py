@@ -313,14 +313,6 @@ def test_a_failing_device_does_not_affect_the_others(reader: NodeReader, node: N
     assert device(reading, "GPU-3").error
 
 
-def test_a_release_unloads_the_driver_and_the_next_reading_attaches_it(reader: NodeReader, node: Node) -> None:
-    reader.read()
-    reading = reader.release("released on request")
-    assert (reading.up, reading.error, reading.devices) == (False, "released on request", ())
-    assert (node.is_open, node.released) == (False, 1)
-    assert len(up(reader.read())) == 8
-
-
 def test_a_release_forgets_lost_devices(reader: NodeReader, node: Node) -> None:
     reader.read()
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")

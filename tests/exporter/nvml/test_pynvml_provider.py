@@ -7,7 +7,6 @@ import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -308,16 +307,6 @@ def test_any_initialization_error_makes_nvml_unavailable(
         PynvmlProvider().open()
 
 
-def test_without_the_library_nvml_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_library(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(pynvml, "nvmlLib", None)
-    monkeypatch.setattr(pynvml, "CDLL", no_library)
-    with pytest.raises(errors.NvmlUnavailableError, match=r"\blibnvidia-ml\.so\.1\b"):
-        PynvmlProvider().open()
-
-
 def test_a_library_with_another_version_than_the_driver_is_loaded_again(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,33 +319,6 @@ def test_a_library_with_another_version_than_the_driver_is_loaded_again(
     assert unloaded == [4711]
     replaced = Library(Gpu("GPU-9"))
     monkeypatch.setattr(pynvml, "CDLL", lambda name: replaced)
-    provider.open()
-    assert uuids(provider) == ["GPU-9"]
-
-
-def test_unloading_removes_a_real_library_from_the_process(tmp_path: Path) -> None:
-    ctypes.CDLL("libm.so.6")  # any library: a copy of it is loaded only here
-    (original, *_) = re.findall(r"/\S*libm\.so\S*", Path("/proc/self/maps").read_text())
-    copy = tmp_path / "libcopy.so"
-    copy.write_bytes(Path(original).read_bytes())
-    loaded = ctypes.CDLL(str(copy))
-
-    module = SimpleNamespace(nvmlLib=loaded, _nvmlGetFunctionPointer_cache={"nvmlInit": object()})
-    assert str(copy) in Path("/proc/self/maps").read_text()
-    library_module.unload_library(module)
-    assert str(copy) not in Path("/proc/self/maps").read_text()
-    assert (module.nvmlLib, module._nvmlGetFunctionPointer_cache) == (None, {})
-
-
-def test_a_release_unloads_the_library_and_the_next_open_loads_the_current_one(
-    provider: PynvmlProvider, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unloaded: list[int] = []
-    monkeypatch.setattr(library_module, "_dlclose", unloaded.append)
-    provider.release()
-    provider.release()
-    assert (library.calls.count("nvmlShutdown"), unloaded) == (1, [4711])
-    monkeypatch.setattr(pynvml, "CDLL", lambda name: Library(Gpu("GPU-9")))
     provider.open()
     assert uuids(provider) == ["GPU-9"]
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -8,7 +7,7 @@ from gpumem_exporter.core.samples import ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.server.web.live import COLUMNS, LiveState
 from gpumem_exporter.server.web.page import Page
-from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+from tests.support.builders import UUIDS, device, node, reporting, sample
 
 A, B = UUIDS[:2]
 HEALTH: HealthDocument = {
@@ -62,10 +61,3 @@ def test_only_failed_checks_are_listed() -> None:
         PAGE.digest,
         ["empty_cache"],
     )
-
-
-def test_an_unknown_category_is_absent() -> None:
-    unlisted = dataclasses.replace(device(A, used=5 * MIB, reserved=None), processes=None)
-    (shown,) = document(Snapshot(0.0, node(unlisted)))["devices"]
-    assert {"non_torch", "other_processes", "driver_reserved"}.isdisjoint(shown["ledger"])
-    assert shown["ledger"]["unattributed"] == 5 * MIB

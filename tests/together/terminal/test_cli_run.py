@@ -14,7 +14,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.running_command import CONSOLE_SCRIPT
 from tests.support.waiting import patient
 
-_BOOTSTRAP = str(REPOSITORY / "gpumem_exporter" / "client" / "bootstrap")
+_BOOTSTRAP = str(REPOSITORY / "client" / "gpumem_client" / "bootstrap")
 _TELL = "import json, os, sys; print(json.dumps([sys.argv[1:], sys.path, dict(os.environ), os.getpid()]))"
 
 

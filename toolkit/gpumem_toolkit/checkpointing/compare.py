@@ -21,9 +21,7 @@ from gpumem_toolkit.planning.cuda_rules import cuda_rules
 from gpumem_toolkit.planning.model import find_blocks, make_fake_mode, recomputed
 from gpumem_toolkit.planning.simulation import Tracer, move, quiet
 from gpumem_toolkit.planning.trace import replay
-from gpumem_toolkit.training.calling import check_autocast
-from gpumem_toolkit.training.measuring import run_seconds
-from gpumem_toolkit.training.peaks import measure_peak
+from gpumem_toolkit.training.model_runs import check_autocast, measure_peak, run_seconds
 
 _DEFAULT_EVERY = (2, 4)
 _NO_CUDA = "no CUDA: the model is on {device}; on the CPU simulate=True predicts what CUDA would allocate"
@@ -217,13 +215,11 @@ def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _simulate_peak(step: Step, blocks: Sequence[str]) -> int:
-    """Return the peak bytes of a training step above its start, with the named blocks checkpointed.
+    """Return the peak bytes of a training step above its start, on fake tensors, with the named blocks checkpointed.
 
     Takes about a second and does not change the model. Not thread-safe: it runs in this process, because the model and
-    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call.
-
-    Raises:
-        ConfigurationError: the model cannot be copied, or fails on tensors without values.
+    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call. Raises
+    ConfigurationError if the model cannot be copied, or fails on tensors without values.
     """
     tracer = Tracer()
     with quiet("the model"):

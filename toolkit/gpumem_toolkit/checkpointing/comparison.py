@@ -10,22 +10,17 @@ from typing import Any
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
-__all__ = ["CheckpointingComparison", "CheckpointingRow", "Difference"]
-
 _NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The differences between two runs.
-
-    Attributes:
-        names: the results that differ: `loss`, `gradient of …`, `buffer …`.
-        largest_ratio: the largest distance, divided by the norm of the first run's tensor. None if shapes differ.
-    """
+    """The differences between two runs."""
 
     names: tuple[str, ...]
+    """The results that differ: `loss`, `gradient of …`, `buffer …`."""
     largest_ratio: float | None
+    """The largest distance, divided by the norm of the first run's tensor. None if shapes differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +109,7 @@ class CheckpointingComparison(ShownAsText):
     def figure(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Return a `matplotlib.figure.Figure` with time and peak of each row as bars, and write it to `path`.
 
-        Raises:
-            ConfigurationError: matplotlib is missing.
-            OSError: the file cannot be written.
+        Raises ConfigurationError without matplotlib, and OSError if the file cannot be written.
         """
         try:
             from matplotlib.figure import Figure

@@ -16,8 +16,6 @@ from typing import Any
 from gpumem_client.torch_access import without_torch_function
 from gpumem_toolkit.measure.tensor_bytes import Storages, bytes_of_unshared, tensors_in
 
-__all__ = ["COMPONENTS", "ComponentCount"]
-
 COMPONENTS = ("parameters", "gradients", "optimizer_state")
 
 _CHUNK = 64

@@ -18,8 +18,6 @@ from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.measure.component_count import COMPONENTS, ComponentCount
 from gpumem_toolkit.measure.tensor_bytes import HOST
 
-__all__ = ["ComponentBytes", "Watch", "watch"]
-
 _INTERVAL_SECONDS = 10.0
 _SLICE_SECONDS = 0.0005
 """Time that a count takes in one step."""
@@ -51,9 +49,6 @@ class Watch(ShownAsText):
     """Counts the bytes of one model and its optimizer, until one of them is deleted or `close` is called.
 
     Has weak references only. Any thread may call any method. A count runs in the thread that ends a step.
-
-    Raises:
-        TypeError: the model is not a module.
     """
 
     def __init__(

@@ -16,9 +16,6 @@ from gpumem_client.hooks.steps import Steps, process_steps
 from gpumem_client.phases.observed import process_observed
 from gpumem_client.torch_access import Statistics, initialized_torch, without_torch_function
 from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
-from gpumem_toolkit.measure.model_forward import before_forwards
-
-__all__ = ["DeviceMilestone", "Milestone", "Milestones", "milestones"]
 
 _Item = TypeVar("_Item")
 
@@ -231,3 +228,28 @@ def _location(model: Any) -> str:
     with without_torch_function(torch):  # active modes of the user's code must not see the call
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"
+
+
+def before_forwards(callback: Callable[[Any], bool]) -> Callable[[], None]:
+    """Call `callback(module)` before each forward pass of any module, until it returns False.
+
+    Returns a function that ends the calls. The hook leaves torch at the next forward pass, because a garbage collection
+    may call the function while a forward pass copies the hooks, where a removal would raise.
+    """
+    # A hook on the model itself would be pickled with it.
+    register = getattr(sys.modules.get("torch.nn.modules.module"), "register_module_forward_pre_hook", None)
+    ended = False
+
+    @guest_safety()
+    def before(module: Any, _arguments: Any) -> None:
+        nonlocal ended
+        if ended or not callback(module):
+            ended = True
+            handle.remove()
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+
+    handle: Any = None if register is None else register(before)
+    return end

@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_map
 
 from gpumem_toolkit.planning import recurrent
 
-__all__ = ["cuda_rules"]
-
 _FLOAT32 = (
     *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
     *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "group_norm"),
@@ -120,11 +118,7 @@ def _without_dtype(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _attention(kernel: str) -> Callable[..., Tensor]:
-    """Return `scaled_dot_product_attention` as one kernel. Autograd then saves the same tensors as on a GPU.
-
-    Args:
-        kernel: auto, flash, efficient, math or cudnn. `auto` chooses as PyTorch does.
-    """
+    """Return `scaled_dot_product_attention` as one kernel. Autograd then saves the same tensors as on a GPU."""
 
     def run(
         query: Tensor,

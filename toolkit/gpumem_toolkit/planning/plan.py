@@ -19,21 +19,16 @@ _SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The target of a plan.
-
-    Attributes:
-        effective_batch: samples in one optimizer step over all devices; None means one batch of the largest size.
-        devices: number of data-parallel processes.
-        margin: the part of the device's free memory that the plan uses.
-        multiple_of: batch sizes are multiples of this number.
-        batch: samples in one pass; None means the planner chooses.
-    """
+    """The target of a plan."""
 
     effective_batch: int | None = None
+    """Samples in one optimizer step over all devices; None means one batch of the largest size."""
     devices: int = 1
     margin: float = 0.85
+    """The part of the device's free memory that the plan uses."""
     multiple_of: int = 1
     batch: int | None = None
+    """Samples in one pass; None means the planner chooses."""
 
     def __post_init__(self) -> None:
         if not 0 < self.margin <= 1:
@@ -51,19 +46,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The effect of one change of the job.
-
-    Attributes:
-        name: the change.
-        reserved_peak_bytes: the reserved peak at the plan's batch size; None if the change is impossible.
-        largest_batch: the largest batch that fits with the change; None if it is unknown.
-        note: what the change costs, or why it is impossible.
-    """
+    """The effect of one change of the job."""
 
     name: str
     reserved_peak_bytes: int | None
+    """The reserved peak at the plan's batch size; None if the change is impossible."""
     largest_batch: int | None
     note: str = ""
+    """What the change costs, or why it is impossible."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Progress"]
-
 _CLEAR = "\r\033[K"
 _FIRST_LINE_SECONDS = 30.0
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from gpumem_client.allocator.simulated import Block, CachingAllocator, SimulatedOutOfMemoryError
 
-__all__ = ["KINDS", "Line", "Mark", "Peaks", "Trace", "blend", "proportional", "replay"]
-
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries")
 """The purposes of allocations. Activations come from the forward pass and its batch, temporaries from all else."""
 

@@ -28,8 +28,6 @@ from typing import IO, Any, TypeVar, cast
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.progress import Progress
 
-__all__ = ["TIMEOUT_SECONDS", "WorkerError", "main", "named", "place", "run_in_worker"]
-
 TIMEOUT_SECONDS = 600.0
 """The default time limit of a plan. Plans of models with billions of parameters take about a minute."""
 _LONGEST_SECONDS = 1_000_000
@@ -98,18 +96,14 @@ def run_in_worker(
     timeout_seconds: float = TIMEOUT_SECONDS,
     **options: Any,
 ) -> _Result:
-    """Call a function of the planner in a fresh interpreter, and return its result.
+    """Call a module-level function of the planner in a fresh interpreter, and return its result.
 
-    Args:
-        function: a module-level function. It also receives the worker's `progress`.
-        arguments: the arguments of the function; pickled, with cloudpickle if pickle fails.
-        uses_cuda: let the worker see the GPUs.
-        timeout_seconds: the time limit of the worker, with its imports.
-        options: keyword arguments of the function.
+    The function also receives the worker's `progress`. The arguments are pickled, with cloudpickle if pickle fails. The
+    time limit includes the imports of the worker, which sees the GPUs only if `uses_cuda` is set.
 
     Raises:
-        ConfigurationError: the function raised one, the arguments cannot be pickled, the worker was killed, or the
-            time limit has passed.
+        ConfigurationError: the function raised one, the arguments cannot be pickled, the worker was killed, or the time
+            limit has passed.
         RuntimeError: the function raised another error. The cause of either error is a WorkerError.
     """
     if _in_worker:
@@ -148,11 +142,7 @@ def run_in_worker(
 
 
 def named(text: str) -> Any:
-    """Return a placeholder for the callable `package.module:name`. The worker imports it when it unpickles it.
-
-    Raises:
-        ConfigurationError: the text does not name a module and a callable.
-    """
+    """Return a placeholder for the callable `package.module:name`. The worker imports it when it unpickles it."""
     module, _, name = text.partition(":")
     if not (module and name):
         raise ConfigurationError(f"invalid callable {text!r}: write MODULE:NAME, such as mypackage.train:make_model")

@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from gpumem_client.phases.measured import MemoryUse, memory_context
-from gpumem_toolkit.training.calling import autocasting, check_autocast, evaluating
-
-__all__ = ["inference_mode"]
+from gpumem_toolkit.training.model_runs import autocasting, check_autocast, evaluating
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

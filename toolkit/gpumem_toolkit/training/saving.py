@@ -14,19 +14,20 @@ import secrets
 import shutil
 import stat
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from gpumem_client.torch_access import remove_from_serialization_registry
 from gpumem_client.wire.errors import ConfigurationError, StorageError
 from gpumem_client.wire.units import ShownAsText, human_bytes
-from gpumem_toolkit.training.storage_tags import saved_from_host
-
-__all__ = ["SavedCheckpoint", "save_checkpoint"]
 
 _log = logging.getLogger("gpumem_toolkit")
+_PRIORITY = -9844
+"""Lower than the priorities of torch's taggers (10 and up). Must be unique: torch cannot sort equal priorities."""
 
 _GATHER = (
     "gather the state on all ranks"
@@ -38,19 +39,15 @@ _GATHER = (
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint(ShownAsText):
-    """The cost of a checkpoint.
-
-    Attributes:
-        path: the file, with links resolved.
-        file_bytes: size of the file.
-        staged_bytes: host memory for copies of device tensors: the largest storage, or 0 if all are on the CPU.
-        duration_seconds: time until the file was synced to the disk.
-    """
+    """The cost of a checkpoint."""
 
     path: Path
+    """The file, with links resolved."""
     file_bytes: int
     staged_bytes: int
+    """Host memory for copies of device tensors: the largest storage, or 0 if all are on the CPU."""
     duration_seconds: float
+    """Seconds until the file was synced to the disk."""
 
     def __str__(self) -> str:
         staged = f", {human_bytes(self.staged_bytes)} of host memory at most" if self.staged_bytes else ""
@@ -105,7 +102,7 @@ def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Size
             if mode is not None:
                 with contextlib.suppress(OSError):  # a file system without permissions
                     part.chmod(mode)
-            with saved_from_host(sizes.note):
+            with _tagger.saving(sizes.note):
                 torch.save(tree, cast(IO[bytes], file))
             _refuse_unloadable(part)
             os.fsync(file.fileno())
@@ -239,3 +236,46 @@ class _Sizes(dict[tuple[str, int], int]):
     def staged_bytes(self) -> int:
         """The size of the largest storage on a device."""
         return max((size for (kind, _), size in self.items() if kind != "cpu"), default=0)
+
+
+class _Tagger:
+    """Makes torch save storages of a device as if they were in host memory, by its registry of storage locations.
+
+    The entry is in the registry while any thread saves, and tags only the storages of threads that save.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+        self._lock = threading.RLock()  # reentrant: a signal handler may save while its thread holds the lock
+        self._users = 0
+        self._registered: tuple[Any, ...] | None = None
+
+    @contextlib.contextmanager
+    def saving(self, note: Callable[[Any], None]) -> Iterator[None]:
+        """Tag the storages that this thread saves in the block, and call `note` with each of them. May be nested."""
+        with self._lock:
+            self._users += 1
+            if self._registered is None:
+                self._registered = (_PRIORITY, self._tag, lambda _storage, _location: None)  # restores no storage
+                sys.modules["torch.serialization"].register_package(*self._registered)
+        outer, self._thread.note = getattr(self._thread, "note", None), note
+        try:
+            yield
+        finally:
+            self._thread.note = outer
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    # Replaces the list: a thread that is saving or loading a storage continues with the old one.
+                    remove_from_serialization_registry(self._registered)
+                    self._registered = None
+
+    def _tag(self, storage: Any) -> str | None:
+        note = getattr(self._thread, "note", None)
+        if note is None or storage.device.type == "meta":
+            return None
+        note(storage)
+        return "cpu"
+
+
+_tagger = _Tagger()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.cli.selection import concerns, require_known, selected
+from gpumem_exporter.cli.node import Node, concerns
 from gpumem_exporter.errors import TargetNotFoundError
 from tests.support.top_documents import GIB, device, event, process, unreported
 
@@ -18,6 +18,7 @@ _PROCESSES = {
         unreported(4, "0", GIB),
     ]
 }
+_NODE = Node(_DEVICES, _PROCESSES)
 
 
 @pytest.mark.parametrize(
@@ -36,10 +37,10 @@ _PROCESSES = {
     ],
 )
 def test_a_target_selects_processes_and_the_devices_that_they_use(target: dict[str, Any], shown: list[str]) -> None:
-    devices, processes = selected(Target(**target), _DEVICES, _PROCESSES)
+    node = _NODE.selected(Target(**target))
     assert [
-        " ".join(one["gpu"] for one in devices["devices"]),
-        *(f"{p['pid']}: {' '.join(d['gpu'] for d in p['devices'])}" for p in processes["processes"]),
+        " ".join(one["gpu"] for one in node.devices["devices"]),
+        *(f"{p['pid']}: {' '.join(d['gpu'] for d in p['devices'])}" for p in node.processes["processes"]),
     ] == shown
 
 
@@ -54,12 +55,12 @@ def test_a_target_selects_processes_and_the_devices_that_they_use(target: dict[s
 )
 def test_an_unknown_name_is_an_error_with_the_nearest_known_one(target: dict[str, Any], message: str) -> None:
     with pytest.raises(TargetNotFoundError) as error:
-        require_known(Target(**target), _DEVICES, _PROCESSES)
+        _NODE.require_known(Target(**target))
     assert message in str(error.value)
 
 
 def test_a_gpu_stands_for_its_mig_devices_and_names_that_match_together_nothing_are_no_error() -> None:
-    require_known(Target(gpu="1", workload="llm", user="alice"), _DEVICES, _PROCESSES)
+    _NODE.require_known(Target(gpu="1", workload="llm", user="alice"))
 
 
 def test_an_event_is_left_out_if_one_of_its_values_is_not_selected() -> None:
