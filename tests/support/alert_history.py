@@ -108,6 +108,7 @@ async def _run(
     app = create_app(load_settings({}, {}), provider=node.provider, host=node.host, clock=clock, wall_clock=clock)
     runtime = app.state.runtime
     before_scrape_seconds: dict[SimulatedProcess, float] = {}
+    reported_ooms: dict[SimulatedProcess, int] = {}
     history = History(interval_seconds)
     runtime.events.log.start()
     runtime.poller._poll()
@@ -122,11 +123,13 @@ async def _run(
             for process, seconds_before in list(before_scrape_seconds.items()):
                 # A report is up to a second old when it is scraped. Reports between the scrapes are left out, except
                 # those with news.
-                report = process.loop.final_report() if process.ended else process.loop.next_report()
                 due = seconds_before == to_scrape
-                if not process.crashed and (due or report.final or report.ooms):
+                ooms = sum(slot.allocator.statistics.ooms for slot in process.slots)
+                if not process.crashed and (due or process.ended or ooms > reported_ooms.get(process, 0)):
+                    report = process.loop.final_report() if process.ended else process.loop.next_report()
                     await request(app, "POST", REPORTS_PATH, to_wire(report))
                     process.loop.answered(report, Outcome.ACCEPTED, None)
+                    reported_ooms[process] = ooms
                 if due:
                     before_scrape_seconds[process] = rng.choice((0.0, TICK_SECONDS))
                 if process.ended:
