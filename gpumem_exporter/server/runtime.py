@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 from collections.abc import Callable
@@ -109,7 +108,6 @@ class Runtime:
             ),
             record=self.audit.record,
             wake=self.held_requests.wake,
-            call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
             hide_identities=settings.web_hide_identities,
         )
         self.presence = Presence(
