@@ -44,7 +44,7 @@ class Executor:
         allocator: AnyAllocator,
         sampler: Sampler,
         *,
-        collect_garbage: Callable[[], object] = lambda: gc.collect(),
+        collect_garbage: Callable[[], object] = gc.collect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._allocator = allocator
