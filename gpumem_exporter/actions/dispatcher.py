@@ -283,7 +283,8 @@ class Dispatcher:
                 if result.reason_code == ReasonCode.CANCELLED and part.withdrawal is not None:
                     result = part.withdrawal
                 self._end(running, part, result, process)
-        self._settlements.take(process)
+        if process.report.still_free:
+            self._settlements.take(process)
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """End the parts of a process that has exited."""
