@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -127,7 +127,8 @@ async def _run(
                 ooms = sum(slot.allocator.statistics.ooms for slot in process.slots)
                 if not process.crashed and (due or process.ended or ooms > reported_ooms.get(process, 0)):
                     report = process.loop.final_report() if process.ended else process.loop.next_report()
-                    await request(app, "POST", REPORTS_PATH, to_wire(report))
+                    # Without a hold, which would last forever: the clock stands still during a request.
+                    await request(app, "POST", REPORTS_PATH, to_wire(replace(report, hold_seconds=0.0)))
                     process.loop.answered(report, Outcome.ACCEPTED, None)
                     reported_ooms[process] = ooms
                 if due:

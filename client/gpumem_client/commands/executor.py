@@ -44,7 +44,7 @@ class Executor:
         allocator: AnyAllocator,
         sampler: Sampler,
         *,
-        collect_garbage: Callable[[], object] = lambda: gc.collect(),
+        collect_garbage: Callable[[], object] = gc.collect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._allocator = allocator
@@ -123,19 +123,19 @@ class Executor:
             # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer
             # (pytorch/pytorch#161037). PyTorch checks the calling thread's stream only.
             return refused_during_capture(command)
-        started = self._clock()
+        started = time.perf_counter()
         try:
             before = self._measure(command.uuids)
-            started = self._clock()
+            started = time.perf_counter()
             snapshot = runner(command)
-            duration = self._clock() - started
+            duration = time.perf_counter() - started
             devices = tuple(self._compare(i, measured) for i, measured in before.items() if self._allocator.uuid(i))
         except CommandRefusedError as error:
             return CommandResult(command.id, "refused", str(error), error.reason_code)
         except Exception as error:  # an error of torch or of a finalizer is this command's result
             if raised_by_signal_handler(error):
                 raise
-            return _failed(command, error, self._clock() - started)
+            return _failed(command, error, time.perf_counter() - started)
         return CommandResult(command.id, "done", duration_seconds=duration, devices=devices, snapshot=snapshot)
 
     def _empty_cache(self, command: Command) -> None:
