@@ -22,7 +22,7 @@ from torch import nn
 
 import gpumem_toolkit as toolkit
 from gpumem_client.wire.errors import GpumemError
-from gpumem_toolkit import saving
+from gpumem_toolkit.training import saving
 
 MIB = 1 << 20
 

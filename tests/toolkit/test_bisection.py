@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_toolkit.training.bisection import Bisection
+from gpumem_toolkit.planning.search import Bisection
 
 
 @given(st.integers(1, 4096), st.integers(0, 1 << 20), st.integers(0, 1 << 20))

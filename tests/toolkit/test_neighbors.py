@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumem_toolkit.oom.neighbors import expandable_segments_conflict
+from gpumem_toolkit.oom.settings_advice import expandable_segments_conflict
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning import planner
-from gpumem_toolkit.planning.description import Description
 from gpumem_toolkit.planning.devices import Gpu, parse_bytes, parse_gpu
-from gpumem_toolkit.planning.job import Job, TensorSpec, parse_tensor
+from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor
 from gpumem_toolkit.planning.worker import place, run_in_worker
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient

@@ -21,9 +21,7 @@ from gpumem_toolkit.planning.cuda_rules import cuda_rules
 from gpumem_toolkit.planning.model import find_blocks, make_fake_mode, recomputed
 from gpumem_toolkit.planning.simulation import Tracer, move, quiet
 from gpumem_toolkit.planning.trace import replay
-from gpumem_toolkit.training.calling import check_autocast
-from gpumem_toolkit.training.measuring import run_seconds
-from gpumem_toolkit.training.peaks import measure_peak
+from gpumem_toolkit.training.model_runs import check_autocast, measure_peak, run_seconds
 
 _DEFAULT_EVERY = (2, 4)
 _NO_CUDA = "no CUDA: the model is on {device}; on the CPU simulate=True predicts what CUDA would allocate"
@@ -50,24 +48,23 @@ def compare_checkpointing(
     optimizer does. The results of the variants are compared to the bit. They differ if a block draws random numbers
     from another generator, or changes something in forward, as batch normalization does.
 
-    The peak is that of the device of the model's first parameter, above what was allocated before the step. It comes
-    from the allocator's history, which is recorded for one step and resets nothing. Where that is not possible (with
-    cudaMallocAsync, or while the user's code records the history), it is bounded; `reset_peaks` makes it exact.
-
-    In a distributed job every rank calls this. Not thread-safe: no other thread may use the model during the call.
+    The peak is above what was allocated before the step, on the device of the model's first parameter. It comes from
+    the allocator's history, which is recorded for one step and resets nothing. With cudaMallocAsync, or while the
+    user's code records the history, the peak is bounded. In a distributed job every rank calls this. Not thread-safe:
+    no other thread may use the model during the call.
 
     Args:
         model: the model, on the device where it trains. During the call it is in training mode.
         batch: a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
         loss: returns the loss of the model's output. Default: the output's `loss`, the output if it has one element,
             else its mean.
-        blocks: the modules to checkpoint, in the order in which they run. Default: those of `find_blocks`.
+        blocks: the modules to checkpoint, in the order in which they run. Default: the longest list of one class.
         every: 2 checkpoints every second block, starting with the first. Default: 2 and 4, if there are more blocks.
         repeats: number of timed runs.
         autocast: the dtype of the forward pass, such as `torch.bfloat16`.
-        reset_peaks: reset the allocator's peaks before the run that measures the peak, instead of recording a history.
-        simulate: predict the peaks on a machine without CUDA. During the call CPU tensors of the whole process follow
-            CUDA's rules.
+        reset_peaks: make the peak exact: reset the allocator's peaks before the run, instead of recording a history.
+        simulate: predict the peaks on a machine without CUDA. CPU tensors of the whole process follow CUDA's rules
+            then.
 
     Raises:
         ConfigurationError: an argument is invalid, or the model cannot be trained that way.
@@ -217,13 +214,11 @@ def _checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _simulate_peak(step: Step, blocks: Sequence[str]) -> int:
-    """Return the peak bytes of a training step above its start, with the named blocks checkpointed.
+    """Return the peak bytes of a training step above its start, on fake tensors, with the named blocks checkpointed.
 
     Takes about a second and does not change the model. Not thread-safe: it runs in this process, because the model and
-    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call.
-
-    Raises:
-        ConfigurationError: the model cannot be copied, or fails on tensors without values.
+    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call. Raises
+    ConfigurationError if the model cannot be copied, or fails on tensors without values.
     """
     tracer = Tracer()
     with quiet("the model"):

@@ -15,10 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.checkpointing.comparison import Difference
-from gpumem_toolkit.training.calling import autocasting, call_model
-from gpumem_toolkit.training.measuring import distance_ratio
-
-__all__ = ["Results", "Step", "left_as_it_was"]
+from gpumem_toolkit.training.model_runs import autocasting, call_model, distance_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +76,8 @@ def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
     """Undo what runs of the step change: gradients, buffers, random number generators and modes.
 
     Yields a function that undoes the changes before each run. Within the context a model in evaluation mode is in
-    training mode; a model in training mode keeps the modes of its parts.
-
-    Raises:
-        ConfigurationError: a run would change the parameters, or the model cannot be trained.
+    training mode; a model in training mode keeps the modes of its parts. Raises ConfigurationError if a run would
+    change the parameters, or if the model cannot be trained.
     """
     _check(step)
     modes = [(module, module.training) for module in step.model.modules()]

@@ -13,8 +13,6 @@ from gpumem_client.hooks.steps import OneStep, process_steps
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import human_bytes
 
-__all__ = ["AutoClean", "auto_clean"]
-
 _WORTH_SHARE = 0.5
 """A clear fails if it frees less than this share of `min_bytes`…"""
 _REGAINED_SHARE = 0.8
@@ -124,19 +122,16 @@ class AutoClean:
 def auto_clean(fragmentation: float = 0.3, *, min_bytes: int = 1 << 30, cooldown_steps: int = 100) -> AutoClean:
     """Empty the cache at the end of a step whenever the heap is fragmented and enough bytes are reclaimable.
 
-    The check runs after each step of an optimizer, or at each `client.step()`, in that thread, and never while a CUDA
-    graph is being captured. It takes about 30 µs per device, and nothing during the cooldown. A clear fails if it frees
-    less than half of `min_bytes`, or if most of the freed bytes are reserved again when the next clear is due. A
+    The check runs after each step of an optimizer, or at each `gpumem_client.step()`, in that thread, and never while a
+    CUDA graph is being captured. It takes about 30 µs per device, and nothing during the cooldown. A clear fails if it
+    frees less than half of `min_bytes`, or if most of the freed bytes are reserved again when the next clear is due. A
     failure doubles the cooldown; after three failures in a row it stops and logs that. In a job of several ranks each
-    rank clears for itself, and the others wait for it.
+    rank clears for itself, and the others wait for it. Raises ValueError if an argument is out of range.
 
     Args:
         fragmentation: the minimum share of a device's reserved memory that is neither allocated nor reclaimable.
         min_bytes: the minimum of reclaimable bytes, on all devices together.
         cooldown_steps: the minimum number of steps between two clears.
-
-    Raises:
-        ValueError: an argument is out of range.
     """
     cleaner = AutoClean(fragmentation, min_bytes, cooldown_steps, samples=_samples, clear=clear_cache)
     cleaner.listen()

@@ -11,8 +11,6 @@ from gpumem_client.allocator.allocator import no_cuda
 from gpumem_client.clear import clear_cache
 from gpumem_client.torch_access import initialized_torch, tensors_of_module
 
-__all__ = ["release_model", "to_cpu"]
-
 
 def release_model(model: Any = None, optimizer: Any = None) -> int:
     """Free the device memory of a model and an optimizer, also if other objects refer to them. Returns the bytes freed.
@@ -20,10 +18,6 @@ def release_model(model: Any = None, optimizer: Any = None) -> int:
     Parameters, gradients and buffers become empty, and the optimizer loses its state. Neither can be used afterwards:
     save first what you need. Tensors that were made from them (`state_dict`, views, averaged weights) keep their
     memory. Then garbage and cache are released as in `clear_cache`.
-
-    Args:
-        model: a `torch.nn.Module`, which may be wrapped.
-        optimizer: a `torch.optim.Optimizer`.
     """
     torch = initialized_torch()
     if torch is None:

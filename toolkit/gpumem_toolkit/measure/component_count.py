@@ -16,8 +16,6 @@ from typing import Any
 from gpumem_client.torch_access import without_torch_function
 from gpumem_toolkit.measure.tensor_bytes import Storages, bytes_of_unshared, tensors_in
 
-__all__ = ["COMPONENTS", "ComponentCount"]
-
 COMPONENTS = ("parameters", "gradients", "optimizer_state")
 
 _CHUNK = 64
@@ -27,12 +25,7 @@ _CHUNK = 64
 class ComponentCount:
     """One count of a module, and of an object with `state` and `param_groups`. For one thread at a time."""
 
-    def __init__(
-        self,
-        torch: Any,
-        model: weakref.ref[Any] | None,
-        optimizer: weakref.ref[Any] | None,
-    ) -> None:
+    def __init__(self, torch: Any, model: weakref.ref[Any] | None, optimizer: weakref.ref[Any] | None) -> None:
         self._torch = torch
         self._model = model
         self._optimizer = optimizer

@@ -18,8 +18,6 @@ from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.measure.component_count import COMPONENTS, ComponentCount
 from gpumem_toolkit.measure.tensor_bytes import HOST
 
-__all__ = ["ComponentBytes", "Watch", "watch"]
-
 _INTERVAL_SECONDS = 10.0
 _SLICE_SECONDS = 0.0005
 """Time that a count takes in one step."""
@@ -51,9 +49,6 @@ class Watch(ShownAsText):
     """Counts the bytes of one model and its optimizer, until one of them is deleted or `close` is called.
 
     Has weak references only. Any thread may call any method. A count runs in the thread that ends a step.
-
-    Raises:
-        TypeError: the model is not a module.
     """
 
     def __init__(
@@ -193,26 +188,23 @@ class Watch(ShownAsText):
 def watch(model: Any, optimizer: Any = None) -> Watch:
     """Count the bytes of a model's parameters, gradients and optimizer state on each device.
 
-    The result is in the reports (`gpumem_torch_component_bytes`), in `summary()` and in the returned object. A count
-    starts every ten seconds at most, and runs in the training thread at the end of steps, for half a millisecond each:
-    some forty steps for ten thousand tensors. Where PyTorch does not report the steps (before torch 2.1, or for another
-    kind of optimizer) it runs at `gpumem.step()`.
+    The result is in the reports (`gpumem_torch_component_bytes`), in `memory_summary()` and in the returned object. A
+    count starts every ten seconds at most, and runs in the training thread at the end of steps, for half a millisecond
+    each: some forty steps for ten thousand tensors. Where PyTorch does not report the steps (before torch 2.1, or for
+    another kind of optimizer) it runs at `gpumem_client.step()`.
 
     Each storage counts once, also if tensors share it. A `DTensor` (FSDP2) counts with its local shard, a quantized
-    tensor with its parts. Tensors in host memory are not reported. Tensors that the optimizer updates and the model
-    does not contain count as parameters. `other` is the rest of the allocated bytes at the end of the step: activations
-    that are kept, buffers, batches, gathered parameters, communication buckets, and the allocator's rounding.
+    tensor with its parts. Tensors that the optimizer updates and the model does not contain count as parameters.
+    `other` is the rest of the allocated bytes at the end of the step: activations that are kept, buffers, batches,
+    gathered parameters, communication buckets, and the allocator's rounding.
 
     Several watches add up. If several watches share a model or an optimizer, only one is counted: the one that covers
     both, otherwise the most recent. The watch puts no hook on the model, and ends with it. It does nothing while CUDA
-    is not initialized.
+    is not initialized. Raises TypeError if the model is not a module.
 
     Args:
         model: a module, wrapped or not; None to count only what the optimizer updates.
         optimizer: an optimizer of `torch.optim`, a wrapper of one, or any object with `state` and `param_groups`.
-
-    Raises:
-        TypeError: the model is not a module.
     """
     return Watch(model, optimizer)
 

@@ -16,9 +16,6 @@ from gpumem_client.hooks.steps import Steps, process_steps
 from gpumem_client.phases.observed import process_observed
 from gpumem_client.torch_access import Statistics, initialized_torch, without_torch_function
 from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
-from gpumem_toolkit.measure.model_forward import before_forwards
-
-__all__ = ["DeviceMilestone", "Milestone", "Milestones", "milestones"]
 
 _Item = TypeVar("_Item")
 
@@ -66,12 +63,7 @@ class Milestones(ShownAsText):
     """
 
     def __init__(
-        self,
-        model: Any = None,
-        optimizer: Any = None,
-        *,
-        level: int = logging.INFO,
-        steps: Steps | None = None,
+        self, model: Any = None, optimizer: Any = None, *, level: int = logging.INFO, steps: Steps | None = None
     ) -> None:
         self._observed = process_observed()
         self._level = level
@@ -79,7 +71,7 @@ class Milestones(ShownAsText):
         self._records: deque[Milestone] = deque(maxlen=_KEPT)
         self._epochs = 0
         self._forwards = 0
-        self._stop_forwards: Callable[[], None] = _nothing
+        self._stop_forwards: Callable[[], None] = lambda: None
         self._on_host: weakref.ref[Any] | None = None
         """The model until it is on a device."""
         location = _location(model)
@@ -200,21 +192,13 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
     The milestones are: this call; the model's move to a device, if the model is still on the host now; the first step
     of the optimizer, which creates its state; each epoch; and each call of `record`. Each shows the growth since the
     previous milestone. The move is recorded right before the next milestone, or at the model's first forward pass on
-    the device. `print()` shows the list. The logger `gpumem_client` logs each.
+    the device. The logger `gpumem_client` logs each, at `level`.
 
     The script marks its epochs: `for epoch in seen.epochs(range(10))`, or a call of `seen.epoch()`. There are no hooks
-    on the model or the optimizer. The milestones end with the model, or with `close()`.
-
-    Args:
-        model: a module, wrapped or not.
-        optimizer: an optimizer of `torch.optim`; None for the first step of any.
-        level: log level.
+    on the model or the optimizer; without an optimizer, the first step of any counts. The milestones end with the
+    model, or with `close()`.
     """
     return Milestones(model, optimizer, level=level)
-
-
-def _nothing() -> None:
-    """Remove nothing: there is no hook."""
 
 
 def _closed() -> Milestones:
@@ -231,3 +215,28 @@ def _location(model: Any) -> str:
     with without_torch_function(torch):  # active modes of the user's code must not see the call
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"
+
+
+def before_forwards(callback: Callable[[Any], bool]) -> Callable[[], None]:
+    """Call `callback(module)` before each forward pass of any module, until it returns False.
+
+    Returns a function that ends the calls. The hook leaves torch at the next forward pass, because a garbage collection
+    may call the function while a forward pass copies the hooks, where a removal would raise.
+    """
+    # A hook on the model itself would be pickled with it.
+    register = getattr(sys.modules.get("torch.nn.modules.module"), "register_module_forward_pre_hook", None)
+    ended = False
+
+    @guest_safety()
+    def before(module: Any, _arguments: Any) -> None:
+        nonlocal ended
+        if ended or not callback(module):
+            ended = True
+            handle.remove()
+
+    def end() -> None:
+        nonlocal ended
+        ended = True
+
+    handle: Any = None if register is None else register(before)
+    return end

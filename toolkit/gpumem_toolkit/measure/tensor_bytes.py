@@ -9,8 +9,6 @@ from typing import Any
 
 from gpumem_client.guest_safety import guest_safety
 
-__all__ = ["HOST", "Storages", "bytes_of_unshared", "tensors_in"]
-
 HOST = -1
 """PyTorch's device index of a tensor in host memory."""
 
@@ -25,9 +23,6 @@ class Storages:
 
     A storage is identified by the address of its C++ object. The address of its memory is not enough: the memory of
     another storage may lie there after a move.
-
-    Args:
-        torch: the torch module of the user's code.
     """
 
     def __init__(self, torch: Any) -> None:

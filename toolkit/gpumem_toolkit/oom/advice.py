@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.oom.values import OomValues
 
-__all__ = ["Advice", "advise", "smaller_batch"]
-
 _CAUSE_SHARE = 0.1
 """Other processes are the likely cause from this share of the device, fragmentation from this share of reserved."""
 _HUGE_SHARE = 0.5

@@ -25,11 +25,9 @@ from gpumem_toolkit.leaks.suspects import descriptions, frequent
 from gpumem_toolkit.measure.tensor_bytes import Storages, tensors_in
 from gpumem_toolkit.oom.advice import Advice, advise
 from gpumem_toolkit.oom.growth import BlockHistory
-from gpumem_toolkit.oom.neighbors import expandable_segments_conflict
 from gpumem_toolkit.oom.phase import Origin, batch_of_forward, origin_of, self_in_frame
+from gpumem_toolkit.oom.settings_advice import expandable_segments_conflict
 from gpumem_toolkit.oom.values import OomValues
-
-__all__ = ["NOTE_PREFIX", "OomDiagnosis", "Run", "diagnose"]
 
 NOTE_PREFIX = "gpumem: "
 _ADVICE_SHOWN = 5

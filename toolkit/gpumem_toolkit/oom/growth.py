@@ -7,8 +7,6 @@ from collections import OrderedDict
 
 from gpumem_toolkit.leaks.trend import Slope, Trend
 
-__all__ = ["BlockHistory"]
-
 _SIZES_MAX = 32
 _WARM_UP_RUNS = 3
 _LEAST_LEAK = 1 << 20
@@ -41,13 +39,7 @@ class BlockHistory:
             self._growths.popitem(last=False)
 
     def bounded(self, batch_size: int | None, most_bytes: int, *, close: bool) -> None:
-        """Record an upper bound of the peak of a run without an error, relative to its start.
-
-        Args:
-            batch_size: the batch size of the run.
-            most_bytes: the bound.
-            close: whether the peak is near the bound.
-        """
+        """Record an upper bound of the peak of a run without an error, relative to its start. It may be `close`."""
         before = self._growths.get(batch_size)
         if before is not None or close:
             self.measured(batch_size, most_bytes if before is None else min(before, most_bytes))

@@ -22,8 +22,6 @@ from gpumem_client.torch_access import DeviceState, Statistics, initialized_torc
 from gpumem_toolkit.oom.diagnosis import NOTE_PREFIX, OomDiagnosis, Run, diagnose
 from gpumem_toolkit.oom.growth import BlockHistory
 
-__all__ = ["OomGuard", "oom_guard"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _BLOCKS_MAX = 64
@@ -33,11 +31,8 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 class OomGuard:
     """Guards a `with` block, or each call of a decorated function. `oom_guard` creates it.
 
-    An instance can be used repeatedly, nested, and by several threads at once.
-
-    Attributes:
-        diagnosis: the diagnosis of the last error, otherwise None.
-        batch_size: the batch size of the next run; the user's code may set it before each run.
+    An instance can be used repeatedly, nested, and by several threads at once. `diagnosis` is the diagnosis of the last
+    error, otherwise None. The user's code may set `batch_size` before each run.
     """
 
     def __init__(
@@ -126,10 +121,10 @@ def oom_guard(
 ) -> OomGuard:
     """Explain out-of-memory errors of a block or a function: where, why, and what helps, the best advice first.
 
-        @gpumem.oom_guard(batch_size=lambda model, batch: len(batch))
+        @gpumem_toolkit.oom_guard(batch_size=lambda model, batch: len(batch))
         def train_step(model, batch): ...
 
-        with gpumem.oom_guard(batch_size=len(batch)) as guard:
+        with gpumem_toolkit.oom_guard(batch_size=len(batch)) as guard:
             loss = model(batch).sum()
 
     The error keeps its type and arguments. The explanation is a note below it (`add_note`; on Python 3.10 in
@@ -139,13 +134,12 @@ def oom_guard(
     without CUDA. Any thread may use it.
 
     After an error, the guard collects garbage and empties the cache. The frames of the error keep their local
-    variables, and with them their tensors, for post-mortem debuggers and error trackers. `free_frames=True` clears the
-    frames that have ended, for a handler that tries again with less memory.
+    variables, and with them their tensors, for post-mortem debuggers and error trackers.
 
     Args:
         batch_size: items in the batch of the block; for a decorator also a function of the arguments of a call.
         on_oom: called with each diagnosis, in the user's thread.
-        free_frames: clear the local variables of the frames that the error has ended.
+        free_frames: clear the local variables of the frames that the error has ended, for a handler that tries again.
         clean: collect garbage and empty the cache after an error, unless a CUDA graph is being captured.
     """
     caller = sys._getframe(1)

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Origin", "Place", "batch_of_forward", "origin_of", "phase_of", "self_in_frame"]
-
 _FRAMES_MAX = 400
 _TRANSFER = re.compile(r"\.(?:to|cuda|copy_|pin_memory|to_empty)\(")
 _BACKWARD = {"torch._tensor": "backward", "torch.autograd": "", "torch.autograd.graph": "_engine_run_backward"}
@@ -65,12 +63,7 @@ def origin_of(traceback: TracebackType | None) -> Origin:
 
 
 def phase_of(places: Sequence[Place], source_line: str = "") -> tuple[str, bool]:
-    """Return the phase, and whether a backward pass was recomputing. Pure.
-
-    Args:
-        places: the outermost first.
-        source_line: the source of the innermost place.
-    """
+    """Return the phase, and whether a backward pass was recomputing. Pure. The line is the source of the last place."""
     phase, recomputed = "", False
     for place in places:
         event = _event(place)

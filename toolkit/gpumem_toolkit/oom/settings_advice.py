@@ -1,8 +1,10 @@
-"""Recommends allocator settings from measured values."""
+"""Recommends allocator settings from measured values, and finds what conflicts with expandable segments."""
 
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,9 +14,7 @@ from gpumem_client.allocator.settings import VARIABLES, in_force, merged, parse_
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import ShownAsText, counted, human_bytes
-from gpumem_toolkit.oom.neighbors import expandable_segments_conflict
-
-__all__ = ["Recommendation", "recommend", "recommend_allocator_settings"]
+from gpumem_toolkit.leaks.interpreter_objects import GENERATIONS, find_frozen, tracked_of_types
 
 _FRAGMENTED_SHARE = 0.1
 _FRAGMENTED_LEAST = 256 << 20
@@ -71,14 +71,7 @@ def recommend_allocator_settings() -> Recommendation:
 def recommend(
     devices: Mapping[int, DeviceSample], current: str, variable: str = "", *, expandable_segments_conflict: str = ""
 ) -> Recommendation:
-    """Return the recommendation for samples by device index.
-
-    Args:
-        devices: the samples.
-        current: the settings in force.
-        variable: the environment variable that set them.
-        expandable_segments_conflict: why expandable segments are no option in this process; empty if they are one.
-    """
+    """Return the recommendation for samples by device index. `variable` set the settings in force."""
     try:
         settings = parse_settings(current) if current else {}
     except ConfigurationError:  # settings of a newer release
@@ -143,3 +136,33 @@ def _retries(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> It
         yield "", "", observation, "no setting helps: use less memory (a smaller batch, checkpointing)"
     else:
         yield "expandable_segments", "True", observation, "expandable segments grow by the page instead"
+
+
+_LIBRARIES = {"vllm": "vLLM", "sglang": "SGLang", "torch_memory_saver": "torch_memory_saver"}
+_FROZEN_SECONDS, _FROZEN_MAX = 1.0, 5_000_000
+
+
+def expandable_segments_conflict() -> str:
+    """Return why expandable segments are no option in this process, such as `vLLM is loaded`; empty if they are one.
+
+    A `torch.cuda.MemPool` is found among the objects of the garbage collector, because the allocator's state does not
+    distinguish it from the pool of CUDA graphs. The search keeps the GIL for about 0.05 s per million objects.
+    """
+    for module, name in _LIBRARIES.items():
+        if module in sys.modules and not (module == "vllm" and _version_of(sys.modules[module]) >= (0, 33)):
+            return f"{name} is loaded"
+    pool_class = getattr(sys.modules.get("torch.cuda.memory"), "MemPool", None)  # torch 2.5 and later
+    if pool_class is not None and (
+        any(tracked_of_types(generation, (pool_class,)) for generation in GENERATIONS)
+        or any(
+            type(each) is pool_class for each in find_frozen(time.thread_time() + _FROZEN_SECONDS, _FROZEN_MAX).objects
+        )
+    ):
+        return "the program uses a torch.cuda.MemPool"
+    return ""
+
+
+def _version_of(module: object) -> tuple[int, ...]:
+    """Return the first two numbers of a module's version; empty if it has none, as a build from its sources."""
+    numbers = str(getattr(module, "__version__", "")).split(".")[:2]
+    return tuple(int(number) for number in numbers) if all(number.isdecimal() for number in numbers) else ()

@@ -12,9 +12,8 @@ from typing import IO, Any, NoReturn
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.configuration import apply, backup_of, diff, parse_map, planned_text, restore
-from gpumem_toolkit.planning.description import Description
 from gpumem_toolkit.planning.devices import parse_bytes, parse_gpu, smallest_gpu
-from gpumem_toolkit.planning.job import Job, parse_tensor
+from gpumem_toolkit.planning.job import Description, Job, parse_tensor
 from gpumem_toolkit.planning.plan import Plan, Target
 from gpumem_toolkit.planning.planner import plan_in_worker, profile_in_worker
 from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, named

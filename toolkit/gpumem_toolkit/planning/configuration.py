@@ -17,17 +17,11 @@ from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
 
-__all__ = ["apply", "backup_of", "diff", "parse_map", "planned_text", "restore"]
-
 Value = int | str
 
 
 def parse_map(texts: Sequence[str], values: Mapping[str, Value]) -> dict[str, Value]:
-    """Parse assignments such as `train.batch_size=batch`, and return the planned value of each key.
-
-    Raises:
-        ConfigurationError: an assignment has another form, or names an unknown value.
-    """
+    """Parse assignments such as `train.batch_size=batch`, and return the planned value of each key."""
     chosen: dict[str, Value] = {}
     for text in texts:
         key, equals, name = text.partition("=")
@@ -40,15 +34,9 @@ def parse_map(texts: Sequence[str], values: Mapping[str, Value]) -> dict[str, Va
 
 
 def planned_text(path: Path, values: Mapping[str, Value]) -> tuple[str, str]:
-    """Return a file's text before and after the change. Writes nothing.
+    """Return the text of a .yaml, .yml or .toml file before and after the change. Writes nothing.
 
-    Args:
-        path: a .yaml, .yml or .toml file.
-        values: the planned values by the dotted path of an existing key, such as `train.loader.batch_size` or
-            `stages.0.batch`.
-
-    Raises:
-        ConfigurationError: the file cannot be read, a key is missing, or the package for the file format is missing.
+    The planned values are by the dotted path of an existing key, such as `train.loader.batch_size` or `stages.0.batch`.
     """
     try:
         text = path.read_bytes().decode("utf-8")
@@ -72,11 +60,7 @@ def diff(path: Path, before: str, after: str) -> str:
 
 
 def apply(path: Path, before: str, after: str) -> None:
-    """Write the new text atomically. Keep the original in the backup, unless there is one already.
-
-    Raises:
-        ConfigurationError: the file or its backup cannot be written.
-    """
+    """Write the new text atomically. Keep the original in the backup, unless there is one already."""
     try:
         if not backup_of(path).exists():
             _replace(backup_of(path), before, path)
@@ -86,11 +70,7 @@ def apply(path: Path, before: str, after: str) -> None:
 
 
 def restore(path: Path) -> None:
-    """Restore a file from its backup, and remove the backup.
-
-    Raises:
-        ConfigurationError: there is no backup, or the file cannot be written.
-    """
+    """Restore a file from its backup, and remove the backup."""
     try:
         backup_of(path).replace(path.resolve())
     except FileNotFoundError as error:

@@ -37,17 +37,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The device to plan for.
-
-    Attributes:
-        name: the requested name, or the driver's.
-        total_bytes: all memory of the device.
-        overhead_bytes: memory that tensors cannot use: context, driver and other processes.
-    """
+    """The device to plan for."""
 
     name: str
     total_bytes: int
     overhead_bytes: int = DEFAULT_OVERHEAD_BYTES
+    """Memory that tensors cannot use: context, driver and other processes."""
 
     @property
     def free_bytes(self) -> int:
@@ -56,11 +51,7 @@ class Gpu:
 
 
 def parse_gpu(text: str, overhead_bytes: int | None = None) -> Gpu:
-    """Parse a name (`h100-80gb`) or a size (`80GiB`).
-
-    Raises:
-        ConfigurationError: the text is neither; the message lists the names.
-    """
+    """Parse a name (`h100-80gb`) or a size (`80GiB`)."""
     overhead = DEFAULT_OVERHEAD_BYTES if overhead_bytes is None else overhead_bytes
     name = re.sub(r"[\s_]+", "-", text.strip().lower())
     if name in KNOWN_GPUS:
@@ -75,11 +66,7 @@ def parse_gpu(text: str, overhead_bytes: int | None = None) -> Gpu:
 
 
 def smallest_gpu(overhead_bytes: int | None = None) -> Gpu:
-    """Return the smallest GPU that CUDA shows to this process.
-
-    Raises:
-        ConfigurationError: there is no GPU, or no torch that can use it.
-    """
+    """Return the smallest GPU that CUDA shows to this process."""
     try:
         import torch
 
@@ -97,11 +84,7 @@ def smallest_gpu(overhead_bytes: int | None = None) -> Gpu:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse `80GiB`, `512MiB` or `24GB`; a number alone is bytes.
-
-    Raises:
-        ConfigurationError: the text is not a size.
-    """
+    """Parse `80GiB`, `512MiB` or `24GB`; a number alone is bytes."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         raise ConfigurationError(f"invalid size {text!r}: write 80GiB, 24GB or 1073741824")

@@ -15,8 +15,6 @@ from torch._subclasses.fake_tensor import (
 
 from gpumem_toolkit.planning.worker import place
 
-__all__ = ["explain"]
-
 _PROFILE = "plan from measured steps instead: --profile on a machine with a GPU"
 _SPARSE = "SparseTensorImpl"  # in the error of every access to the memory of a sparse tensor
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -32,12 +30,7 @@ _ONLY_ON_DEVICES = {
 
 
 def explain(error: Exception, *, factory: bool = False) -> str:
-    """Return one line about an error of the job's code: what failed, where, and the next step.
-
-    Args:
-        error: the error.
-        factory: the error is the model factory's; otherwise it comes from a training step.
-    """
+    """Return one line about an error of the factory or of a training step: what failed, where, and the next step."""
     text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     frames = traceback.extract_tb(error.__traceback__)
     met = _met(error.__traceback__)

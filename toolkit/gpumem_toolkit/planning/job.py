@@ -1,15 +1,14 @@
-"""The description of a training job for the planner."""
+"""The training job to plan: from code, or from the dimensions of a transformer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
-
-__all__ = ["LOOPS", "LOSSES", "OPTIMIZERS", "PRECISIONS", "Job", "TensorSpec", "parse_tensor"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")
 """`fp32`; `bf16` and `fp16`: autocast over fp32 parameters; `pure-…`: parameters in bf16 or fp16."""
@@ -32,17 +31,13 @@ _TENSOR = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<shape>
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor whose shape may depend on the batch size.
-
-    Attributes:
-        dtype: PyTorch's name of the type, such as `bfloat16`.
-        shape: for each dimension a factor, and whether the batch size multiplies it.
-        name: the keyword argument that receives the tensor; empty for a positional argument.
-    """
+    """A tensor whose shape may depend on the batch size."""
 
     dtype: str
     shape: tuple[tuple[int, bool], ...]
+    """For each dimension a factor, and whether the batch size multiplies it."""
     name: str = ""
+    """The keyword argument that receives the tensor; empty for a positional argument."""
 
     def at(self, batch: int) -> tuple[int, ...]:
         """Return the shape at a batch size."""
@@ -50,11 +45,7 @@ class TensorSpec:
 
 
 def parse_tensor(text: str) -> TensorSpec:
-    """Parse `[name=]dtype[dimension, …]`; a dimension is a number, `B`, or a product such as `B*512`.
-
-    Raises:
-        ConfigurationError: the text has another form; the message says what is accepted.
-    """
+    """Parse `[name=]dtype[dimension, …]`; a dimension is a number, `B`, or a product such as `B*512`."""
     match = _TENSOR.fullmatch(text)
     if match is None:
         raise ConfigurationError(f"invalid tensor {text!r}: write float32[B,3,224,224] or tokens=int64[B,1024]")
@@ -132,3 +123,57 @@ class Job:
 def _check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
     if isinstance(value, str) and value not in accepted:
         raise ConfigurationError(f"invalid {name} {value!r}: use one of {', '.join(accepted)}")
+
+
+_HEAD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The dimensions of a decoder-only transformer, whose output shares the weights of the embedding."""
+
+    layers: int
+    hidden: int
+    sequence: int
+    parameters: int | None = None
+    """Total number of parameters; None means a feed-forward part of four times the width."""
+    vocabulary: int = 32000
+    heads: int | None = None
+    """None means heads of width 64, at least one."""
+
+    def job(self, **options: Any) -> Job:
+        """Return the job that trains the transformer to predict the next token, with these options of Job."""
+        make: Callable[[], Any] = partial(
+            _make, self.layers, self.hidden, self._heads(), self._feed_forward(), self.vocabulary
+        )
+        tokens = parse_tensor(f"int64[B,{self.sequence}]")
+        return Job(make, (tokens,), (parse_tensor(f"int64[B*{self.sequence}]"),), **options)
+
+    def _heads(self) -> int:
+        for name in ("layers", "hidden", "sequence", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"invalid {name} {getattr(self, name)}: it must be at least 1")
+        heads = self.heads if self.heads is not None else max(1, self.hidden // _HEAD)
+        if heads < 1 or self.hidden % heads:
+            raise ConfigurationError(f"hidden {self.hidden} is not divisible by {heads} heads")
+        return heads
+
+    def _feed_forward(self) -> int:
+        """Return the width of the feed-forward part that results in the number of parameters."""
+        if self.parameters is None:
+            return 4 * self.hidden
+        # In each block attention has 4h² parameters and the feed-forward part 2hw. The norms are small.
+        rest = self.parameters - self.vocabulary * self.hidden - 4 * self.layers * self.hidden**2
+        width = rest // (2 * self.layers * self.hidden)
+        if width < 1:
+            raise ConfigurationError(
+                f"{self.parameters} parameters are too few for {self.layers} layers of width {self.hidden} "
+                f"and a vocabulary of {self.vocabulary}"
+            )
+        return width
+
+
+def _make(layers: int, hidden: int, heads: int, wide: int, vocabulary: int) -> Any:
+    from gpumem_toolkit.planning.model import Decoder  # imports torch
+
+    return Decoder(layers, hidden, heads, wide, vocabulary)

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["prepare", "temporaries"]
-
 BLAS_WORKSPACE_BYTES = 32 << 20
 """cuBLAS on Hopper (`at::cuda::getChosenWorkspaceSize`); 8 MiB on older GPUs."""
 LT_WORKSPACE_BYTES = 1 << 20
@@ -64,12 +62,6 @@ def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -
     """Return the bytes of the allocations that an operator frees before it returns.
 
     The allocations of one tuple are live at the same time. They are freed before those of the next tuple are made.
-
-    Args:
-        func: the operator.
-        args: its arguments.
-        result: its result.
-        convolution: `cudnn` or `native`.
     """
     packet = getattr(func, "overloadpacket", func)
     if packet in _PRODUCTS:
@@ -154,10 +146,7 @@ def _convolution(
 def _reduction(source: torch.Tensor, result: torch.Tensor, removed: Sequence[int] | None) -> Sequence[tuple[int, ...]]:
     """The buffer and the semaphores of a reduction that several thread blocks share (`Reduce.cuh`).
 
-    Args:
-        source: the numbers.
-        result: their sums.
-        removed: the dimensions that are summed; None or empty for all.
+    The dimensions `removed` are summed; None or empty means all.
     """
     outputs, numbers = result.numel(), source.numel()
     if not outputs or not numbers or outputs == numbers:
@@ -174,10 +163,7 @@ def _reduction(source: torch.Tensor, result: torch.Tensor, removed: Sequence[int
     target = MULTIPROCESSORS * (THREADS_PER_MULTIPROCESSOR // (width * height))
     if values < MAX_VALUES or grid > target:
         return _ONE_BLOCK
-    blocks = min(
-        max(_divide_up(target, grid), _divide_up(values, MAX_VALUES)),
-        _divide_up(values, MIN_VALUES),
-    )
+    blocks = min(max(_divide_up(target, grid), _divide_up(values, MAX_VALUES)), _divide_up(values, MIN_VALUES))
     if blocks <= 1:
         return _ONE_BLOCK
     size = max(4, result.element_size()) * outputs * blocks

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.description import Description
 from gpumem_toolkit.planning.devices import Gpu, parse_gpu
-from gpumem_toolkit.planning.job import Job, TensorSpec, parse_tensor
+from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor
 from gpumem_toolkit.planning.plan import Change, Plan, Target, accumulate
-from gpumem_toolkit.planning.progress import Progress
 from gpumem_toolkit.planning.search import Sizing
-from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, run_in_worker
-
-__all__ = ["plan", "plan_description", "plan_in_worker", "plan_job", "profile_in_worker"]
+from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, Progress, run_in_worker
 
 
 def plan(
@@ -24,20 +21,7 @@ def plan(
     gpu: str | Gpu,
     *,
     targets: str | Sequence[str] = (),
-    loss: str | Callable[..., Any] = "auto",
-    optimizer: str | Callable[..., Any] = "adamw",
-    optimizer_options: Mapping[str, Any] | None = None,
-    precision: str = "fp32",
-    attention: str = "auto",
-    convolution: str = "cudnn",
-    loop: str = "script",
-    target_effective_batch: int | None = None,
-    batch: int | None = None,
-    accumulation: int = 1,
-    devices: int = 1,
-    margin: float = 0.85,
-    changes: bool = True,
-    timeout_seconds: float = TIMEOUT_SECONDS,
+    **options: Any,
 ) -> Plan:
     """Plan the training of a model, without a GPU and without the memory that the training needs.
 
@@ -45,49 +29,45 @@ def plan(
     calls `plan` under `if __name__ == "__main__":`. Lambdas, closures and functions of a notebook need cloudpickle.
 
     Args:
-        make_model: returns the `torch.nn.Module`. For this and the arguments up to `convolution`, see `job.Job`.
+        make_model: returns the `torch.nn.Module`.
         inputs: the arguments of the model, such as `float32[B,3,224,224]`.
         gpu: a size (`80GiB`), a name (`h100-80gb`), or a Gpu.
         targets: the arguments of the loss after the model's output.
-        loss: a name, or a callable of the output and the targets.
-        optimizer: a name, or a callable of the parameters.
-        optimizer_options: keyword arguments of the optimizer.
-        precision: of parameters and computation.
-        attention: the attention kernel.
-        convolution: cudnn or native.
-        loop: `script` keeps the model's output through the backward pass, `trainer` drops it before.
-        target_effective_batch: samples in one optimizer step, over all devices.
-        batch: samples in one pass. By default the planner chooses.
-        accumulation: backward passes before each optimizer step.
-        devices: number of data-parallel processes.
-        margin: the part of the device's free memory to plan with.
-        changes: also plan the job with changes that save memory. Takes a few times longer.
-        timeout_seconds: the time limit of the plan.
+        options: loss, optimizer, optimizer_options, precision, attention, convolution, accumulation, checkpointing and
+            loop, as `Job` describes them, and the options of `plan_description`.
 
     Raises:
         ConfigurationError: an argument is invalid, the model fails on tensors without values, or the time limit has
             passed. The cause of the error has the traceback.
     """
-    job = Job(
-        make_model,
-        _tensors(inputs),
-        _tensors(targets),
-        loss,
-        optimizer,
-        optimizer_options or {},
-        precision,
-        attention,
-        convolution,
-        accumulation,
-        loop=loop,
-    )
-    target = Target(target_effective_batch, devices, margin, batch=batch)
-    return plan_in_worker(job, _gpu(gpu), target, changes=changes, timeout_seconds=timeout_seconds)
+    return _plan(partial(Job, make_model, _tensors(inputs), _tensors(targets)), gpu, "model", **options)
 
 
-def plan_description(
-    description: Description,
+def plan_description(description: Description, gpu: str | Gpu, **options: Any) -> Plan:
+    """Plan a decoder-only transformer from its description.
+
+    Args:
+        description: the dimensions.
+        gpu: a size (`80GiB`), a name (`h100-80gb`), or a Gpu.
+        options: options of `Job`, and
+
+            - target_effective_batch: samples in one optimizer step, over all devices.
+            - batch: samples in one pass. By default the planner chooses, a multiple of `multiple_of`.
+            - devices: number of data-parallel processes.
+            - margin: the part of the device's free memory to plan with, 0.85 by default.
+            - changes: False plans no changes that save memory, which takes a third of the time.
+            - timeout_seconds: the time limit of the plan, 600 by default.
+
+    Raises:
+        ConfigurationError: as in `plan`.
+    """
+    return _plan(description.job, gpu, "description", **options)
+
+
+def _plan(
+    make_job: Callable[..., Job],
     gpu: str | Gpu,
+    source: str,
     *,
     target_effective_batch: int | None = None,
     devices: int = 1,
@@ -98,16 +78,9 @@ def plan_description(
     timeout_seconds: float = TIMEOUT_SECONDS,
     **options: Any,
 ) -> Plan:
-    """Plan a decoder-only transformer from its description; `options` are those of Job, all others those of `plan`.
-
-    Raises:
-        ConfigurationError: an argument is invalid.
-    """
+    job, gpu = make_job(**options), parse_gpu(gpu) if isinstance(gpu, str) else gpu
     target = Target(target_effective_batch, devices, margin, multiple_of, batch)
-    job = description.job(**options)
-    return plan_in_worker(
-        job, _gpu(gpu), target, source="description", changes=changes, timeout_seconds=timeout_seconds
-    )
+    return plan_in_worker(job, gpu, target, source=source, changes=changes, timeout_seconds=timeout_seconds)
 
 
 def plan_in_worker(
@@ -144,19 +117,9 @@ def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int, progress: Progre
 
 
 def plan_job(
-    job: Job,
-    gpu: Gpu,
-    target: Target,
-    *,
-    source: str = "model",
-    changes: bool = True,
-    progress: Progress | None = None,
+    job: Job, gpu: Gpu, target: Target, *, source: str = "model", changes: bool = True, progress: Progress | None = None
 ) -> Plan:
-    """Plan a job in this process, whose CPU tensors follow CUDA's rules during the call.
-
-    Raises:
-        ConfigurationError: the model fails on tensors without values.
-    """
+    """Plan a job in this process, whose CPU tensors follow CUDA's rules during the call."""
     progress = progress or Progress()
     limit_bytes = int(gpu.free_bytes * target.margin)
     sizing, largest = _largest(job, limit_bytes, target, progress)
@@ -190,10 +153,6 @@ def _largest(job: Job, limit_bytes: int, target: Target, progress: Progress) -> 
         return sizing, largest
     sizing = Sizing(replace(job, accumulation=2), progress.of("the job with accumulation"))
     return sizing, sizing.largest(limit_bytes, target.multiple_of)
-
-
-def _gpu(gpu: str | Gpu) -> Gpu:
-    return parse_gpu(gpu) if isinstance(gpu, str) else gpu
 
 
 def _tensors(texts: str | Sequence[str]) -> tuple[TensorSpec, ...]:

@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.devices import Gpu
 from gpumem_toolkit.planning.job import Job
 from gpumem_toolkit.planning.model import DTYPES, checkpoint_blocks
 from gpumem_toolkit.planning.plan import Plan, Target, accumulate
-from gpumem_toolkit.planning.stepping import Watch, train
-
-__all__ = ["profile_job"]
+from gpumem_toolkit.planning.stepping import Event, train
 
 STEPS = 2
 """The number of steps in a measurement. The first one creates the optimizer state."""
@@ -35,10 +33,7 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int, notify: Calla
     """Plan by the line through two measurements on cuda:0: at a batch size and at half of it.
 
     Uses CUDA and resets the peak statistics of this process. `notify` is called with a batch size before it is
-    measured.
-
-    Raises:
-        ConfigurationError: there is no CUDA, or the measured batch does not fit.
+    measured. Raises ConfigurationError if there is no CUDA, or if the measured batch does not fit.
     """
     if not torch.cuda.is_available():
         raise ConfigurationError(
@@ -76,27 +71,6 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int, notify: Calla
     )
 
 
-class _Sizes(Watch):
-    """Measures parameters, gradients and optimizer state."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.shares: dict[str, int] = {}
-
-    def optimizer(self, counts_on_device: bool) -> None:  # noqa: ARG002 - part of Watch
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        self.shares = {
-            "parameters": _bytes(self._model.parameters()),
-            "buffers": _bytes(self._model.buffers()),
-            "gradients": _bytes(gradients),
-            "optimizer": 0,
-        }
-
-    def stepped(self, optimizer: Any, counts_on_device: bool) -> None:  # noqa: ARG002 - part of Watch
-        values = [v for state in optimizer.state.values() for v in state.values()]
-        self.shares["optimizer"] = _bytes(v for v in values if isinstance(v, Tensor) and v.is_cuda)
-
-
 def _bytes(tensors: Any) -> int:
     parts = [part for t in tensors for part in ((t._indices(), t._values()) if t.is_sparse else (t,))]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in parts}
@@ -114,7 +88,14 @@ def _measure(job: Job, batch: int, notify: Callable[[int], None]) -> _Measured:
         model.to(DTYPES[job.precision])
     if job.checkpointing:
         checkpoint_blocks(model)
-    sizes = _Sizes(model)
-    train(job, model, batch, STEPS, "cuda", sizes)
+    shares: dict[str, int] = {}
+    for event, optimizer, _ in train(job, model, batch, STEPS, "cuda"):
+        if event is Event.OPTIMIZER:
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            shares = {"parameters": _bytes(model.parameters()), "buffers": _bytes(model.buffers())}
+            shares |= {"gradients": _bytes(gradients), "optimizer": 0}
+        elif event is Event.STEPPED and optimizer is not None:
+            values = [value for state in optimizer.state.values() for value in state.values()]
+            shares["optimizer"] = _bytes(value for value in values if isinstance(value, Tensor) and value.is_cuda)
     torch.cuda.synchronize()
-    return _Measured(torch.cuda.max_memory_allocated(0), torch.cuda.max_memory_reserved(0), sizes.shares)
+    return _Measured(torch.cuda.max_memory_allocated(0), torch.cuda.max_memory_reserved(0), shares)

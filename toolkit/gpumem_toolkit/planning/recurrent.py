@@ -15,8 +15,6 @@ from torch.nn import functional
 
 from gpumem_client.wire.errors import ConfigurationError
 
-__all__ = ["LOWER_PRECISION", "rules"]
-
 LOWER_PRECISION = ("_thnn_fused_lstm_cell", "_thnn_fused_gru_cell")
 """CUDA's autocast casts the inputs of these to half precision. The CPU does not have them."""
 

@@ -7,9 +7,6 @@ from functools import cached_property
 
 from gpumem_toolkit.planning.job import Job
 from gpumem_toolkit.planning.trace import Line, Peaks, Trace, blend, proportional, replay
-from gpumem_toolkit.training.bisection import Bisection
-
-__all__ = ["Sizing"]
 
 LARGEST = 1 << 20
 _NEAR = 4
@@ -19,12 +16,7 @@ _SPREAD = ("parameters", "gradients", "optimizer")
 
 
 class Sizing:
-    """The traces of one job at any batch size. Not thread-safe.
-
-    Args:
-        job: the job.
-        notify: called with a batch size before the job is traced at it.
-    """
+    """The traces of one job at any batch size. Calls `notify` before it traces the job at a size. Not thread-safe."""
 
     def __init__(self, job: Job, notify: Callable[[int], None] = lambda _: None) -> None:
         self.job = job
@@ -32,11 +24,7 @@ class Sizing:
         self._traces: dict[int, Trace] = {}
 
     def trace(self, batch: int) -> Trace:
-        """Record the allocations of the job at a batch size; each size is recorded once.
-
-        Raises:
-            ConfigurationError: the job's code fails.
-        """
+        """Record the allocations of the job at a batch size; each size is recorded once."""
         if batch not in self._traces:
             self._notify(batch)
             self._traces[batch] = self._make(batch)
@@ -141,3 +129,30 @@ class _Sharded(Sizing):
             for size, kind in zip(whole.sizes, whole.kinds, strict=True)
         ]
         return Trace([len(sizes), *whole.events], [*sizes, self._whole.gathered_bytes], [*whole.kinds, "parameters"])
+
+
+class Bisection:
+    """Chooses the next number to try: doubles while numbers fit, halves while they do not, then bisects.
+
+    `fits` is the largest number that fits so far, `fails` the smallest number that does not.
+    """
+
+    def __init__(self, start: int, maximum: int) -> None:
+        self.fits = 0
+        self.fails = maximum + 1
+        self._start, self._maximum = start, maximum
+
+    def next(self) -> int | None:
+        """Return the next number; None once the largest number that fits is known."""
+        if self.fails - self.fits <= 1:
+            return None
+        if self.fails > self._maximum:  # nothing has failed yet
+            return min(2 * self.fits, self._maximum) if self.fits else self._start
+        return (self.fits + self.fails) // 2
+
+    def record(self, number: int, *, fits: bool) -> None:
+        """Record whether this number fitted."""
+        if fits:
+            self.fits = number
+        else:
+            self.fails = number

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.cuda_rules import cuda_rules
 from gpumem_toolkit.planning.failures import explain
-from gpumem_toolkit.planning.in_place import InPlace
 from gpumem_toolkit.planning.job import Job
 from gpumem_toolkit.planning.kernels import prepare, temporaries
 from gpumem_toolkit.planning.model import (
@@ -37,14 +37,12 @@ from gpumem_toolkit.planning.model import (
     make_model,
     without_values,
 )
-from gpumem_toolkit.planning.stepping import Watch, train
+from gpumem_toolkit.planning.stepping import Event, train
 from gpumem_toolkit.planning.trace import Mark, Trace
 
-__all__ = ["STEPS", "Tracer", "gathered", "move", "quiet", "trace_job"]
-
-COMPILED = "torch.compile: the plan is for eager execution, whose activations and temporaries differ"
-STEPS = 3
-"""The first step creates the optimizer state, the second the final state of the cache. The third repeats the second."""
+_Counts: TypeAlias = "tuple[int, int, int]"
+_aten: Any = torch.ops.aten
+_OPERATORS = frozenset({_aten.add.Tensor, _aten.index_put.default, _aten.scatter_add.default})
 
 
 class Tracer(TorchDispatchMode):
@@ -66,7 +64,7 @@ class Tracer(TorchDispatchMode):
         self.ignore_scalars = False
         self.in_optimizer = False
         self._convolution = convolution
-        self._in_place = InPlace()
+        self._in_place = _InPlace()
         self._numbers: dict[int, int] = {}  # the number of the allocation, by storage
 
     @classmethod
@@ -100,6 +98,7 @@ class Tracer(TorchDispatchMode):
                 return 1.0 if args[0].is_floating_point() else 1
             raise
         tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        # CUDA's dropout allocates its mask before its output (`Dropout.cu`).
         for tensor in reversed(tensors) if func is torch.ops.aten.native_dropout.default else tensors:
             self._record(tensor, self.kind)
         for sizes in temporaries(func, args, result, self._convolution):
@@ -124,10 +123,7 @@ def trace_job(job: Job, batch: int) -> Trace:
     """Record the first steps of a job at a batch size on fake tensors, in about a second.
 
     Runs all but the last step, which repeats the one before. Not thread-safe: CPU tensors of the whole process follow
-    CUDA's rules during the call.
-
-    Raises:
-        ConfigurationError: the job's own code failed.
+    CUDA's rules during the call. Raises ConfigurationError if the job's own code fails.
     """
     trace, starts, notes = _run(job, batch, STEPS - 1)
     repeated = trace.repeated(starts[-2], starts[-1])
@@ -137,11 +133,7 @@ def trace_job(job: Job, batch: int) -> Trace:
 
 
 def gathered(job: Job) -> int:
-    """Return the bytes of whole parameters and buffers if the job's model is sharded.
-
-    Raises:
-        ConfigurationError: the model cannot be built.
-    """
+    """Return the bytes of whole parameters and buffers if the job's model is sharded."""
     with quiet("the job's model"), without_values():
         return gathered_bytes(make_model(job, make_fake_mode()))
 
@@ -152,24 +144,36 @@ def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark], tuple[str
     Returns the trace, the start of each step with the last one's end, and what the trace leaves out.
     """
     tracer = Tracer(job.convolution)
+    starts: list[Mark] = []
     with quiet(f"the job at batch size {batch}"), without_values():
         mode = make_fake_mode()
         model = make_model(job, mode)
         notes = (COMPILED,) if is_compiled(model) else ()
         with eager(), mode, cuda_rules(job.attention, job.convolution), tracer:
             move(model, tracer)
-            watch = _Kinds(tracer)
-            train(job, model, batch, steps, "cpu", watch)
+            for event, optimizer, counts_on_device in train(job, model, batch, steps, "cpu"):
+                if event is Event.STEP:
+                    starts.append(tracer.trace.mark())
+                elif event is Event.FORWARD:
+                    tracer.kind = "activations"
+                elif event is Event.BACKWARD:
+                    tracer.kind = "temporaries"
+                elif event is Event.OPTIMIZER:
+                    tracer.ignore_scalars, tracer.in_optimizer = not counts_on_device, True
+                elif optimizer is not None:
+                    tracer.ignore_scalars = tracer.in_optimizer = False
+                    values = (value for state in optimizer.state.values() for value in state.values())
+                    tensors = (value for value in values if isinstance(value, Tensor))
+                    tracer.mark((each for each in tensors if counts_on_device or each.dim()), "optimizer")
     # Without the frees of the remaining tensors, which the tracer records from here on.
-    return tracer.trace.until(watch.starts[-1]), watch.starts, notes
+    return tracer.trace.until(starts[-1]), starts, notes
 
 
 @contextmanager
 def quiet(what: str) -> Iterator[None]:
     """Suppress PyTorch's warnings and logs, and garbage collection, whose timing varies.
 
-    Raises:
-        ConfigurationError: the code in the block failed; `what` names it.
+    If the code in the block fails, raises a ConfigurationError that names `what`.
     """
     collecting = gc.isenabled()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -205,28 +209,58 @@ def move(model: nn.Module, tracer: Tracer) -> None:
             parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 
-class _Kinds(Watch):
-    """Sets the kind of the allocations that the tracer records."""
+class _InPlace:
+    """Recognizes operators that PyTorch runs in place on a device, but not under a dispatch mode.
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
-        self.starts: list[Mark] = []
+    Autograd adds gradients of the same tensor in place if nothing else refers to the first one (`input_buffer.cpp`).
+    The backward passes of indexing and `gather` fill new tensors in place. Under a dispatch mode they call the
+    operators that return a new tensor (`TensorSubclassLikeUtils.h`).
 
-    def step(self) -> None:
-        self.starts.append(self._tracer.trace.mark())
+    Create it outside of dispatch modes, because it runs a backward pass.
+    """
 
-    def forward(self) -> None:
-        self._tracer.kind = "activations"
+    def __init__(self) -> None:
+        with torch.enable_grad(), FakeTensorMode(), _Counter() as counter:
+            shared = torch.empty(2, requires_grad=True).exp()
+            index = torch.zeros(2, dtype=torch.int64)
+            torch.stack((shared.exp(), shared.tanh(), shared[index], shared.gather(0, index))).sum().backward()
+        self._unshared = counter.counts  # of tensors that only autograd has; they depend on the release of PyTorch
 
-    def backward(self) -> None:
-        self._tracer.kind = "temporaries"
+    def target(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """Return the first argument if a device would change it in place, otherwise None."""
+        if func not in _OPERATORS or torch.is_grad_enabled() or not isinstance(args[0], Tensor):
+            return None
+        return args[0] if _count(args) == self._unshared[func] and _is_dense(args[0]) else None
 
-    def optimizer(self, counts_on_device: bool) -> None:
-        self._tracer.ignore_scalars = not counts_on_device
-        self._tracer.in_optimizer = True
 
-    def stepped(self, optimizer: Any, counts_on_device: bool) -> None:
-        self._tracer.ignore_scalars = self._tracer.in_optimizer = False
-        for state in optimizer.state.values():
-            values = [value for value in state.values() if isinstance(value, Tensor)]
-            self._tracer.mark((v for v in values if counts_on_device or v.dim()), "optimizer")
+def _count(args: tuple[Any, ...]) -> _Counts:
+    """Count the references to the first argument: its Python object, tensor and storage."""
+    first = args[0]
+    return sys.getrefcount(first), first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill the memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[Any, _Counts] = {}
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OPERATORS:
+            self.counts[func] = _count(args)
+        return func(*args, **(kwargs or {}))
+
+
+COMPILED = "torch.compile: the plan is for eager execution, whose activations and temporaries differ"
+STEPS = 3
+"""The first step creates the optimizer state, the second the final state of the cache. The third repeats the second."""

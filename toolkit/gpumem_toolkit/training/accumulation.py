@@ -14,10 +14,8 @@ import torch
 
 from gpumem_client import clear_cache
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.training.calling import check_autocast
-from gpumem_toolkit.training.gradient_sync import GradientSync, device_type, is_fsdp1, ranks_of
-
-__all__ = ["GradientAccumulator"]
+from gpumem_toolkit.training.model_runs import check_autocast
+from gpumem_toolkit.training.ranks import GradientSync, device_type, is_fsdp1, ranks_of
 
 _log = logging.getLogger("gpumem_toolkit")
 _Batch = TypeVar("_Batch")
@@ -26,7 +24,7 @@ _Batch = TypeVar("_Batch")
 class GradientAccumulator:
     """Trains with an effective batch that does not fit, by accumulating the gradients of micro batches.
 
-        accumulator = training.GradientAccumulator(
+        accumulator = gpumem_toolkit.GradientAccumulator(
             model, optimizer, effective_batch=512, micro_batch=32, autocast=torch.bfloat16, clip_norm=1.0
         )
         for x, y in accumulator.batches(loader):
@@ -41,7 +39,7 @@ class GradientAccumulator:
     still sees micro batches. Gradients are summed in the dtype of their parameters.
 
     Under DDP and FSDP the gradients are averaged once per window. Every rank needs the same number of micro batches.
-    Not thread-safe.
+    Not thread-safe. Raises ConfigurationError if an argument is invalid.
 
     Attributes:
         accumulation_steps: micro batches in a full window, on each rank.
@@ -60,12 +58,9 @@ class GradientAccumulator:
         scaler: the gradient scaler for float16. Default: `torch.amp.GradScaler`; under FSDP1 `ShardedGradScaler`.
         clip_norm: the largest norm of the gradient.
         sync_every_batch: average over the ranks after each micro batch: slower, but needs less memory under FSDP.
-        clear_cache_every: call `client.clear_cache()` each time after this number of optimizer steps.
+        clear_cache_every: call `gpumem_client.clear_cache()` each time after this number of optimizer steps.
         process_group: the ranks whose gradients are averaged. Default: DDP's group; under FSDP all ranks. Required with
             tensor parallelism.
-
-    Raises:
-        ConfigurationError: an argument is invalid.
     """
 
     def __init__(
@@ -137,8 +132,7 @@ class GradientAccumulator:
     def forward(self) -> Iterator[None]:
         """Run the forward pass of a micro batch and its loss in this block, but not the backward pass.
 
-        Raises:
-            RuntimeError: the window is complete and `step` was not called.
+        Raises RuntimeError if the window is complete and `step` was not called.
         """
         if self._complete:
             raise RuntimeError(
@@ -157,13 +151,8 @@ class GradientAccumulator:
     def backward(self, loss: Any, *, samples: float) -> None:
         """Add the gradient of a micro batch's loss to the window. An error, such as out of memory, drops the window.
 
-        Args:
-            loss: a mean over the micro batch.
-            samples: the number of samples in the mean; or of tokens, if the batch sizes count tokens.
-
-        Raises:
-            RuntimeError: `forward` was not called.
-            ValueError: samples is not above 0.
+        The loss is a mean over `samples` samples; or tokens, if the batch sizes count tokens. Raises RuntimeError if
+        `forward` was not called, and ValueError if samples is not above 0.
         """
         samples = float(samples)
         if not 0 < samples < math.inf:
@@ -187,7 +176,8 @@ class GradientAccumulator:
         """If the window is complete, clip the gradients, run the optimizer and start the next window.
 
         Call it after each `backward`. A loop that skips batches must call it once more at its end, in case the last
-        batch was skipped. Returns False if the scaler found infinite gradients.
+        batch was skipped. Returns whether the optimizer changed the parameters: False while the window is unfinished,
+        and False if the scaler found infinite gradients.
 
         Raises:
             RuntimeError: there are several ranks and the last batch was skipped; the window is dropped.

@@ -15,27 +15,20 @@ from gpumem_client.allocator.allocator import no_cuda
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import ShownAsText
 from gpumem_toolkit.errors import NoBatchSizeError
+from gpumem_toolkit.planning.search import Bisection
 from gpumem_toolkit.training.batch_trial import BatchSizeTry, Trial, join_numbers
-from gpumem_toolkit.training.bisection import Bisection
 from gpumem_toolkit.training.ranks import Ranks
-
-__all__ = ["BatchSizeSearch", "BatchSizeTry", "find_batch_size"]
 
 _log = logging.getLogger("gpumem_toolkit")
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeSearch(ShownAsText):
-    """The batch size that was found. Converts to an integer with `int(found)`, and to a table with `str(found)`.
-
-    Attributes:
-        size: the batch size to train with.
-        largest: the largest size that fits, before the margin; None without CUDA.
-        tries: the sizes that were tried.
-    """
+    """The batch size that was found. Converts to an integer with `int(found)`, and to a table with `str(found)`."""
 
     size: int
     largest: int | None = None
+    """The largest size that fits, before the margin; None without CUDA."""
     tries: tuple[BatchSizeTry, ...] = ()
 
     def __int__(self) -> int:
@@ -65,15 +58,13 @@ def find_batch_size(
     """Find the largest batch size whose training step does not run out of GPU memory, by trying.
 
         def step(size):
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)  # an error in backward leaves gradients, which would count
             x, y = make_batch(size)
             loss_function(model(x), y).backward()
             optimizer.step()
 
-    `step` zeroes the gradients first: an error in backward leaves some of them, which would count in the next try.
-
     Sizes double from `start` while they fit, halve while they do not, and are then bisected. The found size must also
-    fit until its memory stops growing. The steps train the model, so load its weights afterwards. `step` metrics,
+    fit until its memory stops growing. The steps train the model, so load its weights afterwards. Metrics of steps,
     `watch` and the leak detector ignore them. Failed tries raise the allocator's peaks and its number of errors.
     Without CUDA nothing is tried and the size is `start`.
 
@@ -98,14 +89,11 @@ def find_batch_size(
         RankFailedError: `step` raised another error on another rank, or a rank exited.
     """
     first, last, unit = map(operator.index, (start, maximum, multiple_of))
-    return _find(step, _Limits(first, last, unit, margin, runs, max_runs, max_tries), Ranks.of(process_group))
-
-
-def _find(step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> BatchSizeSearch:
-    cuda = torch.cuda.is_available()
+    limits = _Limits(first, last, unit, margin, runs, max_runs, max_tries)
+    ranks, cuda = Ranks.of(process_group), torch.cuda.is_available()
     _check_same_on_all(ranks, limits, cuda)
     if cuda:
-        return _Search(step, limits, ranks).run()
+        return _SizeFinder(step, limits, ranks).run()
     no_cuda("find_batch_size")
     return BatchSizeSearch(limits.start // limits.multiple_of * limits.multiple_of)
 
@@ -135,8 +123,8 @@ class _Limits:
             raise ConfigurationError(f"invalid margin {self.margin}: it must be at least 0 and below 1")
 
 
-class _Search:
-    """One search. Its parts run on all ranks in the same order."""
+class _SizeFinder:
+    """Finds the size. Its parts run on all ranks in the same order."""
 
     def __init__(self, step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> None:
         self._limits = limits

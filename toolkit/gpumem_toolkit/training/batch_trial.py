@@ -10,16 +10,16 @@ from enum import IntEnum
 
 import torch
 
-from gpumem_client import clear_cache, oom_guard
+from gpumem_client import clear_cache
+from gpumem_client.allocator.reclaimable import known
 from gpumem_client.hooks.out_of_memory import is_out_of_memory
 from gpumem_client.hooks.steps import no_training
 from gpumem_client.phases.measured import Measured, MemoryUse
+from gpumem_client.torch_access import Statistics
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.errors import RankFailedError
-from gpumem_toolkit.training.measuring import HighestMemory
+from gpumem_toolkit.oom.guard import oom_guard
 from gpumem_toolkit.training.ranks import Ranks
-
-__all__ = ["BatchSizeTry", "Trial", "join_numbers"]
 
 _log = logging.getLogger("gpumem_toolkit")
 _SETTLING_RUNS = 8
@@ -29,21 +29,17 @@ _MAX_CAUSES = 8
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeTry(ShownAsText):
-    """One batch size that was tried.
-
-    Attributes:
-        size: the batch size.
-        fits: whether the size fits on every rank.
-        peak_bytes: the peak on this rank; None if it did not raise the allocator's own peak, which is never reset.
-        ranks_out_of_memory: the global ranks on which the size did not fit; empty in a process that trains alone.
-        runs: completed calls of `step` on this rank.
-    """
+    """One batch size that was tried."""
 
     size: int
     fits: bool
+    """Whether the size fits on every rank."""
     peak_bytes: int | None = None
+    """The peak on this rank; None if it did not raise the allocator's own peak, which is never reset."""
     ranks_out_of_memory: tuple[int, ...] = ()
+    """The global ranks on which the size did not fit; empty in a process that trains alone."""
     runs: int = 0
+    """Completed calls of `step` on this rank."""
 
     def __str__(self) -> str:
         outcome = "fits" if self.fits else "out of memory"
@@ -62,16 +58,29 @@ class _Outcome(IntEnum):
     FAILED = 3
 
 
+class _HighestMemory:
+    """The highest reserved bytes, and the highest allocated bytes between two steps, of each device so far."""
+
+    def __init__(self) -> None:
+        self._statistics = Statistics(torch)
+        self._highest: dict[tuple[int, str], int] = {}
+
+    def rises(self) -> bool:
+        """Read the memory. Returns whether it is higher than in all earlier calls."""
+        rose = False
+        for device in self._statistics.devices():
+            state = self._statistics.state(device)
+            for name in ("reserved_bytes", "allocated_bytes"):
+                now = known(state, name) or 0
+                rose = rose or now > self._highest.get((device, name), 0)
+                self._highest[device, name] = max(now, self._highest.get((device, name), 0))
+        return rose
+
+
 class Trial:
-    """Tries batch sizes, one after the other. All ranks call it in the same order.
+    """Tries batch sizes, one after the other. All ranks call it in the same order. `step` runs `runs` times at first.
 
-    Args:
-        step: runs one training step with a batch of the given size.
-        runs: the first calls of `step` with a size.
-        ranks: the ranks that try together.
-
-    Attributes:
-        error: the out-of-memory error of the last try on this rank, with its frames; None if the size fits.
+    `error` is the out-of-memory error of the last try on this rank, with its frames; None if the size fits.
     """
 
     def __init__(self, step: Callable[[int], object], runs: int, ranks: Ranks) -> None:
@@ -80,13 +89,13 @@ class Trial:
         self._runs = runs
         self._ranks = ranks
         self._done = 0
-        self._highest = HighestMemory()
+        self._highest = _HighestMemory()
 
     def run(self, size: int, max_runs: int) -> BatchSizeTry:
         """Run the step until memory stops growing or `max_runs` is reached, the same number of times on all ranks."""
         self.error = None  # frees the frames of the last try
         clear_cache(collect_garbage=True)
-        self._done, self._highest = 0, HighestMemory()
+        self._done, self._highest = 0, _HighestMemory()
         used: list[MemoryUse] = []
         runs = min(self._runs, max_runs)
         with no_training(), Measured("batch size", kept=False, ended=used.append):
@@ -135,14 +144,12 @@ class Trial:
         return outcomes
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException | None) -> bool:
     """Whether the error or one of its causes is an out-of-memory error."""
-    cause: BaseException | None = error
-    for _ in range(_MAX_CAUSES):
-        if cause is None or is_out_of_memory(cause):
-            break
-        cause = cause.__cause__
-    return cause is not None and is_out_of_memory(cause)
+    causes = 0
+    while error is not None and causes < _MAX_CAUSES and not is_out_of_memory(error):
+        error, causes = error.__cause__, causes + 1
+    return error is not None and is_out_of_memory(error)
 
 
 def join_numbers(numbers: Iterable[int]) -> str:

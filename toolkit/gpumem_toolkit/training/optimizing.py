@@ -15,11 +15,7 @@ from gpumem_client.phases.measured import Measured
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.measure.tensor_bytes import Storages
-from gpumem_toolkit.training.calling import call_model, evaluating
-from gpumem_toolkit.training.measuring import distance_ratio, run_seconds
-from gpumem_toolkit.training.peaks import measure_peak, use_on
-
-__all__ = ["ForwardUse", "ModelOptimization", "optimize_model"]
+from gpumem_toolkit.training.model_runs import call_model, distance_ratio, evaluating, measure_peak, run_seconds, use_on
 
 _log = logging.getLogger("gpumem_toolkit")
 
@@ -28,17 +24,13 @@ _RUNS = 5
 
 @dataclass(frozen=True, slots=True)
 class ForwardUse(ShownAsText):
-    """The time and peak memory of a forward pass without gradients.
-
-    Attributes:
-        seconds: the median of five runs after a warm-up.
-        peak_bytes: the peak above the start, or its lower bound if it is not `exact`. None without CUDA.
-        peak_at_most_bytes: the upper bound of the peak; None if it is unknown.
-    """
+    """The time and peak memory of a forward pass without gradients: the median of five runs after a warm-up."""
 
     seconds: float
     peak_bytes: int | None
+    """The peak above the start, or its lower bound if it is not `exact`. None without CUDA."""
     peak_at_most_bytes: int | None
+    """The upper bound of the peak; None if it is unknown."""
 
     @property
     def exact(self) -> bool:
@@ -46,29 +38,18 @@ class ForwardUse(ShownAsText):
         return self.peak_bytes is not None and self.peak_bytes == self.peak_at_most_bytes
 
     def __str__(self) -> str:
-        return f"{self.seconds * 1e3:.1f} ms, {self._peak()}"
-
-    def _peak(self) -> str:
-        if self.peak_bytes is None:
-            return "no CUDA"
         most = "" if self.exact else f" to {human_bytes(self.peak_at_most_bytes)} (reset_peaks=True makes it exact)"
-        return f"peak {human_bytes(self.peak_bytes)}{most}"
+        peak = "no CUDA" if self.peak_bytes is None else f"peak {human_bytes(self.peak_bytes)}{most}"
+        return f"{self.seconds * 1e3:.1f} ms, {peak}"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptimization(ShownAsText):
-    """The effect of `optimize_model`. `str()` returns it as text.
+    """The effect of `optimize_model`. `str()` returns it as text. The weights are on all devices.
 
-    Attributes:
-        model: the class of the model.
-        done: the changes.
-        weights_before_bytes: parameters and buffers, on all devices.
-        weights_after_bytes: the same after the change.
-        allocated_before_bytes: allocated bytes on the device of the first parameter; None without CUDA.
-        allocated_after_bytes: the same after the change.
-        forward_before: a forward pass with the example; None without an example, as for the next two.
-        forward_after: the same after the change.
-        output_difference_ratio: the largest distance of an output from its value before, divided by the norm of that.
+    The allocated bytes are on the device of the first parameter, and None without CUDA. The forward passes are None
+    without an example, as is the largest distance of an output from its value before, divided by the norm of that
+    value.
     """
 
     model: str
@@ -106,7 +87,8 @@ def optimize_model(
     """Change a model's weights in place, and measure and log the effect.
 
     Calls `model.to(dtype=…)` and `model.to(memory_format=torch.channels_last)`. The parameters stay the same objects,
-    so optimizers still refer to them.
+    so optimizers still refer to them. If the model fails with the example, the change stays, because it cannot be
+    undone.
 
     Args:
         model: the model, on the device where it runs.
@@ -120,7 +102,6 @@ def optimize_model(
 
     Raises:
         ConfigurationError: the arguments would change nothing.
-        Exception: the model fails with the example. The change stays, because it cannot be undone.
     """
     _check(model, dtype, channels_last)
     if reset_peaks and example is None:
@@ -128,7 +109,10 @@ def optimize_model(
     weights = _weights_bytes(model)
     before, outputs = (None, []) if example is None else _measure_forward(model, example, reset_peaks)
     with Measured("optimize_model", kept=False) as use:
-        _change(model, dtype, channels_last)
+        if dtype is not None:
+            model.to(dtype=dtype)
+        if channels_last:
+            model.to(memory_format=torch.channels_last)
     after, changed = (None, []) if example is None else _measure_forward(model, _cast(example, dtype), reset_peaks)
     device = use_on(use, _device(model))
     optimization = ModelOptimization(
@@ -165,13 +149,6 @@ def _check(model: nn.Module, dtype: torch.dtype | None, channels_last: bool) -> 
             raise ConfigurationError(f"channels_last is for two-dimensional convolutions, and {name} has none")
         if all(image.is_contiguous(memory_format=torch.channels_last) for image in images):
             raise ConfigurationError(f"channels_last changes nothing: {name} has that layout already")
-
-
-def _change(model: nn.Module, dtype: torch.dtype | None, channels_last: bool) -> None:
-    if dtype is not None:
-        model.to(dtype=dtype)
-    if channels_last:
-        model.to(memory_format=torch.channels_last)
 
 
 def _device(model: nn.Module) -> torch.device:

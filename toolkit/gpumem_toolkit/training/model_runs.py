@@ -1,4 +1,4 @@
-"""Measures the peak of a run, without a reset of the allocator's peaks: from the history of its allocations.
+"""Calls a model, and measures a run: its time, its results, and its peak from the history of its allocations.
 
 The history has the requested sizes. The allocator may allocate more: it does not split a block that is only a little
 larger than the request. Its counters of allocated and freed bytes show how much more it allocated. If that is zero,
@@ -7,17 +7,79 @@ the peak is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.phases.measured import DeviceUse, Measured, MemoryUse
 from gpumem_client.torch_access import DeviceState, Statistics, recorded_history
+from gpumem_client.wire.errors import ConfigurationError
 
-__all__ = ["measure_peak", "use_on"]
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call a model with a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode within the block, and restore the mode of each part."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def check_autocast(dtype: torch.dtype | None) -> None:
+    """Reject dtypes that autocast does not support; torch only warns and disables autocast."""
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise ConfigurationError(f"invalid autocast {dtype}: use torch.bfloat16, torch.float16 or None")
+
+
+def autocasting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Return `torch.autocast` for the model's device; without a dtype, a context that does nothing."""
+    if dtype is None:
+        return nullcontext()
+    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.autocast("cpu" if tensor is None else tensor.device.type, dtype)
+
+
+def run_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one run, including the device's work."""
+    _synchronize(device)
+    started = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def distance_ratio(kept: Tensor, tensor: Tensor) -> float:
+    """Return the distance of a tensor from `kept`, divided by the norm of `kept`. Both are on the CPU."""
+    before = kept.to(torch.float64).flatten()
+    size, distance = float(before.norm()), float((tensor.to(torch.float64).flatten() - before).norm())
+    if not distance:
+        return 0.0
+    return distance / size if size else math.inf
+
 
 _ENTRIES_MAX = 200_000
 """A run with a longer history, of about 60,000 allocations, is not measured by it."""
@@ -30,12 +92,8 @@ def measure_peak(
     """Run once, and return the bounds of the peak above the allocated bytes before; None where they are unknown.
 
     Without CUDA it does not run. The history is not available with cudaMallocAsync, with a pluggable allocator, and
-    while the user's code records its own. Then the bounds are those of `client.phase`.
-
-    Args:
-        run: allocates on the device, in this thread and those of autograd.
-        device: the device of the peak.
-        reset_peaks: reset the allocator's peaks instead, so that the peak is exact.
+    while the user's code records its own. Then the bounds are those of `gpumem_client.phase`. `reset_peaks` resets the
+    allocator's peaks instead, so that the peak is exact.
     """
     if device.type != "cuda":
         return None, None
@@ -74,10 +132,7 @@ def _bounds(
 ) -> tuple[int, int] | None:
     """Return the bounds of the peak above the start; None if the history does not have all entries.
 
-    Args:
-        entries: the history, the oldest entry first.
-        allocated_bytes: what the allocator counts as allocated meanwhile.
-        freed_bytes: what it counts as freed.
+    The history has the oldest entry first. The bytes are what the allocator counts as allocated and freed meanwhile.
     """
     if not 0 < len(entries) < _ENTRIES_MAX or allocated_bytes is None or freed_bytes is None:
         return None
