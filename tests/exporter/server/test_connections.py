@@ -154,6 +154,15 @@ def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
     assert rejected == [several[1]]
 
 
+def test_of_equal_bodies_the_oldest_is_rejected() -> None:
+    bodies, rejected = RequestBodies(100), []
+    senders = [connection("a") for _ in range(21)]
+    for each in senders:
+        each.reject_bodies = partial(rejected.append, each)
+        bodies.add(each, 5)
+    assert rejected == [senders[0]]
+
+
 def test_a_page_counts_once_for_all_its_readers(closed: list[Connection]) -> None:
     unread = UnreadReplies(100)
     page = b"x" * 90
