@@ -89,6 +89,13 @@ class Trace:
         finally:
             self._recording = False
 
+    def wait_until_quiet(self) -> None:
+        """Wait until no call has been recorded for some time."""
+        recorded = -1
+        while recorded < len(self.calls):
+            recorded = len(self.calls)
+            time.sleep(patient(0.05))
+
     @property
     def entries(self) -> list[str]:
         """The modules in the order in which they are entered."""
@@ -151,7 +158,7 @@ def trace_requests() -> dict[str, Trace]:
             method, body = ("GET", None) if document is None else ("POST", json.dumps(document).encode())
             with trace.recording():
                 answer = client.request(method, path, body, {"Content-Type": "application/json"})
-                time.sleep(0.05)  # what the exporter does after its reply
+                trace.wait_until_quiet()  # the exporter also works after its reply
             assert answer.status in (200, 202), answer
             traces[kind].calls = trace.calls
             return answer.body
