@@ -21,11 +21,7 @@ class Bench:
         self.heaps: Mapping[int, Heap] | None = {}
         self.pools_version = 0
         self.reclaimable = Reclaimable(
-            self.walk,
-            lambda: self.pools_version,
-            clock=lambda: self.now,
-            cpu_clock=lambda: self.cpu,
-            **options,
+            self.walk, lambda: self.pools_version, clock=lambda: self.now, cpu_clock=lambda: self.cpu, **options
         )
 
     def walk(self) -> Mapping[int, Heap] | None:

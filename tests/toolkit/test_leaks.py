@@ -171,11 +171,7 @@ def test_the_keeper_of_a_graph_comes_before_tensors_without_referrers() -> None:
 def test_holders_are_searched_for_the_largest_growths_only() -> None:
     before = LingeringTensors(tuple(_group(100, (size,)) for size in range(50)))
     after = LingeringTensors(
-        (
-            *(_group(104, (size,)) for size in range(50)),
-            _group(40, (77,)),
-            _group(1, (), graph=True, graph_nodes=48),
-        )
+        (*(_group(104, (size,)) for size in range(50)), _group(40, (77,)), _group(1, (), graph=True, graph_nodes=48))
     )
     kinds = kinds_to_search(grown(before, after, least=3))
     assert len(kinds) < 10

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.configuration import (
-    apply,
-    backup_of,
-    diff,
-    parse_map,
-    planned_text,
-    restore,
-)
+from gpumem_toolkit.planning.configuration import apply, backup_of, diff, parse_map, planned_text, restore
 
 YAML = """\
 # how we train

@@ -11,9 +11,7 @@ from gpumem_exporter.cli.program import PROGRAM
 COMMANDS = ("info", "top", "clear", "gc", "reset-peak", "snapshot", "fraction", "terminate")
 
 
-def test_the_help_lists_every_command_and_the_labels_of_a_series(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_help_lists_every_command_and_the_labels_of_a_series(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "--help"]) == 0
     out = capsys.readouterr().out
     listed = out.partition("Commands:")[2].partition("Examples:")[0]
@@ -52,11 +50,7 @@ def test_each_command_has_a_help(command: str, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_wrong_usage_exits_with_2_and_one_line(
-    arguments: list[str],
-    wrong: str,
-    right: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], wrong: str, right: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GPUMEM_PROMETHEUS_URL", raising=False)
     assert main(["fleet", *arguments]) == 2

@@ -16,11 +16,7 @@ _LOST = device("1", up=False, error="GPU is lost", memory=None, utilization_rati
 
 
 def _lines(
-    devices: list[dict[str, Any]],
-    processes: list[dict[str, Any]],
-    *,
-    width: int = 80,
-    **document: Any,
+    devices: list[dict[str, Any]], processes: list[dict[str, Any]], *, width: int = 80, **document: Any
 ) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=width)

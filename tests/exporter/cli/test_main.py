@@ -83,11 +83,7 @@ def test_wrong_usage_exits_with_2_and_one_line(
     ],
 )
 def test_an_error_has_its_exit_code(
-    error: BaseException,
-    code: int,
-    printed: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, code: int, printed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise error

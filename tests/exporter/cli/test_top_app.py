@@ -158,10 +158,13 @@ def test_devices_and_processes_have_their_sizes(width: int, height: int, listed:
 
 
 def test_the_screen_follows_the_size_of_the_terminal() -> None:
+    def columns(*, wide: bool) -> Callable[[], bool]:
+        return lambda: ("python train.py" in world.text) is wide
+
     async def use(pilot: Pilot[None]) -> None:
         for width, height in ((200, 50), (100, 30), (40, 8), (80, 24)):
             await pilot.resize_terminal(width, height)
-            await _until(lambda w=width: ("python train.py" in world.text) is (w == 200), "the new columns")
+            await _until(columns(wide=width == 200), "the new columns")
         assert world.text.startswith("gpumem-exporter top")
 
     world = _World()
@@ -461,7 +464,7 @@ def _all_events() -> tuple[dict[str, Any], ...]:
         "allocator": {"reserved_bytes": 39 * GIB, "fragmented_bytes": GIB},
     }
     done = {**action, "state": "done", "freed_bytes": 3 * GIB, "results": [{"pid": 7}, {"pid": 8}]}
-    types = (
+    types: tuple[tuple[str, Any], ...] = (
         ("oom", oom),
         ("oom", {"requested_bytes": None}),
         ("device_lost", {"error": "GPU is lost"}),

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, Metric
 from prometheus_client.registry import Collector
 
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
-from tests.support.exposition_builders import (
-    SAMPLE,
-    device,
-    exposition,
-    lines,
-    node,
-    process,
-    snapshot,
-)
+from tests.support.exposition_builders import SAMPLE, device, exposition, lines, node, process, snapshot
 
 
 @pytest.mark.parametrize("openmetrics", [True, False])
@@ -85,7 +77,7 @@ def test_a_failing_subject_is_left_out_and_logged_and_the_others_stay(caplog: py
 
 
 class _Raising(Collector):
-    def collect(self) -> Iterator[object]:
+    def collect(self) -> Iterable[Metric]:
         raise RuntimeError("broken")
 
 

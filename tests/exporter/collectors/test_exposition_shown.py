@@ -8,12 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import (
-    DeviceMemory,
-    NodeReading,
-    ProcessFacts,
-    Snapshot,
-)
+from gpumem_exporter.core.samples import DeviceMemory, NodeReading, ProcessFacts, Snapshot
 from tests.support.exposition_builders import (
     MIB,
     SAMPLE,

@@ -268,7 +268,10 @@ def test_all_users_of_a_container_have_one_share() -> None:
 
 
 def test_a_true_process_takes_the_bytes_of_invented_ones_of_its_share(store: Store) -> None:
-    large = {"devices": tuple(sample(f"GPU-{index}") for index in range(64)), "workload": "\U0001f4a3" * 128}
+    large: dict[str, Any] = {
+        "devices": tuple(sample(f"GPU-{index}") for index in range(64)),
+        "workload": "\U0001f4a3" * 128,
+    }
     with contextlib.suppress(TooManyProcessesError):
         for pid in range(100, 200):
             _put(store, pid, owner_uid=0, place=CONTAINER, host_pid=None, **large)

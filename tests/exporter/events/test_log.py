@@ -263,7 +263,7 @@ def test_queries_without_end_do_not_delay_the_commits(bench: Bench) -> None:
             bench.log.read(Query())  # as several owners do that take turns
         return Page((), 0, more=False)
 
-    bench.disk.read = read_again  # type: ignore[method-assign]
+    bench.disk.read = read_again  # type: ignore[assignment,method-assign]
     bench.log.read(Query())
     bench.log.start()
     bench.until(lambda: len(committed) == 10)

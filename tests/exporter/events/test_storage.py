@@ -203,8 +203,9 @@ def test_the_retention_time_continues_after_a_restart_of_the_machine(
     clock, wall = 1e6, 1.7e9
 
     def storage() -> Storage:
-        options = {"retention_seconds": 7 * DAY, "max_bytes": 64 << 20}
-        return Storage(tmp_path, wall_clock=lambda: wall, clock=lambda: clock, **options)
+        return Storage(
+            tmp_path, wall_clock=lambda: wall, clock=lambda: clock, retention_seconds=7 * DAY, max_bytes=64 << 20
+        )
 
     first = storage()
     first.append([oom(1, time_unix_seconds=wall)])

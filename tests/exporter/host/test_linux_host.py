@@ -159,7 +159,7 @@ def test_a_user_name_is_used_once_the_directory_service_is_available_again(
     tree: Tree, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_up: list[int] = []
-    names = {}
+    names: dict[int, pwd.struct_passwd] = {}
 
     def directory(uid: int) -> pwd.struct_passwd:
         looked_up.append(uid)

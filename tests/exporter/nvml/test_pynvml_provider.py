@@ -282,8 +282,9 @@ def test_a_gpu_with_mig_on_is_replaced_by_its_mig_devices(provider: PynvmlProvid
 
 
 def test_a_failing_mig_device_does_not_affect_its_siblings(provider: PynvmlProvider, library: Library) -> None:
-    library.gpus[1].migs = [Gpu("MIG-a"), Gpu("MIG-b")]
-    library.gpus[1].migs[0].codes = {"*": 15}
+    broken = Gpu("MIG-a")
+    broken.codes = {"*": 15}
+    library.gpus[1].migs = [broken, Gpu("MIG-b")]
     assert [(identity.gpu, identity.uuid, bool(identity.error)) for identity in provider.devices()] == [
         ("0", "GPU-0", False),
         ("1:0", "", True),
