@@ -45,15 +45,6 @@ def test_every_size_of_a_full_node_is_readable_at_any_width(width: int) -> None:
     assert "…" not in "".join(line for line in lines if "GiB" in line and long_name[:4] not in line)
 
 
-def test_the_ledger_has_every_category_and_the_total_for_each_device() -> None:
-    lines = _lines([device(str(i)) for i in range(8)], [])
-    for category in ("torch_allocated", "non_torch", "other_processes", "unattributed", "free", "total"):
-        cells = [line.split() for line in lines if line.startswith(f"{category} ")]
-        assert sum(len(row) - 1 for row in cells) == 8 * 2
-    headings = " ".join(line.removeprefix("category") for line in lines if line.startswith("category"))
-    assert headings.split() == [word for i in range(8) for word in ("gpu", str(i))]
-
-
 def test_the_parts_of_non_torch_are_shown_where_nccl_s_bytes_are_known() -> None:
     known, unknown = process(7, "0"), process(8, "0")
     known["devices"][0]["nccl_bytes"] = 256 << 20

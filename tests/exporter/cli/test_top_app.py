@@ -13,7 +13,7 @@ import pytest
 from textual.coordinate import Coordinate
 from textual.pilot import Pilot
 
-from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, GpumemError
+from gpumem_client.wire.errors import ExporterAnswerError, GpumemError
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.render.terminal import open_console, show
 from gpumem_exporter.cli.top.app import NodeTop, ProcessTable
@@ -302,23 +302,6 @@ def test_any_key_closes_the_help() -> None:
         await pilot.press("s")
         await _until(lambda: "any key returns" not in world.text, "the processes")
         assert world.app.view.sort == "used"
-
-    world = _World()
-    _run(world, use)
-
-
-def test_lost_values_are_not_shown_until_the_next_valid_reading() -> None:
-    async def use(pilot: Pilot[None]) -> None:
-        world.failure = ExporterUnreachableError("no exporter answers at X: refused")
-        await _until(lambda: "LOST EXPORTER" in world.text, "the loss")
-        assert "no exporter answers at X: refused" in world.text
-        assert "80.0G" not in world.text
-        assert "1019" not in world.text
-        await pilot.press("c")
-        await _until(lambda: "needs an exporter" in world.text, "why nothing is cleared")
-        world.failure = None
-        await _until(lambda: "1019" in world.text, "the values again")
-        assert "LOST" not in world.text
 
     world = _World()
     _run(world, use)
