@@ -243,13 +243,6 @@ def test_a_reporter_that_replaces_another_ends_it() -> None:
     assert len(reasons) == 2
 
 
-def test_processes_that_share_a_pid_have_the_names_of_their_series() -> None:
-    bench = Bench()
-    bench.report(1, pid_namespace=5, session="a")
-    bench.report(1, pid_namespace=6, session="b")
-    assert [event.pid for event in bench.log.events] == ["1@5", "1@6"]
-
-
 def lost(gpu: int = 0, **changes: Any) -> DeviceReading:
     return DeviceReading(gpu=str(gpu), uuid=UUIDS[gpu], error="GPU is lost", **changes)
 
