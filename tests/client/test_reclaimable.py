@@ -8,8 +8,6 @@ import pytest
 from gpumem_client.allocator.heap import Heap
 from gpumem_client.allocator.reclaimable import Reclaimable
 
-MIB = 1 << 20
-
 
 class Bench:
     """One device with a known heap; counts the walks over it."""

@@ -8,8 +8,7 @@ import pytest
 
 from gpumem_toolkit.leaks.detector import Leak, LeakDetector
 from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup
-from gpumem_toolkit.leaks.referrers import NO_REFERRER
-from gpumem_toolkit.leaks.suspects import descriptions, frequent, grown, kinds_to_search
+from gpumem_toolkit.leaks.suspects import frequent, grown, kinds_to_search
 from gpumem_toolkit.leaks.trend import Trend, fit_line
 from tests.support.seeded_runs import MIB, SHAPES, allocated, hard_shapes
 
@@ -144,28 +143,6 @@ def test_a_leak_below_a_sawtooth_is_reported_once_and_not_withdrawn(name: str) -
 
 def _group(count: int, shape: tuple[int, ...] = (8, 8), *, graph: bool = False, **more: object) -> TensorGroup:
     return TensorGroup(shape, "float32", 0, count, count * 256, count if graph else 0, **more)  # type: ignore[arg-type]
-
-
-def test_only_kinds_that_grew_are_suspects() -> None:
-    before = LingeringTensors((_group(10), _group(50, (4,))))
-    holder = "list of 26 in history, a global of train"
-    after = LingeringTensors((_group(26, referrers=(holder,)), _group(50, (4,))))
-    (text,) = descriptions(grown(before, after, least=3))
-    assert [named for named in ("16 ", "26 ", "float32[8x8]", holder) if named not in text] == []
-
-
-def test_the_keeper_of_a_graph_comes_before_tensors_without_referrers() -> None:
-    before = LingeringTensors((_group(10), _group(1, (), graph=True, graph_nodes=30)))
-    after = LingeringTensors(
-        (
-            _group(26, referrers=(NO_REFERRER,)),
-            _group(1, (), graph=True, graph_nodes=78, referrers=("local variable total at train.py:3 in train",)),
-        )
-    )
-    first, second = grown(before, after, least=3)
-    assert first.group.shape == ()
-    assert first.more_nodes == 48
-    assert second.group.shape == (8, 8)
 
 
 def test_holders_are_searched_for_the_largest_growths_only() -> None:
