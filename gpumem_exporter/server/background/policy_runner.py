@@ -22,7 +22,7 @@ from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.errors import ActionRefusedError
 from gpumem_exporter.events import EventLog
-from gpumem_exporter.events.actions import policy_stopped_event
+from gpumem_exporter.events.recorder import policy_stopped_event
 
 _log = logging.getLogger(__name__)
 

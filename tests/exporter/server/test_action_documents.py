@@ -12,7 +12,7 @@ from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.server.api import actions as module
 from gpumem_exporter.server.api.actions import INLINE_RESULTS, ActionRoutes
-from gpumem_exporter.server.api.rendering import Renderer
+from gpumem_exporter.server.http.replies import Renderer
 from tests.support.dispatching import run
 
 

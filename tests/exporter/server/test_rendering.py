@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from gpumem_exporter.server.api.rendering import Renderer, encoded
+from gpumem_exporter.server.http.replies import Renderer, encoded
 from tests.support.dispatching import run
 
 
