@@ -49,9 +49,7 @@ def whole_group(selection: Selection, request: ActionRequest, caller: Caller, no
 
     The workload is only a label, which the processes of another user or container may have as well. If there are
     several owners, a user's group is its own outside of containers. Otherwise the target must name the processes.
-
-    Raises:
-        GroupIncompleteError: they have several workloads or owners, or no workload, or a rank cannot take part.
+    Raises GroupIncompleteError if there is not one workload and owner, or if a rank cannot take part.
     """
     workloads = sorted({one.process.report.process.workload for one in selection.reporting})
     if len(workloads) > 1 or not workloads[0]:

@@ -54,8 +54,7 @@ class ActionRegistry:
     def with_key(self, caller: str, key: str, request: ActionRequest) -> Action | None:
         """Return the action that a caller has started with this key, if it is still known.
 
-        Raises:
-            IdempotencyConflictError: the caller used the key with another request.
+        Raises IdempotencyConflictError if the caller used the key with another request.
         """
         first, action_id = self._keys.get((caller, key), (None, ""))
         known = self.get(action_id)
@@ -167,8 +166,7 @@ class RateLimits:
     def take(self, caller: str, processes: Iterable[tuple[Hashable, str]]) -> None:
         """Count one action on these processes, given as keys and names for messages.
 
-        Raises:
-            TooManyActionsError: a limit is reached; nothing is counted.
+        Raises TooManyActionsError if a limit is reached; then nothing is counted.
         """
         now = self._clock()
         wait = self._callers.wait_seconds(caller, now)

@@ -113,11 +113,7 @@ class ActionBody(_body("_Options", OPTIONS, base=_Required)):  # type: ignore[mi
         return "deadline_seconds" not in self.model_fields_set
 
     def request(self) -> ActionRequest:
-        """Return the request.
-
-        Raises:
-            ProblemError: 422, with each invalid field.
-        """
+        """Return the request. Raises ProblemError (422) with each invalid field."""
         values = self.model_dump(exclude={"target", "wait_seconds"})
         request = ActionRequest(target=Target(**self.target.model_dump()), **values)
         if invalid := invalid_fields(request):

@@ -75,11 +75,7 @@ class PolicyRunner:
             self._instruments.count_policy(decision.rule.name, self._submit(decision), 1)
 
     async def reload(self, requested_by: str) -> tuple[Rule, ...]:
-        """Read the file again and put its rules in force.
-
-        Raises:
-            ConfigurationError: the file is invalid, and the earlier rules stay in force.
-        """
+        """Read the file again. If it is invalid, raise ConfigurationError; then the earlier rules stay in force."""
         async with self._reading:
             try:
                 rules = await asyncio.to_thread(read_policy, self._path, allowed=self._allowed)

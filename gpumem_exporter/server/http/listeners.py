@@ -156,8 +156,7 @@ class Listeners:
     def add_unix(self, path: str) -> None:
         """Listen on a unix socket. The file of a killed exporter is replaced, the file of a running one is not.
 
-        Raises:
-            BindError: the socket cannot be created, or other users could replace it.
+        Raises BindError if the socket cannot be created, or if other users could replace it.
         """
         try:
             # Mode 0755 whatever the umask: with root's 077 no other user could reach the socket.
@@ -289,10 +288,8 @@ def _reason(error: OSError) -> str:
 def take_systemd_sockets(environ: MutableMapping[str, str] = os.environ) -> Listeners:
     """Take over the sockets that systemd passes by socket activation: sd_listen_fds(3).
 
-    The variables of the environment are removed, so that children do not use the sockets.
-
-    Raises:
-        BindError: systemd passed no socket, or one that the exporter cannot listen on; then all of them are closed.
+    The variables of the environment are removed, so that children do not use the sockets. Raises BindError without a
+    socket, or with one that the exporter cannot listen on; then all of them are closed.
     """
     pid, count, *_ = (environ.pop(name, "") for name in _SYSTEMD_VARIABLES)
     if not pid or not count.isdecimal() or int(count) == 0:
