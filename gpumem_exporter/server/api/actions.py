@@ -1,4 +1,7 @@
-"""`/api/v1/actions`: request, list and cancel actions. The request guard has authorized the caller."""
+"""`/api/v1/actions`: request, list and cancel actions. `/api/v1/caller`: what the caller may do.
+
+The request guard has authorized the caller of actions.
+"""
 
 from __future__ import annotations
 

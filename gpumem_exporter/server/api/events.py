@@ -1,4 +1,4 @@
-"""`GET /api/v1/events`: what happened on the node."""
+"""`GET /api/v1/events`: what happened on the node. `GET /api/v1/jobs/{id}`: the memory of a job, also after its end."""
 
 from __future__ import annotations
 

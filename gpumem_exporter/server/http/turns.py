@@ -15,6 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Limits, Owner, UnreadReplies
 from gpumem_exporter.server.http.problems import ProblemError
 
+T = TypeVar("T")
+_SHORT_BODY_BYTES = 64 << 10
+"""A body of this length has been read before the application asks for it: uvicorn reads that much ahead."""
+_REFUSAL_SECONDS = 1.0
+_RETRY_AFTER = {"Retry-After": "1"}
+
 
 class Held(Enum):
     """Why a request is held no longer."""
@@ -76,14 +82,6 @@ class HeldRequests:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-T = TypeVar("T")
-
-_SHORT_BODY_BYTES = 64 << 10
-"""A body of this length has been read before the application asks for it: uvicorn reads that much ahead."""
-_REFUSAL_SECONDS = 1.0
-_RETRY_AFTER = {"Retry-After": "1"}
 
 
 class Turns:
