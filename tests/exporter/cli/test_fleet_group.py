@@ -93,18 +93,6 @@ def run(exporters: dict[Exporter, ScriptedExporter], clock: Clock | None = None)
     return found, found.act(fleet_of(exporters, clock), BODY, wait_seconds=40.0, clock=clock)
 
 
-def test_every_exporter_gets_the_same_step() -> None:
-    exporters = {
-        A: ScriptedExporter(submits=[RUNNING], later=[RUNNING, action(row(1))]),
-        B: ScriptedExporter(submits=[RUNNING], later=[action(row(1, rank="1"))]),
-    }
-    found, requests = run(exporters)
-    request = {**BODY, "at_step": found.at_step, "target": {"workload": "train"}}
-    assert [exporter.requests_of("submit") for exporter in exporters.values()] == [[request], [request]]
-    assert (found.cancel_reason, [one.failure for one in requests]) == ("", [None, None])
-    assert [exporter.requests_of("cancel") for exporter in exporters.values()] == [[], []]
-
-
 @pytest.mark.parametrize(
     ("submits", "later", "reason"),
     [

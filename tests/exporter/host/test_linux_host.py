@@ -88,6 +88,12 @@ class Tree:
             (self.root / str(pid) / name).mkdir()
 
 
+def facts_of(tree: Tree, pid: int = 30) -> ProcessFacts:
+    facts = LinuxHost(tree.root).facts(pid)
+    assert facts is not None
+    return facts
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
@@ -231,8 +237,7 @@ def test_only_the_slurm_and_ray_job_ids_are_read_from_the_environment(
     tree: Tree, environ: bytes, slurm: str, ray: str
 ) -> None:
     tree.process(30, environ=environ)
-    facts = LinuxHost(tree.root).facts(30)
-    assert facts is not None
+    facts = facts_of(tree)
     assert (facts.slurm_job_id, facts.ray_job_id) == (slurm, ray)
     assert facts.command == "python train.py"
 
@@ -269,19 +274,16 @@ def test_a_worker_of_multiprocessing_has_the_command_of_the_script_that_started_
 )
 def test_an_unreadable_file_affects_only_its_own_facts(tree: Tree, hidden: str, lost: dict[str, object]) -> None:
     tree.process(30, uid=os.geteuid(), cgroup=f"0::/docker/{ID}\n", environ=b"SLURM_JOB_ID=7\0")
-    whole = LinuxHost(tree.root).facts(30)
+    whole = facts_of(tree)
     tree.hide(30, hidden)
-    assert whole is not None
     assert whole.container_id == ID
-    assert LinuxHost(tree.root).facts(30) == replace(whole, **lost)  # type: ignore[arg-type]
+    assert facts_of(tree) == replace(whole, **lost)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("end", ["\r", "\v", "\x85"])
 def test_a_process_cannot_name_another_user_in_its_name(tree: Tree, end: str) -> None:
     tree.process(30, name=f"{end}Uid:\t7\t7\t7", uid=os.geteuid())
-    facts = LinuxHost(tree.root).facts(30)
-    assert facts is not None
-    assert facts.uid == os.geteuid()
+    assert facts_of(tree).uid == os.geteuid()
 
 
 def test_a_process_whose_files_are_all_unreadable_is_alive(tree: Tree) -> None:
@@ -294,9 +296,7 @@ def test_a_process_whose_files_are_all_unreadable_is_alive(tree: Tree) -> None:
 
 def test_a_process_without_a_command_line_has_the_kernels_short_name(tree: Tree) -> None:
     tree.process(30, cmdline=b"", name="kworker")
-    facts = LinuxHost(tree.root).facts(30)
-    assert facts is not None
-    assert facts.command == "kworker"
+    assert facts_of(tree).command == "kworker"
 
 
 def test_a_real_process_in_the_exporters_namespace_is_found_by_its_own_pid() -> None:
