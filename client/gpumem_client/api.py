@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from gpumem_client.reporter.reporter import Reporter
     from gpumem_client.wire.protocol import OutOfMemory
 
-__all__ = ["latest_oom", "start", "step", "stop"]
-
 
 def start(
     workload: str | None = None,

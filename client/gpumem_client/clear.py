@@ -15,8 +15,6 @@ from gpumem_client.allocator.reclaimable import known
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
-__all__ = ["DeepClean", "Rung", "clean_start", "clear_cache", "deep_clean", "reset_peak", "set_memory_fraction"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rung:

@@ -1,6 +1,6 @@
 """Reads this process' memory on one device from NVML, for occasional calls.
 
-The library is loaded by its name and creates no CUDA context. The structures are those of nvml.h since driver 510.
+The library is loaded by its name and creates no CUDA context. The structures are as in nvml.h since driver 510.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any
 
 from gpumem_client.wire.nvml_processes import ProcessListError, processes_on_device
 from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE, pid_namespace
-
-__all__ = ["DriverReading", "read_driver"]
 
 _SUCCESS = 0
 
@@ -37,10 +35,7 @@ class DriverReading:
 
 
 def read_driver(uuid: str) -> DriverReading:
-    """Read one device by its UUID (`GPU-…`, `MIG-…`). Takes a few milliseconds. Any thread may call this.
-
-    In a container with its own PID namespace the driver's list cannot be matched, and the process values are None.
-    """
+    """Read one device by its UUID (`GPU-…`, `MIG-…`). Takes a few milliseconds. Any thread may call this."""
     try:
         nvml = _library()
         if not uuid or nvml.nvmlInit_v2() != _SUCCESS:

@@ -22,13 +22,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class guest_safety:  # noqa: N801 - reads as a function, like contextlib.suppress
-    """`with guest_safety():` swallows the errors of the block, except those of a signal handler.
+    """`with guest_safety():` swallows the errors of the block, except errors of a signal handler.
 
-    `@guest_safety()` does the same for each call of a function, which then returns None. The boundary may be entered
-    again, and by several threads at once.
-
-    Args:
-        report: called with each error before it is swallowed.
+    `@guest_safety()` does the same for each call of a function, which then returns None. `report` is called with each
+    error before it is swallowed. The boundary may be entered again, and by several threads at once.
     """
 
     __slots__ = ("_report",)

@@ -1,4 +1,4 @@
-"""`run`: start a command with the reporter injected into every Python process below it.
+"""`gpumem-run`, and `gpumem-exporter run`: start a command with the reporter in every Python process below it.
 
 The bootstrap directory, which contains a `sitecustomize`, goes in front of PYTHONPATH. Every Python interpreter that
 inherits the environment imports it at its start. The command then replaces this process, so that signals, exit code
@@ -25,8 +25,8 @@ NOT_FOUND = 127
 
 SUMMARY = "Start a command with the reporter injected into it."
 
-HELP = f"""\
-Usage: gpumem-exporter run [OPTIONS] -- CMD [ARG]...
+_HELP = f"""\
+Usage: PROGRAM [OPTIONS] -- CMD [ARG]...
 
   {SUMMARY}
 
@@ -47,12 +47,12 @@ Options:
   -h, --help       Show this message and exit.
 
 Examples:
-  gpumem-exporter run -- python train.py --lr 3e-4
-  gpumem-exporter run --workload llm-pretrain -- torchrun --nproc-per-node 8 train.py
-  gpumem-exporter run --allocator expandable_segments:True -- python train.py
-  gpumem-exporter run --plan plan.json -- python train.py
-  gpumem-exporter run --url unix:///run/gpumem/exporter.sock -- bash job.sh
-  GPUMEM_DISABLED=1 gpumem-exporter run -- python train.py    # no reporter
+  PROGRAM -- python train.py --lr 3e-4
+  PROGRAM --workload llm-pretrain -- torchrun --nproc-per-node 8 train.py
+  PROGRAM --allocator expandable_segments:True -- python train.py
+  PROGRAM --plan plan.json -- python train.py
+  PROGRAM --url unix:///run/gpumem/exporter.sock -- bash job.sh
+  GPUMEM_DISABLED=1 PROGRAM -- python train.py    # no reporter
 
 Exit code: that of CMD; 2 wrong usage; 126 CMD cannot be executed; 127 CMD is not found.
 """
@@ -68,14 +68,16 @@ _VARIABLES = {
 def main() -> int:
     """Run the command line of `gpumem-run` and return its exit code."""
     try:
-        return run(sys.argv[1:])
+        return run(sys.argv[1:], program="gpumem-run")
     except ConfigurationError as error:
         print(f"gpumem-run: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Replace this process by the command in `arguments`. Returns only if that fails.
+def run(arguments: Sequence[str], *, program: str = "gpumem-exporter run") -> int:
+    """Replace this process by the command in `arguments`. Returns only after `--help`, or if the command cannot start.
+
+    `program` is the name for messages and the help.
 
     Raises:
         ConfigurationError: an option is invalid, or there is no command.
@@ -89,17 +91,35 @@ def run(arguments: Sequence[str]) -> int:
             " and the command follows after `--`"
         ) from error
     if any(name in ("-h", "--help") for name, _ in options):
-        print(HELP, end="")
+        print(_HELP.replace("PROGRAM", program), end="")
         return 0
     if not command or not command[0]:
-        raise ConfigurationError("no command; give one, such as gpumem-exporter run -- python train.py")
+        raise ConfigurationError(f"no command; give one, such as {program} -- python train.py")
     given = {_VARIABLES[name]: value for name, value in options if name in _VARIABLES}
-    given |= _allocator_settings([value for name, value in options if name == "--allocator"])
-    _require_url(given.get("GPUMEM_EXPORTER_URL"))
+    # What each option needs is imported only with the option: a plain `run` starts in a few milliseconds.
+    settings = [value for name, value in options if name == "--allocator"]
+    if settings:
+        from gpumem_client.allocator.settings import environment_with
+
+        given |= environment_with(os.environ, ",".join(settings))
+    if "GPUMEM_EXPORTER_URL" in given:
+        from gpumem_client.wire.http import Connection
+
+        Connection(given["GPUMEM_EXPORTER_URL"], timeout_seconds=1.0).close()
     if "GPUMEM_PLAN" in given:
-        given["GPUMEM_PLAN"] = _require_plan(given["GPUMEM_PLAN"])
+        from gpumem_client.reporter.plan import planned_peak_bytes
+
+        planned_peak_bytes(given["GPUMEM_PLAN"])
+        # The command may change the working directory.
+        given["GPUMEM_PLAN"] = str(Path(given["GPUMEM_PLAN"]).absolute())
     environment = injected_environment({**_given_environment(), **given}, _bootstrap_directory())
-    return _replace_process(command, environment)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _restore_signals()
+    try:
+        os.execvpe(command[0], command, environment)  # noqa: S606 - this is the purpose of `run`
+    except OSError as error:
+        return _cannot_run(program, command[0], error)
 
 
 def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str, str]:
@@ -114,11 +134,9 @@ def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str
 
 
 def _given_environment() -> dict[str, str]:
-    """The environment at the start of this process.
-
-    In the C locale the interpreter sets LC_CTYPE (PEP 538). The command must not inherit it.
-    """
+    """Return the environment with which this process was started."""
     environment = dict(os.environ)
+    # In the C locale the interpreter sets LC_CTYPE (PEP 538). The command must not inherit it.
     with contextlib.suppress(OSError):
         given = Path("/proc/self/environ").read_bytes().split(b"\0")
         environment.pop("LC_CTYPE", None)
@@ -141,42 +159,8 @@ def _bootstrap_directory() -> str:
     return str(directory)
 
 
-def _allocator_settings(lines: Sequence[str]) -> dict[str, str]:
-    if not lines:
-        return {}
-    from gpumem_client.allocator.settings import environment_with
-
-    return environment_with(os.environ, ",".join(lines))
-
-
-def _require_url(url: str | None) -> None:
-    if url is None:
-        return
-    from gpumem_client.wire.http import Connection
-
-    Connection(url, timeout_seconds=1.0).close()
-
-
-def _require_plan(path: str) -> str:
-    """Check the plan and return its absolute path: the command may change the working directory."""
-    from gpumem_client.reporter.plan import planned_peak_bytes
-
-    planned_peak_bytes(path)
-    return str(Path(path).absolute())
-
-
-def _replace_process(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    _restore_signals()
-    try:
-        os.execvpe(command[0], list(command), dict(environment))  # noqa: S606 - this is the purpose of `run`
-    except OSError as error:
-        return _cannot_run(command[0], error)
-
-
 def _restore_signals() -> None:
-    """Restore the signals that the interpreter ignores: they would stay ignored after exec."""
+    """Restore the signals that the interpreter ignores: Python sets SIGPIPE to SIG_IGN, which survives exec."""
     for name in ("SIGPIPE", "SIGXFSZ"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_IGN:
@@ -184,17 +168,17 @@ def _restore_signals() -> None:
                 signal.signal(number, signal.SIG_DFL)
 
 
-def _cannot_run(program: str, error: OSError) -> int:
-    missing = error.errno == errno.ENOENT or (error.errno == errno.ENOTDIR and os.sep not in program)
-    if missing and shutil.which(program) is not None:
+def _cannot_run(program: str, command: str, error: OSError) -> int:
+    missing = error.errno == errno.ENOENT or (error.errno == errno.ENOTDIR and os.sep not in command)
+    if missing and shutil.which(command) is not None:
         reason, code = "the interpreter in its first line is missing", NOT_EXECUTABLE
     elif missing:
-        where = "" if os.sep in program else " in PATH"
+        where = "" if os.sep in command else " in PATH"
         reason, code = f"not found{where}", NOT_FOUND
     else:
         reason, code = (error.strerror or str(error)).lower(), NOT_EXECUTABLE
-    printable = "".join(c if c.isprintable() else "?" for c in program)
-    print(f"gpumem-exporter run: {printable}: {reason}", file=sys.stderr)
+    printable = "".join(c if c.isprintable() else "?" for c in command)
+    print(f"{program}: {printable}: {reason}", file=sys.stderr)
     return code
 
 

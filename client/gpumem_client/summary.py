@@ -19,9 +19,6 @@ from gpumem_client.torch_access import allocator_settings, initialized_torch
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
-__all__ = ["DeviceSummary", "Summary", "log_summary", "memory_summary"]
-
-
 _FROM_SAMPLE = (
     *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
     *("allocated_peak_bytes", "reserved_peak_bytes", "private_pools_bytes", "reclaimable_bytes"),

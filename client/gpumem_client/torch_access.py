@@ -128,10 +128,8 @@ def pinned_host_bytes(torch: Any) -> int | None:
 def nccl_bytes(contexts: list[int]) -> dict[int, int]:
     """Return the device memory of NCCL's communicators by device index. A device is absent if that is not known.
 
-    It is known from torch 2.15 on with NCCL 2.29.7 and later. A suspended communicator has only its persistent memory.
-
-    Args:
-        contexts: the devices on which this process has a context.
+    It is known from torch 2.15 on with NCCL 2.29.7 and later. `contexts` are the devices on which this process has a
+    context.
     """
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     found: dict[int, int] = {}
@@ -151,6 +149,7 @@ def nccl_bytes(contexts: list[int]) -> dict[int, int]:
         except (AttributeError, RuntimeError):
             unknown.add(device)
         else:
+            # A suspended communicator has released all but its persistent memory.
             found[device] = found.get(device, 0) + statistics["persist" if statistics["suspended"] else "total"]
     return {device: size for device, size in found.items() if device not in unknown}
 
@@ -201,11 +200,7 @@ def current_stream_is_capturing(torch: Any) -> Callable[[], bool]:
 
 
 def attach_oom_observer(torch: Any, observer: Callable[[int, int, int, int], None]) -> bool:
-    """Register an observer of out-of-memory errors, for the life of the process.
-
-    Returns:
-        False if the allocator has no observers.
-    """
+    """Register an observer of out-of-memory errors, for the life of the process. False if the allocator has none."""
     try:
         torch._C._cuda_attach_out_of_memory_observer(observer)
     except (AttributeError, RuntimeError):

@@ -61,8 +61,7 @@ class Dispatcher:
         record: awaited for each new action before a process gets a command of it, so that the action is recorded before
             it has an effect.
         wake: ends the held requests that wait for a process or for the id of an action.
-        call_later: calls a function after some seconds, so that actions expire in time. Without it, they expire when
-            `expire` is called the next time.
+        call_later: calls a function after some seconds, so that actions expire in time; the event loop by default.
         hide_identities: whether callers without all rights learn nothing of others' processes from errors and results.
     """
 
@@ -78,7 +77,7 @@ class Dispatcher:
         limits: RateLimits,
         record: Callable[[SubmittedAction], Awaitable[None]] | None = None,
         wake: Callable[[Hashable], None] = lambda _key: None,
-        call_later: Callable[[float, Callable[[], None]], object] = lambda _seconds, _function: None,
+        call_later: Callable[[float, Callable[[], None]], object] | None = None,
         kept_actions: int = 1000,
         hide_identities: bool = False,
     ) -> None:
@@ -152,7 +151,8 @@ class Dispatcher:
             self._engine_starts.show(running, starting, snapshot)
         self.finish_if_complete(running)
         if running.commands or running.blocked:
-            self._call_later(request.deadline_seconds + SILENT_GRACE_SECONDS, self.expire)
+            call_later = self._call_later or asyncio.get_running_loop().call_later
+            call_later(request.deadline_seconds + SILENT_GRACE_SECONDS, self.expire)
         if not running.recorded.is_set() and self._record is not None:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
             self._spawn(self._offer_once(running, self._record(submitted)))
@@ -283,7 +283,8 @@ class Dispatcher:
                 if result.reason_code == ReasonCode.CANCELLED and part.withdrawal is not None:
                     result = part.withdrawal
                 self._end(running, part, result, process)
-        self._settlements.take(process)
+        if process.report.still_free:
+            self._settlements.take(process)
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """End the parts of a process that has exited."""

@@ -65,18 +65,24 @@ class RequestOption:
     @property
     def expected(self) -> str:
         """What the option accepts, whatever the action is."""
+        if self.kind is bool:
+            return "true or false"
         if self.choices:
             return ", ".join(self.choices)
         if self.kind is str:
             return f"at most {self.most} characters"
         noun = "an integer" if self.kind is int else "a number of seconds" if self.unit == "seconds" else "a number"
-        # An integer as it is: `g` would write the largest one as a power of ten.
-        most = str(self.most) if self.kind is int else f"{self.most:g}"
-        return (
-            f"{noun} over {self.over} and at most {most}"
-            if self.least is None
-            else f"{noun} from {self.least} to {most}"
-        )
+        bounds = f"over {self.over} and at most" if self.least is None else f"from {self.least} to"
+        return f"{noun} {bounds} {int(self.most or 0)}"
+
+    def read(self, text: str) -> Any:
+        """Return the value of a text; raise ValueError if the option does not accept it."""
+        if self.kind is bool and text not in ("true", "false"):
+            raise ValueError(text)
+        value = text == "true" if self.kind is bool else self.kind(text)
+        if not self.accepts(value):
+            raise ValueError(text)
+        return value
 
     def accepts(self, value: Any) -> bool:
         """Return whether a value of the right type is valid, whatever the action is."""

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
 
+from rich.traceback import Traceback
 from textual.app import App
 from textual.binding import Binding, BindingType
 
@@ -31,10 +32,7 @@ _TICK_SECONDS = 1.0
 class LiveApp(App[None], Generic[T]):
     """Shows the last reading, and whether it is still valid.
 
-    Args:
-        read: returns the values, or raises GpumemError. Runs in a thread, because it may block.
-        first: the first values.
-        interval_seconds: seconds between the starts of two readings.
+    `read` returns the values or raises GpumemError; it runs in a thread, because it may block.
     """
 
     ENABLE_COMMAND_PALETTE = False
@@ -72,7 +70,6 @@ class LiveApp(App[None], Generic[T]):
         """Draw the reading."""
 
     def on_mount(self) -> None:
-        """Start to read, and to handle signals."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
         # After Ctrl-Z the terminal's screen is empty, and Textual draws only what changes.
@@ -82,11 +79,9 @@ class LiveApp(App[None], Generic[T]):
         self.call_after_refresh(self.show)
 
     def on_resize(self) -> None:
-        """Draw for the new size."""
         self.call_after_refresh(self.show)
 
-    def action_interrupt(self) -> None:
-        """End like a program that receives SIGINT: the terminal sends Ctrl-C as a key."""
+    def action_interrupt(self) -> None:  # Textual reads Ctrl-C as a key, not as a signal
         self._end(signal.SIGINT)
 
     def run_to_end(self) -> int:
@@ -102,6 +97,10 @@ class LiveApp(App[None], Generic[T]):
             return INTERRUPTED
         _die(self.ended)
         return 128 + self.ended
+
+    def _fatal_error(self) -> None:
+        # Textual would print the local variables of each frame, and a token may be among them.
+        self.panic(Traceback(width=None))
 
     def _tick(self) -> None:
         if self.age_seconds > _TICK_SECONDS:

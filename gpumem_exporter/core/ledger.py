@@ -44,6 +44,9 @@ CATEGORIES = (
 )
 
 
+_UNKNOWN: tuple[None, Mapping[str, DeviceSample]] = (None, {})
+
+
 class ProcessShare(NamedTuple):
     """The memory of one process on one device.
 
@@ -116,16 +119,15 @@ def node_shares(snapshot: Snapshot) -> dict[str, list[ProcessShare]]:
         return {}
     # Without the processes whose pid was reused.
     reporting = [each for each in snapshot.names.reporting if node.pid_belongs_to(each[1])]
-    processes = {process.host_pid: process for _, process in reporting if process.host_pid is not None}
-    by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
-    for host_pid, process in processes.items():
-        for sample in process.report.devices:
-            if sample.uuid in by_device:
-                by_device[sample.uuid].setdefault(host_pid, sample)
+    known = {
+        process.host_pid: (process, {sample.uuid: sample for sample in process.report.devices})
+        for _, process in reporting
+        if process.host_pid is not None
+    }
     return {
         device.uuid: _reported_shares(device.uuid, reporting)
         if device.processes is None
-        else _listed_shares(device.uuid, device.processes, by_device[device.uuid], processes)
+        else _listed_shares(device.uuid, device.processes, known)
         for device in node.devices
     }
 
@@ -141,20 +143,18 @@ def _reported_shares(uuid: str, reporting: Iterable[tuple[str, ReportingProcess]
 
 
 def _listed_shares(
-    uuid: str,
-    listed: Iterable[ProcessMemory],
-    samples: Mapping[int, DeviceSample],
-    processes: Mapping[int, ReportingProcess],
+    uuid: str, listed: Iterable[ProcessMemory], known: Mapping[int, tuple[ReportingProcess, Mapping[str, DeviceSample]]]
 ) -> list[ProcessShare]:
-    """Return the shares of the processes that the driver lists."""
+    """Return the shares of the processes that the driver lists; `known` are the reporting ones by host pid."""
     shares = []
     for owner in listed:
         pid, used_bytes = owner.pid, owner.used_bytes
-        sample = samples.get(pid)
-        if sample is None:
+        process, samples = known.get(pid, _UNKNOWN)
+        sample = samples.get(uuid)
+        if sample is None or process is None:
             shares.append(ProcessShare(str(pid), used_bytes, None, None, None))
             continue
-        process, reserved_bytes, non_torch_bytes = processes[pid], sample.reserved_bytes, None
+        reserved_bytes, non_torch_bytes = sample.reserved_bytes, None
         if used_bytes is not None and reserved_bytes is not None and uuid not in process.unmatched:
             non_torch_bytes = used_bytes - reserved_bytes
         shares.append(ProcessShare(str(pid), used_bytes, process, sample, non_torch_bytes))

@@ -14,8 +14,7 @@ from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
-from gpumem_exporter.demo.device import SimulatedDevice
-from gpumem_exporter.demo.process import SimulatedProcess
+from gpumem_exporter.demo.process import SimulatedDevice, SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.errors import NvmlDeviceLostError

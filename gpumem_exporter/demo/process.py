@@ -1,4 +1,4 @@
-"""A simulated PyTorch process: the calls of its program, and its allocator for the client's reporter.
+"""A simulated PyTorch process on simulated devices: the calls of its program, and its allocator for the client.
 
 Callers hold the simulation's lock.
 """
@@ -7,19 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from random import Random
 from typing import NoReturn
 
-from gpumem_client.allocator.simulated import Block, CachingAllocator, SimulatedOutOfMemoryError
+from gpumem_client.allocator.simulated import AllocatorStatistics, Block, CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.reporter.loop import ReportLoop
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, ReasonCode
-from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.demo.device import SimulatedDevice
+from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts
+from gpumem_exporter.nvml.provider import DeviceIdentity
+
+_SAME_IN_SAMPLE = tuple(field.name for field in fields(AllocatorStatistics))
+
+
+class SimulatedDevice:
+    """One device, from which processes allocate memory. Driver and firmware reserve a part of it."""
+
+    def __init__(self, identity: DeviceIdentity, *, total_bytes: int, reserved_bytes: int) -> None:
+        self.identity = identity
+        self.total_bytes = total_bytes
+        self.reserved_bytes = reserved_bytes
+        self.free_bytes = total_bytes - reserved_bytes
+        self.utilization_ratio = 0.0
+
+    @property
+    def usable_bytes(self) -> int:
+        """The bytes available to programs: the total of `cudaMemGetInfo`."""
+        return self.total_bytes - self.reserved_bytes
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The result of `nvmlDeviceGetMemoryInfo_v2`."""
+        used_bytes = self.usable_bytes - self.free_bytes
+        return DeviceMemory(self.total_bytes, used_bytes, self.free_bytes, self.reserved_bytes)
+
+    def allocate(self, size_bytes: int) -> bool:
+        """Allocate memory; returns False if there is not enough."""
+        if size_bytes > self.free_bytes:
+            return False
+        self.free_bytes -= size_bytes
+        return True
+
+    def free(self, size_bytes: int) -> None:
+        """Release memory."""
+        self.free_bytes += size_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +139,7 @@ class DeviceSlot:
             components["other"] = self.allocator.statistics.allocated_bytes - sum(components.values())
         sample = DeviceSample(
             uuid=self.device.identity.uuid,
-            **asdict(self.allocator.statistics),  # its fields have the same names
+            **{name: getattr(self.allocator.statistics, name) for name in _SAME_IN_SAMPLE},
             reclaimable_bytes=self.allocator.reclaimable_bytes,
             nccl_bytes=self.nccl_bytes,
             memory_limit_bytes=self.allocator.limit_bytes,

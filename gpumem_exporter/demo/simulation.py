@@ -16,9 +16,9 @@ from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter import __version__
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.demo.device import build_devices
-from gpumem_exporter.demo.process import SimulatedProcess
-from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
+from gpumem_exporter.demo.process import SimulatedDevice, SimulatedProcess
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, MIB, Workload
+from gpumem_exporter.nvml.provider import DeviceIdentity
 
 TICK_SECONDS = 0.5
 MAX_CATCH_UP_TICKS = 20
@@ -27,7 +27,7 @@ CLOCK_TICKS_PER_SECOND = 100
 UPTIME_SECONDS = 40 * 86400
 """The uptime of the simulated machine when the demo starts."""
 SMOOTHING = 0.5
-"""The share by which a device's utilization approaches that of its processes in one tick."""
+"""The share by which a device's utilization approaches the utilization by its processes in one tick."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class Simulation:
         self.lock = threading.Lock()
         self._seed = seed
         self._rng = Random(f"{seed}:node")  # noqa: S311 - not for cryptography
-        self.devices = build_devices(self._rng)
+        self.devices = _devices(self._rng)
         self._origin_seconds = now
         self._next_pid = self._rng.randint(12_000, 60_000)
         self._by_pid: dict[int, SimulatedProcess] = {}
@@ -170,3 +170,19 @@ def _facts(workload: Workload, index: int, identity: ProcessIdentity, rng: Rando
         k8s_pod=f"{pod}-{index}" if pod else "",
         k8s_container="main" if pod else "",
     )
+
+
+def _devices(rng: Random) -> tuple[SimulatedDevice, ...]:
+    """Create the eight devices of the node: seven of one model, and one of another model."""
+    devices = []
+    for index in range(8):
+        digits = f"{rng.getrandbits(128):032x}"
+        uuid = f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
+        bus_id = f"00000000:{0x1A + 0x11 * index:02X}:00.0"
+        if index < 7:
+            identity = DeviceIdentity(str(index), uuid, "NVIDIA H100 80GB HBM3 (demo)", bus_id)
+            devices.append(SimulatedDevice(identity, total_bytes=81559 * MIB, reserved_bytes=551 * MIB))
+        else:
+            identity = DeviceIdentity(str(index), uuid, "NVIDIA A100 80GB PCIe (demo)", bus_id)
+            devices.append(SimulatedDevice(identity, total_bytes=81920 * MIB, reserved_bytes=626 * MIB))
+    return tuple(devices)

@@ -37,7 +37,7 @@ from gpumem_exporter.server.background.housekeeping import (
 )
 from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.server.http.problems import install_problem_handlers
-from gpumem_exporter.server.runtime import Runtime, build_runtime
+from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.security.tokens import FileRefresher
 from gpumem_exporter.server.settings import Settings
@@ -79,7 +79,7 @@ def create_app(
         driver_pids: drops pids that are not of this PID namespace; None if all are.
         socket_file: the file of the unix socket; None without one.
     """
-    runtime = build_runtime(
+    runtime = Runtime(
         settings,
         provider=provider,
         host=host,

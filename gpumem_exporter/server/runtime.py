@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,207 +44,154 @@ if TYPE_CHECKING:
     from gpumem_exporter.server.security.web_access import WebAccess
 
 
-@dataclass(frozen=True, slots=True)
 class Runtime:
-    """The exporter's parts. Only the event loop uses them; the poller's thread also writes to `store` and `events`."""
+    """The exporter's parts. Only the event loop uses them; the poller's thread also writes to `store` and `events`.
 
-    settings: Settings
-    source: str
-    version: str
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float]
-    store: Store
-    snapshot: Callable[[], Snapshot]
-    """Returns the current snapshot."""
-    poller: Poller
-    dispatcher: Dispatcher
-    exposition: Exposition
-    instruments: Instruments
-    presence: Presence
-    events: Recorder
-    audit: Audit
-    held_requests: HeldRequests
-    history: History
-    reports: ReportsRoute
-    renderer: Renderer
-    own_names: OwnNames
-    reports_rule: Rule
-    callers: Callers
-    policies: PolicyRunner | None
-    """None without `--policy.file`."""
-    web: WebAccess | None
-    """None without `--web.config.file`."""
-    socket_file: SocketFile | None
-    """None without a unix socket."""
-
-
-def build_runtime(
-    settings: Settings,
-    *,
-    provider: Provider,
-    host: Host,
-    clock: Callable[[], float],
-    wall_clock: Callable[[], float],
-    registry: CollectorRegistry,
-    pods: PodResources | None = None,
-    driver_pids: DriverPids | None = None,
-    socket_file: SocketFile | None = None,
-) -> Runtime:
-    """Build every part and connect them; starts nothing.
-
-    It is longer than other functions because each part has its line, in the order in which they depend on each other.
+    The constructor starts nothing. It is longer than other functions because each part has its line, in the order in
+    which they depend on each other.
     """
-    instruments, held_requests = Instruments(), HeldRequests()
-    instruments.show_held_requests(held_requests.__len__)
-    store = Store(
-        report_expiry_seconds=settings.report_expiry,
-        # Each poll replaces the reading. After three missed polls it no longer describes the node.
-        reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
-        max_processes=settings.report_max_processes,
-    )
 
-    def snapshot() -> Snapshot:
-        return store.snapshot(clock())
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        provider: Provider,
+        host: Host,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        registry: CollectorRegistry,
+        pods: PodResources | None = None,
+        driver_pids: DriverPids | None = None,
+        socket_file: SocketFile | None = None,
+    ) -> None:
+        self.settings = settings
+        self.source = provider.source
+        self.version = __version__
+        self.clock = clock
+        self.wall_clock = wall_clock
+        self.socket_file = socket_file
+        self.instruments = Instruments()
+        self.held_requests = HeldRequests()
+        self.instruments.show_held_requests(self.held_requests.__len__)
+        self.store = Store(
+            report_expiry_seconds=settings.report_expiry,
+            # Each poll replaces the reading. After three missed polls it no longer describes the node.
+            reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
+            max_processes=settings.report_max_processes,
+        )
+        self.events = self._recorder()
+        self.poller = Poller(
+            provider,
+            host,
+            Readings(self.store, self.events, driver_pids, pods).take,
+            interval_seconds=settings.collect_interval,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
+        self.audit = Audit(
+            self.events,
+            durable=bool(settings.storage_path),
+            wall_clock=wall_clock,
+            count=self.instruments.observe_action,
+            # So that the reading of the driver is as new as the reports.
+            poll_soon=self.poller.poll_soon,
+        )
+        self.dispatcher = Dispatcher(
+            self.store,
+            allowed=frozenset(settings.action_allow),
+            clock=clock,
+            wall_clock=wall_clock,
+            on_finished=self.audit.finished,
+            terminator=Terminator(host),
+            limits=RateLimits(
+                per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock
+            ),
+            record=self.audit.record,
+            wake=self.held_requests.wake,
+            hide_identities=settings.web_hide_identities,
+        )
+        self.presence = Presence(
+            self.store,
+            self.dispatcher,
+            host,
+            clock=clock,
+            report_interval_seconds=settings.report_interval,
+            on_ended=self.events.processes_ended,
+        )
+        self.exposition = Exposition(
+            self.instruments,
+            registry,
+            version=__version__,
+            source=provider.source,
+            hide_identities=settings.web_hide_identities,
+        )
+        peer_places = PeerPlaces()
+        self.reports = ReportsRoute(
+            self.store,
+            ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places),
+            self.presence,
+            self.events,
+            self.dispatcher,
+            self.held_requests,
+            self.instruments,
+            clock=clock,
+            wall_clock=wall_clock,
+            report_interval_seconds=settings.report_interval,
+        )
+        self.history = History(reading_expiry_seconds=self.store.reading_expiry_seconds)
+        self.renderer = Renderer()
+        self.own_names = OwnNames(_own_names(settings))
+        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
+        self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
+        self.policies = self._policies()
+        """None without `--policy.file`."""
+        self.web = _web_access(settings)
+        """None without `--web.config.file`."""
 
-    events = _recorder(settings, store, instruments, clock, wall_clock)
-    poller = Poller(
-        provider,
-        host,
-        Readings(store, events, driver_pids, pods).take,
-        interval_seconds=settings.collect_interval,
-        clock=clock,
-        wall_clock=wall_clock,
-    )
-    audit = Audit(
-        events,
-        durable=bool(settings.storage_path),
-        wall_clock=wall_clock,
-        count=instruments.observe_action,
-        # So that the reading of the driver is as new as the reports.
-        poll_soon=poller.poll_soon,
-    )
-    limits = RateLimits(per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock)
-    dispatcher = Dispatcher(
-        store,
-        allowed=frozenset(settings.action_allow),
-        clock=clock,
-        wall_clock=wall_clock,
-        on_finished=audit.finished,
-        terminator=Terminator(host),
-        limits=limits,
-        record=audit.record,
-        wake=held_requests.wake,
-        call_later=lambda seconds, function: asyncio.get_running_loop().call_later(seconds, function),
-        hide_identities=settings.web_hide_identities,
-    )
-    presence = Presence(
-        store,
-        dispatcher,
-        host,
-        clock=clock,
-        report_interval_seconds=settings.report_interval,
-        on_ended=events.processes_ended,
-    )
-    exposition = Exposition(
-        instruments,
-        registry,
-        version=__version__,
-        source=provider.source,
-        hide_identities=settings.web_hide_identities,
-    )
-    peer_places = PeerPlaces()
-    reports = ReportsRoute(
-        store,
-        ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places),
-        presence,
-        events,
-        dispatcher,
-        held_requests,
-        instruments,
-        clock=clock,
-        wall_clock=wall_clock,
-        report_interval_seconds=settings.report_interval,
-    )
-    return Runtime(
-        settings=settings,
-        source=provider.source,
-        version=__version__,
-        clock=clock,
-        wall_clock=wall_clock,
-        store=store,
-        snapshot=snapshot,
-        poller=poller,
-        dispatcher=dispatcher,
-        exposition=exposition,
-        instruments=instruments,
-        presence=presence,
-        events=events,
-        audit=audit,
-        held_requests=held_requests,
-        history=History(reading_expiry_seconds=store.reading_expiry_seconds),
-        reports=reports,
-        renderer=Renderer(),
-        own_names=OwnNames(_own_names(settings)),
-        reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
-        callers=Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places),
-        policies=_policies(settings, snapshot, dispatcher, instruments, events.log, wall_clock),
-        web=_web_access(settings),
-        socket_file=socket_file,
-    )
+    def snapshot(self) -> Snapshot:
+        """Return the current snapshot."""
+        return self.store.snapshot(self.clock())
 
+    def _recorder(self) -> Recorder:
+        settings, store, clock, wall_clock = self.settings, self.store, self.clock, self.wall_clock
+        storage = Storage(
+            Path(settings.storage_path) if settings.storage_path else None,
+            retention_seconds=settings.storage_retention,
+            max_bytes=settings.storage_max_bytes,
+            wall_clock=wall_clock,
+        )
+        log = EventLog(
+            storage,
+            clock=time.monotonic,  # its thread waits in real time, whatever clock the other parts use
+            on_dropped=self.instruments.count_events_dropped,
+            on_committed=self.instruments.count_events,
+        )
+        return Recorder(
+            log,
+            report_expiry_seconds=settings.report_expiry,
+            reading_expiry_seconds=store.reading_expiry_seconds,
+            wall_clock=wall_clock,
+            on_ooms=lambda ooms: store.put_ooms(last_ooms(ooms, clock(), wall_clock())),
+            on_left_out=self.instruments.count_events_dropped,
+        )
 
-def _recorder(
-    settings: Settings,
-    store: Store,
-    instruments: Instruments,
-    clock: Callable[[], float],
-    wall_clock: Callable[[], float],
-) -> Recorder:
-    storage = Storage(
-        Path(settings.storage_path) if settings.storage_path else None,
-        retention_seconds=settings.storage_retention,
-        max_bytes=settings.storage_max_bytes,
-        wall_clock=wall_clock,
-    )
-    log = EventLog(
-        storage,
-        clock=time.monotonic,  # its thread waits in real time, whatever clock the other parts use
-        on_dropped=instruments.count_events_dropped,
-        on_committed=instruments.count_events,
-    )
-    return Recorder(
-        log,
-        report_expiry_seconds=settings.report_expiry,
-        reading_expiry_seconds=store.reading_expiry_seconds,
-        wall_clock=wall_clock,
-        on_ooms=lambda ooms: store.put_ooms(last_ooms(ooms, clock(), wall_clock())),
-        on_left_out=instruments.count_events_dropped,
-    )
+    def _policies(self) -> PolicyRunner | None:
+        settings = self.settings
+        if not settings.policy_file:
+            return None
+        from gpumem_exporter.server.background.policy_runner import PolicyRunner  # loaded only if there is a policy
 
-
-def _policies(
-    settings: Settings,
-    snapshot: Callable[[], Snapshot],
-    dispatcher: Dispatcher,
-    instruments: Instruments,
-    log: EventLog,
-    wall_clock: Callable[[], float],
-) -> PolicyRunner | None:
-    if not settings.policy_file:
-        return None
-    from gpumem_exporter.server.background.policy_runner import PolicyRunner  # loaded only if there is a policy
-
-    return PolicyRunner(
-        Path(settings.policy_file),
-        allowed=frozenset(settings.action_allow),
-        dispatcher=dispatcher,
-        snapshot=snapshot,
-        # A sample that two reports in a row did not contain no longer describes the process.
-        stale_seconds=max(3 * settings.report_interval, 5.0),
-        instruments=instruments,
-        log=log,
-        wall_clock=wall_clock,
-    )
+        return PolicyRunner(
+            Path(settings.policy_file),
+            allowed=frozenset(settings.action_allow),
+            dispatcher=self.dispatcher,
+            snapshot=self.snapshot,
+            # A sample that two reports in a row did not contain no longer describes the process.
+            stale_seconds=max(3 * settings.report_interval, 5.0),
+            instruments=self.instruments,
+            log=self.events.log,
+            wall_clock=self.wall_clock,
+        )
 
 
 def _web_access(settings: Settings) -> WebAccess | None:

@@ -8,7 +8,7 @@ A flag takes precedence over the environment, the environment over the file, the
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,8 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
-from gpumem_exporter.core.yaml_file import expected, shown
-from gpumem_exporter.server.config_file import read_config_file
+from gpumem_exporter.core.yaml_file import YamlFile, expected, shown
 from gpumem_exporter.server.http.listeners import parse_listen_address
 from gpumem_exporter.server.security.tokens import TokenFile
 
@@ -176,8 +175,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     flags = dict(flags or {})
     config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"), "")
     if config_file:
-        for key, setting in read_config_file(Path(config_file), known=known).items():
-            given[key] = (f"{config_file}:{setting.line}: {key}", setting.value)
+        given.update(_read_config_file(Path(config_file), known))
     for key in known:
         if text := environ.get(environment_name(key), ""):
             given[key] = (environment_name(key), text)
@@ -198,6 +196,34 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
         )
     _check_files(settings, {key: source for key, (source, _) in given.items()})
     return settings
+
+
+def _read_config_file(path: Path, known: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """Return the source and the value of each setting of a file with dotted keys, nested keys, or both."""
+    file = YamlFile(path, "configuration file")
+    if not isinstance(file.document, dict | None):
+        raise file.error((), 'expected keys with values, such as `web.listen-address: ":9844"`')
+    found: dict[str, tuple[str, Any]] = {}
+    for location, value in _leaves(file.document or {}, ()):
+        key = ".".join(location)
+        if key not in known:
+            import difflib  # slow to import, and only needed for an error
+
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+            raise file.error(location, f"unknown key {key!r}; {hint}", of=())
+        if key in found:
+            raise file.error(location, f"the key {key!r} appears twice, first at {found[key][0]}", of=())
+        found[key] = (f"{path}:{file.line(location)}: {key}", value)
+    return found
+
+
+def _leaves(value: Any, location: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not isinstance(value, dict):
+        yield location, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(inner, (*location, key))
 
 
 def _check_files(settings: Settings, sources: Mapping[str, str]) -> None:

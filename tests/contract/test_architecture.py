@@ -1,19 +1,22 @@
-"""The functions and folders that docs/architecture.md names exist."""
+"""The functions and folders that docs/architecture.md names exist, and requests take the paths that it shows."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.support.packages import PACKAGES, Package
 from tests.support.paths import REPOSITORY
+from tests.support.request_trace import Trace, trace_requests
 
 PAGE = (REPOSITORY / "docs" / "architecture.md").read_text()
 PACKAGE = REPOSITORY / "gpumem_exporter"
-STEPS = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", PAGE, re.MULTILINE)
+STEP = re.compile(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
+STEPS = STEP.findall(PAGE)
 
 
 def test_the_page_describes_the_main_paths() -> None:
@@ -27,6 +30,44 @@ def test_each_named_function_exists(module: str, name: str) -> None:
         found = [node for node in body if isinstance(node, _DEFINITIONS) and node.name == part]
         assert found, f"{module} has no {name}"
         body = found[0].body
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Trace]:
+    return trace_requests()
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"),
+    [
+        ("A report", "report"),
+        ("A reading of the driver", "reading"),
+        ("A scrape", "scrape"),
+        ("An action", "submission"),
+        ("A command", "command"),
+        ("A result", "result"),
+    ],
+)
+def test_a_request_runs_through_the_modules_in_the_order_of_the_page(
+    title: str, kind: str, traces: dict[str, Trace]
+) -> None:
+    section = PAGE.partition(f"\n### {title}\n")[2].partition("\n##")[0]
+    rows = [row for row in STEP.findall(section) if not row[0].startswith(("gpumem_client/", "cli/"))]
+    known = set(traces["report"].calls) if kind in ("command", "result") else set()
+    calls = [call for call in traces[kind].calls if call not in known]
+    assert [module for module, _ in rows] == list(dict.fromkeys(call.module for call in calls))
+    for module, name in rows:
+        assert any(call.module == module and f"{call.function}.".startswith(f"{name}.") for call in calls), name
+
+
+@pytest.mark.parametrize(("kind", "most"), [("report", 14), ("scrape", 19)])
+def test_a_frequent_request_enters_few_modules_and_none_more_than_twice(
+    kind: str, most: int, traces: dict[str, Trace]
+) -> None:
+    entered = Counter(traces[kind].entries)
+    assert len(entered) <= most
+    # The transport calls the application, is called by it, and reports the end of the reply.
+    assert {module: n for module, n in entered.items() if n > 2 and not module.startswith("server/http/")} == {}
 
 
 @pytest.mark.parametrize("path", sorted({*re.findall(r"`([a-z_]+/(?:[\w/]+\.py)?|deploy/[\w/]+)`", PAGE)}))

@@ -13,7 +13,7 @@ from tests.support.waiting import patient
 
 FORBIDDEN = (
     *("anyio", "fastapi", "httpx", "prometheus_client", "pydantic", "pynvml", "rich", "starlette", "uvicorn"),
-    *("click", "httptools", "uvloop", "yaml", "torch", "numpy"),
+    *("click", "httptools", "textual", "uvloop", "yaml", "torch", "numpy"),
 )
 CLIENT = REPOSITORY / "client" / "gpumem_client"
 GUEST_MODULES = sorted(

@@ -21,19 +21,20 @@ MIB = 1 << 20
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """Collect the log lines of the package."""
+    """Collect the log lines of the client and the toolkit."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("gpumem_exporter")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    logs = {log: log.level for log in map(logging.getLogger, ("gpumem_client", "gpumem_toolkit"))}
+    for log in logs:
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
     try:
         yield lines
     finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
+        for log, level in logs.items():
+            log.removeHandler(handler)
+            log.setLevel(level)
 
 
 def refused(call: Callable[[], object]) -> str:

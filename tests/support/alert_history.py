@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -108,6 +108,7 @@ async def _run(
     app = create_app(load_settings({}, {}), provider=node.provider, host=node.host, clock=clock, wall_clock=clock)
     runtime = app.state.runtime
     before_scrape_seconds: dict[SimulatedProcess, float] = {}
+    reported_ooms: dict[SimulatedProcess, int] = {}
     history = History(interval_seconds)
     runtime.events.log.start()
     runtime.poller._poll()
@@ -122,11 +123,14 @@ async def _run(
             for process, seconds_before in list(before_scrape_seconds.items()):
                 # A report is up to a second old when it is scraped. Reports between the scrapes are left out, except
                 # those with news.
-                report = process.loop.final_report() if process.ended else process.loop.next_report()
                 due = seconds_before == to_scrape
-                if not process.crashed and (due or report.final or report.ooms):
-                    await request(app, "POST", REPORTS_PATH, to_wire(report))
+                ooms = sum(slot.allocator.statistics.ooms for slot in process.slots)
+                if not process.crashed and (due or process.ended or ooms > reported_ooms.get(process, 0)):
+                    report = process.loop.final_report() if process.ended else process.loop.next_report()
+                    # Without a hold, which would last forever: the clock stands still during a request.
+                    await request(app, "POST", REPORTS_PATH, to_wire(replace(report, hold_seconds=0.0)))
                     process.loop.answered(report, Outcome.ACCEPTED, None)
+                    reported_ooms[process] = ooms
                 if due:
                     before_scrape_seconds[process] = rng.choice((0.0, TICK_SECONDS))
                 if process.ended:

@@ -18,6 +18,7 @@ PARAMETERS_BYTES = 4 * (256 * 256 + 256) * 4
 
 TRAINING = """
 import contextlib, gc
+import gpumem_client as gpumem
 import gpumem_toolkit as toolkit
 from gpumem_toolkit.measure import components as component_counts
 component_counts._SLICE_SECONDS = 60.0  # on a machine of any speed a count takes one step

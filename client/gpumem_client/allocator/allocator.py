@@ -29,7 +29,7 @@ from gpumem_client.wire.protocol import DeviceSample, ReasonCode
 
 
 class AnyAllocator(Protocol):
-    """What the reporter and its commands use of an allocator: that of torch, or a simulated one."""
+    """What the reporter and its commands use of an allocator: `Allocator`, or a simulated one."""
 
     @property
     def torch_version(self) -> str: ...
@@ -169,6 +169,7 @@ class Allocator:
         sample = self._sample(index, state)
         if state is None or self._reclaimable.exact_from_statistics(index, state):
             return sample
+        # A walk over the heap would delay the error, and the observer must be quick: it runs in the user's thread.
         return replace(sample, reclaimable_bytes=None if self.capturing or sample.reserved_bytes is None else 0)
 
     def pinned_host_bytes(self) -> int | None:
@@ -244,7 +245,8 @@ class Allocator:
     def _walk(self) -> Mapping[int, Heap] | None:
         try:
             snapshot = self._torch.cuda.memory_snapshot
-            # Traces (which 2.11 and later can leave out) may have hundreds of thousands of entries.
+            # Traces, which 2.11 and later can leave out, may have hundreds of thousands of entries: 727 ms instead of
+            # 0.2 ms (pytorch/pytorch#172672).
             has_traces = "include_traces" in inspect.signature(snapshot).parameters
             segments = snapshot(include_traces=False) if has_traces else snapshot()
         except (AttributeError, RuntimeError):

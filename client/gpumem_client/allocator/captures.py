@@ -1,8 +1,7 @@
 """CUDA graphs: whether one is being captured, and which private pools no graph uses any more.
 
-A pool that PyTorch made for a graph is used by graphs alone: by that graph, and by those that were captured into the
-same pool later. The pool is dead once all of them are deleted or reset. PyTorch does not report that. The memory of a
-dead pool stays reserved until the cache is emptied, and looks like the memory of a pool in use.
+PyTorch does not report that a pool is dead. Its memory stays reserved until the cache is emptied, and looks like the
+memory of a pool in use.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ from typing import Any
 from gpumem_client.allocator.heap import PoolId
 from gpumem_client.hooks.graph_captures import listen_to_captures, running_captures
 
-__all__ = ["Captures"]
-
 
 class Captures:
     """Watches the captures of this process. Only one thread may use it; any thread may call the two listener methods.
 
-    Args:
-        capturing: whether the current stream of the calling thread is being captured.
+    `capturing` returns whether the current stream of the calling thread is being captured.
     """
 
     def __init__(self, capturing: Callable[[], bool]) -> None:
@@ -51,12 +47,14 @@ class Captures:
 
     @property
     def under_way(self) -> bool:
-        """Whether a graph is being captured in any thread of this process.
-
-        The hook reports the captures that `torch.cuda.CUDAGraph` makes. The current stream of the calling thread is
-        also checked: its capture may have started before the hook was installed. No stream is changed.
-        """
-        return bool(running_captures()) or self._may_be_capturing()
+        """Whether a graph is being captured in any thread of this process. Changes no stream."""
+        if running_captures():  # that `torch.cuda.CUDAGraph` makes, as the hook reports
+            return True
+        try:
+            return self._capturing()  # a capture that started before the hook was installed
+        except RuntimeError:
+            # During some captures the driver rejects a query of the legacy stream (cudaErrorStreamCaptureImplicit).
+            return True
 
     def dead_pools(self) -> Collection[PoolId]:
         """Return the private pools that no graph uses.
@@ -80,6 +78,7 @@ class Captures:
         for key, graph in list(self._incomplete.items()):
             if graph() is None:
                 self._incomplete.pop(key, None)
+        # Only graphs use a pool that PyTorch made for a graph: that graph, and those captured into the pool later.
         for pool, users in list(self._users.items()):
             while users and _pool(users[-1]()) != pool:
                 users.pop()
@@ -87,16 +86,6 @@ class Captures:
                 del self._users[pool]
                 self._dead.add(pool)
                 self._deaths += 1
-
-    def _may_be_capturing(self) -> bool:
-        """Whether this thread's stream is being captured, or the driver refuses to answer.
-
-        During some captures the driver rejects a query of the legacy stream (cudaErrorStreamCaptureImplicit).
-        """
-        try:
-            return self._capturing()
-        except RuntimeError:
-            return True
 
 
 def _pool(graph: Any) -> PoolId | None:

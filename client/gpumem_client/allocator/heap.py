@@ -11,8 +11,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["LARGE_PAGE_BYTES", "Heap", "PoolId", "PoolSegment", "read_heaps"]
-
 PoolId = tuple[int, int]
 
 LARGE_PAGE_BYTES = 20 << 20
@@ -50,20 +48,15 @@ def read_heaps(
     large_pages: Collection[int] = (LARGE_PAGE_BYTES,),
     dead_pools: Collection[PoolId] = (),
 ) -> dict[int, Heap]:
-    """Return the heap of each device index.
+    """Return the heap of each device index, from the result of `torch.cuda.memory_snapshot()`.
 
-    A classic segment is released if none of its blocks is in use. Of an expandable segment, each whole page between
-    blocks in use is released; pages count from the segment's start, because unmapped gaps are whole pages too. A
-    clear waits for blocks that are pending on another stream, and releases them. Segments of private pools stay while a
-    graph uses the pool. Source: `release_cached_blocks` and `ExpandableSegment::unmap` in c10's
-    CUDACachingAllocator.cpp.
-
-    Args:
-        segments: the result of `torch.cuda.memory_snapshot()`.
-        large_pages: the page sizes that expandable segments of the large pool may have: a segment keeps the size that
-            was set when it was made.
-        dead_pools: private pools that no graph uses.
+    `large_pages` are the page sizes that expandable segments of the large pool may have: a segment keeps the size that
+    was set when it was made. `dead_pools` are private pools that no graph uses.
     """
+    # As `release_cached_blocks` and `ExpandableSegment::unmap` in c10's CUDACachingAllocator.cpp: a clear waits for
+    # blocks that are pending on another stream. It then releases classic segments without a block in use, and of
+    # expandable ones each whole page between blocks in use; pages count from the segment's start, because unmapped gaps
+    # are whole pages, too. Segments of private pools stay while a graph uses the pool.
     heaps: dict[int, Heap] = {}
     for segment in segments:
         heap = heaps.get(segment["device"])

@@ -1,12 +1,4 @@
-"""Keeps the idle cache of each device: the smallest reclaimable value of the last minute.
-
-A reading shows the cache at one moment, so what happens between two readings is missed, with two exceptions:
-
-- A peak of the allocated bytes that differs from the one at the last reading was reached in between. Not more than
-  reserved − peak was reclaimable then. This shows each burst that sets a new peak, and each interval between the resets
-  of a program that resets its peaks. Otherwise the peak is an old one and shows nothing.
-- An allocation that the allocator retried released all reclaimable memory first. So 0 bytes were reclaimable.
-"""
+"""Keeps the idle cache of each device: the smallest reclaimable value of the last minute."""
 
 from __future__ import annotations
 
@@ -14,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import DeviceSample
-
-__all__ = ["IDLE_CACHE_SECONDS", "IdleCache"]
 
 IDLE_CACHE_SECONDS = 60.0
 """The window of the idle cache."""
@@ -35,17 +25,11 @@ class _Device:
 
 
 class IdleCache:
-    """The smallest reclaimable value of each device within a window. One thread at a time may call `note`.
-
-    Args:
-        window_seconds: the length of the window.
-
-    Attributes:
-        retried_seconds: when a reading last showed that the allocator had retried an allocation.
-    """
+    """The smallest reclaimable value of each device within a window. One thread at a time may call `note`."""
 
     def __init__(self, window_seconds: float = IDLE_CACHE_SECONDS) -> None:
         self.retried_seconds = float("-inf")
+        """When a reading last showed that the allocator had retried an allocation."""
         self._window_seconds = window_seconds
         self._devices: dict[str, _Device] = {}
 
@@ -72,11 +56,14 @@ class IdleCache:
 
     def _least_since(self, before: DeviceSample, now: DeviceSample, now_seconds: float) -> int:
         """Return an upper bound for the smallest reclaimable value between two readings, as the second one shows it."""
+        # An allocation that the allocator retried released all reclaimable memory first.
         if (now.alloc_retries or 0) > (before.alloc_retries or 0):
             self.retried_seconds = now_seconds
             return 0
         # The peak counts memory that is unmapped, so the reserved bytes must count it too.
         reserved, peak = (now.reserved_bytes or 0) + (now.unmapped_bytes or 0), now.allocated_peak_bytes
+        # A peak that differs from the peak at the last reading was reached in between, and then not more than
+        # reserved − peak was reclaimable. Otherwise the peak is an old one and shows nothing.
         if peak is None or peak == before.allocated_peak_bytes or now.segments_freed != before.segments_freed:
             return reserved
         return max(0, reserved - peak)

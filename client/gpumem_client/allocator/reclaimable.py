@@ -30,17 +30,15 @@ _NEEDED = {
 _WALK_SHARE = 500
 """A walk that used t seconds of CPU is repeated after 500 t at the earliest: 0.2 % of a core."""
 _WALK_BLOCKS_MAX = 20_000
-"""A heap with more blocks is not walked: that would stop the interpreter for tens of milliseconds."""
+"""A heap with more blocks is not walked: the snapshot keeps the GIL, 5 to 7 ms for 10,000 blocks and 135 to 210 ms for
+100,000."""
 
 
 class Reclaimable:
     """The reclaimable bytes of each device. One thread at a time may call `walk_if_due`, any thread the other methods.
 
-    Args:
-        walk: takes a snapshot and reads it; returns None if the allocator has no snapshot.
-        pools_version: returns a value that changes when a private pool dies, which no statistic shows.
-        clock: monotonic seconds.
-        cpu_clock: CPU seconds of this thread, without waits for the allocator's lock.
+    `walk` takes a snapshot and reads it; it returns None if the allocator has no snapshot. `pools_version` returns a
+    value that changes when a private pool dies, which no statistic shows.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class Reclaimable:
         pools_version: Callable[[], Hashable],
         *,
         clock: Callable[[], float] = time.monotonic,
-        cpu_clock: Callable[[], float] = time.thread_time,
+        cpu_clock: Callable[[], float] = time.thread_time,  # without waits for the allocator's lock
     ) -> None:
         self._walk = walk
         self._pools_version = pools_version
@@ -145,11 +143,9 @@ class Reclaimable:
         return heap if layout is not None and _complete(state) and layout == _layout(state) else None
 
     def _may_be_expandable(self, index: int, state: DeviceState) -> bool:
-        """Whether the device may have expandable segments, which are mapped by the page and not counted as segments.
-
-        The settings apply to new segments only, and may change at any time. A device with expandable segments stays
-        marked for the life of the process, because the counters may be reset.
-        """
+        """Whether the device may have expandable segments, which are mapped by the page and not counted as segments."""
+        # Not from the settings: they apply to new segments only, and may change at any time. The counters may be reset,
+        # so a device with expandable segments stays marked for the life of the process.
         if _segments_ever(state) != state["segment"]["allocated"]:
             self._expandable.add(index)
         return index in self._expandable

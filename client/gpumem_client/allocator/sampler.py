@@ -1,13 +1,4 @@
-"""Takes samples of the allocator: at the end of a step while steps run, otherwise in the reporter's thread.
-
-A sample in the training thread at the end of a step never meets that thread's own cache flush. A sample in another
-thread may, and would stop the interpreter until the flush ends. So the reporter's thread samples only while no step
-runs or if the next step is late, never at the same time as a step, and not while another thread runs `empty_cache()`.
-
-The idle cache is the exception, because the cache is at its largest between two steps: the reporter's thread also reads
-it at random moments of a step. The training thread does not wait for such a reading. After the allocator retried an
-allocation there is none for a while: flushes come in series, and 0 bytes of the cache are idle then in any case.
-"""
+"""Takes samples of the allocator: at the end of a step while steps run, otherwise in the reporter's thread."""
 
 from __future__ import annotations
 
@@ -59,10 +50,6 @@ class Sampler:
     """Takes samples of one process' allocator.
 
     `on_step` runs in the user's threads, everything else in the reporter's. `swallow` gets the errors of `on_step`.
-    The window of the idle cache is `idle_cache_seconds`.
-
-    Attributes:
-        at_step: called in the user's thread at the end of each step, with its number; must not raise.
     """
 
     def __init__(
@@ -74,6 +61,7 @@ class Sampler:
         idle_cache_seconds: float = IDLE_CACHE_SECONDS,
     ) -> None:
         self.at_step: Callable[[int], None] = lambda _: None
+        """Called in the user's thread at the end of each step, with its number; must not raise."""
         self._allocator = allocator
         self._boundary = guest_safety(swallow)
         self._clock = clock
@@ -117,6 +105,9 @@ class Sampler:
         reported already and the next step is late, a new sample is taken. If another thread empties the cache at that
         time, the last sample is returned instead, or one without devices if the last one is too old.
         """
+        # A sample in the training thread at the end of a step never meets that thread's own flush of the cache. In
+        # another thread it may: the statistics lock the allocator's mutex with the GIL, so the whole interpreter would
+        # stop until the flush ends (1.5 s for eight calls of `cudaFree` of 0.2 s).
         latest, steps_run = self._latest, self.steps_run()
         if latest is None or not steps_run or self._late(latest):
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
@@ -195,6 +186,8 @@ class Sampler:
 
     def _read(self) -> None:
         """Read the cache at this moment, unless that could wait for another thread."""
+        # The cache is at its largest between two steps, where the samples are. So this reads it at random moments of a
+        # step. Flushes come in series: after a retry there is no reading for a while, and 0 bytes are idle in any case.
         now, started = self._clock(), time.thread_time()
         if self._calm(now) and not self._allocator.flushing and self._busy.acquire(blocking=False):
             try:

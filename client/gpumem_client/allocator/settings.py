@@ -93,12 +93,10 @@ def merged(current: str, wanted: Mapping[str, str]) -> str:
 def environment_with(environ: Mapping[str, str], line: str) -> dict[str, str]:
     """Return the variables that put these settings in force, together with those that the environment sets.
 
-    The result sets PYTORCH_CUDA_ALLOC_CONF, which every release reads and which takes precedence over the newer name.
-    It includes the settings of the newer variable, which PyTorch then ignores.
-
     Raises:
         ConfigurationError: as `parse_settings`.
     """
+    # Every release reads PYTORCH_CUDA_ALLOC_CONF, and ignores the newer variable beside it: so it gets both.
     return {VARIABLES[0]: merged(in_force(environ)[1], parse_settings(line))}
 
 

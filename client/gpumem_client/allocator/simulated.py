@@ -19,8 +19,6 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-__all__ = ["Block", "CachingAllocator", "Driver", "SimulatedOutOfMemoryError"]
-
 MIB = 1 << 20
 MIN_BLOCK_BYTES = 512
 SMALL_BYTES = MIB
@@ -33,9 +31,7 @@ SEGMENT_STEP_BYTES = 2 * MIB
 class SimulatedOutOfMemoryError(Exception):
     """The simulated `torch.cuda.OutOfMemoryError`; it never leaves a simulation or a plan.
 
-    Args:
-        message: what failed.
-        driver_bytes: the size of the failed request to the driver: the allocation rounded up to a segment.
+    `driver_bytes` is the size of the failed request to the driver: the allocation rounded up to a segment.
     """
 
     def __init__(self, message: str, driver_bytes: int) -> None:
@@ -98,11 +94,7 @@ FreeList: TypeAlias = list[tuple[int, int, Block]]
 
 
 class CachingAllocator:
-    """The cache of one device in one process.
-
-    Args:
-        driver: provides the memory of the segments.
-    """
+    """The cache of one device in one process. The driver provides the memory of the segments."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver

@@ -21,8 +21,6 @@ from gpumem_client.allocator.allocator import AnyAllocator, attached, no_cuda
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import MAX_TEXT_LENGTH, ReasonCode, SnapshotBlock, SnapshotFile, SnapshotSegment
 
-__all__ = ["snapshot", "snapshot_folder", "write_file", "write_snapshot"]
-
 _KEPT_FILES = 64
 _TRACE_ENTRIES_MAX = 50_000
 """The file keeps this number of the newest history entries per device; an entry with its stack takes kilobytes."""

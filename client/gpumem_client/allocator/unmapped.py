@@ -17,8 +17,6 @@ from typing import NamedTuple
 from gpumem_client.allocator.heap import PoolSegment
 from gpumem_client.wire.protocol import DeviceSample
 
-__all__ = ["Unmapped", "can_unmap", "unmapped_in", "without_unmapped"]
-
 _MODULES = ("torch_memory_saver", "vllm.device_allocator.cumem")
 _MAPPED = 13
 """`CU_POINTER_ATTRIBUTE_MAPPED`: 1 if the address is mapped to memory, otherwise 0."""
@@ -42,8 +40,7 @@ def can_unmap() -> bool:
 def unmapped_in(segments: Collection[PoolSegment]) -> Unmapped | None:
     """Return the memory of the segments that are not mapped; None if the driver does not say. Any thread may call it.
 
-    Args:
-        segments: classic segments, which are mapped as a whole.
+    The segments are classic ones, which are mapped as a whole.
     """
     if len(segments) > _SEGMENTS_MAX:
         return None
@@ -57,7 +54,7 @@ def unmapped_in(segments: Collection[PoolSegment]) -> Unmapped | None:
 def without_unmapped(sample: DeviceSample, unmapped: Unmapped) -> DeviceSample:
     """Return a sample of PyTorch's statistics without the memory that the driver does not hold.
 
-    Its peaks, active and requested bytes stay those of PyTorch.
+    Its peaks, active and requested bytes stay as PyTorch counts them.
     """
     if not unmapped.reserved_bytes or sample.reserved_bytes is None or sample.allocated_bytes is None:
         return replace(sample, unmapped_bytes=unmapped.reserved_bytes)

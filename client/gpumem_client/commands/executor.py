@@ -44,7 +44,7 @@ class Executor:
         allocator: AnyAllocator,
         sampler: Sampler,
         *,
-        collect_garbage: Callable[[], object] = lambda: gc.collect(),
+        collect_garbage: Callable[[], object] = gc.collect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._allocator = allocator
@@ -120,24 +120,26 @@ class Executor:
             supported = f"this reporter supports {', '.join(self._runners)}"
             return CommandResult(command.id, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
         if self._allocator.capturing:
-            # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer.
+            # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer
+            # (pytorch/pytorch#161037). PyTorch checks the calling thread's stream only.
             return refused_during_capture(command)
-        started = self._clock()
+        started = time.perf_counter()
         try:
             before = self._measure(command.uuids)
-            started = self._clock()
+            started = time.perf_counter()
             snapshot = runner(command)
-            duration = self._clock() - started
+            duration = time.perf_counter() - started
             devices = tuple(self._compare(i, measured) for i, measured in before.items() if self._allocator.uuid(i))
         except CommandRefusedError as error:
             return CommandResult(command.id, "refused", str(error), error.reason_code)
         except Exception as error:  # an error of torch or of a finalizer is this command's result
             if raised_by_signal_handler(error):
                 raise
-            return _failed(command, error, self._clock() - started)
+            return _failed(command, error, time.perf_counter() - started)
         return CommandResult(command.id, "done", duration_seconds=duration, devices=devices, snapshot=snapshot)
 
     def _empty_cache(self, command: Command) -> None:
+        # On every device: PyTorch has no other call. Each cudaFree may wait for running kernels.
         if command.collect_garbage:
             self._collect_garbage(command)
         self._allocator.empty_cache()
@@ -220,14 +222,12 @@ def _mapped(state: DeviceState | None, name: str, unmapped_bytes: int) -> int | 
 
 
 def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:
-    """Return the bytes that were released to the driver: the growth of the allocator's counter of freed reserved bytes.
-
-    The difference of the reserved bytes would miss what another thread reserved meanwhile. It is used only without the
-    counter (cudaMallocAsync), or if the user's code has reset the counter (`reset_accumulated_memory_stats`).
-    """
+    """Return the bytes that went to the driver: the growth of the allocator's counter of freed reserved bytes."""
     freed_before, freed_after = known(before, "reserved_bytes", "freed"), known(after, "reserved_bytes", "freed")
     if freed_before is not None and freed_after is not None and freed_after >= freed_before:
         return freed_after - freed_before
+    # Without the counter (cudaMallocAsync), or after the user's code has reset it (`reset_accumulated_memory_stats`).
+    # This difference misses what another thread reserved meanwhile.
     reserved_before, reserved_after = known(before, "reserved_bytes"), known(after, "reserved_bytes")
     if reserved_before is None or reserved_after is None:
         return None

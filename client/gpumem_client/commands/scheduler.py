@@ -125,7 +125,8 @@ class Scheduler:
         if at_step is not None and at_step > step:
             return
         capturing = self._allocator.capturing and at_step in (None, step)
-        # During a capture, a command for any step waits for a later one. The ranks of a group all act at one step.
+        # During a capture, a command for any step waits for a later one. A command with a number does not: the ranks of
+        # a group act after the same step, because one late rank delays the others in their next collective.
         if (capturing and at_step is None) or self._claim(command.id) is None:
             return
         if at_step is not None and at_step < step:

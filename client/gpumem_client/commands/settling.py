@@ -68,9 +68,9 @@ class Settling:
                 self._start(result.id, device, due_seconds)
 
     def _start(self, command_id: str, device: DeviceResult, due_seconds: float | None) -> None:
-        """Start a settling time. End that of an earlier clear: later, both clears would count the same memory."""
+        """Start a settling time, and end the settling time of an earlier clear on the device."""
         reserved, freed = device.reserved_before_bytes, device.freed_bytes
-        self._end(device.uuid, reserved)
+        self._end(device.uuid, reserved)  # later, both clears would count the same memory
         if due_seconds is not None and reserved is not None and freed is not None:
             self._waiting[device.uuid] = _Clear(command_id, freed, reserved - freed, due_seconds)
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-__all__ = ["when_cuda_starts"]
-
 
 def when_cuda_starts(callback: "Callable[[], None]") -> "Callable[[], None]":
     """Call `callback` once while CUDA is being initialized; immediately if CUDA is initialized already.

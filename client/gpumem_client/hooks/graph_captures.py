@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from gpumem_client.guest_safety import guest_safety
 
-__all__ = ["CaptureHook", "CaptureListener", "listen_to_captures", "running_captures"]
-
 _ENDS = ("capture_end_pre", "capture_end")
 """Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first."""
 
@@ -89,6 +87,7 @@ class CaptureHook:
         @functools.wraps(original)
         def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
             try:
+                # Before the capture starts: a clear in another thread would otherwise run into it.
                 self._starts(graph)
                 return original(graph, *arguments, **named)
             except BaseException:

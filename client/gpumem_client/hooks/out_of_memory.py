@@ -44,8 +44,7 @@ _OUT_OF_MEMORY = re.compile(
 class OutOfMemoryObserver:
     """Passes each error to its listener, in the allocating thread, before PyTorch raises the error.
 
-    PyTorch cannot remove an observer, so there is one per process, which does nothing without a listener. An exception
-    of the observer would replace the user's OutOfMemoryError.
+    PyTorch cannot remove an observer, so there is one per process, which does nothing without a listener.
     """
 
     def __init__(self) -> None:
@@ -62,7 +61,7 @@ class OutOfMemoryObserver:
         if self.listener is listener:
             self.listener = None
 
-    @guest_safety()
+    @guest_safety()  # an error here would replace the user's OutOfMemoryError, and break the code that recovers from it
     def __call__(self, device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
         """Pass the numbers of an error to the listener, if there is one."""
         listener = self.listener

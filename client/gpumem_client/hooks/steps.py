@@ -16,8 +16,6 @@ from gpumem_client.hooks.cuda_start import when_cuda_starts
 from gpumem_client.hooks.lifecycle import once
 from gpumem_client.torch_access import uncompiled
 
-__all__ = ["OneStep", "Steps", "no_training", "process_steps"]
-
 _ABANDONED_STEPS = 8
 """An optimizer counts as unused if it makes no step while others make this number of steps."""
 
@@ -44,8 +42,7 @@ class OneStep:
     """Recognizes the ends of steps among the calls of a listener.
 
     If a step has several optimizers, the first one counts, until it is deleted or makes no more steps. After the user's
-    code has marked a step, only its marks count. The first mark counts only if no step of an optimizer has counted
-    before: otherwise it marks the end of the optimizer's last step.
+    code has marked a step, only its marks count.
     """
 
     def __init__(self) -> None:
@@ -56,6 +53,7 @@ class OneStep:
     def ends(self, optimizer: Any) -> bool:
         """Whether this call is the end of a step; `optimizer` is None for a mark."""
         if optimizer is None:
+            # A first mark after a step of an optimizer marks the end of that step, which has been counted.
             counts = self._by_hand or self._counted is None
             self._by_hand = True
             return counts
@@ -72,12 +70,10 @@ class OneStep:
 
 
 class Steps:
-    """The ends of steps: those of any optimizer of `torch.optim`, and those that the user's code marks.
+    """The ends of steps of any optimizer of `torch.optim`, and the ends that the user's code marks.
 
-    A listener's first error is logged, and the listener is not called again. Any thread may call any method.
-
-    All listeners share one hook in PyTorch. PyTorch iterates over its hooks at the end of an optimizer's step, and a
-    change of the hooks would raise there: `install` and `remove` do nothing while an optimizer steps.
+    A listener's first error is logged, and the listener is not called again. Any thread may call any method. All
+    listeners share one hook in PyTorch, which `install` and `remove` do not change while an optimizer steps.
     """
 
     def __init__(self) -> None:
@@ -92,11 +88,9 @@ class Steps:
     def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
         """Call `callback(optimizer)` after each step, and `callback(None)` after a mark.
 
-        PyTorch reports the steps of optimizers from 2.1 on. If `listen` is called within an optimizer's step, the calls
-        start with the next mark, listener or report.
-
-        Returns:
-            A function that ends the calls. The hook stays in PyTorch until `remove`.
+        Returns a function that ends the calls; the hook stays in PyTorch until `remove`. PyTorch reports the steps of
+        optimizers from 2.1 on. If `listen` is called within an optimizer's step, the calls start with the next mark,
+        listener or report.
         """
         key = object()
         self._listeners[key] = callback
@@ -121,13 +115,14 @@ class Steps:
             return
         register = getattr(optimizers, "register_optimizer_step_post_hook", None)
         if register is not None and not _an_optimizer_steps(optimizers):
+            # At the end of a step the training thread is in no allocation and no capture. Errors of a hook go on into
+            # the user's `optimizer.step()`, so `_report` swallows them.
             self._handle = register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer)))
 
     def remove(self) -> bool:
         """Remove the hook if there is no listener.
 
-        Returns:
-            False while an optimizer steps: then the hook stays, and does nothing, until another call removes it.
+        Returns False while an optimizer steps: then the hook stays, and does nothing, until another call removes it.
         """
         if self._listeners:
             return True
@@ -173,16 +168,15 @@ class Steps:
 
 
 def _uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., None]:
-    """Return the hook in a form that `torch.compile` does not trace when a compiled function makes a step.
-
-    The first call of that form imports what it needs. So the form is used only if torch's optimizers use it, too.
-    """
+    """Return the hook in a form that `torch.compile` does not trace when a compiled function makes a step."""
+    # The first call of that form imports what it needs. So the form is used only if torch's optimizers use it, too.
     uses_it = hasattr(getattr(getattr(optimizers, "Optimizer", None), "add_param_group", None), "__wrapped__")
     return uncompiled(hook) if uses_it else hook
 
 
 def _an_optimizer_steps(optimizers: Any) -> bool:
     """Whether a thread is in the function that makes an optimizer's step and walks over its hooks."""
+    # PyTorch iterates over the dictionary of its hooks there: a change would raise in the user's optimizer.
     file = getattr(optimizers, "__file__", "")
 
     def steps(frame: FrameType | None) -> bool:

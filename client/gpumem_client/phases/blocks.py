@@ -9,8 +9,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
-__all__ = ["RunningBlocks", "run_calls_in"]
-
 _Block = TypeVar("_Block")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -41,13 +39,9 @@ class RunningBlocks(Generic[_Block]):
 def run_calls_in(
     function: _Function, block_of: Callable[[tuple[Any, ...], dict[str, Any]], AbstractContextManager[Any]]
 ) -> _Function:
-    """Return a function that runs each call in a block of its own.
+    """Return a function that runs each call in a block of its own, which `block_of` makes from the call's arguments.
 
     The block of a coroutine function ends with the coroutine, the block of a generator function with its last value.
-
-    Args:
-        function: the decorated function.
-        block_of: makes the context manager of a call from its arguments.
 
     Raises:
         TypeError: the function is an asynchronous generator function.

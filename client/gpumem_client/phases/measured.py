@@ -16,8 +16,6 @@ from gpumem_client.phases.observed import Observed, process_observed
 from gpumem_client.phases.peaks import Span
 from gpumem_client.wire.units import ShownAsText, human_bytes, human_growth
 
-__all__ = ["DeviceUse", "Measured", "MemoryUse", "current_phase", "memory_context", "phase", "phase_at_error"]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PHASE = "gpumem_phase"
@@ -124,7 +122,7 @@ class Measured:
         kept: whether the block is a phase, which is reported.
         reset_peaks: reset the allocator's peaks at the start of the block, so that its own peak is exact.
         ended: called with the result, in the user's thread.
-        observed: receives the runs; by default that of the process.
+        observed: receives the runs; by default the process' `Observed`.
     """
 
     def __init__(
@@ -207,7 +205,7 @@ def phase(name: str, *, reset_peaks: bool = False) -> Measured:
     peak. Values are read where phases start and end, and when the reporter takes a sample. `exact` is True if both
     bounds are equal. The reports show the lower bound. The phase with the highest peak is exact.
 
-    The statistics are those of the device: allocations of all threads count, for example of the autograd threads.
+    The statistics describe the device: allocations of all threads count, for example of the autograd threads.
     Phases may be nested, overlap, and end by an exception. The first 16 names are reported, further names are measured
     only. A phase costs about 20 µs per device at each end, and a few microseconds without CUDA. Any thread may use it.
     Put it around a compiled function, not into one: `torch.compile` breaks the graph there, and raises with

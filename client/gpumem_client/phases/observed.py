@@ -19,8 +19,6 @@ from gpumem_client.phases.peaks import PeakBounds, PeakWatch, PhasePeak, Span
 from gpumem_client.torch_access import Statistics, calling_thread, initialized_torch, mark_thread
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES
 
-__all__ = ["Observed", "WatchedBytes", "process_observed"]
-
 _LIFTED = ("allocated_bytes", "reserved_bytes")
 
 
@@ -39,8 +37,7 @@ class WatchedBytes:
 class Observed:
     """The phases, peaks and components of one process. Any thread may call any method.
 
-    Args:
-        statistics: returns the statistics to read, or None before CUDA is initialized.
+    `statistics` returns the statistics to read, or None before CUDA is initialized.
     """
 
     def __init__(self, statistics: Callable[[], Statistics | None] | None = None) -> None:
@@ -163,7 +160,7 @@ class Observed:
     def components(self, index: int) -> Mapping[str, int]:
         """Return the bytes of a device by component, summed over all watches; empty without a valid count.
 
-        If several watches share a model or an optimizer, only one is counted: the one that covers both, otherwise the
+        If several watches share a model or an optimizer, only one is counted: a watch that covers both, otherwise the
         most recent. `other` is the rest of the allocated bytes at the last count. It is missing if it would be
         negative, because then some components lie outside the allocator's memory.
         """

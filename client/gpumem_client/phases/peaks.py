@@ -40,7 +40,7 @@ class PeakWatch:
         self._resets: dict[int, int] = {}
 
     def note(self, index: int, state: Mapping[str, Any]) -> None:
-        """Compare a device's peaks in its nested statistics with those of the previous call."""
+        """Compare a device's peaks in its nested statistics with the peaks of the previous call."""
         before = self._peaks.get(index, {})
         peaks = {name: state[name]["peak"] for name in _STATISTICS if name in state}
         self._peaks[index] = peaks
@@ -64,9 +64,7 @@ class PeakWatch:
 class PeakBounds:
     """The peak of one device's allocated bytes in one span. Each reading of the statistics narrows the bounds.
 
-    Args:
-        allocated_bytes: allocated bytes at the start.
-        peak_bytes: the allocator's peak at the start.
+    It is made with the allocated bytes and the allocator's peak at the start.
     """
 
     __slots__ = ("_before_reset", "_peak_then", "_unseen_reset", "at_least", "entered", "now")
@@ -116,10 +114,7 @@ class PhasePeak:
 class Span:
     """One run of a phase or a measured block, with the bounds of the peak of each device.
 
-    Args:
-        name: the name of the phase or block.
-        reset_peaks: reset the allocator's peaks at the start.
-        kept: the run counts as a run of a phase.
+    `reset_peaks` resets the allocator's peaks at the start. `kept` says that the run counts as a run of a phase.
     """
 
     __slots__ = ("bounds", "ended_seconds", "kept", "name", "peaks", "reset_peaks", "started_seconds", "thread")

@@ -33,16 +33,13 @@ _UNTRUSTED = "no reports are sent"
 
 
 class Wakeup:
-    """Ends the waits of the reporter's thread between two reports. Any thread may call any method.
-
-    Attributes:
-        interrupt: ends the wait for the exporter's reply; set while there is such a wait.
-    """
+    """Ends the waits of the reporter's thread between two reports. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self.interrupt: Callable[[], None] = lambda: None
+        """Ends the wait for the exporter's reply."""
 
     @property
     def stopping(self) -> bool:
@@ -65,11 +62,8 @@ class Wakeup:
         self.wake()
 
     def starts_round(self) -> bool:
-        """Start a new round; False if the thread should end.
-
-        Clears the event before it checks for a stop. Otherwise a stop could stay unnoticed for a round.
-        """
-        self._woken.clear()
+        """Start a new round; False if the thread should end."""
+        self._woken.clear()  # before the check: otherwise a stop could stay unnoticed for a round
         return not self._stopping.is_set()
 
     def wait(self, seconds: float) -> None:
@@ -104,9 +98,7 @@ class Delivery:
     def deliver(self, report: Report, while_waiting: Callable[[], float] | None = None) -> tuple[Outcome, Reply | None]:
         """Post a report and return the reply, or None after an error, which is logged once.
 
-        Args:
-            report: the report.
-            while_waiting: called during the wait for the reply (see `Connection.request`).
+        `while_waiting` is called during the wait for the reply (see `Connection.request`).
         """
         self._reconnect_as_new_user(report)
         try:
@@ -121,6 +113,7 @@ class Delivery:
             return Outcome.FAILED, None
         except ExporterAnswerError as error:
             self._errors.note(f"the exporter refused a report ({error.status})", error)
+            log.debug("report %d was refused: %s", report.sequence, error)
             return Outcome.REJECTED if error.status in _UNACCEPTABLE else Outcome.REFUSED, None
         except (WireError, ValueError) as error:
             self._errors.note("the exporter's reply is invalid", error)
@@ -158,14 +151,13 @@ class Delivery:
             self._connection.close()
 
     def _reconnect_as_new_user(self, report: Report) -> None:
-        """Connect again if this process has changed its user, as with `os.setuid`.
-
-        The owner of a process is the user of its connection. So the former user's process ends here, otherwise the
-        exporter would count the memory of both until the former one expires.
-        """
+        """Connect again if this process has changed its user, as with `os.setuid`."""
         connection = self._connection
         if connection is None or not connection.of_another_user:
             return
+        log.debug("this process has another user: it connects again")
+        # The exporter takes the user of a connection as the owner of the process. Without an end of the former user's
+        # process, it would count the memory of both until the former one expires.
         ended = Report(report.process, report.sequence, final=True)
         try:
             connection.request(

@@ -1,8 +1,7 @@
 """Knows whether a vLLM worker in this process starts, from what vLLM has loaded. Imports nothing of vLLM.
 
-A worker starts from its first look at the free memory of the device until it has computed the size of its cache. If
-this or another process releases memory on the device in that time, vLLM exits. The worker is found once, while it is in
-one of its starting functions. From then on its attributes say whether it has started.
+A worker starts from its first reading of the device's free memory until it has computed the size of its cache. If this
+or another process releases memory on the device in that time, vLLM exits.
 """
 
 from __future__ import annotations
@@ -14,22 +13,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["EngineStart"]
-
 _MODULE = "vllm.v1.worker.gpu_worker"
 _STARTING = ("init_device", "load_model", "determine_available_memory")
 _SEARCH_SHARE = 2000
 """A search of the stacks is followed by a pause of this multiple of its CPU time: 0.05 % of a core. A search takes
-0.7 µs a frame and keeps the GIL; if the start was over before the first search, the
-searches never end."""
+0.7 µs a frame and keeps the GIL; if the start was over before the first search, the searches never end."""
 
 
 class EngineStart:
-    """The start of vLLM's worker in this process. Used in the reporter's thread only.
-
-    Args:
-        clock: monotonic seconds.
-    """
+    """The start of vLLM's worker in this process. Used in the reporter's thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,8 +31,10 @@ class EngineStart:
     def is_starting(self) -> bool | None:
         """Return whether a worker starts; False once it has started, None if there is no worker.
 
-        It is also None if the start was over before the first look, or if this version of vLLM is too different.
+        It is also None if the start was over before the first call, or if this version of vLLM is too different.
         """
+        # The worker is found once, while it is in one of its starting functions: vLLM has no list of its workers. From
+        # then on its attributes show whether it has started.
         worker_class = getattr(sys.modules.get(_MODULE), "Worker", None)
         if not isinstance(worker_class, type):
             return None

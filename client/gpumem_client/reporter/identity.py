@@ -14,8 +14,6 @@ from gpumem_client.torch_access import rank_and_size
 from gpumem_client.wire import procfs
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_TEXT_LENGTH, ProcessIdentity
 
-__all__ = ["current_process", "with_rank", "with_ray"]
-
 _RAY_TITLE = "ray::"
 _ACTOR_ID_SHOWN = 8
 
@@ -43,11 +41,9 @@ def current_process(
 
 
 def with_rank(identity: ProcessIdentity) -> ProcessIdentity:
-    """Return the identity with the rank in torch's process group, if neither the user nor a launcher has set one.
-
-    Lightning, `torch.multiprocessing.spawn` and notebooks' launchers set no variable that `start` can read: the rank is
-    known when the process group is initialized.
-    """
+    """Return the identity with the rank in torch's process group, if neither the user nor a launcher has set one."""
+    # Lightning, `torch.multiprocessing.spawn` and notebooks' launchers set no variable that `start` can read: the rank
+    # is known when the process group is initialized.
     group = None if identity.rank else rank_and_size()
     return identity if group is None else replace(identity, rank=str(group[0]), world_size=group[1])
 
@@ -55,19 +51,19 @@ def with_rank(identity: ProcessIdentity) -> ProcessIdentity:
 def with_ray(identity: ProcessIdentity) -> ProcessIdentity | None:
     """Return the identity with what Ray knows of this process; None before Ray is initialized here.
 
-    The environment has the nil job id in workers that Ray started in advance. Ray calls the processes of all actors of
-    a class the same, so the command of an actor names it: `ray::Trainer(rollout-0)`, or the start of its id without a
-    name. Calls Ray, so use it once per session: Ray ends a process that asks it during its shutdown.
+    Calls Ray, so use it once per session: Ray ends a process that asks it during its shutdown.
     """
     ray: Any = sys.modules.get("ray")
     if not hasattr(ray, "is_initialized") or not ray.is_initialized():  # missing while another thread imports Ray
         return None
     context = ray.get_runtime_context()
+    # The environment has the nil job id in workers that Ray started in advance.
     job_id = procfs.known_ray_job_id(context.get_job_id()) or identity.ray_job_id
     actor_id = context.get_actor_id()
     title = _title()
     command = identity.command
     if actor_id and title.startswith(_RAY_TITLE):
+        # Ray gives the processes of all actors of a class one title, so the command also names the actor.
         actor_class = title[len(_RAY_TITLE) :].partition(".")[0]  # the title also has the method while one runs
         name = context.get_actor_name() or actor_id[:_ACTOR_ID_SHOWN]
         command = procfs.label_text(f"{_RAY_TITLE}{actor_class}({name})")

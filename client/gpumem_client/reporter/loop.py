@@ -57,7 +57,7 @@ class ReportLoop:
         wake: Callable[[], None] = lambda: None,
         planned_bytes: int | None = None,
         idle_cache_seconds: float = IDLE_CACHE_SECONDS,
-        collect_garbage: Callable[[], object] = lambda: gc.collect(),
+        collect_garbage: Callable[[], object] = gc.collect,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity

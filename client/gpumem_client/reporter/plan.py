@@ -15,8 +15,6 @@ from typing import Any, Protocol, TypeAlias
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import MAX_INTEGER, DeviceSample
 
-__all__ = ["AnyPlan", "Planned", "chosen_plan", "planned_peak_bytes", "with_plan"]
-
 _FIELD = "reserved_peak_bytes"
 _FILE_BYTES_MAX = 1 << 20
 
@@ -66,12 +64,10 @@ def planned_peak_bytes(plan: AnyPlan) -> int:
 
 
 def with_plan(devices: Sequence[DeviceSample], planned_bytes: int | None) -> tuple[DeviceSample, ...]:
-    """Return the samples of all devices, with the planned peak in the sample of the device with the highest peak.
-
-    A plan describes one device. Another device may have memory too, for example a context on the first device.
-    """
+    """Return the samples of all devices, with the planned peak in the sample of the device with the highest peak."""
     if planned_bytes is None or not devices:
         return tuple(devices)
+    # A plan describes one device. Another one may have memory, too, for example a context on the first device.
     main = max(devices, key=lambda device: device.reserved_peak_bytes or 0)
     planned = replace(main, planned_reserved_peak_bytes=planned_bytes)
     return tuple([planned if device is main else device for device in devices])

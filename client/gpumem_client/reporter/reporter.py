@@ -16,8 +16,6 @@ from gpumem_client.reporter.worker import Worker
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import OutOfMemory
 
-__all__ = ["Reporter", "process_reporter"]
-
 _FAREWELL_SECONDS = 0.3
 """The longest that `stop`, or an ending interpreter, waits for the final report."""
 _COMMAND_SECONDS = 3.0
@@ -29,11 +27,8 @@ class Reporter:
 
     Until the user's code initializes CUDA there is no thread and no connection. Any thread may call any method. After
     `start` nothing raises into the user's code, and only `stop` waits for the network, for a limited time. A forked
-    child has no thread; if it can use CUDA, it reports for itself once it does.
-
-    Args:
-        steps: the process' steps.
-        on_error: called with each error before it is swallowed; for tests.
+    child has no thread; if it can use CUDA, it reports for itself once it does. Tests pass `on_error`, which is called
+    with each error before it is swallowed.
     """
 
     def __init__(self, steps: Steps, *, on_error: Callable[[str, BaseException], None] | None = None) -> None:
@@ -74,11 +69,9 @@ class Reporter:
     def stop(self, timeout_seconds: float = _FAREWELL_SECONDS) -> None:
         """Send the final report, end the thread, and remove every hook; `start` may be called again.
 
-        A hook that cannot be removed now does nothing until it is removed: the hook on optimizer steps after the
-        running step, the calls at exit and after a fork when the reporter's thread ends.
-
-        Args:
-            timeout_seconds: the longest wait for the final report.
+        Waits at most `timeout_seconds` for the final report. A hook that cannot be removed now does nothing until it is
+        removed: the hook on optimizer steps after the running step, the calls at exit and after a fork when the
+        reporter's thread ends.
         """
         self._stop_reporting(timeout_seconds)
         self._remove_process_hooks(None)
@@ -105,8 +98,7 @@ class Reporter:
     def _remove_process_hooks(self, ended: Worker | None) -> None:
         """Remove the calls at exit and after a fork, if this process does not report and no thread does.
 
-        Args:
-            ended: the worker whose ending thread calls this; None for other callers.
+        `ended` is the worker whose ending thread calls this.
         """
         with self._lock:
             last = self._last_worker
@@ -116,15 +108,13 @@ class Reporter:
                     remove()
 
     def _end(self) -> None:
-        """End the reporter at the interpreter's exit.
-
-        Up to Python 3.13, a thread that returns from PyTorch into an interpreter that has ended aborts the process
-        (`terminate called without an active exception`). So this waits for a running command.
-        """
+        """End the reporter at the interpreter's exit."""
         self._process_hooks = []  # Python iterates over its calls at exit and must not be changed
         self._stop_reporting(_FAREWELL_SECONDS)
         worker, self._last_worker = self._last_worker, None
         if worker is not None:
+            # Up to Python 3.13, a thread that returns from PyTorch into an interpreter that has ended aborts the
+            # process ("terminate called without an active exception"). So this waits for a running command.
             worker.disable(_COMMAND_SECONDS)
 
     def _cuda_started(self) -> None:

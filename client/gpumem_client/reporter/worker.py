@@ -47,6 +47,7 @@ class Worker:
         self._ooms = OutOfMemoryLog(self._wakeup.wake)
         self._allocator: Allocator | None = None
         self._loop: ReportLoop | None = None
+        # A daemon: the interpreter must not wait for it, and `disable` waits for a running command.
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
         self._started_by = 0
 
@@ -84,15 +85,12 @@ class Worker:
             sampler.exclusively().acquire(timeout=timeout_seconds)  # never released
 
     def abandon(self) -> None:
-        """Remove the parent's hooks in a forked child, where the thread does not exist.
-
-        A sample there would show the parent's bytes, or wait forever for a lock that was held during the fork. Closing
-        the copy of the connection leaves the parent's open.
-        """
+        """Remove the parent's hooks in a forked child, where the thread does not exist."""
+        # A sample there would show the parent's bytes, or wait forever for a lock that was held during the fork.
         self._observer.listener = None
         if self._allocator is not None:
             self._allocator.detach()
-        self._delivery.close()
+        self._delivery.close()  # a copy: the parent's connection stays open
 
     def _run(self) -> None:
         if threading.get_native_id() != self._started_by:  # equal under greenlets: this is a user's thread
@@ -167,10 +165,8 @@ class Worker:
 
 
 def _block_signals() -> None:
-    """Leave all signals to the user's threads.
-
-    Otherwise a signal that they have blocked, to wait for it with `sigwait`, could reach this thread and end the
-    process. So could SIGPIPE with its default action, when the exporter ends. Signals of faults are not blocked.
-    """
+    """Leave all signals to the user's threads, except signals of faults."""
+    # Otherwise a signal that they have blocked, to wait for it with `sigwait`, could reach this thread and end the
+    # process. So could SIGPIPE with its default action, when the exporter ends.
     faults = {getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "FPE", "ILL", "ABRT", "TRAP", "SYS")}
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)

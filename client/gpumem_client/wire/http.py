@@ -49,18 +49,12 @@ class Answer:
 class Connection:
     """A persistent connection to an exporter. Only `interrupt` is thread-safe.
 
-    Credentials are sent only to a server that `trust` accepts.
+    The URL is `http://host:port`, `https://host:port` or `unix:///path/to.sock`; `user:password@` before the host is
+    basic authentication for requests without a header `Authorization`. Another form is a ConfigurationError. The
+    timeout is for connecting, and for each exchange of a request and its response.
 
-    Args:
-        url: `http://host:port`, `https://host:port` or `unix:///path/to.sock`. `user:password@` before the host is
-            basic authentication for requests without a header `Authorization`.
-        timeout_seconds: the timeout for connecting, and for each exchange of a request and its response.
-        trust: the servers that are accepted; by default those of the environment.
-        trusted_only: whether a server must be accepted also for a request without credentials.
-        max_answer_bytes: a longer body is an error.
-
-    Raises:
-        ConfigurationError: the URL has another form.
+    Credentials are sent only to a server that `trust` accepts, with `trusted_only` also any other request. A body
+    longer than `max_answer_bytes` is an error.
     """
 
     def __init__(
@@ -115,14 +109,8 @@ class Connection:
         If the exporter has closed the persistent connection, the request is sent once more over a new one. The exporter
         may therefore receive it twice: every request of this project can be repeated.
 
-        Args:
-            method: the HTTP method.
-            path: the path with the query.
-            body: the body, if any.
-            headers: further headers.
-            timeout_seconds: the timeout of this request; by default that of the connection.
-            while_waiting: called before each wait for the start of the response; returns the seconds after which it is
-                called again. Not called over TLS.
+        `while_waiting` is called before each wait for the start of the response, and returns the seconds after which it
+        is called again. It is not called over TLS.
 
         Raises:
             ExporterUnreachableError: no server answers in time and with HTTP.

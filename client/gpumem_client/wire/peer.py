@@ -14,16 +14,6 @@ import struct
 import sys
 from typing import NamedTuple
 
-__all__ = [
-    "PeerCredentials",
-    "SocketOwner",
-    "peer_pidfd",
-    "tcp_listener_owner",
-    "tcp_peer_owner",
-    "unix_peer",
-    "user_name",
-]
-
 
 class PeerCredentials(NamedTuple):
     """SO_PEERCRED of a unix connection, in this process's namespaces. Pid 0: a process it cannot see."""
@@ -82,7 +72,7 @@ def unix_peer(sock: socket.socket) -> PeerCredentials:
 def peer_pidfd(sock: socket.socket) -> int | None:
     """Return a new pidfd of the process at the other end of a unix socket; None before Linux 6.5.
 
-    A pid may be reused while a connection waits to be accepted; a pidfd remains that of the process that connected.
+    A pid may be reused while a connection waits to be accepted; a pidfd stays with the process that connected.
 
     Raises:
         OSError: the process has exited, or there is no free descriptor.

@@ -13,22 +13,6 @@ from collections.abc import Sequence
 
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 
-__all__ = [
-    "INITIAL_PID_NAMESPACE",
-    "describe_command",
-    "known_ray_job_id",
-    "label_text",
-    "parse_stat_parent",
-    "parse_stat_program",
-    "parse_stat_start_time",
-    "parse_stat_state",
-    "pid_namespace",
-    "runs_python",
-    "split_cmdline",
-    "start_time_ticks",
-    "started_by_multiprocessing",
-]
-
 INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """The inode of the host's PID namespace (PROC_PID_INIT_INO of the kernel). The driver reports the pids of it."""
 

@@ -20,34 +20,6 @@ from typing import Any
 
 from gpumem_client.wire.errors import WireError
 
-__all__ = [
-    "MAX_COMMANDS",
-    "MAX_COMPONENTS",
-    "MAX_INTEGER",
-    "MAX_LABEL_LENGTH",
-    "MAX_PHASES",
-    "MAX_TEXT_LENGTH",
-    "MODES",
-    "OUTCOMES",
-    "PROTOCOL_VERSION",
-    "REPORTS_PATH",
-    "Command",
-    "CommandResult",
-    "DeviceResult",
-    "DeviceSample",
-    "OutOfMemory",
-    "ProcessIdentity",
-    "ReasonCode",
-    "Reply",
-    "Report",
-    "SnapshotBlock",
-    "SnapshotFile",
-    "SnapshotSegment",
-    "StillFree",
-    "reply_from_wire",
-    "to_wire",
-]
-
 PROTOCOL_VERSION = 1
 REPORTS_PATH = "/api/v1/reports"
 

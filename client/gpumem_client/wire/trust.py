@@ -23,15 +23,12 @@ _WRITABLE_BY_OTHERS = 0o022
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """The users whose exporters are accepted. Immutable.
-
-    Attributes:
-        uids: Users whose process may be an exporter: root, the own user, and GPUMEM_EXPORTER_USER.
-        insecure: Whether an exporter on another machine needs no certificate: GPUMEM_EXPORTER_INSECURE=1.
-    """
+    """The users whose exporters are accepted. Immutable."""
 
     uids: frozenset[int]
+    """Users whose process may be an exporter: root, the own user, and GPUMEM_EXPORTER_USER."""
     insecure: bool = False
+    """Whether an exporter on another machine needs no certificate: GPUMEM_EXPORTER_INSECURE=1."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Trust:
@@ -49,9 +46,8 @@ class Trust:
     def objection(self, sock: socket.socket, path: str) -> str:
         """Return why the server at the other end is not accepted; empty if it is.
 
-        Args:
-            sock: a connection without TLS. A certificate has been verified before, so TLS needs no other check.
-            path: the path of a unix socket; empty for TCP.
+        The connection has no TLS: over TLS, the certificate has been checked. `path` is the path of a unix socket, or
+        empty for TCP.
         """
         if path:
             peer = unix_peer(sock).uid

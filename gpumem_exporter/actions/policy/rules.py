@@ -55,9 +55,10 @@ def read_policy(path: Path, *, allowed: Collection[str]) -> tuple[Rule, ...]:
     first: dict[str, int] = {}
     for index, rule in enumerate(rules):
         line = file.line(("rules", index))
-        if first.setdefault(rule.name, line) != line:
+        if rule.name in first:
             twice = f"the rule {rule.name!r} appears twice, first in line {first[rule.name]}"
             raise file.error(("rules", index), twice, of=())
+        first[rule.name] = line
     return tuple(rules)
 
 
@@ -81,13 +82,13 @@ def _quantity(unit: str, least: float = 0.0, most: float = inf) -> Callable[[obj
     return read
 
 
-def _count(most: int) -> Callable[[object], int]:
-    def read(text: object) -> int:
-        if isinstance(text, str) and re.fullmatch("[0-9]{1,8}", text) and 1 <= int(text) <= most:
-            return int(text)
-        raise ValueError(f"expected an integer from 1 to {most}")
+def _require(valid: Callable[[Any], object], expected: str) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if not valid(value):
+            raise ValueError(f"expected {expected}")
+        return value
 
-    return read
+    return AfterValidator(check)
 
 
 class Condition(NamedTuple):
@@ -119,18 +120,6 @@ def _read_conditions(given: object) -> tuple[Condition, ...]:
             raise section_error(name, f"{name}: no value is over {over} and under {under}")
         conditions.append(condition)
     return tuple(conditions)
-
-
-def _check_name(name: str) -> str:
-    if not re.fullmatch("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
-        raise ValueError("expected letters, digits and _ . -, at most 64")
-    return name
-
-
-def _check_patterns(patterns: list[str]) -> list[str]:
-    if not patterns:
-        raise ValueError('expected names or patterns, such as [notebook-*]; ["*"] is every workload')
-    return patterns
 
 
 def _type_of(name: str) -> Any:
@@ -171,7 +160,7 @@ class _Do(_Options):  # type: ignore[misc]
 class StopAfter(FileSection):
     """When a rule stops for a process: after several consecutive actions that did not help."""
 
-    clears: Annotated[int, BeforeValidator(_count(100))] = 3
+    clears: Annotated[int, Field(ge=1, le=100)] = 3
     freed_under: Annotated[float, BeforeValidator(_quantity("bytes", least=1.0))] = float(64 << 20)
     """An action that released less than this did not help."""
     still_free_after: Annotated[float, BeforeValidator(_quantity("seconds", most=MAX_SETTLE_SECONDS))] = 10.0
@@ -181,8 +170,11 @@ class StopAfter(FileSection):
 class Rule(FileSection):
     """One rule. It is evaluated for each process on each device."""
 
-    name: Annotated[str, AfterValidator(_check_name)]
-    workloads: Annotated[list[str], AfterValidator(_check_patterns)]
+    name: Annotated[
+        str,
+        _require(re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,63}").fullmatch, "letters, digits and _ . -, at most 64"),
+    ]
+    workloads: Annotated[list[str], _require(len, 'names or patterns, such as [notebook-*]; ["*"] is every workload')]
     """The workloads of the rule, as shell patterns."""
     when: Annotated[tuple[Condition, ...], PlainValidator(_read_conditions)]
     """All of them must be true."""
@@ -191,7 +183,7 @@ class Rule(FileSection):
     do: _Do
     cooldown: Annotated[float, BeforeValidator(_quantity("seconds", 1.0, _DAY_SECONDS))] = 300.0
     """The seconds between two actions on a process, whatever the result of the first one."""
-    max_per_hour: Annotated[int, BeforeValidator(_count(600))] = 12
+    max_per_hour: Annotated[int, Field(ge=1, le=600)] = 12
     """The number of actions per hour on this node."""
     stop_after: Annotated[StopAfter | None, BeforeValidator(lambda text: None if text == "never" else text)] = (
         StopAfter()

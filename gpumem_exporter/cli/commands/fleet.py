@@ -11,7 +11,6 @@ from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
 from gpumem_exporter.cli.fleet.options import (
     FleetOptions,
-    SelectionOptions,
     fleet_options,
     overview_options,
     selection_options,
@@ -133,7 +132,7 @@ def _add_action(command: ActionCommand) -> None:
     @fleet_options
     def run(query: str, max_processes: int, **values: Any) -> int:
         options = FleetOptions(**{item.name: values.pop(item.name) for item in fields(FleetOptions)})
-        return act(command.action, SelectionOptions(query, max_processes), values, options)
+        return act(command.action, query, max_processes, values, options)
 
 
 for _command in ACTION_COMMANDS:

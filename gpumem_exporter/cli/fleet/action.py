@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
-from gpumem_exporter.cli.fleet.options import FleetOptions, SelectionOptions
+from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet, failed_row, result_rows
 from gpumem_exporter.cli.fleet.selection import (
@@ -35,8 +35,6 @@ from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["PER_DEVICE", "FleetResult", "act", "requests_for"]
-
 PER_DEVICE = ("reset_peak", "set_memory_fraction")
 """The actions that act on one device of a process. The others act on the whole process."""
 
@@ -45,7 +43,7 @@ Selectors = Mapping[Exporter, Sequence[Selector]]
 ExporterRow = tuple[Exporter, dict[str, Any]]
 
 
-def act(action: str, selection: SelectionOptions, options: Mapping[str, Any], fleet: FleetOptions) -> int:
+def act(action: str, query: str, max_processes: int, options: Mapping[str, Any], fleet: FleetOptions) -> int:
     """Request an action of all processes that the query selects, print the results, and return the exit code.
 
     Raises:
@@ -56,14 +54,13 @@ def act(action: str, selection: SelectionOptions, options: Mapping[str, Any], fl
     on_terminal = sys.stdout.isatty() and not fleet.as_json
     body = action_request(action, options, on_terminal=on_terminal)
     prometheus = fleet.connect()
-    token = fleet.token()
-    found = prometheus.query(selection.query)
+    found = prometheus.query(query)
     selectors = selectors_of(found.series, fleet.instance_url)
-    run = _Run(body, selection, fleet, token)
+    run = _Run(body, max_processes, fleet)
     as_group = selectors and body.get("group")
     with open_console().status("Waiting for the processes") if on_terminal else contextlib.nullcontext():
         result = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
-    result.print(found.warnings, query=selection.query, as_json=fleet.as_json)
+    result.print(found.warnings, query=query, as_json=fleet.as_json)
     return 0 if result.done else FAILED
 
 
@@ -85,11 +82,6 @@ class FleetResult:
     settle_seconds: float = 0.0
 
     @property
-    def still_free_bytes(self) -> int | None:
-        """The freed bytes that are still free after settling; None if they are not known."""
-        return sum_of_known([row.get("still_free_bytes") for row in self.rows]) if self.rows else None
-
-    @property
     def done(self) -> bool:
         """Whether every result is done."""
         return all(map(_is_done, self.rows))
@@ -102,6 +94,9 @@ class FleetResult:
             print_warnings(warnings)
             show(open_console(), self._tables())
 
+    def _sum(self, name: str) -> int | None:
+        return sum_of_known([row.get(name) for row in self.rows]) if self.rows else None
+
     def _document(self, warnings: Sequence[str], query: str) -> dict[str, Any]:
         return {
             "action": self.action,
@@ -111,8 +106,8 @@ class FleetResult:
             "at_step": self.at_step,
             "called_off": self.cancel_reason,
             "results": list(self.rows),
-            "freed_bytes": sum_of_known([row.get("freed_bytes") for row in self.rows]) if self.rows else None,
-            "still_free_bytes": self.still_free_bytes,
+            "freed_bytes": self._sum("freed_bytes"),
+            "still_free_bytes": self._sum("still_free_bytes"),
             "warnings": list(warnings),
         }
 
@@ -128,7 +123,7 @@ class FleetResult:
             yield plain(only, "bold red") if acted else plain("No rank acted.")
         elif self.at_step is not None:
             yield plain(f"{'Would act' if self.dry_run else 'All acted'} after step {self.at_step}.")
-        totals = {"settle_seconds": self.settle_seconds, "still_free_bytes": self.still_free_bytes}
+        totals = {"settle_seconds": self.settle_seconds, "still_free_bytes": self._sum("still_free_bytes")}
         document = {"action": self.action, "results": self.rows, **totals}
         yield plain(summary(document, dry_run=self.dry_run), "bold")
 
@@ -138,23 +133,17 @@ class _Run:
     """One action on a fleet."""
 
     body: Mapping[str, Any]
-    selection: SelectionOptions
+    max_processes: int
     options: FleetOptions
-    token: str
 
     @property
     def wait_seconds(self) -> float:
         """How long to wait for the end of the action."""
-        return float(self.body["deadline_seconds"]) + self.settle_seconds + ANSWER_GRACE_SECONDS
-
-    @property
-    def settle_seconds(self) -> float:
-        """The time after which the processes measure what stayed free; 0 if they do not measure it."""
-        return float(self.body.get("settle_seconds", 0.0))
+        return float(self.body["deadline_seconds"] + self.body.get("settle_seconds", 0.0) + ANSWER_GRACE_SECONDS)
 
     def on_each(self, selectors: Selectors) -> FleetResult:
         """Run the action in every selected process on its own, and return the results."""
-        with self._connect(selectors) as fleet:
+        with self.options.fleet(selectors) as fleet:
             processes, failed = self._select(fleet, selectors, unreported=self.body["action"] == "terminate")
             self._require_allowed_number(processes)
             requests = requests_for(self.body["action"], processes)
@@ -164,7 +153,7 @@ class _Run:
 
     def as_group(self, selectors: Selectors, prometheus: Prometheus) -> FleetResult:
         """Run the action in all ranks of the workload after the same step, and return the results."""
-        with self._connect(selectors) as fleet:
+        with self.options.fleet(selectors) as fleet:
             processes, failed = self._select(fleet, selectors, unreported=False)
         if not processes:
             return self._result((), failed)
@@ -172,7 +161,7 @@ class _Run:
         with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self.options.instance_url)
         by_url = {exporter.url: exporter for exporter in (*with_ranks, *selectors)}
         exporters = sorted(by_url.values(), key=natural_order)
-        with self._connect(exporters, timeout_seconds=GROUP_TIMEOUT_SECONDS) as fleet:
+        with self.options.fleet(exporters, timeout_seconds=GROUP_TIMEOUT_SECONDS) as fleet:
             requested_seconds = time.monotonic()
             readings = fleet.read(exporters, "processes")
             deadline_seconds = self.body["deadline_seconds"]
@@ -182,15 +171,6 @@ class _Run:
                 print(one_line(added), file=sys.stderr, flush=True)
             requests = group.act(fleet, self.body, wait_seconds=self.wait_seconds)
         return self._result(requests, (), group.at_step, group.cancel_reason)
-
-    def _connect(self, exporters: Iterable[Exporter], timeout_seconds: float = 5.0) -> Fleet:
-        return Fleet(
-            exporters,
-            token=self.token,
-            trust=self.options.trust(),
-            parallel=self.options.parallel,
-            timeout_seconds=timeout_seconds,
-        )
 
     def _select(
         self, fleet: Fleet, selectors: Selectors, *, unreported: bool
@@ -210,11 +190,9 @@ class _Run:
         return processes, failed
 
     def _require_allowed_number(self, processes: Sequence[TargetProcess]) -> None:
-        most = self.selection.max_processes
-        if len(processes) > most:
-            raise ActionRefusedError(
-                f"the query selects {len(processes)} processes, more than --max-processes {most}; nothing was requested"
-            )
+        if len(processes) > self.max_processes:
+            more = f"{len(processes)} processes, more than --max-processes {self.max_processes}"
+            raise ActionRefusedError(f"the query selects {more}; nothing was requested")
 
     def _result(
         self,
@@ -225,10 +203,12 @@ class _Run:
     ) -> FleetResult:
         rows = [*((request.exporter, row) for request in requests for row in result_rows(request)), *failed]
         rows.sort(key=lambda item: (natural_order(item[0]), result_order(item[1])))
-        sorted_rows = [row for _, row in rows]
-        return FleetResult(
-            self.body["action"], self.body["dry_run"], sorted_rows, at_step, cancel_reason, self.settle_seconds
+        action, dry_run, settle_seconds = (
+            self.body["action"],
+            self.body["dry_run"],
+            self.body.get("settle_seconds", 0.0),
         )
+        return FleetResult(action, dry_run, [row for _, row in rows], at_step, cancel_reason, settle_seconds)
 
 
 def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[ExporterRequest]:

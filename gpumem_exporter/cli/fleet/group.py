@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -19,8 +19,6 @@ from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess, target_process
 from gpumem_exporter.core.steps import StepRate, first_common_step
 from gpumem_exporter.errors import GroupIncompleteError
-
-__all__ = ["GROUP_TIMEOUT_SECONDS", "SUBMIT_SECONDS", "Group", "form_group", "ranks_query"]
 
 SUBMIT_SECONDS = 3.0
 """If submitting takes longer after the ranks' steps were read, the group is canceled."""
@@ -48,7 +46,9 @@ class Group:
         known = {(process.exporter, process.pid) for process in selected}
         added = [process for process in self.processes if (process.exporter, process.pid) not in known]
         named = ", ".join(f"rank {one.rank or UNKNOWN} (pid {one.pid} on {one.exporter.instance})" for one in added)
-        return f"--group adds {counted(len(added), 'rank', 'ranks')} to those of the query: {named}" if added else ""
+        return (
+            f"--group adds {counted(len(added), 'rank', 'ranks')} to the ranks of the query: {named}" if added else ""
+        )
 
     def act(
         self, fleet: Fleet, body: Mapping[str, Any], *, wait_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -97,12 +97,8 @@ def form_group(
 ) -> Group:
     """Return the ranks of a workload, and a step that no rank ends before every exporter has the request.
 
-    Args:
-        workload: of the ranks.
-        readings: the processes of each exporter, or why they are unknown.
-        requested_seconds: when they were requested, by `clock`.
-        deadline_seconds: the action's deadline.
-        clock: monotonic seconds.
+    `readings` has the processes of each exporter, which were requested at `requested_seconds` by the clock, or why they
+    are unknown.
 
     Raises:
         GroupIncompleteError: not every rank can take part, or the step would end after the deadline. The message has
@@ -126,14 +122,21 @@ def form_group(
             names_by_rank.setdefault(process["rank"], []).append(name)
             world_size = max(world_size, process.get("world_size") or 0)
             processes.append(target_process(exporter, process))
-            problem = _problem_of(process)
-            if problem:
-                problems.append(f"{name} {problem}")
+            if not process["reporting"]:
+                problems.append(f"{name} is silent")
+            elif process["step"] is None or not process.get("step_seconds"):
+                problems.append(f"{name} makes no steps")
             else:
                 age_seconds = process["sample_age_seconds"] + now - requested_seconds
                 rates.append(StepRate(process["step"], process["step_seconds"], age_seconds))
-    problems += _duplicate_ranks(names_by_rank)
-    problems += _missing_ranks(world_size, names_by_rank)
+    problems += [
+        f"rank {rank} exists {len(names)} times, {', '.join(names)}: these are several jobs"
+        for rank, names in names_by_rank.items()
+        if rank and len(names) > 1
+    ]
+    if missing := _missing_ranks(world_size, names_by_rank):
+        # Prometheus may not have scraped their exporter yet.
+        problems.append(f"of {world_size} ranks, Prometheus knows no exporter of rank {missing}")
     if problems:
         raise GroupIncompleteError(f"not every rank can take part: {'; '.join(problems)}; nothing was requested")
     if not processes:
@@ -143,28 +146,11 @@ def form_group(
     return Group(tuple(processes), at_step, now)
 
 
-def _problem_of(process: Mapping[str, Any]) -> str:
-    """Why a process cannot take part; empty if it can."""
-    if not process["reporting"]:
-        return "is silent"
-    if process["step"] is None or not process.get("step_seconds"):
-        return "makes no steps"
-    return ""
-
-
-def _duplicate_ranks(names_by_rank: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    for rank, names in names_by_rank.items():
-        if rank and len(names) > 1:
-            yield f"rank {rank} exists {len(names)} times, {', '.join(names)}: these are several jobs"
-
-
-def _missing_ranks(world_size: int, known: Collection[str]) -> Iterator[str]:
-    """Name the ranks without a process. Prometheus may not have scraped their exporter yet."""
+def _missing_ranks(world_size: int, known: Collection[str]) -> str:
+    """Return the first ranks without a process; empty if there are none."""
     missing = (str(number) for number in range(world_size) if str(number) not in known)
     named = list(islice(missing, _NAMED_RANKS_MAX + 1))
-    if named:
-        listed = ", ".join(named[:_NAMED_RANKS_MAX]) + (", …" if len(named) > _NAMED_RANKS_MAX else "")
-        yield f"of {world_size} ranks, Prometheus knows no exporter of rank {listed}"
+    return ", ".join(named[:_NAMED_RANKS_MAX]) + (", …" if len(named) > _NAMED_RANKS_MAX else "")
 
 
 def _failure_of(request: ExporterRequest) -> str:

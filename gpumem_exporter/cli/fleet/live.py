@@ -27,13 +27,11 @@ class FleetTop(LiveApp[Overview]):
         self._overview = Static()
 
     def compose(self) -> ComposeResult:
-        """Return the widgets, from top to bottom."""
         with VerticalScroll():
             yield self._overview
         yield Footer()
 
     def show(self) -> None:
-        """Draw the overview."""
         self._overview.update(Group(*self._parts()))
 
     def _parts(self) -> Iterator[RenderableType]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import click
@@ -11,6 +11,8 @@ import click
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
+from gpumem_exporter.cli.fleet.requests import Fleet
+from gpumem_exporter.cli.fleet.selection import Exporter
 from gpumem_exporter.cli.options import access_options, action_token, option_group, read_token
 
 _EVERY_EXPORTER = 'up{job="gpumem"}'
@@ -99,16 +101,22 @@ class FleetOptions:
     token_file: str | None = None
     as_json: bool = False
 
-    def token(self) -> str:
-        """Return the token for actions; empty if there is none."""
-        return action_token(self.token_file)
-
-    def trust(self, environ: Mapping[str, str] = os.environ) -> Trust:
-        """Return the servers that receive the token.
+    def fleet(self, exporters: Iterable[Exporter], *, timeout_seconds: float = 5.0) -> Fleet:
+        """Return the APIs of exporters.
 
         Raises:
-            ConfigurationError: GPUMEM_EXPORTER_USER is not a user.
+            ConfigurationError: an address or the token is invalid, or GPUMEM_EXPORTER_USER is not a user.
         """
+        return Fleet(
+            exporters,
+            token=action_token(self.token_file),
+            trust=self.trust(),
+            parallel=self.parallel,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def trust(self, environ: Mapping[str, str] = os.environ) -> Trust:
+        """Return the servers that receive the token."""
         trust = Trust.from_environment(environ)
         return replace(trust, insecure=trust.insecure or self.insecure)
 
@@ -124,14 +132,6 @@ class FleetOptions:
         path = self.prometheus_token_file or environ.get("GPUMEM_PROMETHEUS_TOKEN_FILE", "").strip()
         headers = dict(_header(text) for text in self.prometheus_headers)
         return Prometheus(url, token=read_token(path) if path else "", headers=headers)
-
-
-@dataclass(frozen=True, slots=True)
-class SelectionOptions:
-    """The processes of a fleet that act."""
-
-    query: str
-    max_processes: int
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -10,7 +10,6 @@ from gpumem_client.wire.http import shown_url
 from gpumem_client.wire.units import counted, human_bytes
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from gpumem_exporter.cli.fleet.requests import Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, exporters_of
 from gpumem_exporter.cli.render.columns import DEVICE_COLUMNS
 from gpumem_exporter.cli.render.layout import Column, Layout, chosen
@@ -114,7 +113,7 @@ def read_overview(prometheus: Prometheus, query: str, options: FleetOptions) -> 
     """
     found = prometheus.query(query)
     exporters = exporters_of(found.series, options.instance_url)
-    with Fleet(exporters, token=options.token(), trust=options.trust(), parallel=options.parallel) as fleet:
+    with options.fleet(exporters) as fleet:
         return Overview(fleet.read(exporters, "devices"), found.warnings)
 
 

@@ -13,8 +13,6 @@ from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.api_client import ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess
 
-__all__ = ["ExporterRequest", "Fleet", "failed_row", "result_rows", "run_parallel"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -66,9 +64,7 @@ class Fleet:
         options: dict[str, Any] = {"token": token, "trust": trust, "timeout_seconds": timeout_seconds}
         make = connect or (lambda url: ExporterApi((url,), token_for_reads=False, advice="", **options))
         self._apis = {exporter.url: make(exporter.url) for exporter in exporters}
-        self._parallel = parallel
-        self._clock = clock
-        self._sleep = sleep
+        self._parallel, self._clock, self._sleep = parallel, clock, sleep
 
     def __enter__(self) -> Fleet:
         return self
@@ -89,7 +85,7 @@ class Fleet:
                 return document
             return Failure("failed", f"the server at {shown_url(exporter.url)} is not a gpumem-exporter")
 
-        return dict(zip(exporters, run_parallel(exporters, read_one, parallel=self._parallel), strict=True))
+        return dict(zip(exporters, self._run(read_one, exporters), strict=True))
 
     def submit(self, requests: Sequence[ExporterRequest], body: Mapping[str, Any]) -> None:
         """Submit requests without waiting for their end."""
@@ -134,7 +130,14 @@ class Fleet:
             for request in by_url[url]:
                 work(request, self._apis[url])
 
-        run_parallel(tuple(by_url), work_on, parallel=self._parallel)
+        self._run(work_on, tuple(by_url))
+
+    def _run(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        from multiprocessing.pool import ThreadPool
+
+        # The threads are daemons, unlike those of concurrent.futures: Ctrl-C does not wait for a node that hangs.
+        with ThreadPool(max(1, min(self._parallel, len(items)))) as pool:
+            return pool.map(work, items, chunksize=1)
 
 
 def result_rows(request: ExporterRequest) -> Iterator[dict[str, Any]]:
@@ -170,17 +173,6 @@ def failed_row(exporter: Exporter, failure: Failure, **identity: Any) -> dict[st
         "reason": failure.reason,
         "freed_bytes": None,
     }
-
-
-def run_parallel(items: Sequence[T], work: Callable[[T], R], *, parallel: int) -> list[R]:
-    """Return the result of `work` for each item, in order; at most `parallel` run at a time.
-
-    The threads are daemons, unlike those of `concurrent.futures`: Ctrl-C does not wait for a node that hangs.
-    """
-    from multiprocessing.pool import ThreadPool
-
-    with ThreadPool(max(1, min(parallel, len(items)))) as pool:
-        return pool.map(work, items, chunksize=1)
 
 
 def _submit(request: ExporterRequest, api: ExporterApi, body: Mapping[str, Any]) -> None:

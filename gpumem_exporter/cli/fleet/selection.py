@@ -10,18 +10,6 @@ from typing import Any
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
 
-__all__ = [
-    "Exporter",
-    "Failure",
-    "Selector",
-    "TargetProcess",
-    "exporters_of",
-    "natural_order",
-    "select",
-    "selectors_of",
-    "target_process",
-]
-
 Document = Mapping[str, Any]
 
 _PLACEHOLDER = re.compile(r"\{([a-zA-Z_][a-zA-Z0-9_]*)\}")
@@ -61,8 +49,7 @@ class Selector:
     def devices(self, process: Document) -> tuple[str, ...] | None:
         """Return the uuids of the selected devices of a process.
 
-        Returns:
-            None if the series names no device, so that all are selected; empty if the process is not selected.
+        The result is None if the series names no device, and empty if the process is not selected.
         """
         identity = {**process, "pid": str(process["pid"])}
         if any(getattr(self, name) not in (None, identity[name]) for name in ("pid", "workload", "rank")):
@@ -102,11 +89,8 @@ def exporters_of(series: Iterable[Mapping[str, str]], template: str) -> list[Exp
     Raises:
         ConfigurationError: a series lacks a label of the template, or the label's value is not an address.
     """
-    by_url: dict[str, Exporter] = {}
-    for labels in series:
-        exporter = _exporter(labels, template)
-        by_url.setdefault(exporter.url, exporter)
-    return sorted(by_url.values(), key=natural_order)
+    exporters = [_exporter(labels, template) for labels in series]
+    return sorted({exporter.url: exporter for exporter in reversed(exporters)}.values(), key=natural_order)
 
 
 def selectors_of(series: Iterable[Mapping[str, str]], template: str) -> dict[Exporter, list[Selector]]:
@@ -115,19 +99,19 @@ def selectors_of(series: Iterable[Mapping[str, str]], template: str) -> dict[Exp
     Raises:
         ConfigurationError: as `exporters_of`, or a series has no label that selects a process.
     """
-    by_url: dict[str, tuple[Exporter, dict[Selector, None]]] = {}
+    found: dict[str, dict[Selector, None]] = {}
     names = [f.name for f in fields(Selector)]
+    series = list(series)
+    exporters = exporters_of(series, template)
     for labels in series:
-        exporter = _exporter(labels, template)
         selector = Selector(**{name: labels.get(name) for name in names})
         if selector == Selector():
             raise ConfigurationError(
                 f"--query: the series {_shown(labels)} selects no process; it needs one of the labels "
                 f"{', '.join(names)}, as in `sum by (instance, pid) (...)`"
             )
-        by_url.setdefault(exporter.url, (exporter, {}))[1][selector] = None
-    found = sorted(by_url.values(), key=lambda pair: natural_order(pair[0]))
-    return {exporter: list(selectors) for exporter, selectors in found}
+        found.setdefault(_exporter(labels, template).url, {})[selector] = None
+    return {exporter: list(found[exporter.url]) for exporter in exporters}
 
 
 def select(

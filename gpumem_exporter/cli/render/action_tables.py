@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = ["action_tables", "reasons", "result_order", "result_tables", "summary"]
-
 Document = Mapping[str, Any]
 
 _NAMES = (("pid", "right"), ("workload", "cut"), ("rank", "right"), ("gpu", "left"), ("outcome", "left"))

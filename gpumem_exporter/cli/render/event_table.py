@@ -21,13 +21,9 @@ _LONGEST_TYPE = 20
 def event_table(
     events: Sequence[Event], now_unix_seconds: float | None, *, most: int | None = None, wrap: bool = False
 ) -> Table:
-    """Return the newest events, the newest first, with local times. An event of another day has its date.
+    """Return up to `most` of the newest events, with local times. An event of another day has its date.
 
-    Args:
-        events: as in `/api/v1/events`.
-        now_unix_seconds: the current time, by the clock of the events.
-        most: the number of shown events; None for all.
-        wrap: show a long description in several lines instead of cutting it.
+    `wrap` shows a long description in several lines instead of cutting it.
     """
     newest_first = sorted(events, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
     rows = []

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Document = Mapping[str, Any]
 
+_READABLE_WIDTH = 22
+"""Columns that are cut get this width before optional columns are added."""
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -43,14 +46,8 @@ class Column:
 class Layout:
     """The columns that fit in a width, and their cells. A cell has the width of its column and a gap.
 
-    All rows set the widths, so that the columns do not move when a list is scrolled or filtered.
-
-    Args:
-        columns: from left to right.
-        rows: all rows.
-        width: the columns of the terminal.
-        compact: sizes such as `1.5G` instead of `1.5 GiB`.
-        keep: the name of a column that is always shown.
+    All rows set the widths, so that the columns do not move when a list is scrolled or filtered. `compact` shows sizes
+    such as `1.5G` instead of `1.5 GiB`. `keep` is the name of a column that is always shown.
     """
 
     def __init__(
@@ -72,14 +69,13 @@ class Layout:
             left = width + 1 - sum(shown.values()) - len(shown)  # no gap is needed after the last column
             if left >= 0:
                 break
+        # A name that can be read is worth more than another column.
+        left = _grow(shown, {name: min(natural[name], _READABLE_WIDTH) for name in shown}, left)
         for column in sorted(known, key=lambda column: column.rank):
             if column.name not in shown and least[column.name] < left:
                 shown[column.name] = least[column.name]
                 left -= least[column.name] + 1
-        while left > 0 and (growing := [name for name, size in shown.items() if size < natural[name]]):
-            for name in growing[:left]:
-                shown[name] += 1
-                left -= 1
+        _grow(shown, natural, left)
         self.columns = [(column, shown[column.name]) for column in known if column.name in shown]
         """The shown columns and their widths, without the gap."""
 
@@ -126,6 +122,15 @@ class Layout:
         if isinstance(value, int):
             return short_bytes(value) if self._compact else human_bytes(value)
         return UNKNOWN if value is None else value
+
+
+def _grow(widths: dict[str, int], most: Mapping[str, int], left: int) -> int:
+    """Give the columns that are left to the widths in turn, up to `most`. Return what is left then."""
+    while left > 0 and (growing := [name for name, width in widths.items() if width < most[name]]):
+        for name in growing[:left]:
+            widths[name] += 1
+            left -= 1
+    return left
 
 
 def cell(text: Text, width: int, *, right: bool = False, gap: int = 0) -> Text:

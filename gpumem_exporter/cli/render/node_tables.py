@@ -53,10 +53,7 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
 def cache_sentence(idle: int | None, reclaimable: int, unknown: int) -> str:
     """Return the idle cache and what a clear would free now, without a period at the end.
 
-    Args:
-        idle: the sum of the known values; None without any.
-        reclaimable: what a clear would free.
-        unknown: the part of it without a known idle cache.
+    `unknown` are the reclaimable bytes of processes whose idle cache is unknown; they are not in `idle`.
     """
     freed = f"clear would free {human_bytes(reclaimable)} now"
     if idle is None:

@@ -17,24 +17,19 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["open_console", "plain", "print_json", "require_terminal", "show", "table"]
-
 _UNLIMITED_WIDTH = 10_000
 _SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼…→µ", "#+%-.1234567^v~>u", strict=True))
 """The ASCII character for each character that bars, arrows and units use."""
 
 
 def require_terminal(alternative: str) -> None:
-    """Check that input and output are a terminal that can move its cursor.
-
-    Args:
-        alternative: the command to use without one.
+    """Check that this process has a terminal that can move its cursor. The error names the alternative command.
 
     Raises:
-        ConfigurationError: input or output is not such a terminal.
+        ConfigurationError: it has not.
     """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigurationError(f"input and output must be a terminal; without one, use `{alternative}`")
+    if not all(file.isatty() for file in (sys.stdin, sys.stdout, sys.stderr)):  # Textual writes to stderr
+        raise ConfigurationError(f"input, output and errors must be a terminal; without one, use `{alternative}`")
     if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
         raise ConfigurationError(f"this terminal cannot move its cursor (TERM); use `{alternative}`")
 

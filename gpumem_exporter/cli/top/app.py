@@ -11,6 +11,7 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.coordinate import Coordinate
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
@@ -54,22 +55,26 @@ _LONG_PAGE = 20
 use only the lines that the processes leave free."""
 
 
+def _keys(down: str, up: str, first: str, last: str) -> list[BindingType]:
+    """Return the keys of `less` for actions of a list."""
+    keys = {"j": down, "k": up, "space": "page_down", "g,home": first, "G,end": last}
+    return [Binding(key, action, show=False) for key, action in keys.items()]
+
+
 class ProcessTable(DataTable[Text]):
     """The rows of processes. The selected process stays selected when the order changes."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "cursor_down", show=False),
-        Binding("k", "cursor_up", show=False),
-        Binding("space", "page_down", show=False),
-        Binding("g,home", "scroll_top", show=False),
-        Binding("G,end", "scroll_bottom", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = _keys("cursor_down", "cursor_up", "scroll_top", "scroll_bottom")
 
     def __init__(self) -> None:
         super().__init__(cursor_type="row", cell_padding=0)
         self._listed: list[Mapping[str, Any]] = []
-        self._widths: list[object] = []
+        self._columns: list[tuple[Text, int]] = []
+        """The headings and their widths."""
         self._chosen: tuple[object, object] | None = None
+        """The pid and the uuid of the row that the user has selected."""
+        self._placed = 0
+        """Where the cursor was after the last `show`."""
 
     @property
     def selected(self) -> Mapping[str, Any] | None:
@@ -78,56 +83,46 @@ class ProcessTable(DataTable[Text]):
 
     def show(self, layout: Layout, rows: list[Mapping[str, Any]], view: View) -> None:
         """Show rows. Only the cells that differ are drawn again, and the list stays where it was scrolled to."""
-        with self.prevent(DataTable.RowHighlighted):
-            headings = layout.heading(view.column, view.mark)
-            widths: list[object] = [
-                (heading, width) for heading, (_, width) in zip(headings, layout.columns, strict=True)
-            ]
-            if widths != self._widths:
-                self._widths = widths
-                self.clear(columns=True)
-                for heading, (column, width) in zip(headings, layout.columns, strict=True):
-                    self.add_column(heading, width=width + 1, key=column.name)
-            while self.row_count > len(rows):
-                self.remove_row(self.ordered_rows[-1].key)
-            for index, row in enumerate(rows):
-                cells = layout.cells(row)
-                if index >= self.row_count:
-                    self.add_row(*cells)
-                    continue
-                for position, (shown, cell) in enumerate(zip(self.get_row_at(index), cells, strict=True)):
-                    if shown != cell:
-                        self.update_cell_at((index, position), cell)  # type: ignore[arg-type]
-            self._listed = rows
-            known: dict[object, int] = {
-                (row["pid"], row["uuid"]): index for index, row in reversed(list(enumerate(rows)))
-            }
-            # After the selected process exits, the next one is selected.
-            self.move_cursor(row=known.get(self._chosen, min(self.cursor_row, max(0, len(rows) - 1))), scroll=False)
-
-    def on_data_table_row_highlighted(self) -> None:
-        """Remember what the user selects."""
-        row = self.selected
-        self._chosen = (row["pid"], row["uuid"]) if row is not None else None
+        place = self.cursor_row
+        if place != self._placed and self.selected is not None:  # the user has moved the cursor
+            self._chosen = (self.selected["pid"], self.selected["uuid"])
+        headings = layout.heading(view.column, view.mark)
+        columns = [(heading, width) for heading, (_, width) in zip(headings, layout.columns, strict=True)]
+        moved = columns != self._columns
+        if moved:
+            self._columns = columns
+            self.clear(columns=True)
+            for heading, (column, width) in zip(headings, layout.columns, strict=True):
+                self.add_column(heading, width=width + 1, key=column.name)
+        while self.row_count > len(rows):
+            self.remove_row(self.ordered_rows[-1].key)
+        for index, row in enumerate(rows):
+            cells = layout.cells(row)
+            if index >= self.row_count:
+                self.add_row(*cells)
+                continue
+            for position, (old, new) in enumerate(zip(self.get_row_at(index), cells, strict=True)):
+                if old != new:
+                    self.update_cell_at(Coordinate(index, position), new)
+        self._listed = rows
+        known = [index for index, row in enumerate(rows) if (row["pid"], row["uuid"]) == self._chosen]
+        # After the selected process exits, the next one is selected.
+        self._placed = known[0] if known else max(0, min(place, len(rows) - 1))
+        self.move_cursor(row=self._placed, scroll=moved)
+        if not known and self._chosen is not None:
+            self._chosen = (rows[self._placed]["pid"], rows[self._placed]["uuid"]) if rows else None
 
 
 class Events(VerticalScroll):
     """The last events."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j", "scroll_down", show=False),
-        Binding("k", "scroll_up", show=False),
-        Binding("space", "page_down", show=False),
-        Binding("g", "scroll_home", show=False),
-        Binding("G", "scroll_end", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = _keys("scroll_down", "scroll_up", "scroll_home", "scroll_end")
 
     def __init__(self) -> None:
         super().__init__()
         self.text = Static()
 
     def compose(self) -> ComposeResult:
-        """Return the widget of the text."""
         yield self.text
 
 
@@ -144,19 +139,15 @@ class Question(ModalScreen[bool]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """Return the widget of the question."""
         yield Static(plain(self._text))
 
     def on_mount(self) -> None:
-        """Let the question end without an answer."""
         self.set_timer(_QUESTION_SECONDS, self.action_no)
 
-    def action_no(self) -> None:
-        """Answer no."""
+    def action_no(self) -> None:  # a timer would wait for the result of a lambda
         self.dismiss(False)
 
     def on_key(self, event: events.Key) -> None:
-        """Answer."""
         event.stop()
         self.dismiss(event.key in ("y", "Y"))
 
@@ -165,25 +156,15 @@ class Help(ModalScreen[None]):
     """The keys and the words. Any key returns."""
 
     def compose(self) -> ComposeResult:
-        """Return the widget of the help."""
         yield Static(table("", (("any key returns", "left"), ("", "wrap")), _HELP))
 
     def on_key(self, event: events.Key) -> None:
-        """Return."""
         event.stop()
         self.dismiss()
 
 
 class NodeTop(LiveApp[Reading]):
-    """Devices, processes and events of one node.
-
-    Args:
-        read: reads the node.
-        first: the first reading.
-        view: the first order and filter.
-        interval_seconds: seconds between two readings.
-        open_api: returns the API of the exporter at an address.
-    """
+    """Devices, processes and events of one node. `open_api` returns the API of the exporter at an address."""
 
     CSS = """
     * { scrollbar-size-vertical: 1; }
@@ -225,11 +206,10 @@ class NodeTop(LiveApp[Reading]):
         self._events, self._summary = Events(), Static(id="summary")
         self._shown_events: object = None
         self._filter = Input(placeholder="words to filter by", id="filter")
-        self._note = Static(id="note")
+        self._note, self._noted = Static(id="note"), ""
         self._clearing = Clearing(open_api, lambda text: self.push_screen_wait(Question(text)), self.note)
 
     def compose(self) -> ComposeResult:
-        """Return the widgets, from top to bottom."""
         yield self._header
         yield self._warnings
         with VerticalScroll(id="devices", can_focus=False):
@@ -242,7 +222,6 @@ class NodeTop(LiveApp[Reading]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Hide what is not needed yet."""
         self._note.display = False
         self._filter.value = self.view.text
         self._filter.display = bool(self.view.text)
@@ -268,25 +247,23 @@ class NodeTop(LiveApp[Reading]):
 
     def note(self, text: str, seconds: float | None = None) -> None:
         """Show a message at the bottom, for some seconds or until the next one."""
+        self._noted = text
         self._note.update(plain(text))
         self._note.display = bool(text)
         if seconds is not None:
-            self.set_timer(seconds, lambda: self.note("") if str(self._note.content) == text else None)
+            self.set_timer(seconds, lambda: self.note("") if self._noted == text else None)
 
     def check_action(self, action: str, _parameters: tuple[object, ...]) -> bool | None:
         """Whether a key has its function: those of the processes have none while they are not shown."""
         return not self._shows_events or action not in ("sort", "reverse", "filter", "clear")
 
     def action_help(self) -> None:
-        """Show the keys and the words."""
         self.push_screen(Help())
 
     def action_sort(self, step: int) -> None:
-        """Sort by the next column."""
         self._look(replace(self.view, sort=SORTS[(SORTS.index(self.view.sort) + step) % len(SORTS)], reverse=False))
 
     def action_reverse(self) -> None:
-        """Reverse the order."""
         self._look(replace(self.view, reverse=not self.view.reverse))
 
     def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
@@ -304,11 +281,9 @@ class NodeTop(LiveApp[Reading]):
         self._filter.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Apply the filter."""
         self._look(replace(self.view, text=event.value))
 
     def on_input_submitted(self) -> None:
-        """Keep the filter."""
         self._filter.display = bool(self._filter.value)
         self._processes.focus()
 
@@ -318,7 +293,6 @@ class NodeTop(LiveApp[Reading]):
         self.run_worker(self._clearing.clear_or_cancel(self._processes.selected, url))
 
     def action_events(self) -> None:
-        """Switch between events and processes."""
         self._shows_events = not self._shows_events
         self.show()
         (self._events if self._shows_events else self._processes).focus()

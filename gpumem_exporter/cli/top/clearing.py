@@ -34,10 +34,7 @@ _SHOWN_SECONDS = 15.0
 class Clearing:
     """Requests clears, one at a time.
 
-    Args:
-        open_api: opens the API of the exporter on the screen.
-        ask: asks a question, and returns whether the answer is yes.
-        note: shows a text, for some seconds or until the next one.
+    `ask` returns whether the answer to a question is yes. `note` shows a text for some seconds, or until the next one.
     """
 
     def __init__(

@@ -79,11 +79,7 @@ class Reading:
 class Source:
     """Reads the exporter, or the driver. Not thread-safe.
 
-    Args:
-        open_api: opens the API of the exporter; called again after a failure, because another address may answer then.
-        open_driver: opens the driver. None if the user chose an exporter, because then the driver is no substitute.
-        target: what the readings have.
-        clock: monotonic seconds.
+    `open_driver` is None if the user chose an exporter, because then the driver is no substitute.
     """
 
     def __init__(
@@ -129,7 +125,7 @@ class Source:
             reading = self._read_exporter(with_events)
         except ExporterError as error:
             self._exporter_error = str(error)
-            # The next answer may come from another exporter.
+            # Another address may answer the next time, from another exporter.
             self._events, self._next_events = None, -float("inf")
             self._api.close()
             self._api = self._open_api()

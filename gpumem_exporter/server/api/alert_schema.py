@@ -14,10 +14,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gpumem_exporter.actions.request import (
+    ACTIONS,
     MAX_REASON_LENGTH,
     OPTIONS,
     SELECTORS,
     ActionRequest,
+    RequestOption,
     Target,
     invalid_fields,
 )
@@ -123,21 +125,14 @@ def _texts(alert: AlertBody) -> dict[str, str]:
 
 
 def _read(name: str, text: str) -> Any:
-    kind = _KINDS.get(name)
-    if kind is None:
-        known = ", ".join(f"{PREFIX}{each}" for each in _KINDS)
+    option = _OPTIONS.get(name)
+    if option is None:
+        known = ", ".join(f"{PREFIX}{each}" for each in _OPTIONS)
         raise AlertRequestError(f"{PREFIX}{name[:64]} is unknown; the names are {known}")
     try:
-        if kind is not bool:
-            value = kind(text)
-            if name != "cooldown_seconds" or 0 <= value <= MAX_COOLDOWN_SECONDS:
-                return value
-        elif text in ("true", "false"):
-            return text == "true"
+        return option.read(text)
     except ValueError:
-        pass
-    expected = f"seconds from 0 to {MAX_COOLDOWN_SECONDS:.0f}" if name == "cooldown_seconds" else _EXPECTED[kind]
-    raise AlertRequestError(f"{PREFIX}{name}: {text[:64]!r} is invalid: expected {expected}")
+        raise AlertRequestError(f"{PREFIX}{name}: {text[:64]!r} is invalid: expected {option.expected}") from None
 
 
 def _reason(alert: AlertBody, given: str) -> str:
@@ -149,16 +144,15 @@ def _key(field: str) -> str:
     return PREFIX + field.replace(".", "_")
 
 
-_EXPECTED: Mapping[type, str] = {bool: "true or false", float: "a number"}
-_KINDS: Mapping[str, type] = {
-    "action": str,
-    **{_TARGET + name: option.kind for name, option in SELECTORS.items()},
-    _TARGET + "all": bool,
+_OPTIONS: Mapping[str, RequestOption] = {
+    "action": RequestOption({}, choices=ACTIONS),
+    **{_TARGET + name: option for name, option in SELECTORS.items()},
+    _TARGET + "all": RequestOption({}, kind=bool),
     # The step of a group is known to no alert, and what stays free is shown to no caller of an alert.
-    **{name: option.kind for name, option in OPTIONS.items() if name not in ("at_step", "settle_seconds")},
-    "cooldown_seconds": float,
+    **{name: option for name, option in OPTIONS.items() if name not in ("at_step", "settle_seconds")},
+    "cooldown_seconds": RequestOption({}, kind=float, least=0, most=MAX_COOLDOWN_SECONDS, unit="seconds"),
 }
-"""The type of each value, by name without the prefix."""
+"""The values of an alert's request, by name without the prefix."""
 
-ALERT_KEYS = frozenset(f"{PREFIX}{name}" for name in _KINDS)
+ALERT_KEYS = frozenset(f"{PREFIX}{name}" for name in _OPTIONS)
 """The labels and annotations with which an alert requests an action."""

@@ -42,13 +42,7 @@ class CallerDocument(TypedDict):
 
 
 def caller_router(*, callers: Callers, allowed: tuple[str, ...], snapshot: Callable[[], Snapshot]) -> APIRouter:
-    """Return the route that shows the rights of its caller.
-
-    Args:
-        callers: identifies the caller.
-        allowed: the actions of `--action.allow`.
-        snapshot: returns the current state of the node.
-    """
+    """Return the route that shows the rights of its caller; `allowed` are the actions of `--action.allow`."""
     router = APIRouter(tags=["actions"])
 
     @router.get(CALLER_PATH, responses={200: json_reply(CallerDocument), **problems(403)})

@@ -37,7 +37,7 @@ class LimitedProtocol(HttpToolsProtocol):
     The state of each request has its `connection`, and the process at the other end as `peer`.
     """
 
-    transport: ReplyTransport
+    transport: ReplyTransport  # type: ignore[assignment]
 
     def __init__(self, *arguments: Any, connection: Connection, clients: Clients, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -56,7 +56,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the timer of the first request."""
         transport.set_write_buffer_limits(high=_BUFFER_BYTES)
-        super().connection_made(ReplyTransport(transport, self.loop, self._unfinished))
+        wrapped: Any = ReplyTransport(transport, self.loop, self._unfinished)
+        super().connection_made(wrapped)
         self._connection.close = self.transport.abort
         self._connection.reject_bodies = self._reject_bodies
         if transport.get_extra_info("sslcontext") is not None:
@@ -225,13 +226,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class ReplyTransport(asyncio.Transport):
-    """A transport that sends a reply in one packet, and whose `close()` lets the client read the reply first."""
+class ReplyTransport:
+    """A transport that sends a reply in one packet, and whose `close()` lets the client read the reply first.
+
+    It has the other methods of the transport that it wraps.
+    """
 
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, unfinished: Callable[[], bool]
     ) -> None:
-        super().__init__()
         self._transport = transport
         self._loop = loop
         self._unfinished = unfinished
@@ -313,23 +316,14 @@ class ReplyTransport(asyncio.Transport):
         self.stop()
         self._transport.abort()
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return information about the connection."""
-        return self._transport.get_extra_info(name, default)
-
     def pause_reading(self) -> None:
         """Stop reading, unless what arrives is read away."""
         if self._timer is None:
             self._transport.pause_reading()
 
-    def resume_reading(self) -> None:
-        """Read again."""
-        self._transport.resume_reading()
-
     def get_write_buffer_size(self) -> int:
         """Return the number of bytes that the client has not read."""
         return self._transport.get_write_buffer_size() + len(self._head if self._send_head else b"")
 
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Set the sizes at which writing is paused and resumed."""
-        self._transport.set_write_buffer_limits(high, low)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

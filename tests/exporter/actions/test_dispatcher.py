@@ -51,13 +51,6 @@ def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -> None
     run(scenario())
 
 
-def test_a_process_is_under_way_from_the_request_to_its_result(bench: Bench) -> None:
-    action = bench.ask(target=Target(pid=1))
-    assert bench.dispatcher.under_way() == {bench.first.key}
-    bench.answer(bench.first, action)
-    assert bench.dispatcher.under_way() == set()
-
-
 def test_an_action_wakes_its_processes_and_then_those_who_wait_for_its_end(bench: Bench) -> None:
     action = bench.ask(target=Target(pid=1))
     assert bench.woken == [bench.first.key]
@@ -225,11 +218,6 @@ def test_a_dry_run_answers_unsupported_and_refused_as_the_action_would(bench: Be
     assert {row.outcome for row in forced.results} == {"done"}
 
 
-def test_a_dry_run_of_a_garbage_collection_has_no_freed_bytes(bench: Bench) -> None:
-    action = bench.ask("collect_garbage", dry_run=True)
-    assert {row.freed_bytes for row in action.results} == {action.freed_bytes} == {None}
-
-
 def test_targets_narrow_each_other(bench: Bench) -> None:
     def pids(**target: Any) -> set[int]:
         return {row.pid for row in bench.ask("reset_peak", Target(**target), dry_run=True).results}
@@ -264,14 +252,6 @@ def test_a_process_without_support_does_not_end_the_action_for_the_others(bench:
     assert action.state == "queued"
     bench.answer(bench.second, action)
     assert bench.finished[0].state == "failed"
-
-
-def test_a_repeated_request_with_the_same_key_returns_the_first_action(bench: Bench) -> None:
-    first = bench.ask(idempotency_key="k")
-    assert bench.ask(idempotency_key="k").id == first.id
-    with pytest.raises(IdempotencyConflictError):
-        bench.ask("reset_peak", idempotency_key="k")
-    assert bench.ask(idempotency_key="other").id != first.id
 
 
 def test_the_last_actions_are_listed_newest_first() -> None:
@@ -346,17 +326,6 @@ def test_a_restored_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> No
     assert bench.ask(idempotency_key="k") == action
     with pytest.raises(IdempotencyConflictError):
         bench.ask("reset_peak", idempotency_key="k")
-
-
-def test_the_limit_of_a_caller_says_when_to_retry(bench: Bench) -> None:
-    bench.dispatcher = bench.build(limits=RateLimits(per_caller=2, per_process=100, clock=lambda: bench.now))
-    for _ in range(2):
-        bench.ask()
-    with pytest.raises(TooManyActionsError) as caught:
-        bench.ask()
-    assert caught.value.retry_seconds == pytest.approx(30.0)
-    with pytest.raises(TooManyActionsError):
-        bench.ask(dry_run=True)
 
 
 def test_a_dry_run_does_not_count_for_its_processes(bench: Bench) -> None:

@@ -22,6 +22,7 @@ rules:
     when: {slack_bytes: {over: 1}}
     do: {action: empty_cache}
 """
+ONE_LINE = "{name: r, workloads: [a], when: {slack_bytes: {over: 1}}, do: {action: empty_cache}}"
 
 
 def read(tmp_path: Path, text: str, allowed: tuple[str, ...] = DEFAULT_ACTIONS) -> tuple[Rule, ...]:
@@ -141,8 +142,9 @@ def test_the_example_has_every_field_and_key() -> None:
         (lambda text: text + "    cooldown: 2d\n", 6, ("cooldown: '2d'", "86400 s")),
         (lambda text: text + "    cooldown: soon\n", 6, ("cooldown: 'soon'", "60s, 5m or 1h")),
         (lambda text: text + "    for: 5GiB\n", 6, ("for: '5GiB'", "60s")),
-        (lambda text: text + "    max_per_hour: 0\n", 6, ("max_per_hour", "1 to 600")),
-        (lambda text: text + "    max_per_hour: 1.5\n", 6, ("max_per_hour", "1 to 600")),
+        (lambda text: text + "    max_per_hour: 0\n", 6, ("max_per_hour: '0'", "equal to 1")),
+        (lambda text: text + "    max_per_hour: 601\n", 6, ("max_per_hour: '601'", "equal to 600")),
+        (lambda text: text + "    max_per_hour: 1.5\n", 6, ("max_per_hour: '1.5'", "integer")),
         (lambda text: text + "    dry_run: yes\n", 6, ("dry_run: 'yes'", "true", "false")),
         (lambda text: text + "    stop_after: {clear: 3}\n", 6, ("'clear'", "clears, freed_under")),
         (lambda text: text + "    stop_after: 3\n", 6, ("stop_after:", "keys")),
@@ -172,6 +174,7 @@ def test_the_example_has_every_field_and_key() -> None:
         (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
         (lambda text: text.replace("action: empty_cache", "mode: now"), 5, ("'action'",)),
         (lambda text: text + text.removeprefix("rules:\n"), 6, ("'r'", "line 2")),
+        (lambda _: "rules: [" + ", ".join([ONE_LINE] * 2) + "]\n", 1, ("'r'", "line 1")),
         (lambda text: text + "rule: 1\n", 6, ("'rule'", "rules")),
         (lambda text: text.replace("rules:", "rules: x #"), 2, ("YAML",)),
         (lambda text: "rules: 3\n", 1, ("rules:", "list")),

@@ -36,7 +36,7 @@ def test_the_texts_of_a_result_are_cut_on_arrival() -> None:
     first, second = shortened(sent).results
     assert first.snapshot is not None
     assert (len(first.reason), len(first.snapshot.largest)) == (500, 10)
-    assert second is sent.results[1]
+    assert second == sent.results[1]
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -42,7 +42,7 @@ def test_the_step_leaves_time_to_submit_and_to_cancel() -> None:
 def test_a_group_says_which_ranks_it_adds_to_the_selected_ones() -> None:
     found = group(two_nodes())
     first, second = found.processes
-    assert found.added([first]) == "--group adds 1 rank to those of the query: rank 1 (pid 1 on node2:9844)"
+    assert found.added([first]) == "--group adds 1 rank to the ranks of the query: rank 1 (pid 1 on node2:9844)"
     assert found.added([first, second]) == ""
 
 

@@ -40,11 +40,12 @@ def test_both_formats_parse_to_exactly_the_samples_of_the_collectors(known: Snap
     assert {key: value for key, value in samples.items() if key[0] in collected} == sampled(known)
 
 
-@given(st.lists(SNAPSHOTS, min_size=2, max_size=4))
+@given(st.lists(st.tuples(SNAPSHOTS, SNAPSHOTS), min_size=2, max_size=3))
 @settings(deadline=None, max_examples=40)
-def test_a_page_does_not_depend_on_earlier_pages(history: list[Snapshot]) -> None:
+def test_a_page_does_not_depend_on_earlier_pages_and_prepared_lines(history: list[tuple[Snapshot, Snapshot]]) -> None:
     writer = exposition()
-    for known in history:
+    for prepared, known in history:
+        writer.prepare(prepared)
         shown = writer.render(known, openmetrics=True)
         assert shown == exposition().render(known, openmetrics=True)
 

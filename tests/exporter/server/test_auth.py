@@ -121,27 +121,11 @@ def test_a_caller_in_an_unknown_place_is_refused_with_what_to_do(peer: Caught) -
     assert "--action.token-file" in raised.value.detail
 
 
-@pytest.mark.parametrize("peer", [unix(1001), tcp(1001), unix(0, CONTAINER), tcp(0, UNKNOWN)], ids=str)
-def test_routes_for_all_processes_refuse_users_with_what_to_do(peer: Caught) -> None:
-    callers = Callers(rule(), OWNER)
-    with pytest.raises(ProblemError) as caught:
-        callers.require_all(caller(peer), "/api/v1/nvml/release")
-    assert caught.value.status == 403
-    assert f"uid={peer.peer.uid}" in caught.value.detail
-    assert "--action.token-file" in caught.value.detail
-    callers.require_all(caller(unix(0)), "/api/v1/nvml/release")
-
-
 @pytest.mark.parametrize("host", ["10.0.0.5", "::ffff:10.0.0.5", "fe80::1", "0.0.0.0", "::", ""])
 def test_without_a_token_file_another_machine_is_refused_with_the_flag_to_set(host: str) -> None:
     problem = refusal(rule(), Caught(Peer(host)))
     assert problem.status == 403
     assert "--action.token-file" in problem.detail
-
-
-@pytest.mark.parametrize("peer", [LOCAL, unix(0), unix(OWNER), unix(1001), tcp(1001)], ids=str)
-def test_without_a_token_file_users_of_this_machine_are_admitted(peer: Caught) -> None:
-    assert rule().refusal(peer.peer, {}) is None
 
 
 @pytest.mark.parametrize("peer", [LOCAL, REMOTE, unix(0), unix(OWNER), unix(1001)], ids=str)

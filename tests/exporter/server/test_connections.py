@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from gpumem_exporter.server.http.connections import Connection, Connections, Owner, owner_of
+from gpumem_exporter.server.http.connections import (
+    Connection,
+    Connections,
+    Owner,
+    RequestBodies,
+    UnreadReplies,
+    owner_of,
+)
 from gpumem_exporter.server.http.peer import Peer
 
 
@@ -26,11 +35,16 @@ def connections(clock: Clock) -> Connections:
 CLOSED: list[Connection] = []
 
 
+def connection(owner: Owner) -> Connection:
+    made = Connection(Peer(), owner)
+    made.close = lambda: CLOSED.append(made)
+    return made
+
+
 def connect(connections: Connections, owner: Owner) -> Connection:
-    connection = Connection(Peer(), owner)
-    connection.close = lambda: CLOSED.append(connection)
-    assert connections.admit(connection)
-    return connection
+    made = connection(owner)
+    assert connections.admit(made)
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +131,63 @@ def test_a_network_of_ipv6_addresses_is_one_owner() -> None:
     assert owner_of(Peer("2001:db8::1")) == owner_of(Peer("2001:db8:0:0:ffff::2"))
     assert owner_of(Peer("2001:db8::1")) != owner_of(Peer("2001:db8:0:1::1"))
     assert owner_of(Peer("fe80::1%eth0")) == owner_of(Peer("fe80::2%eth0"))
+
+
+def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
+    bodies, rejected = RequestBodies(100), []
+    several = [connection("a") for _ in range(3)]
+    one = connection("b")
+
+    def reject(each: Connection) -> None:
+        rejected.append(each)
+        bodies.free(each)
+
+    for each in (*several, one):
+        each.reject_bodies = partial(reject, each)
+    bodies.add(one, 40)
+    for each, size in zip(several, (10, 30, 15), strict=True):
+        bodies.add(each, size)
+    assert not rejected
+    bodies.add(several[0], 6)
+    assert rejected == [several[1]]
+    bodies.add(one, 29)
+    assert rejected == [several[1]]
+
+
+def test_of_equal_bodies_the_oldest_is_rejected() -> None:
+    bodies, rejected = RequestBodies(100), []
+    senders = [connection("a") for _ in range(21)]
+    for each in senders:
+        each.reject_bodies = partial(rejected.append, each)
+        bodies.add(each, 5)
+    assert rejected == [senders[0]]
+
+
+def test_a_page_counts_once_for_all_its_readers(closed: list[Connection]) -> None:
+    unread = UnreadReplies(100)
+    page = b"x" * 90
+    readers = [connection(str(number)) for number in range(20)]
+    for each in readers:
+        unread.send(each, page)
+    assert unread.total_bytes == 90
+    for each in readers:
+        unread.sent(each)
+    assert unread.total_bytes == 0
+    assert not closed
+
+
+def test_the_owner_with_the_most_unread_bytes_loses_first(closed: list[Connection]) -> None:
+    unread = UnreadReplies(100)
+    first, second, other = (connection(owner) for owner in ("a", "a", "b"))
+    unread.buffer(first, 30)
+    unread.buffer(second, 25)
+    unread.send(other, b"x" * 40)
+    assert not closed
+    unread.buffer(second, 35)
+    assert closed == [second]
+    assert unread.total_bytes == 70
+    unread.buffer(second, 0)
+    unread.sent(second)
+    unread.forget(other)
+    unread.forget(first)
+    assert unread.total_bytes == 0

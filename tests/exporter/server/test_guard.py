@@ -174,6 +174,8 @@ def test_the_audit_log_and_the_events_are_guarded_like_the_actions(path: str) ->
 def test_routes_for_the_whole_exporter_refuse_other_users(path: str) -> None:
     exchange = pass_through(path, uid=1001)
     assert (exchange.status, exchange.seen, exchange.received) == (403, [], 0)
+    for named in ("uid=1001", "--x.token-file"):
+        assert named in exchange.problem["detail"]
     assert pass_through(path).status == 200
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 from gpumem_exporter.server.api.metrics import Page, SharedPages
 
@@ -18,7 +19,7 @@ def test_readers_that_wait_share_a_page() -> None:
         return b"page %d" % len(rendered)
 
     async def scenario() -> None:
-        pages = SharedPages(render)
+        pages = SharedPages(render, thread=ThreadPoolExecutor(1))
         first = asyncio.ensure_future(pages.next(openmetrics=False))
         assert await asyncio.to_thread(begun.wait, 60)
         later = [asyncio.ensure_future(pages.next(openmetrics=openmetrics)) for openmetrics in (False, True) * 10]
@@ -40,7 +41,7 @@ def test_a_page_is_rendered_after_its_request() -> None:
         return b"%d" % value[0]
 
     async def scenario() -> None:
-        pages.append(SharedPages(render))
+        pages.append(SharedPages(render, thread=ThreadPoolExecutor(1)))
         for number in range(50):
             value[0] = number
             assert (await pages[0].next(openmetrics=False)).body == b"%d" % number
@@ -57,7 +58,7 @@ def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> None:
         return b"page"
 
     async def scenario() -> None:
-        pages = SharedPages(render)
+        pages = SharedPages(render, thread=ThreadPoolExecutor(1))
         (found,) = await asyncio.gather(pages.next(openmetrics=False), return_exceptions=True)
         assert isinstance(found, ValueError)
         failing[0] = False

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.server.http import turns as module
-from gpumem_exporter.server.http.connections import Connection, Limits, UnreadReplies
+from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Limits, UnreadReplies
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.http.turns import FairRequests, Turns
@@ -198,3 +198,31 @@ def test_the_turn_of_a_body_ends_when_the_application_has_read_it() -> None:
             request.cancel()
 
     asyncio.run(scenario())
+
+
+def test_a_long_reply_is_sent_in_pieces() -> None:
+    body = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
+    unread, sent, counted = UnreadReplies(1 << 30), [], []
+
+    async def app(_: Any, __: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    async def send(message: dict[str, Any]) -> None:
+        counted.append(unread.total_bytes)
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/metrics",
+        "headers": [],
+        "state": {"connection": Connection(Peer(), 1)},
+    }
+    asyncio.run(FairRequests(app, Limits(8), unread)(scope, send, send))  # type: ignore[arg-type]
+    _, *pieces = sent
+    assert b"".join(piece["body"] for piece in pieces) == body
+    assert max(len(piece["body"]) for piece in pieces) == PIECE_BYTES
+    assert [piece["more_body"] for piece in pieces] == [True, True, True, False]
+    assert counted == [0, *[len(body)] * 4]
+    assert unread.total_bytes == 0

@@ -344,7 +344,7 @@ reads, may_end = threading.Event(), threading.Event()
 def read(index):  # under the lock, in a thread that the child does not have
     reads.set()
     may_end.wait()
-holder = threading.Thread(target=observed.look, args=(0, read))
+holder = threading.Thread(target=observed.read, args=(0, read))
 with gpumem.phase("parent"):
     holder.start()
     reads.wait()

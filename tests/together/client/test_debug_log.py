@@ -6,7 +6,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.exporter_process import QUICK
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 LISTEN = """
 import logging
@@ -36,8 +36,14 @@ def test_debug_logs_name_the_connection_refused_reports_and_commands(
         return [line for line in exporter.log().splitlines() if all(part in line for part in ("level=debug", *parts))]
 
     assert len(debug_lines(f"pid={process.pid} ", "workload=watched")) == 1
-    assert len(debug_lines(f"id={action}", "action=empty_cache", f"pid={process.pid}")) == 1
+    assert len(debug_lines(f"command {action} ")) > 1, "each state of the command"
     assert len(debug_lines("status=422")) == 1
-    lines = wait_for(lambda: [line for line in process.exec("result = lines") if action in line], "the command")
-    assert ["done" in line for line in lines] == [True]
+    eventually(
+        lambda: [line for line in process.exec("result = lines") if action in line],
+        lambda found: len(found) > 1,
+        what="the command and its result",
+    )
+    received, done = (line for line in process.exec("result = lines") if action in line)
+    assert "received: empty_cache" in received
+    assert "done" in done
     assert len([line for line in process.exec("result = lines") if exporter.url in line]) == 1

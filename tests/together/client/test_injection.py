@@ -109,21 +109,20 @@ def test_a_python_without_the_package_uses_the_command_s_package(
             (site_packages / entry.name).symlink_to(entry)
     program = start_script(
         "try:\n"
-        "    import gpumem_exporter\n"
+        "    import gpumem_client\n"
         "except ModuleNotFoundError as error:\n"
         "    say(error.name)\n"
         "hold(1)\n"
         "say([modules()[:2], threads(), [entry for entry in sys.path if 'gpumem' in entry]])\n"
-        "import gpumem_exporter\n"
         "import gpumem_client as client\n"
         "client.start()\n"
-        "say([gpumem_exporter.__file__, threads()])\n"
+        "say([client.__file__, threads()])\n"
         "wait()",
         command=(str(venv / "bin" / "python"),),
     )
-    assert program.heard() == "gpumem_exporter"
-    assert program.heard() == [["gpumem_exporter", "gpumem_client"], ["gpumem-reporter"], []]
-    assert program.heard() == [str(REPOSITORY / "gpumem_exporter" / "__init__.py"), ["gpumem-reporter"]]
+    assert program.heard() == "gpumem_client"
+    assert program.heard() == [["gpumem_client", "gpumem_client.allocator"], ["gpumem-reporter"], []]
+    assert program.heard() == [str(REPOSITORY / "client" / "gpumem_client" / "__init__.py"), ["gpumem-reporter"]]
     wait_for_allocated(exporter, {(program.pid, "0"): MIB})
 
 

@@ -35,11 +35,14 @@ def test_plan_without_the_toolkit_says_what_to_install() -> None:
     [
         (("--version",), {"rich", "pydantic"}),
         (("run", "--help"), {"rich", "click", "pydantic", "argparse"}),
-        (("serve", "--log.level", "nonsense"), {"rich", "fastapi", "uvicorn", "pynvml"}),
-        (("clear",), {"rich", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
-        (("info", "--json", "--url", "unix:///nonexistent.sock"), {"rich", "fastapi", "uvicorn", "pynvml"}),
-        (("fleet", "gc", "--query", "up"), {"rich", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
-        (("top", "--once", "--json", "--url", "unix:///nonexistent.sock"), {"rich", "fastapi", "uvicorn", "pynvml"}),
+        (("serve", "--log.level", "nonsense"), {"rich", "textual", "fastapi", "uvicorn", "pynvml"}),
+        (("clear",), {"rich", "textual", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
+        (("info", "--json", "--url", "unix:///nonexistent.sock"), {"rich", "textual", "fastapi", "uvicorn", "pynvml"}),
+        (("fleet", "gc", "--query", "up"), {"rich", "textual", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
+        (
+            ("top", "--once", "--json", "--url", "unix:///nonexistent.sock"),
+            {"rich", "textual", "fastapi", "uvicorn", "pynvml"},
+        ),
     ],
 )
 def test_a_command_imports_only_what_it_needs(arguments: tuple[str, ...], unwanted: set[str]) -> None:

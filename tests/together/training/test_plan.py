@@ -136,7 +136,7 @@ import gpumem_toolkit as toolkit
 from gpumem_toolkit.planning.command import main
 from gpumem_toolkit.planning import planner, simulation
 from gpumem_toolkit.planning.job import OPTIMIZERS, Job, parse_tensor
-from gpumem_toolkit.planning.progress import Progress
+from gpumem_toolkit.planning.worker import Progress
 
 def in_this_process(*call, uses_cuda=False, timeout_seconds, **options):
     function, *arguments = pickle.loads(pickle.dumps(call))

@@ -48,24 +48,23 @@ def compare_checkpointing(
     optimizer does. The results of the variants are compared to the bit. They differ if a block draws random numbers
     from another generator, or changes something in forward, as batch normalization does.
 
-    The peak is that of the device of the model's first parameter, above what was allocated before the step. It comes
-    from the allocator's history, which is recorded for one step and resets nothing. Where that is not possible (with
-    cudaMallocAsync, or while the user's code records the history), it is bounded; `reset_peaks` makes it exact.
-
-    In a distributed job every rank calls this. Not thread-safe: no other thread may use the model during the call.
+    The peak is above what was allocated before the step, on the device of the model's first parameter. It comes from
+    the allocator's history, which is recorded for one step and resets nothing. With cudaMallocAsync, or while the
+    user's code records the history, the peak is bounded. In a distributed job every rank calls this. Not thread-safe:
+    no other thread may use the model during the call.
 
     Args:
         model: the model, on the device where it trains. During the call it is in training mode.
         batch: a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
         loss: returns the loss of the model's output. Default: the output's `loss`, the output if it has one element,
             else its mean.
-        blocks: the modules to checkpoint, in the order in which they run. Default: those of `find_blocks`.
+        blocks: the modules to checkpoint, in the order in which they run. Default: the longest list of one class.
         every: 2 checkpoints every second block, starting with the first. Default: 2 and 4, if there are more blocks.
         repeats: number of timed runs.
         autocast: the dtype of the forward pass, such as `torch.bfloat16`.
-        reset_peaks: reset the allocator's peaks before the run that measures the peak, instead of recording a history.
-        simulate: predict the peaks on a machine without CUDA. During the call CPU tensors of the whole process follow
-            CUDA's rules.
+        reset_peaks: make the peak exact: reset the allocator's peaks before the run, instead of recording a history.
+        simulate: predict the peaks on a machine without CUDA. CPU tensors of the whole process follow CUDA's rules
+            then.
 
     Raises:
         ConfigurationError: an argument is invalid, or the model cannot be trained that way.

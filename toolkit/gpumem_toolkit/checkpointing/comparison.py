@@ -25,27 +25,22 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingRow:
-    """One training step with some of the blocks checkpointed.
-
-    Attributes:
-        every: 1 checkpoints every block, 2 every second one, starting with the first; None checkpoints none.
-        blocks: number of checkpointed blocks.
-        seconds: the median of the runs; None if the step ran out of memory.
-        peak_bytes: the peak above the start, or its lower bound if it is not `exact`. None without CUDA.
-        peak_at_most_bytes: the upper bound of the peak; None if it is unknown.
-        simulated: whether the peak is a prediction of the planner.
-        out_of_memory: whether the step ran out of memory.
-        difference: from the results of the first row that ran; in that row, between two runs. None if they are equal.
-    """
+    """One training step with some of the blocks checkpointed."""
 
     every: int | None
+    """1 checkpoints every block, 2 every second one, starting with the first; None checkpoints none."""
     blocks: int
+    """Number of checkpointed blocks."""
     seconds: float | None
+    """The median of the runs; None if the step ran out of memory."""
     peak_bytes: int | None
+    """The peak above the start, or its lower bound if it is not `exact`. None without CUDA."""
     peak_at_most_bytes: int | None
     simulated: bool = False
+    """Whether the peak is a prediction of the planner."""
     out_of_memory: bool = False
     difference: Difference | None = None
+    """From the results of the first row that ran; in that row, between two runs. None if they are equal."""
 
     @property
     def name(self) -> str:
@@ -62,23 +57,17 @@ class CheckpointingRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingComparison(ShownAsText):
-    """A training step with more and more of its blocks recomputed in backward. `str()` returns a table.
-
-    Attributes:
-        model: the class of the model.
-        device: the device of the model.
-        blocks: a description of the blocks, such as `24 TransformerBlock in layers`.
-        repeats: number of timed runs of each row.
-        rows: from no checkpointed blocks to all.
-        note: why the peaks are unknown; empty if they are known.
-    """
+    """A training step with more and more of its blocks recomputed in backward. `str()` returns a table."""
 
     model: str
     device: str
     blocks: str
+    """A description, such as `24 TransformerBlock in layers`."""
     repeats: int
     rows: tuple[CheckpointingRow, ...]
+    """From no checkpointed blocks to all."""
     note: str = ""
+    """Why the peaks are unknown; empty if they are known."""
 
     @property
     def same_results(self) -> bool:

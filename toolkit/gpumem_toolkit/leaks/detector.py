@@ -70,16 +70,9 @@ class LeakDetector:
     `leak_detector` creates it and describes the arguments.
     """
 
-    def __init__(
-        self,
-        on_leak: Callable[[Leak], None],
-        *,
-        warm_up_steps: int = 20,
-        least_growth: int = 1 << 20,
-        name_suspects: bool = True,
-    ) -> None:
+    def __init__(self, on_leak: Callable[[Leak], None], *, name_suspects: bool = True, **bounds: int) -> None:
         self._on_leak = on_leak
-        self._new_trend = functools.partial(Trend, warm_up_steps=warm_up_steps, least_growth=least_growth)
+        self._new_trend = functools.partial(Trend, **bounds)
         self._name_suspects = name_suspects
         self._statistics: Statistics | None = None
         self._devices: dict[int, _Device] = {}

@@ -86,11 +86,8 @@ def find_frozen(end: float, max_objects: int) -> Frozen:
     vLLM's engine and servers that fork their workers freeze what exists after the start. `gc.get_objects` and
     `gc.get_referrers` do not return frozen objects, and `gc.unfreeze` would change the program. What an object refers
     to can be read, so the search starts at modules, local variables and the tracked objects. It takes 1.3 s of CPU time
-    and 100 MiB of host memory per million objects, and keeps the GIL for up to 0.4 s per million tracked objects.
-
-    Args:
-        end: time on `time.thread_time()` at which the search ends.
-        max_objects: no search if there are more objects.
+    and 100 MiB of host memory per million objects, and keeps the GIL for up to 0.4 s per million tracked objects. It
+    ends at `end` on `time.thread_time()`, and does not start if there are more than `max_objects`.
     """
     found: list[Any] = []
     count = gc.get_freeze_count()

@@ -111,18 +111,15 @@ def lingering_tensors(
 ) -> LingeringTensors:
     """Group the live CUDA tensors by shape, dtype and device, and name what refers to them.
 
-    The walk keeps the GIL for about 0.1 s per million objects. If a limit ends it earlier, `complete` is False. It
-    collects, copies and keeps nothing. Any thread may call this. Without CUDA the result is empty and a warning is
-    logged.
-
-    Objects that `gc.freeze()` hides are found through what refers to them, which takes about 1.3 s per million objects
-    more. `hidden_objects` is the number of objects that were not found so, and `complete` is then False.
+    The walk keeps the GIL for about 0.1 s per million objects. It collects, copies and keeps nothing. Any thread may
+    call this. Without CUDA the result is empty and a warning is logged. Objects that `gc.freeze()` hides are found
+    through what refers to them, which takes about 1.3 s per million objects more.
 
     Args:
         min_bytes: smallest group in the result.
         max_groups: number of groups in the result; the largest are kept.
         max_seconds: CPU seconds for the walk, again for frozen objects, and again for the search for referrers.
-        max_objects: number of objects to examine.
+        max_objects: number of objects to examine. If a limit ends the walk, `complete` is False.
         referrers: search for what refers to the tensors, which takes longer than the walk.
     """
     torch = initialized_torch()
@@ -152,7 +149,7 @@ def walk(
 ) -> LingeringTensors:
     """Walk as `lingering_tensors` does. `kinds_to_search` chooses the kinds whose referrers are searched.
 
-    With `count_frozen`, frozen tensors are counted, too. Two such counts differ if a limit ends one of them.
+    Counts frozen tensors only with `count_frozen`: two such counts differ if a limit ends one of them.
     """
     started = time.perf_counter()
     reader, frozen = _Reader(torch), Frozen([])

@@ -32,13 +32,8 @@ def describe_referrers(
     """Return a description for the id of each target: `NO_REFERRER` if no Python object refers to the target.
 
     Each level takes one pass over the objects that the garbage collector tracks, for all targets together, and one over
-    the frozen objects.
-
-    Args:
-        targets: the objects, the most important first; the first 64 are described.
-        end: time on `time.thread_time()` after which no pass starts.
-        ignored: containers of the caller that refer to the targets.
-        frozen: objects that the collector does not show.
+    the frozen objects. Only the first 64 targets are described. No pass starts after `end`, a time on
+    `time.thread_time()`. The `ignored` containers of the caller refer to the targets, too.
     """
     return _Search(targets, end, ignored, frozen or Frozen([])).run()
 

@@ -25,12 +25,7 @@ _CHUNK = 64
 class ComponentCount:
     """One count of a module, and of an object with `state` and `param_groups`. For one thread at a time."""
 
-    def __init__(
-        self,
-        torch: Any,
-        model: weakref.ref[Any] | None,
-        optimizer: weakref.ref[Any] | None,
-    ) -> None:
+    def __init__(self, torch: Any, model: weakref.ref[Any] | None, optimizer: weakref.ref[Any] | None) -> None:
         self._torch = torch
         self._model = model
         self._optimizer = optimizer

@@ -188,26 +188,23 @@ class Watch(ShownAsText):
 def watch(model: Any, optimizer: Any = None) -> Watch:
     """Count the bytes of a model's parameters, gradients and optimizer state on each device.
 
-    The result is in the reports (`gpumem_torch_component_bytes`), in `summary()` and in the returned object. A count
-    starts every ten seconds at most, and runs in the training thread at the end of steps, for half a millisecond each:
-    some forty steps for ten thousand tensors. Where PyTorch does not report the steps (before torch 2.1, or for another
-    kind of optimizer) it runs at `gpumem.step()`.
+    The result is in the reports (`gpumem_torch_component_bytes`), in `memory_summary()` and in the returned object. A
+    count starts every ten seconds at most, and runs in the training thread at the end of steps, for half a millisecond
+    each: some forty steps for ten thousand tensors. Where PyTorch does not report the steps (before torch 2.1, or for
+    another kind of optimizer) it runs at `gpumem_client.step()`.
 
     Each storage counts once, also if tensors share it. A `DTensor` (FSDP2) counts with its local shard, a quantized
-    tensor with its parts. Tensors in host memory are not reported. Tensors that the optimizer updates and the model
-    does not contain count as parameters. `other` is the rest of the allocated bytes at the end of the step: activations
-    that are kept, buffers, batches, gathered parameters, communication buckets, and the allocator's rounding.
+    tensor with its parts. Tensors that the optimizer updates and the model does not contain count as parameters.
+    `other` is the rest of the allocated bytes at the end of the step: activations that are kept, buffers, batches,
+    gathered parameters, communication buckets, and the allocator's rounding.
 
     Several watches add up. If several watches share a model or an optimizer, only one is counted: the one that covers
     both, otherwise the most recent. The watch puts no hook on the model, and ends with it. It does nothing while CUDA
-    is not initialized.
+    is not initialized. Raises TypeError if the model is not a module.
 
     Args:
         model: a module, wrapped or not; None to count only what the optimizer updates.
         optimizer: an optimizer of `torch.optim`, a wrapper of one, or any object with `state` and `param_groups`.
-
-    Raises:
-        TypeError: the model is not a module.
     """
     return Watch(model, optimizer)
 

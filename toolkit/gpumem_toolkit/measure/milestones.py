@@ -63,12 +63,7 @@ class Milestones(ShownAsText):
     """
 
     def __init__(
-        self,
-        model: Any = None,
-        optimizer: Any = None,
-        *,
-        level: int = logging.INFO,
-        steps: Steps | None = None,
+        self, model: Any = None, optimizer: Any = None, *, level: int = logging.INFO, steps: Steps | None = None
     ) -> None:
         self._observed = process_observed()
         self._level = level
@@ -76,7 +71,7 @@ class Milestones(ShownAsText):
         self._records: deque[Milestone] = deque(maxlen=_KEPT)
         self._epochs = 0
         self._forwards = 0
-        self._stop_forwards: Callable[[], None] = _nothing
+        self._stop_forwards: Callable[[], None] = lambda: None
         self._on_host: weakref.ref[Any] | None = None
         """The model until it is on a device."""
         location = _location(model)
@@ -197,21 +192,13 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
     The milestones are: this call; the model's move to a device, if the model is still on the host now; the first step
     of the optimizer, which creates its state; each epoch; and each call of `record`. Each shows the growth since the
     previous milestone. The move is recorded right before the next milestone, or at the model's first forward pass on
-    the device. `print()` shows the list. The logger `gpumem_client` logs each.
+    the device. The logger `gpumem_client` logs each, at `level`.
 
     The script marks its epochs: `for epoch in seen.epochs(range(10))`, or a call of `seen.epoch()`. There are no hooks
-    on the model or the optimizer. The milestones end with the model, or with `close()`.
-
-    Args:
-        model: a module, wrapped or not.
-        optimizer: an optimizer of `torch.optim`; None for the first step of any.
-        level: log level.
+    on the model or the optimizer; without an optimizer, the first step of any counts. The milestones end with the
+    model, or with `close()`.
     """
     return Milestones(model, optimizer, level=level)
-
-
-def _nothing() -> None:
-    """Remove nothing: there is no hook."""
 
 
 def _closed() -> Milestones:

@@ -131,14 +131,21 @@ def _attention(kernel: str) -> Callable[..., Tensor]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        aten: Any = torch.ops.aten
         chosen = _choose(query, key, value, mask) if kernel == "auto" else kernel
         if chosen in ("flash", "cudnn"):
-            return _flash(query, key, value, dropout, causal, scale)
+            flash = aten._scaled_dot_product_flash_attention.default
+            return flash(query, key, value, dropout, causal, False, scale=scale)[0]
         if chosen == "efficient":
-            return _efficient(query, key, value, mask, dropout, causal, scale)
-        operator: Any = torch.ops.aten._scaled_dot_product_attention_math.default
-        result: Tensor = operator(query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
-        return result
+            training = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+            if mask is not None:
+                if mask.dtype == torch.bool:
+                    mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+                mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+            efficient = aten._scaled_dot_product_efficient_attention.default
+            return efficient(query, key, value, mask, training, dropout, causal, scale=scale)[0]
+        math = aten._scaled_dot_product_attention_math.default
+        return math(query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
 
     return run
 
@@ -159,31 +166,9 @@ def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> s
     return "math"
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None) -> Tensor:
-    operator: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
-    result: Tensor = operator(query, key, value, dropout, causal, False, scale=scale)[0]
-    return result
-
-
-def _efficient(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
-) -> Tensor:
-    training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    operator: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    result: Tensor = operator(query, key, value, mask, training, dropout, causal, scale=scale)[0]
-    return result
-
-
 def _dropout(x: Tensor, probability: float, train: bool) -> Tensor:
     """`torch.dropout` as CUDA runs it, with a mask of one byte per element."""
-    if not train or probability == 0:
-        return x
-    result: Tensor = torch.ops.aten.native_dropout(x, probability, train)[0]
-    return result
+    return x if not train or probability == 0 else torch.ops.aten.native_dropout(x, probability, train)[0]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -191,19 +176,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None and x.dim() > 2 and not x.is_contiguous():
         return torch.matmul(x, weight.t()).add_(bias)
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    result: Tensor = torch.ops.aten.linear.default._op_dk(composite, x, weight, bias)
-    return result
+    return torch.ops.aten.linear.default._op_dk(composite, x, weight, bias)
 
 
-def _rms_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,  # noqa: ARG001 - part of the operator
-) -> Tensor:
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, _eps: float | None = None) -> Tensor:
     """`torch.rms_norm` as CUDA runs it, fused (`layer_norm.cpp`)."""
-    result: Tensor = _RmsNorm.apply(x, weight, len(normalized_shape))
-    return result
+    return _RmsNorm.apply(x, weight, len(shape))
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -163,10 +163,7 @@ def _reduction(source: torch.Tensor, result: torch.Tensor, removed: Sequence[int
     target = MULTIPROCESSORS * (THREADS_PER_MULTIPROCESSOR // (width * height))
     if values < MAX_VALUES or grid > target:
         return _ONE_BLOCK
-    blocks = min(
-        max(_divide_up(target, grid), _divide_up(values, MAX_VALUES)),
-        _divide_up(values, MIN_VALUES),
-    )
+    blocks = min(max(_divide_up(target, grid), _divide_up(values, MAX_VALUES)), _divide_up(values, MIN_VALUES))
     if blocks <= 1:
         return _ONE_BLOCK
     size = max(4, result.element_size()) * outputs * blocks

@@ -58,39 +58,32 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plan(ShownAsText):
-    """The predicted memory of a job on a device. All sizes are bytes.
-
-    Attributes:
-        source: `model`, `profile` (measured on a device) or `description`.
-        margin: the part of the device's free memory that the plan uses.
-        largest_batch: the largest batch size that fits; 0 if not even one sample fits.
-        batch: the batch size to train with: the requested one, the largest, or a smaller one that reaches the target.
-        accumulation: backward passes before each optimizer step.
-        target_effective_batch: the requested effective batch over all devices; None if none was requested.
-        devices: number of data-parallel processes.
-        allocated_peak_bytes: the prediction for `torch.cuda.max_memory_allocated` at `batch`.
-        reserved_peak_bytes: the prediction for `max_memory_reserved`.
-        breakdown: parameters, buffers, gradients, optimizer, activations and temporaries at the peak. `overhead` is the
-            allocator's rounding and cache.
-        highest: the peak of each kind of memory, reached at different times. Empty if only the total is known.
-        changes: changes of the job that save memory, and their effects.
-        notes: what the job does on a device and the plan leaves out.
-    """
+    """The predicted memory of a job on a device. All sizes are bytes."""
 
     source: str
+    """`model`, `profile` (measured on a device) or `description`."""
     gpu: Gpu
     margin: float
+    """The part of the device's free memory that the plan uses."""
     largest_batch: int
+    """The largest batch size that fits; 0 if not even one sample fits."""
     batch: int
+    """The batch size to train with: the requested one, the largest, or a smaller one that reaches the target."""
     accumulation: int
+    """Backward passes before each optimizer step."""
     target_effective_batch: int | None
     devices: int
     allocated_peak_bytes: int
+    """The prediction for `torch.cuda.max_memory_allocated` at `batch`."""
     reserved_peak_bytes: int
+    """The prediction for `torch.cuda.max_memory_reserved`."""
     breakdown: Mapping[str, int]
+    """Each kind of memory at the peak. `overhead` is the allocator's rounding and cache."""
     highest: Mapping[str, int] = field(default_factory=dict)
+    """The peak of each kind of memory, reached at different times. Empty if only the total is known."""
     changes: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
+    """What the job does on a device and the plan leaves out."""
 
     @property
     def fits(self) -> bool:

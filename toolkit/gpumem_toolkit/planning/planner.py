@@ -11,9 +11,8 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_toolkit.planning.devices import Gpu, parse_gpu
 from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor
 from gpumem_toolkit.planning.plan import Change, Plan, Target, accumulate
-from gpumem_toolkit.planning.progress import Progress
 from gpumem_toolkit.planning.search import Sizing
-from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, run_in_worker
+from gpumem_toolkit.planning.worker import TIMEOUT_SECONDS, Progress, run_in_worker
 
 
 def plan(
@@ -118,13 +117,7 @@ def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int, progress: Progre
 
 
 def plan_job(
-    job: Job,
-    gpu: Gpu,
-    target: Target,
-    *,
-    source: str = "model",
-    changes: bool = True,
-    progress: Progress | None = None,
+    job: Job, gpu: Gpu, target: Target, *, source: str = "model", changes: bool = True, progress: Progress | None = None
 ) -> Plan:
     """Plan a job in this process, whose CPU tensors follow CUDA's rules during the call."""
     progress = progress or Progress()

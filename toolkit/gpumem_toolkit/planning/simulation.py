@@ -45,63 +45,6 @@ _aten: Any = torch.ops.aten
 _OPERATORS = frozenset({_aten.add.Tensor, _aten.index_put.default, _aten.scatter_add.default})
 
 
-class _InPlace:
-    """Recognizes operators that PyTorch runs in place on a device, but not under a dispatch mode.
-
-    Autograd adds gradients of the same tensor in place if nothing else refers to the first one (`input_buffer.cpp`).
-    The backward passes of indexing and `gather` fill new tensors in place. Under a dispatch mode they call the
-    operators that return a new tensor (`TensorSubclassLikeUtils.h`).
-
-    Create it outside of dispatch modes, because it runs a backward pass.
-    """
-
-    def __init__(self) -> None:
-        with torch.enable_grad(), FakeTensorMode(), _Counter() as counter:
-            shared = torch.empty(2, requires_grad=True).exp()
-            index = torch.zeros(2, dtype=torch.int64)
-            torch.stack((shared.exp(), shared.tanh(), shared[index], shared.gather(0, index))).sum().backward()
-        self._unshared = counter.counts  # of tensors that only autograd has; they depend on the release of PyTorch
-
-    def target(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
-        """Return the first argument if a device would change it in place, otherwise None."""
-        if func not in _OPERATORS or torch.is_grad_enabled() or not isinstance(args[0], Tensor):
-            return None
-        return args[0] if _count(args) == self._unshared[func] and _is_dense(args[0]) else None
-
-
-def _count(args: tuple[Any, ...]) -> _Counts:
-    """Count the references to the first argument: its Python object, tensor and storage."""
-    first = args[0]
-    return sys.getrefcount(first), first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements fill the memory without gaps, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-class _Counter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[Any, _Counts] = {}
-
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OPERATORS:
-            self.counts[func] = _count(args)
-        return func(*args, **(kwargs or {}))
-
-
-COMPILED = "torch.compile: the plan is for eager execution, whose activations and temporaries differ"
-STEPS = 3
-"""The first step creates the optimizer state, the second the final state of the cache. The third repeats the second."""
-
-
 class Tracer(TorchDispatchMode):
     """Records into `trace` while the mode is active. Not thread-safe; autograd runs CPU graphs in the calling thread.
 
@@ -155,6 +98,7 @@ class Tracer(TorchDispatchMode):
                 return 1.0 if args[0].is_floating_point() else 1
             raise
         tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        # CUDA's dropout allocates its mask before its output (`Dropout.cu`).
         for tensor in reversed(tensors) if func is torch.ops.aten.native_dropout.default else tensors:
             self._record(tensor, self.kind)
         for sizes in temporaries(func, args, result, self._convolution):
@@ -263,3 +207,60 @@ def move(model: nn.Module, tracer: Tracer) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(mark_gradient)
+
+
+class _InPlace:
+    """Recognizes operators that PyTorch runs in place on a device, but not under a dispatch mode.
+
+    Autograd adds gradients of the same tensor in place if nothing else refers to the first one (`input_buffer.cpp`).
+    The backward passes of indexing and `gather` fill new tensors in place. Under a dispatch mode they call the
+    operators that return a new tensor (`TensorSubclassLikeUtils.h`).
+
+    Create it outside of dispatch modes, because it runs a backward pass.
+    """
+
+    def __init__(self) -> None:
+        with torch.enable_grad(), FakeTensorMode(), _Counter() as counter:
+            shared = torch.empty(2, requires_grad=True).exp()
+            index = torch.zeros(2, dtype=torch.int64)
+            torch.stack((shared.exp(), shared.tanh(), shared[index], shared.gather(0, index))).sum().backward()
+        self._unshared = counter.counts  # of tensors that only autograd has; they depend on the release of PyTorch
+
+    def target(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """Return the first argument if a device would change it in place, otherwise None."""
+        if func not in _OPERATORS or torch.is_grad_enabled() or not isinstance(args[0], Tensor):
+            return None
+        return args[0] if _count(args) == self._unshared[func] and _is_dense(args[0]) else None
+
+
+def _count(args: tuple[Any, ...]) -> _Counts:
+    """Count the references to the first argument: its Python object, tensor and storage."""
+    first = args[0]
+    return sys.getrefcount(first), first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill the memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[Any, _Counts] = {}
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OPERATORS:
+            self.counts[func] = _count(args)
+        return func(*args, **(kwargs or {}))
+
+
+COMPILED = "torch.compile: the plan is for eager execution, whose activations and temporaries differ"
+STEPS = 3
+"""The first step creates the optimizer state, the second the final state of the cache. The third repeats the second."""

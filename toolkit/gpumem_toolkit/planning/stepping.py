@@ -98,7 +98,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 
-_FP16_SCALE = 65536.0
+_FP16_SCALE = 65536.0  # the first scale of torch.amp.GradScaler
 
 
 class Event(Enum):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -156,25 +157,21 @@ class Peaks:
 class _Device:
     """The memory that the driver has free for the process."""
 
-    def __init__(self, free_bytes: int | None) -> None:
+    def __init__(self, free_bytes: float) -> None:
         self.free_bytes = free_bytes
 
     def allocate(self, size_bytes: int) -> bool:
-        if self.free_bytes is None:
-            return True
-        if size_bytes > self.free_bytes:
-            return False
-        self.free_bytes -= size_bytes
-        return True
+        fits = size_bytes <= self.free_bytes
+        self.free_bytes -= size_bytes if fits else 0
+        return fits
 
     def free(self, size_bytes: int) -> None:
-        if self.free_bytes is not None:
-            self.free_bytes += size_bytes
+        self.free_bytes += size_bytes
 
 
 def replay(trace: Trace, free_bytes: int | None = None) -> Peaks:
     """Run a trace through the allocator, on a device with this number of free bytes; None means unlimited."""
-    allocator = CachingAllocator(_Device(free_bytes))
+    allocator = CachingAllocator(_Device(math.inf if free_bytes is None else free_bytes))
     blocks: dict[int, Block] = {}
     out_of_memory = False
     for event in trace.events:

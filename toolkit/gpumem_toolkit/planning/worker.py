@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import math
 import os
 import pickle
 import runpy
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
@@ -26,7 +28,6 @@ from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.progress import Progress
 
 TIMEOUT_SECONDS = 600.0
 """The default time limit of a plan. Plans of models with billions of parameters take about a minute."""
@@ -39,6 +40,8 @@ _START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from gpumem_toolkit.planning import worker; worker.main()"
 )
+_CLEAR = "\r\033[K"
+_FIRST_LINE_SECONDS = 30.0
 _SCRIPT = "__gpumem_script__"
 """The name under which the worker imports the caller's script. Code under a `__main__` guard does not run then."""
 
@@ -290,3 +293,65 @@ class _Unpickler(pickle.Unpickler):
         module = sys.modules[_SCRIPT] = types.ModuleType(_SCRIPT)
         vars(module).update(runpy.run_path(self._setup.script or "", run_name=_SCRIPT))
         return module
+
+
+class Progress:
+    """The current step of a plan. A thread shows it on standard error while the context is active.
+
+    On a terminal one line is rewritten each second and cleared at the end. Elsewhere there is a line after 30 s, and
+    whenever the time has doubled, so that a log shows a plan that takes long. After the time limit the thread calls
+    `expire` with the current step, which ends the process.
+    """
+
+    def __init__(self, limit_seconds: float = math.inf, expire: Callable[[str], None] = lambda _: None) -> None:
+        self.current = "importing PyTorch"
+        self._limit_seconds = limit_seconds
+        self._expire = expire
+        self._stream = sys.stderr
+        self._terminal = sys.stderr.isatty()
+        self._runs = 0
+        self._started = time.monotonic()
+        self._next_line_seconds = _FIRST_LINE_SECONDS
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="gpumem-plan-progress", daemon=True)
+
+    def step(self, text: str) -> None:
+        """Set the current step."""
+        self.current = text
+        if self._terminal and self._thread.is_alive():
+            self._show()
+
+    def of(self, name: str) -> Callable[[int], None]:
+        """Return a function that sets the step to a run of the named job at a batch size."""
+
+        def run(batch: int) -> None:
+            self._runs += 1
+            self.step(f"run {self._runs}: {name}, batch {batch}")
+
+        return run
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._terminal:
+            print(_CLEAR, end="", file=self._stream, flush=True)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(max(0.0, min(1.0, self._limit_seconds - self._elapsed()))):
+            if self._elapsed() >= self._limit_seconds:
+                self._expire(self.current)
+                return
+            if self._terminal or self._elapsed() >= self._next_line_seconds:
+                self._next_line_seconds *= 2
+                self._show()
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def _show(self) -> None:
+        text = f"planning for {self._elapsed():.0f} s: {self.current}"
+        print(f"{_CLEAR}{text} …" if self._terminal else f"{text}\n", end="", file=self._stream, flush=True)

@@ -58,15 +58,13 @@ def find_batch_size(
     """Find the largest batch size whose training step does not run out of GPU memory, by trying.
 
         def step(size):
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)  # an error in backward leaves gradients, which would count
             x, y = make_batch(size)
             loss_function(model(x), y).backward()
             optimizer.step()
 
-    `step` zeroes the gradients first: an error in backward leaves some of them, which would count in the next try.
-
     Sizes double from `start` while they fit, halve while they do not, and are then bisected. The found size must also
-    fit until its memory stops growing. The steps train the model, so load its weights afterwards. `step` metrics,
+    fit until its memory stops growing. The steps train the model, so load its weights afterwards. Metrics of steps,
     `watch` and the leak detector ignore them. Failed tries raise the allocator's peaks and its number of errors.
     Without CUDA nothing is tried and the size is `start`.
 

@@ -27,18 +27,14 @@ def inference_mode(
         use.peak_bytes
 
     Enters `torch.inference_mode()`, `model.eval()` and optionally `torch.autocast`, and afterwards restores the mode of
-    each part of the model. Logs the memory use of the block as `client.memory_context` does.
+    each part of the model. Logs the memory use of the block as `gpumem_client.memory_context` does. `reset_peaks` makes
+    the peak exact. No other thread may train the model or enter a block for it.
 
     Tensors created in the block cannot be saved for backward. Use `torch.no_grad()` instead for a model that keeps
     tensors from call to call and trains afterwards.
 
-    Args:
-        model: the model, in evaluation mode for all threads. No other thread may train it or enter a block for it.
-        autocast: `torch.bfloat16` or `torch.float16`.
-        reset_peaks: reset the allocator's peaks at the start of the block, so that its peak is exact.
-
     Raises:
-        ConfigurationError: autocast does not support the dtype.
+        ConfigurationError: autocast is not None, `torch.bfloat16` or `torch.float16`.
         TypeError: the decorated function is a generator or a coroutine, whose body runs after the block.
     """
     check_autocast(autocast)

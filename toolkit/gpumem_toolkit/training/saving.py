@@ -16,7 +16,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -29,6 +29,8 @@ _log = logging.getLogger("gpumem_toolkit")
 _PRIORITY = -9844
 """Lower than the priorities of torch's taggers (10 and up). Must be unique: torch cannot sort equal priorities."""
 
+_Sizes = dict[tuple[str, int], int]
+"""The bytes of the saved storages, by type of device and address."""
 _GATHER = (
     "gather the state on all ranks"
     " (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
@@ -61,10 +63,9 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     else as it is. `torch.load(path, weights_only=True)` reads the file into host memory on any machine.
 
     Takes no device memory: storages are copied to the host one by one. As with `torch.save`, a view saves its whole
-    storage; `.clone()` saves the view alone.
-
-    The file is written under another name in the same folder, synced to the disk and renamed, and keeps the permissions
-    of the file that it replaces. After an error the previous file stays. A killed process leaves a hidden `.part` file.
+    storage; `.clone()` saves the view alone. The file is written under another name in the same folder, synced to the
+    disk and renamed, and keeps the permissions of the file that it replaces. After an error the previous file stays. A
+    killed process leaves a hidden `.part` file.
 
     Any thread may call this. If several processes train the same model, only one of them should call it.
 
@@ -81,9 +82,10 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     _refuse_collective(parts)
     tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
     _refuse_shards(tree)
-    sizes = _Sizes()
+    sizes: _Sizes = {}
     written_bytes = _write(tree, target, mode, sizes)
-    saved = SavedCheckpoint(target, written_bytes, sizes.staged_bytes, time.monotonic() - started)
+    staged_bytes = max((size for (kind, _), size in sizes.items() if kind != "cpu"), default=0)
+    saved = SavedCheckpoint(target, written_bytes, staged_bytes, time.monotonic() - started)
     _log.info("saved %s", saved)
     return saved
 
@@ -102,7 +104,7 @@ def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Size
             if mode is not None:
                 with contextlib.suppress(OSError):  # a file system without permissions
                     part.chmod(mode)
-            with _tagger.saving(sizes.note):
+            with _tagger.saving(sizes):
                 torch.save(tree, cast(IO[bytes], file))
             _refuse_unloadable(part)
             os.fsync(file.fileno())
@@ -114,7 +116,7 @@ def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Size
         # Torch replaces a write error by its own error.
         cause = file.error if file is not None and file.error is not None else error
         if isinstance(cause, OSError):
-            room = "" if file is None else _room(target.parent, sizes.total_bytes)
+            room = "" if file is None else _room(target.parent, sum(sizes.values()))
             raise StorageError(f"{target} cannot be written: {cause.strerror or cause}{room}") from cause
         context = error.__context__  # torch's RuntimeError must not replace a KeyboardInterrupt
         if context is not handled and not isinstance(context, Exception | None):
@@ -220,24 +222,6 @@ def _room(folder: Path, needed_bytes: int) -> str:
     return f"; it needs {human_bytes(needed_bytes)}, and {free} are free"
 
 
-class _Sizes(dict[tuple[str, int], int]):
-    """The bytes of the saved storages, by type of device and address."""
-
-    def note(self, storage: Any) -> None:
-        """Count a storage."""
-        self[storage.device.type, storage.data_ptr()] = storage.nbytes()
-
-    @property
-    def total_bytes(self) -> int:
-        """The size of all storages."""
-        return sum(self.values())
-
-    @property
-    def staged_bytes(self) -> int:
-        """The size of the largest storage on a device."""
-        return max((size for (kind, _), size in self.items() if kind != "cpu"), default=0)
-
-
 class _Tagger:
     """Makes torch save storages of a device as if they were in host memory, by its registry of storage locations.
 
@@ -251,18 +235,18 @@ class _Tagger:
         self._registered: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager
-    def saving(self, note: Callable[[Any], None]) -> Iterator[None]:
-        """Tag the storages that this thread saves in the block, and call `note` with each of them. May be nested."""
+    def saving(self, sizes: _Sizes) -> Iterator[None]:
+        """Tag the storages that this thread saves in the block, and note their sizes. May be nested."""
         with self._lock:
             self._users += 1
             if self._registered is None:
                 self._registered = (_PRIORITY, self._tag, lambda _storage, _location: None)  # restores no storage
                 sys.modules["torch.serialization"].register_package(*self._registered)
-        outer, self._thread.note = getattr(self._thread, "note", None), note
+        outer, self._thread.sizes = getattr(self._thread, "sizes", None), sizes
         try:
             yield
         finally:
-            self._thread.note = outer
+            self._thread.sizes = outer
             with self._lock:
                 self._users -= 1
                 if not self._users:
@@ -271,10 +255,10 @@ class _Tagger:
                     self._registered = None
 
     def _tag(self, storage: Any) -> str | None:
-        note = getattr(self._thread, "note", None)
-        if note is None or storage.device.type == "meta":
+        sizes: _Sizes | None = getattr(self._thread, "sizes", None)
+        if sizes is None or storage.device.type == "meta":
             return None
-        note(storage)
+        sizes[storage.device.type, storage.data_ptr()] = storage.nbytes()
         return "cpu"
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import inspect
+import socket
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from gpumem_exporter.server.http import protocol as module
 from gpumem_exporter.server.http.connections import Clients, Connection, Limits
 from gpumem_exporter.server.http.peer import Peer
-from gpumem_exporter.server.http.protocol import SUPPORTED_UVICORN, LimitedProtocol
+from gpumem_exporter.server.http.protocol import SUPPORTED_UVICORN, LimitedProtocol, ReplyTransport
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:
@@ -72,3 +75,30 @@ def test_uvicorn_has_the_attributes_that_are_used() -> None:
         assert f"self.{name} = " in source
     assert "self.lifespan = " in inspect.getsource(uvicorn.Server)
     assert "self.servers" in inspect.getsource(uvicorn.Server)
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_client_that_reads_nothing_does_not_keep_its_connection(
+    unfinished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("READ_AWAY_SECONDS", "UNREAD_SECONDS"):
+        monkeypatch.setattr(module, name, 0.01)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        lost = loop.create_future()
+
+        class Protocol(asyncio.Protocol):
+            def connection_lost(self, exc: Exception | None) -> None:
+                lost.set_result(exc)
+
+        silent, sock = socket.socketpair()
+        sock.setblocking(False)
+        with silent:
+            transport, _ = await loop.connect_accepted_socket(Protocol, sock)
+            reply = ReplyTransport(transport, loop, lambda: unfinished)
+            reply.write(b"x" * (1 << 20))
+            reply.close()
+            await asyncio.wait_for(lost, patient(10))
+
+    asyncio.run(scenario())
