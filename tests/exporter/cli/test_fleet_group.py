@@ -11,7 +11,8 @@ from gpumem_exporter.cli.fleet.group import SUBMIT_SECONDS, Group, form_group, r
 from gpumem_exporter.cli.fleet.requests import ExporterRequest
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure
 from gpumem_exporter.errors import GroupIncompleteError
-from tests.support.fleet_builders import A, B, C, Clock, ScriptedExporter, action, fleet_of, process, row
+from tests.support.builders import Clock
+from tests.support.fleet_builders import A, B, C, ScriptedExporter, action, fleet_of, process, row
 
 LEAD = SUBMIT_SECONDS + GROUP_LEAD_SECONDS
 Readings = dict[Exporter, dict[str, Any] | Failure]

@@ -17,6 +17,7 @@ from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.host.linux import LinuxHost
+from tests.support.builders import Clock
 
 ID = "0123456789abcdef" * 4
 
@@ -27,14 +28,6 @@ ME = ProcessIdentity(
     session="s",
     session_started_seconds=1.0,
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Tree:
@@ -101,7 +94,7 @@ def tree(tmp_path: Path) -> Tree:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture
@@ -380,7 +373,7 @@ def test_proc_is_scanned_once_a_second_at_most_and_every_ten_for_one_process(tre
 
 
 def test_the_start_of_a_process_is_on_the_hosts_clock(tree: Tree) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     booted = time.clock_gettime(time.CLOCK_BOOTTIME)
     tree.process(30, start=round((booted - 60) * os.sysconf("SC_CLK_TCK")))
     facts = LinuxHost(tree.root, clock=clock).facts(30)

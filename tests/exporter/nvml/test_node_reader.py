@@ -21,17 +21,9 @@ from gpumem_exporter.errors import (
 from gpumem_exporter.nvml.failures import Backoff
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.reader import NodeReader
-from tests.support.builders import NobodyHost
+from tests.support.builders import Clock, NobodyHost
 
 MEMORY = DeviceMemory(80, 19, 60, 1)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Node:
@@ -45,7 +37,7 @@ class Node:
         self.opened_at: list[float] = []
         self.is_open = False
         self.released = 0
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.processes = (ProcessMemory(30, 5),)
 
     def _fail(self, call: str, uuid: str = "") -> None:
