@@ -16,8 +16,6 @@ from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.request_guard import CALLER_PATH
 
-__all__ = ["CallerDocument", "caller_router"]
-
 
 class CallerDocument(TypedDict):
     """What the caller may do."""
