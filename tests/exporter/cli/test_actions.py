@@ -13,7 +13,7 @@ from tests.support.golden import assert_golden, printed
 
 
 def _result(**changes: Any) -> dict[str, Any]:
-    sizes = {"reserved_before_bytes": 3 << 30, "reserved_after_bytes": 1 << 30, "freed_bytes": 2 << 30}
+    sizes: dict[str, Any] = {"reserved_before_bytes": 3 << 30, "reserved_after_bytes": 1 << 30, "freed_bytes": 2 << 30}
     return {**row(4711, workload="llm", duration_seconds=0.0031, **sizes), **changes}
 
 
