@@ -86,6 +86,19 @@ def node(*devices: DeviceReading, taken: float = 0.0, up: bool = True) -> NodeRe
     )
 
 
+@dataclasses.dataclass
+class Clock:
+    """A clock that advances when it sleeps, or manually."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class NobodyHost:
     """A host without processes."""
 
