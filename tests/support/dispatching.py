@@ -78,6 +78,12 @@ class Bench:
         request = ActionRequest(action=action, target=target, **changes)
         return self.dispatcher.submit(request, requested_by=caller, idempotency_key=key)
 
+    def current(self, action: Action) -> Action:
+        """Return the action as it is now."""
+        found = self.dispatcher.get(action.id)
+        assert found is not None
+        return found
+
     def answer(self, process: ReportingProcess, action: Action, outcome: str = "done", freed: int = 0) -> None:
         devices = tuple(DeviceResult(s.uuid, freed_bytes=freed) for s in process.report.devices)
         result = CommandResult(action.id, outcome, devices=devices if outcome == "done" else ())

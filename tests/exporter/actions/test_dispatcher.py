@@ -37,13 +37,11 @@ def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -> None
         for process in (bench.first, bench.second):
             (command,) = bench.dispatcher.commands(process)
             assert (command.id, command.action) == (action.id, "empty_cache")
-        running = bench.dispatcher.get(action.id)
-        assert running is not None
+        running = bench.current(action)
         assert running.state == "running"
         bench.answer(bench.first, action, freed=3)
         bench.answer(bench.second, action, freed=4)
-        done = bench.dispatcher.get(action.id)
-        assert done is not None
+        done = bench.current(action)
         assert (done.state, done.freed_bytes) == ("done", 3 + 3 + 4)
         assert {(row.pid, row.gpu) for row in done.results} == {(1, "0"), (1, "1"), (2, "1")}
         assert bench.finished == [done]
@@ -83,8 +81,7 @@ def test_results_of_another_process_or_of_an_unknown_command_are_ignored(bench: 
     action = bench.ask(target=Target(pid=1))
     bench.answer(bench.second, action, freed=99)
     bench.answer(bench.first, dataclasses.replace(action, id="unknown"), freed=99)
-    current = bench.dispatcher.get(action.id)
-    assert current is not None
+    current = bench.current(action)
     assert (current.state, current.results) == ("queued", ())
 
 
@@ -162,8 +159,7 @@ def test_a_clear_is_done_before_it_is_known_what_stayed_free(bench: Bench) -> No
     (finished,) = bench.finished
     assert (finished.state, finished.settling, finished.still_free_bytes) == ("done", True, None)
     still_free(bench, bench.second, action, 2)
-    settled = bench.dispatcher.get(action.id)
-    assert settled is not None
+    settled = bench.current(action)
     assert (settled.state, settled.settling, settled.freed_bytes, settled.still_free_bytes) == ("done", False, 10, 6)
     assert [row.still_free_bytes for row in settled.results] == [3, 1, 2]
 
@@ -180,8 +176,7 @@ def test_a_process_that_does_not_report_what_stayed_free_leaves_it_unknown(bench
     else:
         bench.now += 10.0 + SETTLING_GRACE_SECONDS
         bench.dispatcher.expire()
-    settled = bench.dispatcher.get(action.id)
-    assert settled is not None
+    settled = bench.current(action)
     assert (settled.settling, settled.still_free_bytes) == (False, 2)
     assert [row.still_free_bytes for row in settled.results] == [None, None, 2]
 
@@ -219,7 +214,7 @@ def test_a_dry_run_answers_unsupported_and_refused_as_the_action_would(bench: Be
 
 
 def test_targets_narrow_each_other(bench: Bench) -> None:
-    def pids(**target: Any) -> set[int]:
+    def pids(**target: Any) -> set[int | str]:
         return {row.pid for row in bench.ask("reset_peak", Target(**target), dry_run=True).results}
 
     assert pids(gpu="1") == {1, 2}

@@ -11,6 +11,7 @@ import pytest
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.server.api import actions as module
+from gpumem_exporter.server.api.action_schema import action_document
 from gpumem_exporter.server.api.actions import INLINE_RESULTS, ActionRoutes
 from gpumem_exporter.server.api.rendering import Renderer
 from tests.support.dispatching import run
@@ -23,11 +24,10 @@ class NoAudit:
 
 def test_requests_for_one_action_that_wait_build_its_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
-    build = module.action_document
 
     def counted(action: Action) -> dict[str, Any]:
         built.append(action.id)
-        return build(action)
+        return action_document(action)
 
     monkeypatch.setattr(module, "action_document", counted)
     result = ActionResult(1, "llm", "0", "0", "GPU-1", "done")

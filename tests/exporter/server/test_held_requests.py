@@ -44,7 +44,7 @@ def test_waking_ends_every_request_that_waits_for_the_same() -> None:
         tasks = await clients.held(one="action", another="action", other="process")
         clients.requests.wake("action")
         clients.requests.wake("unknown")
-        assert await asyncio.gather(tasks["one"], tasks["another"]) == [Held.WOKEN] * 2
+        assert await asyncio.gather(*(tasks[client] for client in ("one", "another"))) == [Held.WOKEN] * 2
         assert len(clients.requests) == 1
         clients.requests.stop()
         assert await tasks["other"] is Held.STOPPING

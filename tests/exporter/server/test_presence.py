@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.actions.caller import Caller
@@ -47,7 +47,8 @@ class Bench:
         self.finished: list[Action] = []
         self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=4)
         self.dispatcher = build_dispatcher(self.store, self.clock, self.finished)
-        self.presence = Presence(self.store, self.dispatcher, self.host, clock=self.clock, report_interval_seconds=1.0)
+        host = cast("Any", self.host)
+        self.presence = Presence(self.store, self.dispatcher, host, clock=self.clock, report_interval_seconds=1.0)
 
     def clock(self) -> float:
         return self.now

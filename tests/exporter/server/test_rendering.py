@@ -14,7 +14,8 @@ from tests.support.dispatching import run
 
 def test_waiting_calls_share_a_result_and_later_ones_get_a_new_one() -> None:
     async def scenario() -> None:
-        renderer, release, built = Renderer(), threading.Event(), []
+        renderer, release = Renderer(), threading.Event()
+        built: list[int] = []
 
         def build() -> bytes:
             built.append(len(built))

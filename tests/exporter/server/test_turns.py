@@ -217,7 +217,7 @@ def test_a_long_reply_is_sent_in_pieces() -> None:
         "method": "GET",
         "path": "/metrics",
         "headers": [],
-        "state": {"connection": Connection(Peer(), 1)},
+        "state": {"connection": Connection(Peer(), "1")},
     }
     asyncio.run(FairRequests(app, Limits(8), unread)(scope, send, send))  # type: ignore[arg-type]
     _, *pieces = sent

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import bcrypt
 import pytest
@@ -15,7 +15,7 @@ BOB = bcrypt.hashpw("pässword".encode(), bcrypt.gensalt(5)).decode().replace("$
 
 
 @pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bytes, bytes]]]:
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
     """The calls of bcrypt."""
     calls: list[tuple[bytes, bytes]] = []
     real: Callable[[bytes, bytes], bool] = bcrypt.checkpw

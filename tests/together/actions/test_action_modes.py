@@ -349,7 +349,7 @@ def test_a_group_clears_after_the_same_step_on_every_rank_in_each_of_twenty_runs
             for number in range(20):
                 waiting.append(pool.submit(act, number))
                 before = exporter.processes()[pids[0]]["step"]
-                wait_for(lambda step=before: exporter.processes()[pids[0]]["step"] > step, "a later step")
+                wait_for(lambda step=before: exporter.processes()[pids[0]]["step"] > step, "a later step")  # type: ignore[misc]
             actions = [one.result() for one in waiting]
     assert [action["state"] for action in actions] == ["done"] * 20, actions
     for action in actions:

@@ -266,7 +266,7 @@ def test_ledgers_add_up_while_hundreds_of_processes_start_and_end(
     try:
         wait_for(
             lambda: (
-                seen.add(len(scrape(exporter).values("gpumem_process_memory_used_bytes", gpu="0"))) or len(seen) > 30
+                seen.add(len(scrape(exporter).values("gpumem_process_memory_used_bytes", gpu="0"))) or len(seen) > 30  # type: ignore[func-returns-value]
             ),
             "thirty different numbers of processes",
             60.0,

@@ -72,7 +72,7 @@ def doctor(exporter: ExporterProcess) -> dict[str, Any]:
     return dict(finding)
 
 
-def assert_others_are_unknown(exporter: ExporterProcess, node: EmulatedNode, reserved: int) -> dict[str, float]:
+def assert_others_are_unknown(exporter: ExporterProcess, node: EmulatedNode, reserved: int) -> dict[str, int]:
     """Check and return the ledger of the first device, whose reporters have reserved this much."""
     metrics = exporter.metrics()
     metrics.assert_ledgers_add_up()

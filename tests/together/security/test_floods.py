@@ -153,7 +153,7 @@ def test_a_replaced_socket_is_logged_once_and_degrades_the_health(tmp_path: Path
                 check = json.loads(tcp.request("GET", "/health").body)["checks"]["socket"]
                 assert check["status"] == "degraded"
                 assert change in check["detail"]
-                wait_for(lambda change=change: f"was {change}" in exporter.log(), "the log line")
+                wait_for(lambda change=change: f"was {change}" in exporter.log(), "the log line")  # type: ignore[misc]
         assert exporter.stop() == 0
         assert exporter.log().count("level=error") == 2
         assert exporter.socket.exists(), "the file of another process"
