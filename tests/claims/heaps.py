@@ -100,10 +100,10 @@ def _untouched_pages(segments: Sequence[Mapping[str, Any]]) -> int:
     return untouched
 
 
-def max_split_size(place: Place, heaps: int = 4) -> Values:
+def max_split_size(place: Place) -> Values:
     """The allocator never splits blocks above `max_split_size_mb`."""
     with place.reporting(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:32") as bench:
-        values = random_heaps_of_streams(bench, heaps)
+        values = random_heaps_of_streams(bench, 4)
         return {**values, "max_split_size, by torch": equal(bench.stats()["max_split_size"], 32 * MIB)}
 
 

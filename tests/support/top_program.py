@@ -34,11 +34,11 @@ def top_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "gpumem_exporter", "top", *arguments]
 
 
-def top_once(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def top_once(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `top --once`."""
     return subprocess.run(
         top_command("--once", *arguments),
-        env=environment or top_environment(),
+        env=top_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -2,31 +2,25 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.server.background.presence import Presence
-from tests.support.builders import report
+from tests.support.builders import NobodyHost, report
 from tests.support.dispatching import build_dispatcher
 
 
 @dataclass
-class ScriptedHost:
+class ScriptedHost(NobodyHost):
     """A host whose processes the test sets."""
 
     living: set[int] = field(default_factory=set)
     runs: int | None = None
-
-    def facts(self, pid: int) -> ProcessFacts | None:
-        return None
-
-    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        return None
 
     def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
         return 0
@@ -47,8 +41,7 @@ class Bench:
         self.finished: list[Action] = []
         self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=4)
         self.dispatcher = build_dispatcher(self.store, self.clock, self.finished)
-        host = cast("Any", self.host)
-        self.presence = Presence(self.store, self.dispatcher, host, clock=self.clock, report_interval_seconds=1.0)
+        self.presence = Presence(self.store, self.dispatcher, self.host, clock=self.clock, report_interval_seconds=1.0)
 
     def clock(self) -> float:
         return self.now
