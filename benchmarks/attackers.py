@@ -34,8 +34,6 @@ from gpumem_client.wire.protocol import (
     to_wire,
 )
 
-__all__ = ["ATTACKER_UID", "ATTACKS", "TLS_ATTACK", "Target", "attack"]
-
 ATTACKER_UID = 1001
 JOB = "4711"
 """The Slurm job id of the attacker's processes."""

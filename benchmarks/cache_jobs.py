@@ -10,8 +10,6 @@ import torch
 
 import gpumem_client as client
 
-__all__ = ["JOBS", "run"]
-
 BURST_SECONDS = 20.0
 LATE_BURST_SECONDS = 80.0
 _STARTED_SECONDS = 10.0

@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Options", "Progress", "Row", "compared", "percentile", "show", "typical"]
-
 _PASSED = {True: "yes", False: "NO", None: ""}
 
 

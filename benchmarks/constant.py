@@ -10,8 +10,6 @@ from types import TracebackType
 
 from tests.support.waiting import patient
 
-__all__ = ["ConstantServer"]
-
 
 class ConstantServer:
     """FastAPI, one Starlette route, uvicorn on httptools and uvloop, in a process of its own. A context manager.

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["PlainPosts", "busy", "reporter_thread", "sample_costs", "serve_echo", "start_steps", "training_cpu_seconds"]
-
 
 def sample_costs(devices: int, rounds: int, pause_seconds: float) -> dict[str, list[float]]:
     """Return CPU times in µs of a sample of all devices and of `torch.cuda.memory_stats()` on each, taken in turns.

@@ -19,17 +19,6 @@ from tests.emulation.node import GIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import UNLIMITED, ExporterProcess
 
-__all__ = [
-    "Http",
-    "Place",
-    "compiling_once",
-    "cpu_seconds",
-    "cpu_shares",
-    "open_files",
-    "resident_bytes",
-    "thread_seconds",
-]
-
 
 class Http(http.client.HTTPConnection):
     """One kept-alive connection of the standard library to `http://host:port` or `unix:///path`."""

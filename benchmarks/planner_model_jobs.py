@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from gpumem_toolkit.planning.job import Job, parse_tensor
 
-__all__ = ["JOBS", "ModelJob", "job", "train"]
-
 VOCABULARY = 16000
 LORA = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05}
 TEXT = ("input_ids=int64[B,256]", "labels=int64[B,256]")

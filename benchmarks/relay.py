@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Relay"]
-
 
 class Relay:
     """Listens on a unix socket and passes bytes on to the exporter's socket, with one thread per connection.

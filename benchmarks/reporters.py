@@ -19,8 +19,6 @@ from benchmarks.snapshots import GIB, identity, report
 from gpumem_client.wire import procfs
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, to_wire
 
-__all__ = ["HELD_BYTES", "Stand", "probe", "report_bodies", "report_body", "report_for_ever"]
-
 HELD_BYTES = GIB
 """Driver bytes of each simulated process on each device; its allocator reserves less."""
 

@@ -15,8 +15,6 @@ from gpumem_exporter.core.samples import (
     ReportingProcess,
 )
 
-__all__ = ["GIB", "identity", "node", "report", "reporting", "uuid"]
-
 GIB = 2**30
 PHASES = (
     *("forward", "backward", "optimizer", "data", "eval", "checkpoint"),

@@ -16,8 +16,6 @@ from gpumem_dashboards.node import node
 from gpumem_dashboards.oom import oom
 from gpumem_dashboards.workload import workload
 
-__all__ = ["TARGET", "dashboards"]
-
 TARGET = Path(__file__).with_name("dashboards")
 
 

@@ -64,11 +64,7 @@ Flag = Annotated[bool, BeforeValidator(_read_flag)]
 
 
 class YamlFile:
-    """A parsed file. May block on the disk.
-
-    Args:
-        path: the file.
-        what: the kind of file, for messages: "policy file".
+    """A parsed file. The constructor may block on the disk; `what` is the kind of file, for messages: "policy file".
 
     Raises:
         ConfigurationError: the file cannot be read, or is no YAML of keys, lists and values.

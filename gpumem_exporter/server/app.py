@@ -44,8 +44,6 @@ from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.live import LiveRenderings, LiveState, live_router
 from gpumem_exporter.server.web.page import Page, page_router
 
-__all__ = ["create_app"]
-
 _Lifespan: TypeAlias = "Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]"
 
 POLLER_STOP_SECONDS = 0.5

@@ -12,8 +12,6 @@ from gpumem_dashboards.panels import columns, count, graph, history, number
 from gpumem_dashboards.promql import EXPORTER_UP, IS_EXPORTER, NODE
 from gpumem_dashboards.tables import Column, table
 
-__all__ = ["exporter"]
-
 
 def exporter() -> Any:
     """Build the dashboard of the exporters."""

@@ -26,8 +26,6 @@ from gpumem_dashboards.promql import (
 )
 from gpumem_dashboards.tables import Column, matrix, table
 
-__all__ = ["fleet"]
-
 WORKLOAD = f'{GPU}, workload=~"$workload"'
 SHOWN = 20
 """The maximum number of devices and workloads in a panel."""

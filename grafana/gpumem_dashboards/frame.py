@@ -19,21 +19,6 @@ from grafana_foundation_sdk.models.dashboard import (
 from gpumem_dashboards.panels import SOURCE
 from gpumem_dashboards.promql import NODE
 
-__all__ = [
-    "BOARDS",
-    "actions_annotation",
-    "board",
-    "collapsed_row",
-    "encoded",
-    "first_of",
-    "link",
-    "ooms_annotation",
-    "post_mortem_times",
-    "variable",
-    "with_live_page",
-    "with_rows",
-]
-
 TAGS = ["gpu", "pytorch", "gpumem"]
 # Sorted, and before the added labels: Prometheus up to 2.42 sorts the list of a count_values in place, including the
 # new label, and groups differently at each further point.

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["merged", "named", "table_of", "transformed"]
-
 Series = Mapping[str, Any]
 Row = dict[str, Any]
 

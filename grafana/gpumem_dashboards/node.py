@@ -32,8 +32,6 @@ from gpumem_dashboards.promql import (
 )
 from gpumem_dashboards.tables import Column, table
 
-__all__ = ["node"]
-
 GPU = f'{ONE_NODE}, gpu=~"$gpu"'
 OF_PROCESSES = 'workload=~"$workload", rank=~"$rank"'
 TORCH = f"{GPU}, {OF_PROCESSES}"

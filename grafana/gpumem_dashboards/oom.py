@@ -24,8 +24,6 @@ from gpumem_dashboards.panels import bars, colored, dashed, graph, ledger, numbe
 from gpumem_dashboards.promql import ONE_NODE, filled, info
 from gpumem_dashboards.tables import Column, table
 
-__all__ = ["VERDICTS", "oom", "verdict"]
-
 GPU = f'{ONE_NODE}, gpu=~"$gpu"'
 CHOSEN = f'{GPU}, workload=~"$workload", rank=~"$rank", pid="$pid"'
 LISTED = f'{GPU}, workload=~"$workload", rank=~"$rank"'

@@ -9,8 +9,6 @@ from grafana_foundation_sdk.models import units
 from gpumem_dashboards.frame import post_mortem_times
 from gpumem_dashboards.tables import Column, table
 
-__all__ = ["listed"]
-
 
 def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
     """Build a table of the last error of each process in the time range, including processes that have exited."""

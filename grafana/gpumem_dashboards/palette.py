@@ -15,8 +15,6 @@ from grafana_foundation_sdk.models.dashboard import (
 
 from gpumem_dashboards.promql import ABOVE, FULL
 
-__all__ = ["LEDGER", "PRESSURE", "UP", "color", "ledger_words", "none_is_good", "shares", "steps", "words"]
-
 LEDGER = (
     ("torch_allocated", "allocated", "dark-blue"),
     ("torch_reclaimable", "reclaimable", "green"),

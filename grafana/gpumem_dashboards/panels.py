@@ -28,25 +28,6 @@ from grafana_foundation_sdk.models.dashboard import DataSourceRef, DynamicConfig
 
 from gpumem_dashboards.palette import LEDGER, color, none_is_good, steps
 
-__all__ = [
-    "SOURCE",
-    "Limits",
-    "Queries",
-    "bars",
-    "colored",
-    "columns",
-    "count",
-    "dashed",
-    "described",
-    "graph",
-    "history",
-    "ledger",
-    "legend",
-    "number",
-    "query",
-    "stacked",
-]
-
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 Queries = Sequence[tuple[str, str]]

@@ -2,30 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "ABOVE",
-    "DEVICE",
-    "EXPORTER_UP",
-    "FULL",
-    "GPU",
-    "IS_EXPORTER",
-    "NODE",
-    "ONE_NODE",
-    "ONE_WORKLOAD",
-    "PROCESS",
-    "TORCH",
-    "above_seconds",
-    "filled",
-    "growth",
-    "hard_used_ratio",
-    "info",
-    "largest_category",
-    "largest_process",
-    "process_used",
-    "seconds_to_full",
-    "with_info",
-]
-
 # Selectors with the variables of a dashboard, `=~` for variables with multiple values.
 NODE = 'instance=~"$node"'
 ONE_NODE = 'instance="$node"'

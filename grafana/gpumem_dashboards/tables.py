@@ -15,8 +15,6 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from gpumem_dashboards.palette import PRESSURE, steps
 from gpumem_dashboards.panels import Limits, described, query
 
-__all__ = ["Column", "matrix", "table"]
-
 # Otherwise Grafana reads "0" as a number with the table's unit: GPU 0 would be "0 B", also in links.
 _AS_IT_IS = DynamicConfigValue("unit", "string")
 

@@ -17,8 +17,6 @@ from gpumem_dashboards.panels import bars, colored, count, dashed, described, gr
 from gpumem_dashboards.promql import GPU, NODE, ONE_WORKLOAD, growth, hard_used_ratio, seconds_to_full
 from gpumem_dashboards.tables import Column, table
 
-__all__ = ["workload"]
-
 REPORTER = f'{NODE}, workload="$workload", rank=~"$rank"'
 RANK = "instance, gpu, uuid, pid, rank"
 LEGEND = "rank {{rank}} ({{instance}} GPU {{gpu}} pid {{pid}})"

@@ -9,14 +9,6 @@ from tests.claims.place import Bench, Place
 from tests.claims.values import Value, Values, equal, measured
 from tests.support.waiting import wait_for, wait_until_equal
 
-__all__ = [
-    "context_of_a_process",
-    "ledgers_add_up",
-    "memory_of_the_device",
-    "processes_of_the_device",
-    "segments",
-]
-
 MIB = 1 << 20
 SCRAPES = 60
 

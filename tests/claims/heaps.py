@@ -9,13 +9,6 @@ from typing import Any
 from tests.claims.place import COMPARED, Bench, Place
 from tests.claims.values import SameNumber, Value, Values, equal, measured
 
-__all__ = [
-    "every_series_is_what_torch_says",
-    "max_split_size",
-    "memory_fraction",
-    "random_heaps_of_streams",
-]
-
 MIB = 1 << 20
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
 """The page size of the expandable segments in each pool."""

@@ -130,9 +130,7 @@ def test_an_allocator_that_raises_reports_only_its_device(monkeypatch: pytest.Mo
     assert (sample.reserved_bytes, sample.reclaimable_bytes, sample.peak_resets) == (None, None, None)
 
 
-def test_before_torch_reports_settings_only_the_older_variable_is_in_force(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_before_torch_reports_settings_only_the_older_variable_is_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:2")
     assert Allocator(Torch(C())).settings == "max_split_size_mb:2"

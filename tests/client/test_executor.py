@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.support.fake_allocator import FakeAllocator
 class Bench:
     def __init__(self) -> None:
         self.now = 100.0
-        self.allocator: Any = FakeAllocator()
+        self.allocator = cast("Any", FakeAllocator())
         sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
         self.collected = 0
         self.executor = Executor(self.allocator, sampler, collect_garbage=self._collect_garbage, clock=lambda: self.now)

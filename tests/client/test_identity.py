@@ -44,11 +44,7 @@ PACKAGE = "import workers; workers.run()"
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize(
     ("script", "reported"),
-    [
-        (["{folder}/workers.py"], "workers.py"),
-        (["-m", "workers"], "-m workers"),
-        (["-m", "package"], "package"),
-    ],
+    [(["{folder}/workers.py"], "workers.py"), (["-m", "workers"], "-m workers"), (["-m", "package"], "package")],
 )
 def test_a_worker_of_multiprocessing_has_the_command_of_its_script(
     tmp_path: Path, method: str, script: list[str], reported: str

@@ -40,9 +40,7 @@ def test_a_missing_statistic_is_no_reset() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=50))
-def test_random_resets_are_counted_exactly_if_they_lower_a_peak(
-    events: list[tuple[bool, int]],
-) -> None:
+def test_random_resets_are_counted_exactly_if_they_lower_a_peak(events: list[tuple[bool, int]]) -> None:
     watch, peak, resets, lowering = PeakWatch(), 0, 0, 0
     watch.note(0, state(peak))
     for reset, current in events:

@@ -25,6 +25,10 @@ def listener(host: str) -> socket.socket:
 
 @needs_root
 @pytest.mark.usefixtures("source")
+def owner(found: peer.SocketOwner | None) -> tuple[int, int] | None:
+    return found and found[:2]
+
+
 @pytest.mark.parametrize(("bound", "to"), [("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "::1")])
 def test_each_end_of_a_loopback_connection_names_the_user_of_the_other(bound: str, to: str) -> None:
     with listener(bound) as server:
@@ -33,11 +37,11 @@ def test_each_end_of_a_loopback_connection_names_the_user_of_the_other(bound: st
         with client:
             waiting = peer.tcp_peer_owner(client)
             assert waiting is None, "a connection that is not accepted has no owner"
-            assert peer.tcp_listener_owner(client.getpeername()[:2])[:2] == (0, os.fstat(server.fileno()).st_ino)
+            assert owner(peer.tcp_listener_owner(client.getpeername()[:2])) == (0, os.fstat(server.fileno()).st_ino)
             accepted, _ = server.accept()
             with accepted:
-                assert peer.tcp_peer_owner(accepted)[:2] == (1001, os.fstat(client.fileno()).st_ino)
-                assert peer.tcp_peer_owner(client)[:2] == (0, os.fstat(accepted.fileno()).st_ino)
+                assert owner(peer.tcp_peer_owner(accepted)) == (1001, os.fstat(client.fileno()).st_ino)
+                assert owner(peer.tcp_peer_owner(client)) == (0, os.fstat(accepted.fileno()).st_ino)
 
 
 @needs_root

@@ -8,8 +8,6 @@ import pytest
 from gpumem_client.allocator.heap import Heap
 from gpumem_client.allocator.reclaimable import Reclaimable
 
-MIB = 1 << 20
-
 
 class Bench:
     """One device with a known heap; counts the walks over it."""
@@ -21,11 +19,7 @@ class Bench:
         self.heaps: Mapping[int, Heap] | None = {}
         self.pools_version = 0
         self.reclaimable = Reclaimable(
-            self.walk,
-            lambda: self.pools_version,
-            clock=lambda: self.now,
-            cpu_clock=lambda: self.cpu,
-            **options,
+            self.walk, lambda: self.pools_version, clock=lambda: self.now, cpu_clock=lambda: self.cpu, **options
         )
 
     def walk(self) -> Mapping[int, Heap] | None:

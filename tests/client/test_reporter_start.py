@@ -31,9 +31,7 @@ def reporter_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "gpumem-reporter"]
 
 
-def test_a_signal_handler_may_stop_a_reporter_that_is_starting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_signal_handler_may_stop_a_reporter_that_is_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter = Reporter(Steps())
     start = threading.Thread.start
 
@@ -52,9 +50,7 @@ def test_a_signal_handler_may_stop_a_reporter_that_is_starting(
     assert not reporter_threads()
 
 
-def test_signals_stay_unblocked_if_threads_are_greenlets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_signals_stay_unblocked_if_threads_are_greenlets(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter = Reporter(Steps())
 
     def begin_here(thread: threading.Thread) -> None:
@@ -73,7 +69,7 @@ def test_signals_stay_unblocked_if_threads_are_greenlets(
 def test_if_no_thread_can_be_started_the_error_is_logged_and_start_may_be_called_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     reporter = Reporter(Steps(), on_error=lambda _, error: errors.append(error))
     started: list[Worker] = []
 
@@ -89,9 +85,7 @@ def test_if_no_thread_can_be_started_the_error_is_logged_and_start_may_be_called
     reporter.stop()
 
 
-def test_calls_at_exit_and_after_a_fork_are_removed_when_the_thread_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_calls_at_exit_and_after_a_fork_are_removed_when_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[str] = []
 
     def hook(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:

@@ -63,9 +63,7 @@ def test_options_become_variables_and_the_command_keeps_its_arguments(
     assert environment["GPUMEM_PLAN"] == str(tmp_path / "plan.json")
 
 
-def test_the_dashes_before_the_command_are_optional(
-    executed: list[tuple[str, list[str], dict[str, str]]],
-) -> None:
+def test_the_dashes_before_the_command_are_optional(executed: list[tuple[str, list[str], dict[str, str]]]) -> None:
     run(["--workload", "llm", "torchrun", "--nproc-per-node", "8"])
     assert executed[0][1] == ["torchrun", "--nproc-per-node", "8"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -20,7 +20,7 @@ class Bench:
     def __init__(self) -> None:
         self.now = 100.0
         self.woken = 0
-        self.allocator: Any = FakeAllocator()
+        self.allocator = cast("Any", FakeAllocator())
         self.sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
         self.executor = Executor(self.allocator, self.sampler, clock=lambda: self.now)
         self.scheduler = Scheduler(self.executor, self.allocator, self.sampler, wake=self.wake, clock=lambda: self.now)
@@ -58,7 +58,7 @@ def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(
     thread.join()
     result = bench.result()
     assert (result.outcome, result.step, result.thread_id) == ("done", 1, thread.native_id)
-    assert (bench.allocator.cleared, bench.woken, bench.scheduler.ids) == (1, 1, ())
+    assert (bench.allocator.cleared, bench.woken, list(bench.scheduler.ids)) == (1, 1, [])
     bench.steps(5)
     assert bench.allocator.cleared == 1
 

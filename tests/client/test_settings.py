@@ -67,11 +67,7 @@ def test_the_number_of_ranks_comes_from_the_same_launcher_as_the_rank(
 
 @pytest.mark.parametrize(
     ("given", "environ", "expected"),
-    [
-        (None, {}, ("3", 4)),
-        (None, {"RANK": "7", "WORLD_SIZE": "8"}, ("7", 8)),
-        ("actor", {}, ("actor", None)),
-    ],
+    [(None, {}, ("3", 4)), (None, {"RANK": "7", "WORLD_SIZE": "8"}, ("7", 8)), ("actor", {}, ("actor", None))],
 )
 def test_without_another_rank_it_is_that_of_torch_s_process_group(
     monkeypatch: pytest.MonkeyPatch, given: str | None, environ: dict[str, str], expected: tuple[str, int | None]

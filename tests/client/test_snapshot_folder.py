@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from gpumem_client.wire.protocol import SnapshotFile
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this user among the temporary files, which does not exist yet."""
-    monkeypatch.setattr(snapshot_file.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("GPUMEM_SNAPSHOT_DIR", " ")  # a blank value counts as not set
     return snapshot_file.snapshot_folder()
 

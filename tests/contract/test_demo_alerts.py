@@ -61,9 +61,7 @@ def test_each_workload_raises_the_alerts_that_it_should_and_no_others(alerts: Al
     assert by_subject(alerts) == {workload: names for workload, names in WORKLOADS.items() if names}
 
 
-def test_a_device_with_small_workloads_is_underused(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_a_device_with_small_workloads_is_underused(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The alert looks back four hours, so only the workloads of the affected devices run."""
     workloads = [
         workload

@@ -39,12 +39,7 @@ sys.meta_path.insert(0, Refuse())
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=False,
-        cwd=REPOSITORY,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), check=False, cwd=REPOSITORY
     )
 
 

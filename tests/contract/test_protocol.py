@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import WireError
-from gpumem_client.wire.protocol import (
-    Command,
-    DeviceSample,
-    ProcessIdentity,
-    Reply,
-    Report,
-    reply_from_wire,
-    to_wire,
-)
+from gpumem_client.wire.protocol import Command, DeviceSample, ProcessIdentity, Reply, Report, reply_from_wire, to_wire
 from gpumem_exporter.server.api.report_schema import ReportReader
 
 REPLY = Reply(

@@ -103,7 +103,7 @@ def test_commands_and_scripts_in_the_documentation_exist() -> None:
         for script in re.findall(r"^(?:sh|bash) (\S+)", text, flags=re.MULTILINE):
             assert (REPOSITORY / script).is_file(), f"{page}: {script}"
         commands |= set(re.findall(r"gpumem-exporter ([a-z][a-z-]+)(?![\w./])", "\n".join(code_blocks(text))))
-    assert {"serve", "run", "clear"} <= commands
+    assert {"serve", "info", "clear"} <= commands
     assert commands <= set(COMMANDS)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from gpumem_client.wire.protocol import MODES, CommandResult, DeviceResult
 from gpumem_exporter.actions.caller import Caller
@@ -17,11 +16,9 @@ from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
-from tests.support.waiting import patient
 
 __all__ = ["EVERYBODY", "Bench", "Ranks", "build_dispatcher", "run"]
 
-T = TypeVar("T")
 EVERYBODY = Target(all=True)
 
 
@@ -112,7 +109,3 @@ class Ranks(Bench):
         reported = dataclasses.replace(process, report=dataclasses.replace(process.report, waiting=waiting))
         self.dispatcher.take_results(reported)
         return reported
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(coroutine, patient(30)))

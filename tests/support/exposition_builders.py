@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
 from gpumem_exporter.collectors.exposition import Exposition
@@ -100,13 +100,13 @@ def snapshot(
     return Snapshot(10.0, on, processes, quiet)
 
 
-def read(families: Iterator[object]) -> tuple[dict[str, tuple[str, str]], Read]:
+def read(families: Iterable[Metric]) -> tuple[dict[str, tuple[str, str]], Read]:
     """Return type and help of each family, and each sample; a duplicate sample fails."""
     kinds: dict[str, tuple[str, str]] = {}
     samples: Read = {}
     for family in families:
-        kinds[family.name] = (family.type, family.documentation)  # type: ignore[attr-defined]
-        for sample in family.samples:  # type: ignore[attr-defined]
+        kinds[family.name] = (family.type, family.documentation)
+        for sample in family.samples:
             identity = (sample.name, frozenset(sample.labels.items()))
             assert identity not in samples, f"doubled: {identity}"
             samples[identity] = float(sample.value)

@@ -9,8 +9,6 @@ import os
 
 from tests.support.paths import DATA
 
-__all__ = ["assert_golden"]
-
 GOLDEN = DATA / "golden"
 
 

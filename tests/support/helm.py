@@ -20,8 +20,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Cluster", "running_cluster"]
-
 _KINDS = {
     "v1": ("ConfigMap", "Pod", "Secret", "Service", "ServiceAccount"),
     "apps/v1": ("DaemonSet",),

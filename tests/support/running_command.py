@@ -9,8 +9,6 @@ import sys
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
-__all__ = ["CONSOLE_SCRIPT", "clean_environment", "run_command"]
-
 CONSOLE_SCRIPT = (
     f"import sys; sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / 'client')!r}]; "
     "from gpumem_exporter.cli.main import main; sys.exit(main())"

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from tests.support.waiting import patient
 
-__all__ = ["ScriptedPeer", "Talk", "scripted_peer"]
-
 Talk = Callable[[socket.socket, int], None]
 """What the server does with its nth connection, in a thread of its own. An OSError ends it."""
 

@@ -14,8 +14,6 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
 
-__all__ = ["FOREIGN", "demo", "top_command", "top_environment", "top_once", "top_without_default_exporter"]
-
 FOREIGN = 4_000_001
 """The pid of no process."""
 

@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -212,7 +213,12 @@ RETRIES = {"alloc_retries": 7, "ooms": 2}
     ids=["reclaimable", "fragmented", "expandable", "retries", "retries below a fraction", "rounding", "asynchronous"],
 )
 def test_recommended_settings(values: dict[str, int], current: str, line: str, named: tuple[str, ...]) -> None:
-    measured = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **values}
+    measured: dict[str, Any] = {
+        "allocated_bytes": 4 * GIB,
+        "reserved_bytes": 7 * GIB,
+        "reclaimable_bytes": 3 * GIB,
+        **values,
+    }
     recommended = recommend({0: DeviceSample("", **measured)}, current, "PYTORCH_ALLOC_CONF")
     assert recommended.line == line
     assert [word for word in named if word not in recommended.reasons[0]] == []
@@ -224,7 +230,12 @@ def test_recommended_settings(values: dict[str, int], current: str, line: str, n
 
 @pytest.mark.parametrize("values", [FRAGMENTED, RETRIES, {**FRAGMENTED, **RETRIES}])
 def test_expandable_segments_are_not_recommended_beside_an_allocator_that_they_break(values: dict[str, int]) -> None:
-    measured = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **values}
+    measured: dict[str, Any] = {
+        "allocated_bytes": 4 * GIB,
+        "reserved_bytes": 7 * GIB,
+        "reclaimable_bytes": 3 * GIB,
+        **values,
+    }
     recommended = recommend({0: DeviceSample("", **measured)}, "", expandable_segments_conflict="vLLM is loaded")
     assert (recommended.settings, recommended.line) == ((), "")
     assert all("because vLLM is loaded" in reason for reason in recommended.reasons)

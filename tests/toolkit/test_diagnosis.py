@@ -95,7 +95,7 @@ class _Tensor:
 
 def test_the_source_line_shows_that_a_tensor_is_moved() -> None:
     with pytest.raises(RuntimeError) as caught:
-        [each.to("cuda") for each in [_Tensor()]]
+        [each.to("cuda") for each in [_Tensor()]]  # type: ignore[func-returns-value]
     traceback = caught.value.__traceback__
     assert traceback is not None
     at = traceback

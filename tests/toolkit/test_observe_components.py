@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,12 @@ def test_a_listener_may_end_others_while_they_are_called() -> None:
     steps = Steps()
     stops: list[Callable[[], None]] = []
     heard: list[object] = []
-    steps.listen(lambda _: [stop() for stop in stops])
+
+    def end_others(_: object) -> None:
+        for stop in stops:
+            stop()
+
+    steps.listen(end_others)
     stops += [steps.listen(heard.append) for _ in range(3)]
     steps.mark()
     assert heard == []
@@ -85,9 +91,14 @@ def test_the_source_of_the_allocator_settings_and_the_ignored_variable_are_named
     assert settings_in_force(in_force, environ) == expected
 
 
-def test_unknown_values_are_none_and_a_dash_in_the_table() -> None:
+def _summary(**known: Any) -> DeviceSummary:
     names = [name for name in DeviceSummary.__dataclass_fields__ if name.endswith(("_bytes", "_ratio"))]
-    device = DeviceSummary(0, "GPU-1", "GPU", alloc_retries=None, ooms=None, **dict.fromkeys(names))
+    values: dict[str, Any] = {**dict.fromkeys(names), "alloc_retries": None, "ooms": None, **known}
+    return DeviceSummary(0, "GPU-1", "GPU", **values)
+
+
+def test_unknown_values_are_none_and_a_dash_in_the_table() -> None:
+    device = _summary()
     assert (device.slack_bytes, device.fragmented_bytes, device.non_torch_bytes, device.device_used_bytes) == (
         None,
     ) * 4
@@ -97,9 +108,7 @@ def test_unknown_values_are_none_and_a_dash_in_the_table() -> None:
 
 
 def test_a_cache_of_which_nothing_is_known_is_not_called_fragmented() -> None:
-    names = [name for name in DeviceSummary.__dataclass_fields__ if name.endswith(("_bytes", "_ratio"))]
-    sizes: dict[str, int | None] = {**dict.fromkeys(names), "reserved_bytes": 5 << 30, "allocated_bytes": 3 << 30}
-    text = str(Summary(devices=(DeviceSummary(0, "GPU-1", "GPU", alloc_retries=None, ooms=None, **sizes),)))
+    text = str(Summary(devices=(_summary(reserved_bytes=5 << 30, allocated_bytes=3 << 30),)))
     (row,) = [line.split() for line in text.splitlines() if "cache, may be released" in line]
     assert row[-2:] == ["2.0", "GiB"]
     assert "fragmented" not in text

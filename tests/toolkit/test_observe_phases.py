@@ -6,7 +6,7 @@ import asyncio
 import copy
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -249,7 +249,7 @@ def test_a_decorated_generator_is_measured_to_its_last_value_and_accepts_send() 
     uses: list[MemoryUse] = []
 
     @measured(observed_on(device), ended=uses.append)
-    def values() -> Iterator[int]:
+    def values() -> Generator[int, int, None]:
         device.to(7)
         got = yield 1
         device.to(5)

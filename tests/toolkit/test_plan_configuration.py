@@ -1,20 +1,11 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_toolkit.planning.configuration import (
-    apply,
-    backup_of,
-    diff,
-    parse_map,
-    planned_text,
-    restore,
-)
+from gpumem_toolkit.planning.configuration import apply, backup_of, diff, parse_map, planned_text, restore
 
 YAML = """\
 # how we train
@@ -123,24 +114,6 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     restore(link)
     assert link.is_symlink()
     assert (tmp_path / "real.toml").read_text() == TOML
-
-
-@pytest.mark.parametrize(("name", "package"), [("a.yaml", "ruamel.yaml"), ("a.toml", "tomlkit")])
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
-    path = tmp_path / name
-    path.write_text("")
-
-    def refuse(module: str) -> Any:
-        if module.partition(".")[0] in ("ruamel", "tomlkit"):
-            raise ModuleNotFoundError(module)
-        raise AssertionError(module)
-
-    for module in [m for m in sys.modules if m.partition(".")[0] in ("ruamel", "tomlkit")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setattr("importlib.import_module", refuse)
-    with pytest.raises(ConfigurationError) as caught:
-        planned_text(path, {"a": 1})
-    assert f"pip install {package}" in str(caught.value)
 
 
 def test_a_map_assigns_planned_values_to_keys() -> None:

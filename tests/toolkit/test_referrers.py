@@ -4,6 +4,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -59,25 +60,17 @@ def _with_a_default(thing: Thing) -> Callable[..., Thing]:
     return inner
 
 
-def _attribute() -> object:
-    return Holder(Thing())
-
-
-HOLDERS: dict[str, tuple[Callable[[], object], Callable[[object], object], str]] = {
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], str]] = {
     "a module's list": (lambda: kept.append(Thing()), lambda _: kept[-1], "list of 1 .*kept"),
-    "an instance's list": (
-        _attribute,
-        lambda holder: holder.__dict__["things"][0],
-        "list of 1 .*things.*Holder",
-    ),  # type: ignore[attr-defined]
-    "a slot": (lambda: Slotted(Thing()), lambda holder: holder.thing, ".*thing .*Slotted"),  # type: ignore[attr-defined]
-    "a closure": (lambda: _of_a_function(Thing()), lambda f: f(), ".*thing.*closure"),  # type: ignore[operator]
-    "a default": (lambda: _with_a_default(Thing()), lambda f: f(), "tuple of 1 .*default"),  # type: ignore[operator]
+    "an instance's list": (lambda: Holder(Thing()), lambda holder: holder.things[0], "list of 1 .*things.*Holder"),
+    "a slot": (lambda: Slotted(Thing()), lambda holder: holder.thing, ".*thing .*Slotted"),
+    "a closure": (lambda: _of_a_function(Thing()), lambda f: f(), ".*thing.*closure"),
+    "a default": (lambda: _with_a_default(Thing()), lambda f: f(), "tuple of 1 .*default"),
     "nested containers": (
         lambda: {"deep": [(Thing(),)]},
         lambda d: d["deep"][0][0],
         "tuple of 1 .*list of 1 .*dict of 1 .*'deep'",
-    ),  # type: ignore[index]
+    ),
 }
 
 

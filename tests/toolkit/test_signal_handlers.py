@@ -56,7 +56,8 @@ def _handler() -> Iterator[None]:
 
 
 def at_a_step() -> None:
-    steps, heard = Steps(), []
+    steps = Steps()
+    heard: list[object] = []
     steps.listen(interrupted)
     steps.listen(heard.append)
     try:

@@ -24,16 +24,6 @@ from gpumem_exporter.actions.request import (
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, few_fields
 from gpumem_exporter.server.logs import iso_time
 
-__all__ = [
-    "ActionBody",
-    "ActionDocument",
-    "ActionsDocument",
-    "TargetBody",
-    "action_document",
-    "listed_action_document",
-    "suggested_document",
-]
-
 MAX_WAIT_SECONDS = 60.0
 
 

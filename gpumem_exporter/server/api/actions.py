@@ -37,8 +37,6 @@ from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
 
-__all__ = ["ActionRoutes", "actions_router"]
-
 MAX_IDEMPOTENCY_KEY_LENGTH = 255
 MAX_LISTED = 1000
 MAX_LISTED_TEXT = 1 << 20

@@ -16,8 +16,6 @@ from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.request_guard import CALLER_PATH
 
-__all__ = ["CallerDocument", "caller_router"]
-
 
 class CallerDocument(TypedDict):
     """What the caller may do."""
@@ -42,13 +40,7 @@ class CallerDocument(TypedDict):
 
 
 def caller_router(*, callers: Callers, allowed: tuple[str, ...], snapshot: Callable[[], Snapshot]) -> APIRouter:
-    """Return the route that shows the rights of its caller.
-
-    Args:
-        callers: identifies the caller.
-        allowed: the actions of `--action.allow`.
-        snapshot: returns the current state of the node.
-    """
+    """Return the route that shows the rights of its caller; `allowed` are the actions of `--action.allow`."""
     router = APIRouter(tags=["actions"])
 
     @router.get(CALLER_PATH, responses={200: json_reply(CallerDocument), **problems(403)})

@@ -28,8 +28,6 @@ from gpumem_exporter.core.samples import (
     plan_error_ratio,
 )
 
-__all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
-
 _SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes")
 _SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("uuid", *_SAMPLE_MAPPINGS))
 _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")

@@ -17,8 +17,6 @@ from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.request_guard import JOBS_PATH
 
-__all__ = ["jobs_router"]
-
 _PAGE = 1000
 _MAX_PAGES = 8
 """A page has at most 1000 processes and 1 MiB of events."""

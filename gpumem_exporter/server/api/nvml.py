@@ -26,8 +26,6 @@ from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.server.security.request_guard import NVML_PATH
 
-__all__ = ["nvml_router"]
-
 MAX_WAIT_SECONDS = 60.0
 _RECHECK_SECONDS = 0.02
 

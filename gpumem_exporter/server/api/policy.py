@@ -16,8 +16,6 @@ from gpumem_exporter.server.security.request_guard import RELOAD_PATH
 if TYPE_CHECKING:
     from gpumem_exporter.server.background.policy_runner import PolicyRunner
 
-__all__ = ["policy_router"]
-
 
 class RuleDocument(TypedDict):
     """A rule in force; `stopped` is the number of processes or workloads where it has stopped."""

@@ -131,12 +131,14 @@ class ReportsRoute:
                 now_unix_seconds=self._wall_clock(),
             )
             displaced = self._reports.take_displaced()
-        except Exception as error:
-            if isinstance(error, TooManyProcessesError):
-                self._name("dropped", key, report, str(error))
-            if problem := self._refusal(error):
-                raise problem from None
-            raise
+        except (ProblemError, ForeignProcessError, ReporterSupersededError, UnknownDeviceError) as error:
+            raise self._refusal(error) from None
+        except TooManyProcessesError as error:
+            self._instruments.count_dropped()
+            self._instruments.count_report("dropped")
+            self._name("dropped", key, report, str(error))
+            retry_after = str(max(1, round(self._reports.report_expiry_seconds)))
+            raise ProblemError(503, str(error), {"Retry-After": retry_after}) from None
         for lost in displaced:
             self._presence.forget(lost, "another process took its place: see --report.max-processes")
         if short is not report:
@@ -191,26 +193,18 @@ class ReportsRoute:
             why = f"the driver does not have the devices {', '.join(unknown)}"
             self._name("without_unknown_devices", process.key, sent, why)
 
-    def _refusal(self, error: Exception) -> ProblemError | None:
-        """Count a refused report and return the reply to it; None if the error is of another kind."""
+    def _refusal(self, error: Exception) -> ProblemError:
+        """Count a refused report and return the reply to it."""
         if isinstance(error, ProblemError):
-            self._instruments.count_report("busy" if error.status == 503 else "invalid")
-            return error
-        if isinstance(error, ForeignProcessError):
-            self._instruments.count_report("foreign_process")
-            return ProblemError(403, str(error))
-        if isinstance(error, ReporterSupersededError):
-            self._instruments.count_report("superseded")
-            return ProblemError(409, str(error))
-        if isinstance(error, UnknownDeviceError):
-            self._instruments.count_report("unknown_device")
-            return ProblemError.invalid([FieldError("devices.0.uuid", str(error))])
-        if isinstance(error, TooManyProcessesError):
-            self._instruments.count_dropped()
-            self._instruments.count_report("dropped")
-            retry_after = str(max(1, round(self._reports.report_expiry_seconds)))
-            return ProblemError(503, str(error), {"Retry-After": retry_after})
-        return None
+            outcome, problem = "busy" if error.status == 503 else "invalid", error
+        elif isinstance(error, ForeignProcessError):
+            outcome, problem = "foreign_process", ProblemError(403, str(error))
+        elif isinstance(error, ReporterSupersededError):
+            outcome, problem = "superseded", ProblemError(409, str(error))
+        else:
+            outcome, problem = "unknown_device", ProblemError.invalid([FieldError("devices.0.uuid", str(error))])
+        self._instruments.count_report(outcome)
+        return problem
 
     def _name(self, outcome: str, process: ProcessKey, report: Report, why: str) -> None:
         """Log a report that is not stored as sent, unless its process was named for that in the last hour."""

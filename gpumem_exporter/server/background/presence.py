@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, SilentReporter
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.host import Host
+
+_log = logging.getLogger(__name__)
 
 _EXIT_CHECK_DELAYS_SECONDS = (0.0, 0.05, 0.2, 0.5)
 """The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
@@ -139,6 +142,7 @@ class Presence:
     def _forget_all(self, ended: Sequence[tuple[ProcessKey, str]]) -> None:
         self._on_ended(ended)
         for key, reason in ended:
+            _log.debug("a process is removed: pid %d of uid %s: %s", key.pid, key.owner_uid, reason)
             self._store.forget(key)
             self._dispatcher.process_gone(key, reason)
             self._programs.pop(key, None)

@@ -210,13 +210,15 @@ class RequestBodies:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._total_bytes = 0
-        self._connections: set[Connection] = set()
+        # In the order of their first part: of connections with equal bodies, the oldest is rejected. With a set, whose
+        # order is arbitrary, benchmarks/attacks took 50 MiB more for 600 half-sent bodies.
+        self._connections: dict[Connection, None] = {}
 
     def add(self, connection: Connection, size: int) -> None:
         """Count a part of a body, and reject the bodies of a connection if that is too much."""
         self._total_bytes += size
         connection.bodies_bytes += size
-        self._connections.add(connection)
+        self._connections[connection] = None
         if self._total_bytes > self._limit_bytes:
             _heaviest(self._connections, lambda each: each.bodies_bytes).reject_bodies()
 
@@ -224,7 +226,7 @@ class RequestBodies:
         """Forget the bodies of a connection, if there are any."""
         self._total_bytes -= connection.bodies_bytes
         connection.bodies_bytes = 0
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
 
 
 class UnreadReplies:
@@ -235,7 +237,7 @@ class UnreadReplies:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}
         self._readers: Counter[int] = Counter()
         """The number of readers of each long reply, by its identity."""
         self.total_bytes = 0
@@ -243,7 +245,7 @@ class UnreadReplies:
     def send(self, connection: Connection, body: bytes) -> None:
         """Count a long reply before it is sent, and close other connections if that is too much."""
         connection.unread_body = body
-        self._connections.add(connection)
+        self._connections[connection] = None
         self._readers[id(body)] += 1
         if self._readers[id(body)] == 1:
             self.total_bytes += len(body)
@@ -258,17 +260,17 @@ class UnreadReplies:
                 del self._readers[id(body)]
                 self.total_bytes -= len(body)
         if not connection.buffered_bytes:
-            self._connections.discard(connection)
+            self._connections.pop(connection, None)
 
     def buffer(self, connection: Connection, buffered_bytes: int) -> None:
         """Note how many bytes the transport of a connection keeps; 0 when its client has read them."""
         self.total_bytes += buffered_bytes - connection.buffered_bytes
         connection.buffered_bytes = buffered_bytes
         if buffered_bytes:
-            self._connections.add(connection)
+            self._connections[connection] = None
             self._close_heaviest()
         elif not connection.unread_body:
-            self._connections.discard(connection)
+            self._connections.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
         """Forget everything of a connection that has ended."""

@@ -93,28 +93,6 @@ def test_the_request_has_every_option(requested: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("clear", ["--all"]),
-        ("clear --all --gpu 0 --pid 3", ["--gpu, --pid"]),
-        *((f"clear --all --wait={wait}", ["--wait"]) for wait in ("-0.1", "inf", "nan")),
-        *((f"clear --all --settle={it}", ["--settle"]) for it in ("-1", "3601", "nan")),
-        *((f"gc --all --deadline={it}", ["--deadline"]) for it in ("0", "-1", "3601", "nan")),
-        ("clear --all --mode soon", ["--mode soon", "now", "step", "idle"]),
-        ("clear --all --mode now --group", ["--mode now"]),
-        ("fraction 1.5 --all", ["F 1.5", "0", "1"]),
-    ],
-)
-def test_an_invalid_option_is_an_error(
-    requested: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], words: str, parts: list[str]
-) -> None:
-    assert main(words.split()) == 2
-    line = capsys.readouterr().err
-    assert all(part in line for part in parts)
-    assert requested == []
-
-
-@pytest.mark.parametrize(
     ("answer", "waited", "code"),
     [
         (_action(_result()), True, 0),

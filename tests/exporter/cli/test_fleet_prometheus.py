@@ -32,13 +32,7 @@ def test_a_result_other_than_an_instant_vector_is_wrong_usage(kind: str) -> None
         query_result(answer(kind, []), "1")
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        {"status": "success"},
-        answer("vector", [{"value": [0, "1"]}]),
-    ],
-)
+@pytest.mark.parametrize("document", [{"status": "success"}, answer("vector", [{"value": [0, "1"]}])])
 def test_an_answer_of_another_api_is_an_error(document: Any) -> None:
     with pytest.raises(PrometheusError):
         query_result(document, "x")

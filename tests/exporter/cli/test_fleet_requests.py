@@ -62,7 +62,7 @@ def test_only_actions_on_devices_are_requested_by_device(
 
 def test_an_action_is_polled_until_it_has_ended() -> None:
     running = [action(state="running"), action(row(freed_bytes=3))]
-    exporter = ScriptedExporter(submits=[action(state="queued")], later=running)
+    exporter = ScriptedExporter(submits=[action(state="queued")], later=[*running])
     (found,) = result_rows(run(exporter))
     assert exporter.requests_of("action") == ["a1", "a1"]
     assert found["freed_bytes"] == 3

@@ -97,11 +97,7 @@ def test_several_series_of_a_process_select_it_once_with_all_their_devices() -> 
 
 @pytest.mark.parametrize(
     ("selector", "outcome"),
-    [
-        (Selector(pid="1", workload="before"), "gone"),
-        (Selector(pid="5"), "gone"),
-        (Selector(pid="9"), "unsupported"),
-    ],
+    [(Selector(pid="1", workload="before"), "gone"), (Selector(pid="5"), "gone"), (Selector(pid="9"), "unsupported")],
 )
 def test_a_selector_without_a_process_that_can_act_has_an_outcome(selector: Selector, outcome: str) -> None:
     processes, ((unmatched, failure),) = select(A, [selector], PROCESSES, unreported=False)

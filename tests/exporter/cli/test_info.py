@@ -16,11 +16,7 @@ _LOST = device("1", up=False, error="GPU is lost", memory=None, utilization_rati
 
 
 def _lines(
-    devices: list[dict[str, Any]],
-    processes: list[dict[str, Any]],
-    *,
-    width: int = 80,
-    **document: Any,
+    devices: list[dict[str, Any]], processes: list[dict[str, Any]], *, width: int = 80, **document: Any
 ) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=width)
@@ -47,15 +43,6 @@ def test_every_size_of_a_full_node_is_readable_at_any_width(width: int) -> None:
     for size in ("4194304", "10.0 GiB", "6.0 GiB", "9.0 GiB", "2.0 GiB", "1.0 GiB", "-3.0 MiB", "unreported", "0.4 s"):
         assert size in text
     assert "…" not in "".join(line for line in lines if "GiB" in line and long_name[:4] not in line)
-
-
-def test_the_ledger_has_every_category_and_the_total_for_each_device() -> None:
-    lines = _lines([device(str(i)) for i in range(8)], [])
-    for category in ("torch_allocated", "non_torch", "other_processes", "unattributed", "free", "total"):
-        cells = [line.split() for line in lines if line.startswith(f"{category} ")]
-        assert sum(len(row) - 1 for row in cells) == 8 * 2
-    headings = " ".join(line.removeprefix("category") for line in lines if line.startswith("category"))
-    assert headings.split() == [word for i in range(8) for word in ("gpu", str(i))]
 
 
 def test_the_parts_of_non_torch_are_shown_where_nccl_s_bytes_are_known() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from textual.coordinate import Coordinate
 from textual.pilot import Pilot
 
-from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, GpumemError
+from gpumem_client.wire.errors import ExporterAnswerError, GpumemError
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.render.terminal import open_console, show
 from gpumem_exporter.cli.top.app import NodeTop, ProcessTable
@@ -24,6 +25,7 @@ from tests.support.golden import assert_golden
 from tests.support.top_documents import GIB, device, event, process, reading, unreported
 from tests.support.waiting import patient
 
+pytestmark = pytest.mark.anyio
 _RESULT = {
     "pid": 7,
     "workload": "llm",
@@ -88,6 +90,12 @@ class _World:
         self.results = [{**each, "outcome": "refused", "reason": "cancelled"} for each in self.results]
         return self.action("")
 
+    @asynccontextmanager
+    async def on_screen(self, width: int = 80, height: int = 24) -> AsyncIterator[Pilot[None]]:
+        async with self.app.run_test(size=(width, height)) as pilot:
+            await pilot.pause()
+            yield pilot
+
     @property
     def sent(self) -> list[Mapping[str, Any]]:
         return [request for request in self.requests if not request.get("dry_run")]
@@ -122,13 +130,9 @@ def _events(count: int) -> tuple[dict[str, Any], ...]:
     return tuple(event(i, "device_lost", 1e9 + i, detail={"error": f"e{i}"}) for i in range(count))
 
 
-def _run(world: _World, use: Callable[[Pilot[None]], Awaitable[None]], width: int = 80, height: int = 24) -> None:
-    async def main() -> None:
-        async with world.app.run_test(size=(width, height)) as pilot:
-            await pilot.pause()
-            await use(pilot)
-
-    asyncio.run(main())
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 async def _until(condition: Callable[[], object], what: str) -> None:
@@ -139,8 +143,9 @@ async def _until(condition: Callable[[], object], what: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "height", "listed"), [(80, 24, 9), (200, 50, 20)])
-def test_devices_and_processes_have_their_sizes(width: int, height: int, listed: int) -> None:
-    async def use(pilot: Pilot[None]) -> None:
+async def test_devices_and_processes_have_their_sizes(width: int, height: int, listed: int) -> None:
+    world = _World()
+    async with world.on_screen(width, height):
         lines = world.text.split("\n")
         assert len(lines) == height
         devices = [line for line in lines if line.endswith("80.0G")]
@@ -153,23 +158,22 @@ def test_devices_and_processes_have_their_sizes(width: int, height: int, listed:
         assert "quit" in lines[-1]
         assert ("python train.py" in world.text) is (width == 200)
 
+
+async def test_the_screen_follows_the_size_of_the_terminal() -> None:
+    def columns(*, wide: bool) -> Callable[[], bool]:
+        return lambda: ("python train.py" in world.text) is wide
+
     world = _World()
-    _run(world, use, width, height)
-
-
-def test_the_screen_follows_the_size_of_the_terminal() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+    async with world.on_screen() as pilot:
         for width, height in ((200, 50), (100, 30), (40, 8), (80, 24)):
             await pilot.resize_terminal(width, height)
-            await _until(lambda w=width: ("python train.py" in world.text) is (w == 200), "the new columns")
+            await _until(columns(wide=width == 200), "the new columns")
         assert world.text.startswith("gpumem-exporter top")
 
+
+async def test_keys_and_clicks_sort_and_reverse() -> None:
     world = _World()
-    _run(world, use)
-
-
-def test_keys_and_clicks_sort_and_reverse() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+    async with world.on_screen() as pilot:
         seen = [world.app.view.sort]
         for _ in SORTS[1:]:
             await pilot.press("s")
@@ -186,12 +190,10 @@ def test_keys_and_clicks_sort_and_reverse() -> None:
             await pilot.click(offset=(lines[heading].index("pid") + 1, heading))
             assert (world.app.view.sort, world.app.view.reverse) == ("pid", reverse)
 
+
+async def test_a_filter_applies_while_it_is_typed_and_escape_restores_the_old_one() -> None:
     world = _World()
-    _run(world, use)
-
-
-def test_a_filter_applies_while_it_is_typed_and_escape_restores_the_old_one() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+    async with world.on_screen() as pilot:
         await pilot.press("slash", *"100 q", "backspace", *"llm")
         await _until(lambda: world.pids == list(range(1009, 999, -1)), "the rows of the filter")
         await pilot.press("enter", "slash", "x")
@@ -203,12 +205,10 @@ def test_a_filter_applies_while_it_is_typed_and_escape_restores_the_old_one() ->
         await pilot.press("escape")
         await _until(lambda: len(world.pids) == 20, "all rows")
 
+
+async def test_the_same_process_stays_selected_until_it_exits() -> None:
     world = _World()
-    _run(world, use)
-
-
-def test_the_same_process_stays_selected_until_it_exits() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+    async with world.on_screen() as pilot:
         assert world.selected == 1019
         await pilot.press("j", "down", "k")
         assert world.selected == 1018
@@ -221,12 +221,10 @@ def test_the_same_process_stays_selected_until_it_exits() -> None:
         await _until(lambda: world.pids == [1003, 1002, 1000], "the next reading")
         assert world.selected == 1000, "the row at the end, because the list is shorter"
 
+
+async def test_the_scrolled_list_keeps_its_place_and_its_selection_is_visible() -> None:
     world = _World()
-    _run(world, use)
-
-
-def test_the_scrolled_list_keeps_its_place_and_its_selection_is_visible() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+    async with world.on_screen() as pilot:
         table = world.app.query_one(ProcessTable)
         await pilot.press("G")
         await _until(lambda: "1000 " in world.text, "the last row")
@@ -237,29 +235,25 @@ def test_the_scrolled_list_keeps_its_place_and_its_selection_is_visible() -> Non
         assert table.scroll_y == pytest.approx(place, abs=1)
         assert world.selected == 1000
 
-    world = _World()
-    _run(world, use)
-
 
 @pytest.mark.parametrize(
     ("devices", "processes", "height", "shown"),
     [(8, 20, 24, (0, 0)), (2, 3, 24, (9, 11)), (8, 20, 50, (12, 14)), (8, 200, 50, (7, 8))],
 )
-def test_events_are_below_the_processes_if_there_is_space(
+async def test_events_are_below_the_processes_if_there_is_space(
     devices: int, processes: int, height: int, shown: tuple[int, int]
 ) -> None:
-    async def use(pilot: Pilot[None]) -> None:
-        def count() -> int:
-            return sum("device lost" in line for line in world.text.split("\n"))
-
-        await _until(lambda: shown[0] <= count() <= shown[1], f"{shown} events")
+    def count() -> int:
+        return sum("device lost" in line for line in world.text.split("\n"))
 
     world = _World(replace(_full(devices, processes), events=_events(40)))
-    _run(world, use, 120, height)
+    async with world.on_screen(120, height):
+        await _until(lambda: shown[0] <= count() <= shown[1], f"{shown} events")
 
 
-def test_e_shows_all_events_and_keys_scroll_them() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+async def test_e_shows_all_events_and_keys_scroll_them() -> None:
+    world = _World(replace(_full(), events=_events(40)))
+    async with world.on_screen() as pilot:
         await pilot.press("e")
         await _until(lambda: "e39" in world.text, "the newest event")
         assert " llm " not in world.text
@@ -268,9 +262,6 @@ def test_e_shows_all_events_and_keys_scroll_them() -> None:
         assert (world.app.view.sort, world.requests) == ("used", [])
         await pilot.press("escape")
         await _until(lambda: "1019" in world.text, "the processes again")
-
-    world = _World(replace(_full(), events=_events(40)))
-    _run(world, use)
 
 
 @pytest.mark.parametrize(
@@ -283,55 +274,32 @@ def test_e_shows_all_events_and_keys_scroll_them() -> None:
         ({"url": ""}, "need an exporter"),
     ],
 )
-def test_a_reason_is_shown_instead_of_events(changes: dict[str, Any], shown: str) -> None:
-    async def use(pilot: Pilot[None]) -> None:
+async def test_a_reason_is_shown_instead_of_events(changes: dict[str, Any], shown: str) -> None:
+    world = _World(replace(_full(), **changes))
+    async with world.on_screen() as pilot:
         await pilot.press("e")
         await _until(lambda: shown in world.text, shown)
 
-    world = _World(replace(_full(), **changes))
-    _run(world, use)
 
-
-def test_any_key_closes_the_help() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+async def test_any_key_closes_the_help() -> None:
+    world = _World()
+    async with world.on_screen() as pilot:
         await pilot.press("question_mark")
         await _until(lambda: "cache that a clear cannot free" in world.text, "the help")
         await pilot.press("s")
         await _until(lambda: "any key returns" not in world.text, "the processes")
         assert world.app.view.sort == "used"
 
+
+async def test_values_of_an_exporter_that_hangs_are_lost() -> None:
+    released = threading.Event()
     world = _World()
-    _run(world, use)
-
-
-def test_lost_values_are_not_shown_until_the_next_valid_reading() -> None:
-    async def use(pilot: Pilot[None]) -> None:
-        world.failure = ExporterUnreachableError("no exporter answers at X: refused")
-        await _until(lambda: "LOST EXPORTER" in world.text, "the loss")
-        assert "no exporter answers at X: refused" in world.text
-        assert "80.0G" not in world.text
-        assert "1019" not in world.text
-        await pilot.press("c")
-        await _until(lambda: "needs an exporter" in world.text, "why nothing is cleared")
-        world.failure = None
-        await _until(lambda: "1019" in world.text, "the values again")
-        assert "LOST" not in world.text
-
-    world = _World()
-    _run(world, use)
-
-
-def test_values_of_an_exporter_that_hangs_are_lost() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+    world.app._read = lambda: (released.wait(patient(20)), world.reading)[1]
+    async with world.on_screen():
         world.app._answered_seconds -= 60.0
         await _until(lambda: "it has not answered for 6" in world.text, "the loss")
         released.set()
         await _until(lambda: "1019" in world.text, "the values again")
-
-    released = threading.Event()
-    world = _World()
-    world.app._read = lambda: (released.wait(patient(20)), world.reading)[1]
-    _run(world, use)
 
 
 async def _question(world: _World, pilot: Pilot[None]) -> str:
@@ -340,8 +308,10 @@ async def _question(world: _World, pilot: Pilot[None]) -> str:
     return " ".join(world.text.split())
 
 
-def test_a_clear_starts_with_a_dry_run_of_the_job_and_a_question() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+async def test_a_clear_starts_with_a_dry_run_of_the_job_and_a_question() -> None:
+    world = _World()
+    world.results[0]["reason"] = "an-engine-starts"
+    async with world.on_screen() as pilot:
         text = await _question(world, pilot)
         assert "Clear llm rank 0? y/n Stays free 3.0 GiB. pid 7: an-engine-starts" in text
         (dry_run,) = world.requests
@@ -356,22 +326,18 @@ def test_a_clear_starts_with_a_dry_run_of_the_job_and_a_question() -> None:
         (sent,) = world.sent
         assert (sent["mode"], sent["target"]) == ("now", {"pid": 7})
 
-    world = _World()
-    world.results[0]["reason"] = "an-engine-starts"
-    _run(world, use)
 
-
-def test_a_process_without_a_workload_is_named_by_its_pid() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+async def test_a_process_without_a_workload_is_named_by_its_pid() -> None:
+    world = _World(reading([device("0")], [process(9, "0", workload="")]))
+    async with world.on_screen() as pilot:
         await _question(world, pilot)
         assert world.requests[0]["target"] == {"pid": 9}
 
-    world = _World(reading([device("0")], [process(9, "0", workload="")]))
-    _run(world, use)
 
-
-def test_the_ranks_of_a_job_clear_as_a_group_and_a_wait_can_be_cancelled() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+async def test_the_ranks_of_a_job_clear_as_a_group_and_a_wait_can_be_cancelled() -> None:
+    world = _World()
+    world.results, world.suggested = _RANKS, _GROUP
+    async with world.on_screen() as pilot:
         text = await _question(world, pilot)
         assert "Clear llm (2 ranks)? y/n" in text
         assert "Stays free 2.0 GiB; 4.0 GiB more would be reserved again in the next step." in text
@@ -384,13 +350,10 @@ def test_the_ranks_of_a_job_clear_as_a_group_and_a_wait_can_be_cancelled() -> No
         await pilot.press("c")
         await _until(lambda: "pid 7, 8: refused: cancelled" in world.text, "the end of the clear")
 
+
+async def test_a_clear_that_waits_for_an_engine_names_it() -> None:
     world = _World()
-    world.results, world.suggested = _RANKS, _GROUP
-    _run(world, use)
-
-
-def test_a_clear_that_waits_for_an_engine_names_it() -> None:
-    async def use(pilot: Pilot[None]) -> None:
+    async with world.on_screen(width=160) as pilot:
         await _question(world, pilot)
         engine = {"pid": 9, "title": "VLLM::EngineCore", "gpu": "0", "uuid": "GPU-0", "until_unix_seconds": 3600.0}
         world.waits, world.engines = True, [engine]
@@ -400,20 +363,15 @@ def test_a_clear_that_waits_for_an_engine_names_it() -> None:
         await pilot.press("c")
         await _until(lambda: "pid 7: refused: cancelled" in world.text, "the end of the clear")
 
+
+async def test_a_question_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpumem_exporter.cli.top.app._QUESTION_SECONDS", 0.1)
     world = _World()
-    _run(world, use, width=160)
-
-
-def test_a_question_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use(pilot: Pilot[None]) -> None:
+    async with world.on_screen() as pilot:
         await pilot.press("c")
         await _until(lambda: world.requests and len(world.app.screen_stack) == 1, "the end of the question")
         await pilot.press("y")
         assert world.sent == []
-
-    monkeypatch.setattr("gpumem_exporter.cli.top.app._QUESTION_SECONDS", 0.1)
-    world = _World()
-    _run(world, use)
 
 
 @pytest.mark.parametrize(
@@ -424,31 +382,27 @@ def test_a_question_expires(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"error": ExporterAnswerError(403, "token:\n--action.token-file")}, "token: --action.token-file"),
     ],
 )
-def test_a_clear_that_frees_nothing_is_not_offered(changes: dict[str, Any], shown: str) -> None:
-    async def use(pilot: Pilot[None]) -> None:
+async def test_a_clear_that_frees_nothing_is_not_offered(changes: dict[str, Any], shown: str) -> None:
+    world = _World()
+    for name, value in changes.items():
+        setattr(world, name, value)
+    async with world.on_screen(width=120) as pilot:
         await pilot.press("c")
         await _until(lambda: shown in world.text, shown)
         assert "y/n" not in world.text
         assert world.sent == []
-
-    world = _World()
-    for name, value in changes.items():
-        setattr(world, name, value)
-    _run(world, use, width=120)
 
 
 @pytest.mark.parametrize(
     ("processes", "named"),
     [([], "no process"), ([unreported(8, "0", 5)], "pid 8"), ([process(7, "0", actions=["reset_peak"])], "pid 7")],
 )
-def test_a_process_that_cannot_clear_gets_no_request(processes: list[dict[str, Any]], named: str) -> None:
-    async def use(pilot: Pilot[None]) -> None:
+async def test_a_process_that_cannot_clear_gets_no_request(processes: list[dict[str, Any]], named: str) -> None:
+    world = _World(reading([device("0")], processes))
+    async with world.on_screen(width=120) as pilot:
         await pilot.press("c")
         await _until(lambda: named in world.text.split("\n")[-2], named)
         assert world.requests == []
-
-    world = _World(reading([device("0")], processes))
-    _run(world, use, width=120)
 
 
 def _all_events() -> tuple[dict[str, Any], ...]:
@@ -461,7 +415,7 @@ def _all_events() -> tuple[dict[str, Any], ...]:
         "allocator": {"reserved_bytes": 39 * GIB, "fragmented_bytes": GIB},
     }
     done = {**action, "state": "done", "freed_bytes": 3 * GIB, "results": [{"pid": 7}, {"pid": 8}]}
-    types = (
+    types: tuple[tuple[str, Any], ...] = (
         ("oom", oom),
         ("oom", {"requested_bytes": None}),
         ("device_lost", {"error": "GPU is lost"}),

@@ -13,34 +13,23 @@ from gpumem_exporter.collectors.catalog import METRICS, Metric
 
 def test_every_metric_that_is_defined_is_in_the_table_once() -> None:
     defined = [value for value in vars(catalog).values() if isinstance(value, Metric)]
-
     assert Counter(metric.name for metric in defined) == Counter(metric.name for metric in METRICS)
     assert max(Counter(metric.name for metric in METRICS).values()) == 1
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_a_metric_name_ends_in_its_unit_and_type(metric: Metric) -> None:
+def test_name_help_and_labels_follow_the_rules_of_prometheus(metric: Metric) -> None:
     assert re.fullmatch(r"gpumem_[a-z][a-z0-9_]*", metric.name)
     assert metric.name.endswith("_total") == (metric.type == "counter")
     assert not re.search(r"_(ms|mib|mb|gib|kb|percent|milliseconds|megabytes)(_|$)", metric.name)
     assert not metric.name.endswith(("_count", "_sum", "_bucket", "_created"))
-
-
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_a_help_is_a_sentence_that_neither_format_escapes(metric: Metric) -> None:
-    assert metric.help.endswith(".")
-    assert not re.search(r'[\\\n"]|  ', metric.help)
-    assert len(metric.help) > 40
-
-
-@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_no_label_clashes_with_those_that_prometheus_and_its_service_discovery_add(metric: Metric) -> None:
+    assert re.fullmatch(r'(?:[^\\\n" ]+ )*[^\\\n" ]+\.', metric.help), "one sentence that neither format escapes"
     assert len(set(metric.labels)) == len(metric.labels)
-    assert not {"job", "instance", "pod", "namespace", "container", "le", "quantile", "__name__"} & set(metric.labels)
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in metric.labels)
+    added = {"job", "instance", "pod", "namespace", "container", "le", "quantile"}
+    assert not added & set(metric.labels), "Prometheus and its service discovery add these"
 
 
 def test_workload_metadata_is_on_info_series_only() -> None:
     metadata = {"command", "user", "container_id", "k8s_namespace", "k8s_pod", "k8s_container"}
-
     assert [metric.name for metric in METRICS if metadata & set(metric.labels)] == ["gpumem_process_info"]

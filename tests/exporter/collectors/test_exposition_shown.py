@@ -8,14 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import (
-    DeviceMemory,
-    NodeReading,
-    ProcessFacts,
-    Snapshot,
-)
+from gpumem_exporter.core.samples import NodeReading, ProcessFacts, Snapshot
 from tests.support.exposition_builders import (
-    MIB,
     SAMPLE,
     UUID,
     device,
@@ -24,35 +18,13 @@ from tests.support.exposition_builders import (
     node,
     page,
     process,
-    silent,
     snapshot,
 )
-
-
-def test_devices_are_sorted_by_number_with_mig_devices_after_their_parent() -> None:
-    gpus = ["10", "2", "0:11", "0:2", "0", ""]
-
-    shown = lines(snapshot(on=node(*(device(gpu, f"GPU-{gpu}") for gpu in gpus))), "gpumem_device_up")
-
-    assert [line.split('"')[1] for line in shown] == ["", "0", "0:2", "0:11", "2", "10"]
-
-
-def test_the_ledger_on_the_page_adds_up_without_unknown_categories() -> None:
-    reporter = process(7, replace(SAMPLE, reserved_bytes=100), host_pid=70)
-    shown = lines(snapshot(reporter, on=node(device(processes={70: 400, 71: 50}))), "gpumem_ledger_bytes")
-    assert sum(int(line.split(" ")[-1]) for line in shown) == 1000 * MIB
-    assert len(shown) == 8
-
-    old_driver = replace(device(), memory=DeviceMemory(1000, 600, 400, None), processes=None)
-    shown = lines(snapshot(on=node(old_driver)), "gpumem_ledger_bytes")
-    assert sum(int(line.split(" ")[-1]) for line in shown) == 1000
-    assert not any(name in line for line in shown for name in ("driver_reserved", "other_processes", "non_torch"))
 
 
 @pytest.mark.parametrize("reserved", [0, None])
 def test_ratios_are_absent_while_nothing_is_reserved(reserved: int | None) -> None:
     sample = DeviceSample(UUID, allocated_bytes=0, reserved_bytes=reserved, reclaimable_bytes=0)
-
     assert lines(snapshot(process(7, sample)), "gpumem_torch_slack_ratio", "gpumem_torch_fragmentation_ratio") == []
 
 
@@ -61,7 +33,6 @@ def test_a_phase_and_a_component_may_have_the_same_name() -> None:
     writer = exposition()
     for reporter in (process(7, sample), process(7, replace(sample, phase_peak_bytes={"other": 3}))):
         shown = writer.render(snapshot(reporter), openmetrics=False).decode()
-
         assert 'rank="0",component="other"} 2\n' in shown
         assert f'rank="0",phase="other"}} {reporter.report.devices[0].phase_peak_bytes["other"]}\n' in shown
 
@@ -74,14 +45,12 @@ def test_non_torch_is_absent_if_the_driver_or_the_report_lacks_the_value() -> No
         process(10, SAMPLE, host_pid=None),
         on=node(device(processes={70: None, 80: 60, 10: 999})),
     )
-
     assert lines(unknown, "gpumem_torch_non_torch_bytes") == []
 
 
 @pytest.mark.parametrize("reading", [None, node(device(processes={70: 50}), up=False)])
 def test_without_the_driver_only_torch_series_stay_without_an_index(reading: NodeReading | None) -> None:
     known = snapshot(process(7, SAMPLE), on=reading)
-
     assert lines(known, "gpumem_torch_ooms_total") == [
         'gpumem_torch_ooms_total{gpu="",uuid="GPU-0",pid="70",workload="w",rank="0"} 2'
     ]
@@ -111,43 +80,9 @@ def info(known: Snapshot) -> dict[str, dict[str, str]]:
     }
 
 
-def test_a_process_is_described_by_the_host_or_otherwise_by_its_report() -> None:
-    known = snapshot(
-        process(7, SAMPLE, host_pid=70),
-        process(8, SAMPLE, host_pid=80),
-        process(9, SAMPLE, host_pid=None),
-        on=node(
-            device(processes={70: 1, 75: 1}),
-            facts={
-                70: ProcessFacts(70, 3, "python host.py", "alice", k8s_pod="pod-a"),
-                75: ProcessFacts(75, 3, "nvidia-smi", "root"),
-            },
-        ),
-        quiet=(silent(6, host_pid=60, workload="quiet"),),
-    )
-
-    shown = info(known)
-
-    assert list(shown) == ["9@1", "60", "70", "75", "80"]
-    assert {pid: labels["command"] for pid, labels in shown.items()} == {
-        "9@1": "python own.py",
-        "60": "",
-        "70": "python host.py",
-        "75": "nvidia-smi",
-        "80": "python own.py",
-    }
-    assert shown["70"]["user"] == "alice"
-    assert shown["70"]["k8s_pod"] == "pod-a"
-    assert shown["70"]["torch_version"] == "2.15"
-    assert [pid for pid, labels in shown.items() if labels["reporting"] == "true"] == ["9@1", "70", "80"]
-    assert shown["60"]["workload"] == "quiet"
-    assert shown["75"]["workload"] == ""
-
-
 def test_host_facts_of_another_process_with_the_same_pid_are_not_shown() -> None:
     earlier = {70: ProcessFacts(70, 2, "another program", "mallory")}
     known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=earlier))
-
     assert info(known)["70"]["command"] == "python own.py"
     assert info(known)["70"]["user"] == ""
     assert lines(known, "gpumem_torch_allocated_bytes")
@@ -157,7 +92,6 @@ def test_host_facts_of_another_process_with_the_same_pid_are_not_shown() -> None
 def test_a_reporter_whose_pid_was_reused_is_not_shown() -> None:
     later = {70: ProcessFacts(70, 10_000_000, "another program", "mallory")}
     known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=later))
-
     assert info(known)["70"]["command"] == "another program"
     assert (info(known)["70"]["workload"], info(known)["70"]["reporting"]) == ("", "false")
     assert lines(known, "gpumem_torch_") == []

@@ -30,12 +30,10 @@ def value(instruments: Instruments, name: str, **labels: str) -> float:
 
 def test_an_action_counts_once_per_process_and_its_freed_bytes_add_up() -> None:
     instruments = Instruments()
-
     instruments.observe_action(
         action(result(1, "a", freed=5), result(1, "b", freed=6), result(2, "a", freed=-4), result(3, "a", "expired"))
     )
     instruments.observe_action(action(result(1, "a", freed=100), dry_run=True))
-
     assert value(instruments, "gpumem_actions_total", action="empty_cache", outcome="done") == 2
     assert value(instruments, "gpumem_actions_total", action="empty_cache", outcome="expired") == 1
     assert value(instruments, "gpumem_action_freed_bytes_total", action="empty_cache") == 11
@@ -51,7 +49,6 @@ def test_a_policy_rule_starts_at_0_and_its_series_end_with_it() -> None:
     instruments.add_policy_rule("b")
     instruments.count_policy("b", "acted", 3)
     instruments.remove_policy_rule("a")
-
     assert value(instruments, "gpumem_policy_evaluations_total", rule="b", result="acted") == 3
     assert value(instruments, "gpumem_policy_evaluations_total", rule="b", result="busy") == 0
     with pytest.raises(KeyError):
@@ -60,6 +57,5 @@ def test_a_policy_rule_starts_at_0_and_its_series_end_with_it() -> None:
 
 def test_counters_of_actions_exist_before_the_first_action() -> None:
     instruments = Instruments()
-
     assert value(instruments, "gpumem_actions_total", action="reset_peak", outcome="gone") == 0
     assert value(instruments, "gpumem_processes_dropped_total") == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from hypothesis import given
@@ -11,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
 from gpumem_exporter.core.samples import DeviceReading
-from gpumem_exporter.events import Event, Query, Storage, last_ooms
 from tests.support import recorder_bench
 from tests.support.builders import MIB, UUIDS, device, sample
 from tests.support.exposition_builders import exposition
@@ -32,9 +30,6 @@ class Bench(RecorderBench):
         super().__init__()
         self.writer = exposition()
 
-    def recall(self, *events: Event) -> None:
-        self.store.restore_ooms(last_ooms(events, self.now, self.unix))
-
     def page(self) -> str:
         return self.writer.render(self.snapshot(), openmetrics=False).decode()
 
@@ -49,22 +44,6 @@ class Bench(RecorderBench):
         return found
 
 
-def test_the_series_have_the_values_of_the_event() -> None:
-    bench = Bench()
-    bench.reading(device(gpu="3"))
-    bench.unix = 1_700_000_000.123
-    then = dataclasses.replace(sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), requested_bytes=7 * MIB)
-    error = oom(requested_bytes=9, device_free_bytes=5, limit_bytes=2**53 + 1, age_seconds=0.7, sample=then)
-    bench.report(7, error, workload="llm", rank="2")
-    (event,) = bench.log.of("oom")
-    values = {**event.detail["allocator"], **event.detail, "timestamp": event.time_unix_seconds}
-    values = {name.removesuffix("_bytes"): value for name, value in values.items()}
-    labels = f'{{gpu="3",uuid="{UUIDS[0]}",pid="7@1",workload="llm",rank="2"}}'
-    assert bench.lines() == [f"gpumem_last_oom_{name}{labels} {values[name.rpartition('_')[0]]!r}" for name in NAMES]
-    assert (values["requested"], values["limit"], values["fragmented"]) == (9, 2**53 + 1, 2 * MIB)
-    assert values["timestamp"] == 1_700_000_000.123 - 0.7
-
-
 def test_an_unknown_value_is_absent() -> None:
     bench = Bench()
     bench.report(7, oom(requested_bytes=None), oom(2, UUIDS[1], sample=sample(UUIDS[1], MIB)))
@@ -72,9 +51,6 @@ def test_an_unknown_value_is_absent() -> None:
     assert first.startswith('gpumem_last_oom_timestamp_seconds{gpu="",')
     second = [line.split("{")[0].removeprefix("gpumem_last_oom_") for line in bench.lines() if UUIDS[1] in line]
     assert second == [name for name in NAMES if name not in ("device_free_bytes", "limit_bytes")]
-
-
-# --- lifetime
 
 
 def test_an_error_is_shown_for_an_hour_by_the_monotonic_clock_even_after_its_process_exits() -> None:
@@ -104,21 +80,6 @@ def test_the_error_of_a_lost_device_keeps_its_index() -> None:
         assert all('{gpu="3",' in line for line in bench.lines())
 
 
-# --- selection
-
-
-def test_the_last_error_of_a_process_and_device_is_shown() -> None:
-    bench = Bench()
-    bench.report(7, oom(1), oom(2, UUIDS[1]), sequence=1)
-    before = bench.lines()
-    bench.wait(1)
-    bench.report(7, oom(1, requested_bytes=0), oom(2, UUIDS[1], requested_bytes=0), sequence=2)
-    assert bench.lines() == before
-    assert [line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line] == ["1001", "1002"]
-    bench.report(7, oom(3), oom(1), oom(3, requested_bytes=0), sequence=3)
-    assert sorted(line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line) == ["1002", "1003"]
-
-
 def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
     bench = Bench()
     for pid in range(1, MAX_SHOWN + 11):
@@ -130,39 +91,6 @@ def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
     bench.report(11, oom(2), session="11", sequence=2)  # the oldest process now has the newest error
     bench.report(1000, oom(), session="1000")
     assert bench.shown().keys() == {"11@1", *(f"{pid}@1" for pid in range(13, MAX_SHOWN + 11)), "1000@1"}
-
-
-# --- after a restart
-
-
-def test_stored_errors_are_shown_after_a_restart_with_their_first_time_and_values() -> None:
-    before = Bench()
-    before.reading(device(gpu="3"))
-    then = sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB)
-    before.report(7, oom(1), oom(2, age_seconds=1 / 3, device_free_bytes=2**62 + 1, sample=then))
-    before.report(8, oom(1), session="other")
-    storage = Storage(None, retention_seconds=1e10, max_bytes=64 << 20, wall_clock=lambda: 1e9)
-    storage.append(before.log.events)
-    before.wait(0.3)
-    after = Bench()
-    after.now, after.unix = 5.0, before.unix + 10
-    after.report(7, oom(2, age_seconds=9.0))  # not acknowledged before the restart, so it is reported again
-    after.report(9, oom(1), session="since")
-    reported_again = after.shown("timestamp_seconds")["7@1"]
-
-    after.recall(*storage.read(Query(types=("oom",), newest_of_each=True)).events)
-
-    storage.close()
-    assert after.shown() == {"7@1": "1002", "8@1": "1001", "9@1": "1001"}
-    assert after.shown("timestamp_seconds")["7@1"] == before.shown("timestamp_seconds")["7@1"] != reported_again
-    assert [line for line in after.lines() if 'pid="9@1"' not in line] == before.lines()
-    after.wait(SHOWN_SECONDS - 10.3 - 1 / 3)
-    assert after.shown().keys() == {"7@1", "8@1", "9@1"}
-    after.wait(0.4)
-    assert after.shown().keys() == {"9@1"}
-
-
-# --- random order
 
 
 def test_an_owner_with_many_errors_hides_none_of_another() -> None:

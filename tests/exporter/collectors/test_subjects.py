@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 
-import pytest
-
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Samples, Series, SubjectLines, Value
 
@@ -24,19 +22,6 @@ def series(*labels: str) -> Iterator[Series]:
 
 def samples(workload: str, *values: Value) -> Samples:
     return Samples(("7", workload, "0"), series, values)
-
-
-@pytest.mark.parametrize("then", [(1, 5), (1, 6), (None, 5), (None, None), (1, None), (5, 1)])
-@pytest.mark.parametrize("first", [(1, 5), (None, 5), (None, None), (1, None)])
-@pytest.mark.parametrize("workload", ["w", "100%s", 'a"b'])
-def test_lines_do_not_depend_on_the_lines_before(
-    first: tuple[Value, Value], then: tuple[Value, Value], workload: str
-) -> None:
-    lines = SubjectLines(FAMILIES)
-    lines.page([("one", samples("w", *first))])
-    assert lines.page([("one", samples(workload, *then))]) == SubjectLines(FAMILIES).page(
-        [("one", samples(workload, *then))]
-    )
 
 
 def test_lines_are_rendered_once_while_the_samples_are_equal() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,8 @@ _PIDS = st.integers(min_value=1, max_value=12)
 def _samples(draw: st.DrawFn) -> DeviceSample:
     known = sample(UUIDS[0], draw(_BYTES), draw(_BYTES), draw(_BYTES))
     forgotten = draw(st.sets(st.sampled_from(["allocated_bytes", "reserved_bytes", "reclaimable_bytes"])))
-    return dataclasses.replace(known, **dict.fromkeys(forgotten))
+    unknown: dict[str, Any] = dict.fromkeys(forgotten)
+    return dataclasses.replace(known, **unknown)
 
 
 @st.composite

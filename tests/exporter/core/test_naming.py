@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def names(snapshot: Snapshot) -> list[str]:
     return [name for name, _ in snapshot.names.reporting]
 
 
-def in_namespace(namespace: int, pid: int = 1, received_seconds: float = 0.0, **changes: object) -> ReportingProcess:
+def in_namespace(namespace: int, pid: int = 1, received_seconds: float = 0.0, **changes: Any) -> ReportingProcess:
     process = reporting(pid, host_pid=None, pid_namespace=namespace, devices=SAMPLE, **changes)
     return dataclasses.replace(process, received_seconds=received_seconds)
 

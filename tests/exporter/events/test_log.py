@@ -87,15 +87,6 @@ def bench() -> Iterator[Bench]:
     assert bench.log.stop(WAIT)
 
 
-def test_the_future_of_put_is_true_after_the_commit(bench: Bench) -> None:
-    bench.log.start()
-    assert bench.put("a").result(WAIT)
-    assert bench.put("b", "c").result(WAIT)
-    assert bench.stored() == ["a", "b", "c"]
-    status = bench.log.status()
-    assert (status.where, status.alive, status.error, status.waiting, status.dropped) == ("memory", True, "", 0, 0)
-
-
 def test_each_new_event_is_counted_once_after_the_commit(bench: Bench) -> None:
     bench.disk.error = "no"
     bench.log.start()
@@ -125,22 +116,6 @@ def test_a_hung_disk_blocks_no_caller_and_the_status_shows_the_duration(bench: B
     assert committed.result(WAIT)
     assert bench.stored() == ["a"]
     assert bench.log.status().prompt
-
-
-def test_events_stay_in_the_queue_until_a_failing_disk_recovers(bench: Bench) -> None:
-    bench.disk.error = "disk full"
-    bench.log.start()
-    bench.until(lambda: bench.log.status().error == "disk full")
-    assert bench.put("a").result(WAIT) is False
-    assert bench.put("b").result(WAIT) is False
-    with pytest.raises(StorageError, match="disk full"):
-        bench.log.read(Query()).result(WAIT)
-    assert bench.log.status().waiting == 2
-    bench.disk.error = ""
-    bench.until(lambda: bench.log.status().waiting == 0)
-    assert bench.stored() == ["a", "b"]
-    assert bench.log.status().error == ""
-    assert bench.dropped == []
 
 
 def test_queries_do_not_delay_the_retries_of_a_failing_disk(bench: Bench) -> None:
@@ -263,7 +238,7 @@ def test_queries_without_end_do_not_delay_the_commits(bench: Bench) -> None:
             bench.log.read(Query())  # as several owners do that take turns
         return Page((), 0, more=False)
 
-    bench.disk.read = read_again  # type: ignore[method-assign]
+    bench.disk.read = read_again  # type: ignore[assignment,method-assign]
     bench.log.read(Query())
     bench.log.start()
     bench.until(lambda: len(committed) == 10)

@@ -20,13 +20,17 @@ from tests.support.recorder_bench import RecorderBench as Bench
 from tests.support.recorder_bench import oom
 
 
-def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.reading(device(UUIDS[0], gpu="3"))
     at_that_moment = dataclasses.replace(sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), requested_bytes=7 * MIB)
-    values = {"requested_bytes": 9, "device_free_bytes": 5, "limit_bytes": 50, "step": 4, "phase": "backward"}
+    values: dict[str, Any] = {
+        "requested_bytes": 9,
+        "device_free_bytes": 5,
+        "limit_bytes": 50,
+        "step": 4,
+        "phase": "backward",
+    }
     error = oom(1, age_seconds=2.5, sample=at_that_moment, **values)
     with caplog.at_level(logging.WARNING):
         bench.report(7, error, host_pid=4711, rank="2")
@@ -56,9 +60,7 @@ def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(
     )
 
 
-def test_a_repeated_error_is_one_event_and_acknowledged_after_its_commit(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_repeated_error_is_one_event_and_acknowledged_after_its_commit(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     first = bench.report(7, oom(1), oom(2), sequence=1)
     again = bench.report(7, oom(1), oom(2), sequence=2)
@@ -239,13 +241,6 @@ def test_a_reporter_that_replaces_another_ends_it() -> None:
         assert (started.type, started.workload) == ("process_started", "new")
         reasons.add(ended.detail["reason"])
     assert len(reasons) == 2
-
-
-def test_processes_that_share_a_pid_have_the_names_of_their_series() -> None:
-    bench = Bench()
-    bench.report(1, pid_namespace=5, session="a")
-    bench.report(1, pid_namespace=6, session="b")
-    assert [event.pid for event in bench.log.events] == ["1@5", "1@6"]
 
 
 def lost(gpu: int = 0, **changes: Any) -> DeviceReading:

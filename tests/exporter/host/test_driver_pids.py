@@ -32,11 +32,7 @@ def test_lists_that_cannot_be_matched_are_unknown(unmatched: NodeReading) -> Non
 def test_pids_stay_matched_from_the_first_list_of_visible_processes() -> None:
     pids = DriverPids()
     pids.check(reading())
-    for later in (
-        reading(7, 8, visible=(7, 8)),
-        reading(),
-        reading(7, 9, visible=(7,)),
-    ):  # 9 exited
+    for later in (reading(7, 8, visible=(7, 8)), reading(), reading(7, 9, visible=(7,))):  # 9 exited
         assert pids.check(later) is later
         assert pids.matched
 

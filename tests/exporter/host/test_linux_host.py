@@ -148,18 +148,11 @@ def test_an_exited_process_is_not_alive_and_has_no_facts(tree: Tree, state: str)
     assert LinuxHost(tree.root).facts(30) is None
 
 
-def test_a_user_without_a_name_is_shown_as_a_number(tree: Tree) -> None:
-    tree.process(30, uid=3_999_999_999)
-    facts = LinuxHost(tree.root).facts(30)
-    assert facts is not None
-    assert facts.user == "3999999999"
-
-
 def test_a_user_name_is_used_once_the_directory_service_is_available_again(
     tree: Tree, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_up: list[int] = []
-    names = {}
+    names: dict[int, pwd.struct_passwd] = {}
 
     def directory(uid: int) -> pwd.struct_passwd:
         looked_up.append(uid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ class Proc:
         entry.joinpath("mountinfo").write_text(f"{mounts}{root_mount} 8 0:4 / / rw - overlay overlay rw\n")
         return int(pid) if pid.isdecimal() else 0
 
-    def place(self, cgroup: str = "0::/\n", **changes: object) -> Place:
+    def place(self, cgroup: str = "0::/\n", **changes: Any) -> Place:
         return Places(self.folder).of(self.put("7", cgroup, **changes))
 
 

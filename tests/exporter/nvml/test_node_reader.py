@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -110,13 +111,7 @@ def host() -> Host:
 
 @pytest.fixture
 def reader(node: Node, host: Host) -> NodeReader:
-    return NodeReader(
-        node,
-        host,
-        clock=node.clock,
-        wall_clock=lambda: node.clock.now + 1e9,
-        jitter=lambda: 0.0,
-    )
+    return NodeReader(node, host, clock=node.clock, wall_clock=lambda: node.clock.now + 1e9, jitter=lambda: 0.0)
 
 
 def poll_for(reader: NodeReader, node: Node, seconds: int) -> NodeReading:
@@ -298,10 +293,11 @@ def test_the_driver_is_up_even_if_all_devices_are_lost(reader: NodeReader, node:
 def test_a_value_that_cannot_be_read_is_unknown_and_the_others_stay(
     reader: NodeReader, node: Node, call: str, value: str, errors: tuple[type[NvmlError], ...]
 ) -> None:
+    unknown: dict[str, Any] = {value: None}
     whole = device(reader.read(), "GPU-3")
     for error in errors:
         node.failures[call, "GPU-3"] = error("no")
-        assert device(reader.read(), "GPU-3") == replace(whole, **{value: None})
+        assert device(reader.read(), "GPU-3") == replace(whole, **unknown)
 
 
 @pytest.mark.parametrize("error", [NvmlError("timeout"), KeyError("unforeseen")])

@@ -134,7 +134,8 @@ def test_a_network_of_ipv6_addresses_is_one_owner() -> None:
 
 
 def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
-    bodies, rejected = RequestBodies(100), []
+    bodies = RequestBodies(100)
+    rejected: list[Connection] = []
     several = [connection("a") for _ in range(3)]
     one = connection("b")
 
@@ -152,6 +153,16 @@ def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
     assert rejected == [several[1]]
     bodies.add(one, 29)
     assert rejected == [several[1]]
+
+
+def test_of_equal_bodies_the_oldest_is_rejected() -> None:
+    bodies = RequestBodies(100)
+    rejected: list[Connection] = []
+    senders = [connection("a") for _ in range(21)]
+    for each in senders:
+        each.reject_bodies = partial(rejected.append, each)
+        bodies.add(each, 5)
+    assert rejected == [senders[0]]
 
 
 def test_a_page_counts_once_for_all_its_readers(closed: list[Connection]) -> None:

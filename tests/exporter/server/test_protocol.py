@@ -48,28 +48,25 @@ def test_uvicorn_has_the_methods_that_are_extended(of: type, names: tuple[str, .
     assert [name for name in names if not inspect.isfunction(getattr(of, name, None))] == []
 
 
-def test_uvicorn_has_the_attributes_that_are_used() -> None:
+async def test_uvicorn_has_the_attributes_that_are_used() -> None:
     async def application(scope: Any, receive: Any, send: Any) -> None: ...
 
-    async def scenario() -> None:
-        config = uvicorn.Config(application, http=LimitedProtocol, ws="none", log_config=None)  # type: ignore[arg-type]
-        server = uvicorn.Server(config)
-        config.load()
-        assert config.http_protocol_class is LimitedProtocol
-        state = server.server_state
-        assert isinstance(state, ServerState)
-        assert state.connections == set()
-        protocol = LimitedProtocol(
-            config=config,
-            server_state=state,
-            app_state={},
-            connection=Connection(Peer(), ""),
-            clients=Clients(Limits(max_connections=1)),
-        )
-        used = ("app", "connections", "cycle", "loop", "pipeline", "scope", "transport")
-        assert [name for name in used if not hasattr(protocol, name)] == []
-
-    asyncio.run(scenario())
+    config = uvicorn.Config(application, http=LimitedProtocol, ws="none", log_config=None)  # type: ignore[arg-type]
+    server = uvicorn.Server(config)
+    config.load()
+    assert config.http_protocol_class is LimitedProtocol
+    state = server.server_state
+    assert isinstance(state, ServerState)
+    assert state.connections == set()
+    protocol = LimitedProtocol(
+        config=config,
+        server_state=state,
+        app_state={},
+        connection=Connection(Peer(), ""),
+        clients=Clients(Limits(max_connections=1)),
+    )
+    used = ("app", "connections", "cycle", "loop", "pipeline", "scope", "transport")
+    assert [name for name in used if not hasattr(protocol, name)] == []
     source = inspect.getsource(RequestResponseCycle.__init__)
     for name in ("body", "disconnected", "message_event", "response_complete", "response_started"):
         assert f"self.{name} = " in source

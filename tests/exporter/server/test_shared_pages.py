@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 
 from gpumem_exporter.server.api.metrics import Page, SharedPages
 
@@ -18,7 +17,7 @@ async def test_readers_that_wait_share_a_page() -> None:
         rendered.append(openmetrics)
         return b"page %d" % len(rendered)
 
-    pages = SharedPages(render, thread=ThreadPoolExecutor(1))
+    pages = SharedPages(render)
     first = asyncio.ensure_future(pages.next(openmetrics=False))
     assert await asyncio.to_thread(begun.wait, 60)
     later = [asyncio.ensure_future(pages.next(openmetrics=openmetrics)) for openmetrics in (False, True) * 10]
@@ -37,7 +36,7 @@ async def test_a_page_is_rendered_after_its_request() -> None:
     def render(*, openmetrics: bool) -> bytes:
         return b"%d" % value[0]
 
-    pages.append(SharedPages(render, thread=ThreadPoolExecutor(1)))
+    pages.append(SharedPages(render))
     for number in range(50):
         value[0] = number
         assert (await pages[0].next(openmetrics=False)).body == b"%d" % number
@@ -51,7 +50,7 @@ async def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> N
             raise ValueError
         return b"page"
 
-    pages = SharedPages(render, thread=ThreadPoolExecutor(1))
+    pages = SharedPages(render)
     (found,) = await asyncio.gather(pages.next(openmetrics=False), return_exceptions=True)
     assert isinstance(found, ValueError)
     failing[0] = False

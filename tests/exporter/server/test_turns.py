@@ -17,25 +17,23 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_owners_take_turns_whatever_one_of_them_asks_for() -> None:
-    async def scenario() -> list[str]:
-        turns, order = Turns(1), []
-        await turns.start("first")
+async def test_owners_take_turns_whatever_one_of_them_asks_for() -> None:
+    turns = Turns(1)
+    order: list[str] = []
+    await turns.start("first")
 
-        async def work(owner: str) -> None:
-            async with turns.of(owner):
-                order.append(owner)
-                await asyncio.sleep(0)
+    async def work(owner: str) -> None:
+        async with turns.of(owner):
+            order.append(owner)
+            await asyncio.sleep(0)
 
-        tasks = []
-        for owner in ("a", "a", "a", "b", "b", "c"):
-            tasks.append(asyncio.ensure_future(work(owner)))
-            await settle()
-        turns.end("first")
-        await asyncio.gather(*tasks)
-        return order
-
-    assert asyncio.run(scenario()) == ["a", "b", "c", "a", "b", "a"]
+    tasks = []
+    for owner in ("a", "a", "a", "b", "b", "c"):
+        tasks.append(asyncio.ensure_future(work(owner)))
+        await settle()
+    turns.end("first")
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b", "c", "a", "b", "a"]
 
 
 async def test_an_owner_has_its_share_of_the_turns() -> None:
@@ -177,7 +175,7 @@ async def test_the_turn_of_a_body_ends_when_the_application_has_read_it() -> Non
         request.cancel()
 
 
-def test_a_long_reply_is_sent_in_pieces() -> None:
+async def test_a_long_reply_is_sent_in_pieces() -> None:
     body = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
     unread, sent, counted = UnreadReplies(1 << 30), [], []
 
@@ -196,7 +194,7 @@ def test_a_long_reply_is_sent_in_pieces() -> None:
         "headers": [],
         "state": {"connection": Connection(Peer(), "1")},
     }
-    asyncio.run(FairRequests(app, Limits(8), unread)(scope, send, send))  # type: ignore[arg-type]
+    await FairRequests(app, Limits(8), unread)(scope, send, send)  # type: ignore[arg-type]
     _, *pieces = sent
     assert b"".join(piece["body"] for piece in pieces) == body
     assert max(len(piece["body"]) for piece in pieces) == PIECE_BYTES

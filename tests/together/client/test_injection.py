@@ -121,7 +121,7 @@ def test_a_python_without_the_package_uses_the_command_s_package(
         command=(str(venv / "bin" / "python"),),
     )
     assert program.heard() == "gpumem_client"
-    assert program.heard() == [["gpumem_client", "gpumem_client.api"], ["gpumem-reporter"], []]
+    assert program.heard() == [["gpumem_client", "gpumem_client.allocator"], ["gpumem-reporter"], []]
     assert program.heard() == [str(REPOSITORY / "client" / "gpumem_client" / "__init__.py"), ["gpumem-reporter"]]
     wait_for_allocated(exporter, {(program.pid, "0"): MIB})
 

@@ -89,7 +89,7 @@ def test_info_shows_every_device_and_process_and_a_full_ledger(node: _Node) -> N
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("DEMO")
     for device in document["devices"]:
-        assert device["name"] in ended.stdout
+        assert device["name"].removeprefix("NVIDIA ") in ended.stdout
     for process in document["processes"]:
         assert process["command"] in ended.stdout
     *_, cache, rights = ended.stdout.splitlines()
