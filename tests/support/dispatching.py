@@ -17,8 +17,6 @@ from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 
-__all__ = ["EVERYBODY", "Bench", "Ranks", "build_dispatcher", "run"]
-
 EVERYBODY = Target(all=True)
 
 
