@@ -94,9 +94,8 @@ class ExporterApi:
     def get(self, path: str, *, also: Collection[int] = ()) -> dict[str, Any]:
         """Read one JSON document. `also` has the statuses besides 200 whose answers are documents.
 
-        Raises:
-            ExporterUnreachableError: no address answers, or the answer is not an exporter's.
-            ExporterAnswerError: the exporter answers with an error.
+        Raises ExporterUnreachableError if no address answers, or the answer is not an exporter's, and
+        ExporterAnswerError if the exporter answers with an error.
         """
         return self._document(self._request("GET", path), (200, *also))
 
@@ -196,8 +195,7 @@ class ExporterApi:
 def read_rights(api: ExporterApi) -> Document:
     """Read what the caller may do, from `GET /api/v1/caller`; empty if the exporter is too old to know it.
 
-    Raises:
-        ExporterUnreachableError: no address answers.
+    Raises ExporterUnreachableError if no address answers.
     """
     try:
         return api.get("/api/v1/caller")
