@@ -1,9 +1,10 @@
-"""The known actions: the running ones, the last finished ones, and the idempotency keys of both."""
+"""The known actions with their idempotency keys, and the limits of actions per minute."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from gpumem_exporter.actions.lifecycle import RunningAction
 from gpumem_exporter.actions.model import Action, SubmittedAction
@@ -15,6 +16,8 @@ _DRY_RUNS_SHARE = 4
 MAX_BYTES = 16 << 20
 MAX_UNDER_WAY = 4096
 """The maximum number of processes in the running actions of one share."""
+_MAX_BUCKETS = 4096
+_MINUTE_SECONDS = 60.0
 
 
 class ActionRegistry:
@@ -51,8 +54,7 @@ class ActionRegistry:
     def with_key(self, caller: str, key: str, request: ActionRequest) -> Action | None:
         """Return the action that a caller has started with this key, if it is still known.
 
-        Raises:
-            IdempotencyConflictError: the caller used the key with another request.
+        Raises IdempotencyConflictError if the caller used the key with another request.
         """
         first, action_id = self._keys.get((caller, key), (None, ""))
         known = self.get(action_id)
@@ -148,3 +150,63 @@ class _Kept:
         self._bytes_of_share[share] += number * action.kept_bytes
         if not self._of_share[share]:
             del self._of_share[share], self._bytes_of_share[share]
+
+
+class RateLimits:
+    """Counts the actions per minute of each caller, and on each process from all callers. Not thread-safe.
+
+    A caller may use the limit of a whole minute at once.
+    """
+
+    def __init__(self, *, per_caller: int, per_process: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._callers = _Buckets(per_caller)
+        self._processes = _Buckets(per_process)
+
+    def take(self, caller: str, processes: Iterable[tuple[Hashable, str]]) -> None:
+        """Count one action on these processes, given as keys and names for messages.
+
+        Raises TooManyActionsError if a limit is reached; then nothing is counted.
+        """
+        now = self._clock()
+        wait = self._callers.wait_seconds(caller, now)
+        if wait > 0:
+            raise TooManyActionsError(f"{caller} has requested {self._callers.size} actions within a minute", wait)
+        keys = []
+        for key, name in processes:
+            wait = self._processes.wait_seconds(key, now)
+            if wait > 0:
+                raise TooManyActionsError(f"{name} has had {self._processes.size} actions within a minute", wait)
+            keys.append(key)
+        self._callers.take(caller, now)
+        for key in keys:
+            self._processes.take(key, now)
+
+
+class _Buckets:
+    """A bucket for each key that was used recently."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+        """The level of each bucket, and when it had that level."""
+
+    def wait_seconds(self, key: Hashable, now: float) -> float:
+        """Return the seconds until an action is permitted; 0 if one is permitted now."""
+        missing = 1.0 - self._level(key, now)
+        return max(0.0, missing * _MINUTE_SECONDS / self.size) if missing > 1e-9 else 0.0
+
+    def take(self, key: Hashable, now: float) -> None:
+        self._levels[key] = self._level(key, now) - 1.0, now
+        self._levels.move_to_end(key)
+        while len(self._levels) > _MAX_BUCKETS:
+            self._levels.popitem(last=False)
+
+    def _level(self, key: Hashable, now: float) -> float:
+        level, since = self._levels.get(key, (float(self.size), now))
+        return min(float(self.size), level + max(0.0, now - since) * self.size / _MINUTE_SECONDS)
+
+
+def retry_after(seconds: float) -> str:
+    """Return the value of the header `Retry-After`: whole seconds, at least 1."""
+    return str(max(1, math.ceil(seconds)))

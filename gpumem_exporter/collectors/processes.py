@@ -81,10 +81,7 @@ def _described(
     slurm_job_id: str = "",
     ray_job_id: str = "",
 ) -> tuple[str, ...]:
-    """Return the labels from workload to ray_job_id.
-
-    The reported job ids precede the host's.
-    """
+    """Return the labels from workload to ray_job_id. The reported job ids precede the host's."""
     return (
         workload,
         rank,

@@ -8,17 +8,16 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi import Query as QueryParameters
-from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.events import AUDIT_TYPES, EVENT_TYPES, Event, EventLog, Page, Query
-from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
-from gpumem_exporter.server.http.problems import ProblemError, few_fields, problems
-from gpumem_exporter.server.http.replies import json_reply
-from gpumem_exporter.server.logs import iso_time
+from gpumem_exporter.server.api.action_schema import KnownFields
+from gpumem_exporter.server.http.problems import ProblemError, problems
+from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH
 
 MAX_LISTED = 1000
@@ -39,15 +38,8 @@ def _restore_plus(value: object) -> object:
     return value.replace(" ", "+") if isinstance(value, str) else value
 
 
-class EventParameters(BaseModel):
+class EventParameters(KnownFields):
     """The parameters of a query for events."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_fields(cls, value: object) -> object:
-        return few_fields(value)
 
     after: int | None = Field(None, ge=0, le=2**63 - 1, description="only events with a greater id")
     since: Annotated[AwareDatetime, BeforeValidator(_restore_plus)] | None = Field(
@@ -120,7 +112,7 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
         caller: Caller = request.state.caller
         if caller.rights is not Rights.ALL:
             page = replace(page, events=_for_user(page.events, caller, hide_identities=hide_identities))
-        return json_bytes_response(await renderer.render(lambda: encoded(events_document(page))))
+        return json_response(await renderer.render(lambda: encoded(events_document(page))))
 
     return router
 

@@ -12,9 +12,8 @@ from typing_extensions import TypedDict
 from gpumem_client.wire.errors import StorageError
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.events import Event, EventLog, Query, Recorder
-from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_reply
+from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.server.security.request_guard import JOBS_PATH
 
 _PAGE = 1000
@@ -77,7 +76,7 @@ def jobs_router(recorder: Recorder, renderer: Renderer) -> APIRouter:
             if not processes:
                 raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
             document = {"job_id": job_id, "processes": processes, "more": more}
-            return json_bytes_response(await renderer.render(lambda: encoded(document)))
+            return json_response(await renderer.render(lambda: encoded(document)))
 
     return router
 

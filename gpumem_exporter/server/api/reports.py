@@ -112,8 +112,7 @@ class ReportsRoute:
     async def _take(self, body: bytes, scope: Scope, receive: Receive) -> bytes | None:
         """Run all steps in their order. Return the reply; None if the client closed the connection while it was held.
 
-        Raises:
-            ProblemError: the report is invalid, is not its sender's, or cannot be stored.
+        Raises ProblemError if the report is invalid, is not its sender's, or cannot be stored.
         """
         try:
             long = len(body) > INLINE_BYTES
