@@ -17,8 +17,6 @@ from tests.support.paths import REPOSITORY
 from tests.support.torch_release import torch_release
 from tests.support.waiting import wait_for, wait_until_equal
 
-__all__ = ["COMPARED", "EXPANDABLE", "SETTINGS", "Bench", "Books", "Place", "pools_of"]
-
 Books = Callable[[], Sequence[DeviceBook]]
 
 SETTINGS = "PYTORCH_CUDA_ALLOC_CONF"

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.claims.place import Place
 
-__all__ = ["Claim", "NotAvailableError", "SameNumber", "Value", "Values", "equal", "measured", "require"]
-
 Scalar = int | float | bool | str | None
 
 

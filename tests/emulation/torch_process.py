@@ -107,6 +107,11 @@ class TorchProcess(PipedProcess):
         """Run Python code with the names torch, worker, the variables and those of earlier code; return `result`."""
         return self.call("exec", timeout_seconds=timeout_seconds, code=code, **variables)
 
+    def call_program(self, module: str, function: str, /, **given: Any) -> Any:
+        """Call a function of a module of tests.programs and return its result."""
+        code = f"from tests.programs import {module}\nresult = {module}.{function}(**given)"
+        return self.exec(code, timeout_seconds=110, given=given)
+
     def send(self, command: str, /, **arguments: Any) -> int:
         """Send a command and return its number for `receive`. Answers arrive in the order of the commands."""
         number = self._next_id

@@ -120,6 +120,11 @@ class ExporterProcess:
             self._popen.wait(patient(30))
         self._log.close()
 
+    def peak_bytes(self) -> int:
+        """Return the most resident memory that the process had."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
+
     def log(self) -> str:
         """Return the log."""
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")

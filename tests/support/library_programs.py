@@ -20,8 +20,6 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import eventually, patient, wait_for
 
-__all__ = ["PYTHON", "LibraryProgram", "StartLibrary", "Statement", "start_library"]
-
 PROGRAMS = REPOSITORY / "tests" / "programs" / "libraries"
 PYTHON = sys.executable
 

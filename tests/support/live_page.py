@@ -22,8 +22,6 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.ports import free_port
 from tests.support.waiting import patient
 
-__all__ = ["Demo", "LivePage", "OpenPage", "browser", "open_page", "send", "serving", "state_of"]
-
 NBSP = "\u00a0"
 
 _WATCH = """

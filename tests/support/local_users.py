@@ -26,16 +26,6 @@ from gpumem_client.wire.protocol import REPORTS_PATH, Report, to_wire
 from tests.support.builders import report
 from tests.support.waiting import patient, wait_for
 
-__all__ = [
-    "NEW_MOUNT_NAMESPACE",
-    "NEW_PID_NAMESPACE",
-    "NEW_USER_NAMESPACE",
-    "Cgroup",
-    "LocalUser",
-    "Reply",
-    "needs_cgroups",
-]
-
 NEW_PID_NAMESPACE = 0x20000000
 NEW_USER_NAMESPACE = 0x10000000
 NEW_MOUNT_NAMESPACE = 0x00020000

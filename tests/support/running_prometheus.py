@@ -19,8 +19,6 @@ import yaml
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
-__all__ = ["RunningPrometheus"]
-
 
 class RunningPrometheus:
     """A Prometheus that scrapes every second; it is ready after construction.

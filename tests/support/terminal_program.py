@@ -96,9 +96,9 @@ class TerminalProgram:
             wait_seconds = 0.01
         return True
 
-    def until(self, condition: Callable[[], T], what: str, timeout_seconds: float = 60.0) -> T:
+    def until(self, condition: Callable[[], T], what: str) -> T:
         """Read output until the condition returns something true, and return that; fails with the screen."""
-        end = time.monotonic() + patient(timeout_seconds)
+        end = time.monotonic() + patient(60)
         while True:
             open_still = self.pump(0.02)
             answer = condition()

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["PATIENCE", "eventually", "patient", "wait_for", "wait_until_equal"]
-
 T = TypeVar("T")
 
 PATIENCE = float(os.environ.get("GPUMEM_PATIENCE") or "1")

@@ -29,8 +29,6 @@ from typing import IO, Any
 
 from tests.support.paths import REPOSITORY
 
-__all__ = ["EXPORTER", "TORCH", "ForkedProcess", "fork_program"]
-
 TORCH = ("torch", "torch._dynamo")
 EXPORTER = (
     "gpumem_exporter.cli.main",

@@ -77,7 +77,8 @@ def test_a_set_clock_does_not_change_the_deadline_and_duration_of_an_action(
     dispatcher.expire()
     expired = dispatcher.get(action.id)
     assert expired is not None
-    assert (expired.state, expired.duration_seconds) == ("expired", pytest.approx(30.0))
+    assert expired.state == "expired"
+    assert expired.duration_seconds == pytest.approx(30.0)
 
 
 def test_the_client_does_not_use_the_wall_clock() -> None:
