@@ -15,9 +15,7 @@ GOLDEN = DATA / "golden"
 def assert_golden(name: str, text: str) -> None:
     """Assert that a text equals the file `tests/data/golden/<name>`.
 
-    Args:
-        name: File name, one per command, such as `info.txt`.
-        text: The output, with values that differ between runs (paths, ports, times) replaced.
+    Values that differ between runs (paths, ports, times) are replaced in the text.
     """
     path = GOLDEN / name
     if os.environ.get("GPUMEM_UPDATE_GOLDEN"):
