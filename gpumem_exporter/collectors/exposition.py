@@ -102,12 +102,6 @@ class Exposition:
             families.update(self._scrape_lines.page([("scrape", scrape)]))
             return _joined(families, further, openmetrics=openmetrics)
 
-    def prepare(self, snapshot: Snapshot) -> None:
-        """Render the lines of new reports. The call is optional and does not change the next page."""
-        with self._lock:
-            torch = self.collectors[-1]
-            self._lines[torch.name].page(torch.subjects(view_of(snapshot, hide_identities=self._hide_identities)))
-
     def _fail(self, name: str, failed: set[str]) -> None:
         failed.add(name)
         if name not in self._failing:

@@ -64,16 +64,9 @@ def create_app(
 ) -> FastAPI:
     """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
 
-    Args:
-        settings: the settings of `serve`.
-        provider: the driver; opened, used and closed by the poller's thread.
-        host: reports the processes of the operating system.
-        clock: monotonic seconds.
-        wall_clock: seconds of the Unix epoch.
-        registry: further metrics at the end of the page; none by default.
-        pods: adds the names of pods and containers to processes; None without a kubelet.
-        driver_pids: drops pids that are not of this PID namespace; None if all are.
-        socket_file: the file of the unix socket; None without one.
+    The poller's thread opens, uses and closes the driver (`provider`). `registry` has further metrics for the end of
+    the page. `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID namespace, and
+    `socket_file` without a unix socket.
     """
     runtime = Runtime(
         settings,

@@ -9,14 +9,6 @@ from tests.claims.place import Bench
 from tests.claims.values import Value, Values, equal
 from tests.support.waiting import wait_for
 
-__all__ = [
-    "cycles_go_with_a_collection",
-    "dry_run_touches_nothing",
-    "modes",
-    "peaks_are_reset",
-    "waits_in_a_capture",
-]
-
 MIB = 1 << 20
 
 _STEPPING = """

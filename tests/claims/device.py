@@ -9,15 +9,8 @@ from tests.claims.place import Bench, Place
 from tests.claims.values import Value, Values, equal, measured
 from tests.support.waiting import wait_for, wait_until_equal
 
-__all__ = [
-    "context_of_a_process",
-    "ledgers_add_up",
-    "memory_of_the_device",
-    "processes_of_the_device",
-    "segments",
-]
-
 MIB = 1 << 20
+SCRAPES = 60
 
 
 def memory_of_the_device(place: Place) -> Values:
@@ -103,25 +96,25 @@ def segments(bench: Bench) -> Values:
     return values
 
 
-def ledgers_add_up(place: Place, processes: int = 4, scrapes: int = 60, devices: Sequence[int] = (0,)) -> Values:
+def ledgers_add_up(place: Place, devices: Sequence[int] = (0,)) -> Values:
     """The categories of every device add up to its total in every scrape while processes allocate and free."""
-    churning = [place.torch() for _ in range(processes)]
+    churning = [place.torch() for _ in range(4)]
     for number, process in enumerate(churning):
         process.call("start_client", workload=f"churn-{number % 3}")
         chosen = [devices[(number + further) % len(devices)] for further in range(2)]
         process.call("start_churn", devices=chosen, seed=number)
     try:
         place.exporter.wait_for_processes(*(process.pid for process in churning))
-        return _scraped(place, scrapes)
+        return _scraped(place)
     finally:
         for process in churning:
             process.close()
 
 
-def _scraped(place: Place, scrapes: int) -> Values:
+def _scraped(place: Place) -> Values:
     uuids = {book.uuid for book in place.books()}
     wrong, seen = 0, set()
-    for _ in range(scrapes):
+    for _ in range(SCRAPES):
         metrics = place.exporter.metrics()
         ledgers = metrics.ledgers()
         try:
@@ -131,7 +124,7 @@ def _scraped(place: Place, scrapes: int) -> Values:
         wrong += ledgers.keys() != uuids
         seen.add(str(ledgers))
     return {
-        "scrapes": measured(scrapes),
+        "scrapes": measured(SCRAPES),
         "scrapes with a missing ledger or a wrong sum": equal(wrong, 0),
         "more than ten scrapes differ": equal(len(seen) > 10, True),
     }

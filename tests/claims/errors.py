@@ -10,8 +10,6 @@ from tests.support.ending_programs import end_with
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
-__all__ = ["error_that_ends_its_process", "limit_of_a_fraction", "values_of_an_error"]
-
 REQUESTED_BYTES = 1 << 42
 _RUN_OUT = f"torch.empty({REQUESTED_BYTES}, dtype=torch.uint8, device='cuda')"
 

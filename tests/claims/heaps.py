@@ -9,13 +9,6 @@ from typing import Any
 from tests.claims.place import COMPARED, Bench, Place
 from tests.claims.values import SameNumber, Value, Values, equal, measured
 
-__all__ = [
-    "every_series_is_what_torch_says",
-    "max_split_size",
-    "memory_fraction",
-    "random_heaps_of_streams",
-]
-
 MIB = 1 << 20
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
 """The page size of the expandable segments in each pool."""
@@ -59,11 +52,8 @@ def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,))
 def random_heaps_of_streams(bench: Bench, heaps: int = 8, *, by_pages: bool = False) -> Values:
     """Heaps of small and large blocks on three streams.
 
-    Args:
-        bench: The process.
-        heaps: The number of heaps.
-        by_pages: Whether all segments are expandable and have pages of PAGE_BYTES. The freed bytes
-            then also equal the pages that no block in the snapshot uses.
+    With `by_pages`, all segments are expandable and have pages of PAGE_BYTES, and the freed bytes also equal the pages
+    that no block in the snapshot uses.
     """
     number = SameNumber()
     for seed in range(heaps):
@@ -100,10 +90,10 @@ def _untouched_pages(segments: Sequence[Mapping[str, Any]]) -> int:
     return untouched
 
 
-def max_split_size(place: Place, heaps: int = 4) -> Values:
+def max_split_size(place: Place) -> Values:
     """The allocator never splits blocks above `max_split_size_mb`."""
     with place.reporting(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:32") as bench:
-        values = random_heaps_of_streams(bench, heaps)
+        values = random_heaps_of_streams(bench, 4)
         return {**values, "max_split_size, by torch": equal(bench.stats()["max_split_size"], 32 * MIB)}
 
 

@@ -5,15 +5,6 @@ from __future__ import annotations
 from tests.claims.place import SETTINGS, Bench, Place, pools_of
 from tests.claims.values import NotAvailableError, SameNumber, Value, Values, equal, measured
 
-__all__ = [
-    "asynchronous_backend",
-    "graphs_living_and_dead",
-    "living_mem_pool",
-    "past_the_cache",
-    "pending_on_another_stream",
-    "pinned_host_memory",
-]
-
 MIB = 1 << 20
 
 

@@ -8,8 +8,6 @@ from tests.claims import actions, device, errors, heaps, pools
 from tests.claims.place import EXPANDABLE, Bench, Place
 from tests.claims.values import Claim, Values
 
-__all__ = ["CLAIMS"]
-
 
 def _on(measure: Callable[[Bench], Values], settings: str = "") -> Callable[[Place], Values]:
     """Measure a claim in the shared process with these allocator settings."""

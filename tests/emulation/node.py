@@ -122,9 +122,9 @@ class Rule:
             return 0
         return int(self._node._control.emu_control_rule_waiting(self._node._handle, self._number))
 
-    def wait_for_waiting(self, calls: int = 1, timeout_seconds: float = 10) -> None:
-        """Wait until this number of calls hangs in the rule."""
-        wait_for(lambda: self.waiting >= calls, f"{calls} call(s) to hang", timeout_seconds)
+    def wait_for_waiting(self, timeout_seconds: float = 10) -> None:
+        """Wait until a call hangs in the rule."""
+        wait_for(lambda: self.waiting, "a call to hang", timeout_seconds)
 
     def wait_for_hits(self, calls: int = 1, timeout_seconds: float = 10) -> None:
         """Wait until this number of calls has matched the rule."""
@@ -373,8 +373,7 @@ class EmulatedNode:
     def set_process(self, pid: int, device: int, nbytes: int) -> None:
         """Add an artificial process (any pid) that uses this number of bytes until it is removed.
 
-        Raises:
-            MemoryError: the device does not have enough free memory.
+        Raises MemoryError if the device does not have enough free memory.
         """
         _check(self._control.emu_control_set_foreign(self._handle, pid, self._entry(device), nbytes), f"process {pid}")
 
@@ -393,13 +392,13 @@ class EmulatedNode:
         """Make the call return an error code, of NVML or CUDA depending on the function."""
         return self._rule(function, device, _ERROR, code)
 
-    def slow(self, function: str, milliseconds: int, device: int | None = None) -> Rule:
+    def slow(self, function: str, milliseconds: int) -> Rule:
         """Make the call take longer."""
-        return self._rule(function, device, _DELAY, milliseconds)
+        return self._rule(function, None, _DELAY, milliseconds)
 
-    def hang(self, function: str = "nvml*", device: int | None = None) -> Rule:
+    def hang(self, function: str) -> Rule:
         """Make the call hang until the rule is removed, `release()` is called or the node is closed."""
-        return self._rule(function, device, _HANG, 0)
+        return self._rule(function, None, _HANG, 0)
 
     def release(self) -> None:
         """Remove all rules."""

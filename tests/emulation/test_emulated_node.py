@@ -14,7 +14,6 @@ from tests.emulation.node import GIB, MIB, EmulatedNode, MigSlice
 from tests.emulation.programs import NVML, Program, hammer, run
 
 CONTEXT = 512 * MIB
-INVALID_ARGUMENT = 2
 OUT_OF_MEMORY, INITIALIZATION_ERROR, NO_DEVICE = 2, 3, 100
 CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
 LOST, UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION = 15, 1, 3, 4

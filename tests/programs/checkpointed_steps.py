@@ -46,12 +46,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A model with a stem, blocks, two shorter or mixed lists, and a head."""
 
-    def __init__(self, blocks: int = 5, width: int = 16, **options: Any) -> None:
+    def __init__(self, width: int = 16, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.stem = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(width, width), nn.ReLU())))
         self.pair = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.blocks = nn.ModuleList(Block(width, **options) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, **options) for _ in range(5))
         self.norm = nn.BatchNorm1d(width)
         self.head = nn.Linear(width, 3)
 

@@ -33,9 +33,9 @@ def load(path: Path | str) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def trained(device: str = "cpu", steps: int = 2) -> tuple[nn.Module, Any, Any]:
+def trained(steps: int = 2) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     for _ in range(steps):

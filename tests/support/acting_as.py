@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 
-__all__ = ["acting_as", "needs_root"]
-
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
 
 

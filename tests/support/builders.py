@@ -23,7 +23,7 @@ UNLIMITED = RateLimits(per_caller=10**9, per_process=10**9, clock=lambda: 0.0)
 UUIDS = tuple(f"GPU-0000000{i}-0000-0000-0000-000000000000" for i in range(8))
 
 
-def identity(pid: int = 100, **changes: Any) -> ProcessIdentity:
+def identity(pid: int, **changes: Any) -> ProcessIdentity:
     base = ProcessIdentity(
         pid=pid, start_time_ticks=1000, pid_namespace=1, session="first", session_started_seconds=1.0, workload="train"
     )
@@ -84,6 +84,19 @@ def node(*devices: DeviceReading, taken: float = 0.0, up: bool = True) -> NodeRe
     return NodeReading(
         taken_seconds=taken, taken_unix_seconds=taken, duration_seconds=0.001, up=up, devices=tuple(devices)
     )
+
+
+@dataclasses.dataclass
+class Clock:
+    """A clock that advances when it sleeps, or manually."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class NobodyHost:

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import trustme
 
-__all__ = ["authority", "folder", "issue", "trust"]
-
 
 def issue(authority: trustme.CA, folder: Path, name: str = "tls") -> None:
     """Write `NAME.crt`, for 127.0.0.1 and localhost, and `NAME.key`."""

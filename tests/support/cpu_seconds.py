@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["tree_cpu_seconds"]
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

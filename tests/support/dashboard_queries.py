@@ -8,8 +8,6 @@ from gpumem_dashboards.queries import Scope, all_panels
 
 from tests.support.paths import REPOSITORY
 
-__all__ = ["FOLDER", "expression", "letter_of"]
-
 FOLDER = REPOSITORY / "grafana" / "dashboards"
 
 

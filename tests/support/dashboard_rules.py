@@ -11,8 +11,6 @@ from gpumem_dashboards.queries import Query, Scope, all_panels, queries
 
 from gpumem_exporter.collectors.catalog import METRICS
 
-__all__ = ["RULES", "parsed", "selectors"]
-
 Dashboard = dict[str, Any]
 Rule = Callable[[Dashboard], Iterator[str]]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Callable, Coroutine, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from gpumem_client.wire.protocol import MODES, CommandResult, DeviceResult
 from gpumem_exporter.actions.caller import Caller
@@ -17,11 +16,7 @@ from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
-from tests.support.waiting import patient
 
-__all__ = ["EVERYBODY", "Bench", "Ranks", "build_dispatcher", "run"]
-
-T = TypeVar("T")
 EVERYBODY = Target(all=True)
 
 
@@ -78,6 +73,12 @@ class Bench:
         request = ActionRequest(action=action, target=target, **changes)
         return self.dispatcher.submit(request, requested_by=caller, idempotency_key=key)
 
+    def current(self, action: Action) -> Action:
+        """Return the action as it is now."""
+        found = self.dispatcher.get(action.id)
+        assert found is not None
+        return found
+
     def answer(self, process: ReportingProcess, action: Action, outcome: str = "done", freed: int = 0) -> None:
         devices = tuple(DeviceResult(s.uuid, freed_bytes=freed) for s in process.report.devices)
         result = CommandResult(action.id, outcome, devices=devices if outcome == "done" else ())
@@ -106,7 +107,3 @@ class Ranks(Bench):
         reported = dataclasses.replace(process, report=dataclasses.replace(process.report, waiting=waiting))
         self.dispatcher.take_results(reported)
         return reported
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(coroutine, patient(30)))

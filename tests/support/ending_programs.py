@@ -6,8 +6,6 @@ import textwrap
 
 from tests.emulation.torch_process import TorchProcess
 
-__all__ = ["end_with"]
-
 
 def end_with(process: TorchProcess, code: str) -> int:
     """Run code as the rest of the program of a process, and return the exit status.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Metric
 
@@ -30,15 +30,14 @@ Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 def exposition(
     instruments: Instruments | None = None,
     registry: CollectorRegistry | None = None,
-    clock: Callable[[], float] = lambda: 0.0,
 ) -> Exposition:
-    """Return an exposition, by default with a constant clock, so that two pages of one snapshot are equal."""
+    """Return an exposition with a constant clock, so that two pages of one snapshot are equal."""
     return Exposition(
         instruments or Instruments(),
         registry or CollectorRegistry(),
         version="1",
         source="nvml",
-        clock=clock,
+        clock=lambda: 0.0,
     )
 
 
@@ -91,8 +90,8 @@ def process(
     return ReportingProcess(ProcessKey(namespace, pid), host_pid, report, received, 1e9 + received)
 
 
-def silent(pid: int = 7, *, host_pid: int | None = 70, namespace: int = 1, workload: str = "w") -> SilentReporter:
-    return SilentReporter(ProcessKey(namespace, pid), host_pid, 3, workload, "0", 1e9)
+def silent(pid: int, *, host_pid: int | None = 70, workload: str = "w") -> SilentReporter:
+    return SilentReporter(ProcessKey(1, pid), host_pid, 3, workload, "0", 1e9)
 
 
 def snapshot(

@@ -5,24 +5,27 @@ GPUMEM_UPDATE_GOLDEN=1 rewrites the files after an intended change. Read the dif
 
 from __future__ import annotations
 
+import io
 import os
 
-from tests.support.paths import DATA
+from rich.console import Console, RenderableType
 
-__all__ = ["assert_golden"]
+from tests.support.paths import DATA
 
 GOLDEN = DATA / "golden"
 
 
 def assert_golden(name: str, text: str) -> None:
-    """Assert that a text equals the file `tests/data/golden/<name>`.
-
-    Args:
-        name: File name, one per command, such as `info.txt`.
-        text: The output, with values that differ between runs (paths, ports, times) replaced.
-    """
+    """Assert that a text without paths, ports and times equals the file `tests/data/golden/<name>`."""
     path = GOLDEN / name
     if os.environ.get("GPUMEM_UPDATE_GOLDEN"):
         GOLDEN.mkdir(exist_ok=True)
         path.write_text(text)
     assert text == path.read_text(), f"{path} differs; GPUMEM_UPDATE_GOLDEN=1 rewrites it"
+
+
+def printed(*renderables: RenderableType, width: int = 80) -> list[str]:
+    """Return the lines that a terminal of this width shows."""
+    out = io.StringIO()
+    Console(file=out, width=width).print(*renderables, sep="\n")
+    return [line.rstrip() for line in out.getvalue().splitlines()]

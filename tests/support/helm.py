@@ -20,8 +20,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Cluster", "running_cluster"]
-
 _KINDS = {
     "v1": ("ConfigMap", "Pod", "Secret", "Service", "ServiceAccount"),
     "apps/v1": ("DaemonSet",),
@@ -50,15 +48,13 @@ class Cluster:
         self.stored = b""
         """The request that stored the latest release."""
 
-    def install(
-        self, chart: Path, values: Mapping[str, Any], *, name: str = "gpumem-exporter", namespace: str = "gpumem"
-    ) -> dict[str, Any]:
+    def install(self, chart: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         """Install a chart and return the release as Helm stores it; raises helm_sdkpy.InstallError."""
         import helm_sdkpy
 
-        configuration = helm_sdkpy.Configuration(namespace=namespace, kubeconfig=self._kubeconfig)
+        configuration = helm_sdkpy.Configuration(namespace="gpumem", kubeconfig=self._kubeconfig)
         install = helm_sdkpy.Install(configuration)
-        asyncio.run(install.run(name, str(chart), values=dict(values), wait=False))
+        asyncio.run(install.run("gpumem-exporter", str(chart), values=dict(values), wait=False))
         # The Secret is in protobuf; its value is base64 of gzip of JSON.
         (packed,) = re.findall(rb"H4sI[\w+/]+=*", self.stored)
         return dict(json.loads(gzip.decompress(base64.b64decode(packed))))

@@ -22,8 +22,6 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.ports import free_port
 from tests.support.waiting import patient
 
-__all__ = ["Demo", "LivePage", "OpenPage", "browser", "open_page", "send", "serving", "state_of"]
-
 NBSP = "\u00a0"
 
 _WATCH = """
@@ -38,10 +36,7 @@ Demo: TypeAlias = "tuple[ExporterProcess, str]"
 class LivePage:
     """One open page. Messages of the browser are collected, and fail the test at its end.
 
-    Args:
-        page: a new page.
-        url: the URL of the exporter.
-        expects: texts of allowed messages; a page that lost its exporter has some.
+    `expects` has texts of allowed messages; a page that lost its exporter has some.
     """
 
     def __init__(self, page: Page, url: str, expects: tuple[str, ...]) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["CONTAINER", "children", "needs_namespaces"]
-
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 """A launcher that makes its command pid 1 of a new PID namespace with its own /proc."""
 

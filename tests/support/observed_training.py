@@ -11,8 +11,6 @@ import pytest
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 
-__all__ = ["PARAMETERS_BYTES", "TRAINING", "host_process", "process_of_the_module", "shared_process"]
-
 PARAMETERS_BYTES = 4 * (256 * 256 + 256) * 4
 """Bytes of the model of TRAINING in fp32."""
 

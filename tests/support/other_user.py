@@ -33,14 +33,14 @@ class RogueServer:
 
 
 @contextlib.contextmanager
-def rogue_server(folder: Path, socket_path: Path | None = None, *, uid: int = OTHER_UID) -> Iterator[RogueServer]:
+def rogue_server(folder: Path, socket_path: Path | None = None) -> Iterator[RogueServer]:
     """Run a server of another user, on loopback or at a path of a unix socket. It answers every request with 200."""
     log, connections = folder / "received", folder / "connections"
     with log.open("ab", buffering=0) as received, connections.open("ab", buffering=0) as connected:
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _serve(received.fileno(), connected.fileno(), writer, socket_path, uid)
+            _serve(received.fileno(), connected.fileno(), writer, socket_path)
     os.close(writer)
     try:
         with os.fdopen(reader) as ready:
@@ -52,12 +52,12 @@ def rogue_server(folder: Path, socket_path: Path | None = None, *, uid: int = OT
         wait_for(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid, "the end of the server")
 
 
-def _serve(log: int, connections: int, ready: int, socket_path: Path | None, uid: int) -> None:
+def _serve(log: int, connections: int, ready: int, socket_path: Path | None) -> None:
     """The child: only system calls, because the parent may have threads."""
     try:
         os.setgroups([])
-        os.setgid(uid)
-        os.setuid(uid)
+        os.setgid(OTHER_UID)
+        os.setuid(OTHER_UID)
         if socket_path is None:
             listener = socket.socket()
             listener.bind(("127.0.0.1", 0))

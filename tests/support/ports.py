@@ -7,8 +7,6 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["free_port"]
-
 _LOWEST = 15_000
 _EPHEMERAL = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 _COUNT = _EPHEMERAL - _LOWEST

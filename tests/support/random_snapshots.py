@@ -21,8 +21,6 @@ from gpumem_exporter.core.samples import (
     Snapshot,
 )
 
-__all__ = ["SNAPSHOTS"]
-
 _bytes = st.none() | st.integers(0, 2**53)
 _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from(
     ['\\"', "\n", "a\\n", '},{="', "é"]

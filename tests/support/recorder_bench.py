@@ -13,8 +13,6 @@ from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, Recorder, last_ooms
 from tests.support.builders import UUIDS, node, report
 
-__all__ = ["RecordedLog", "RecorderBench", "oom"]
-
 
 def oom(number: int = 1, uuid: str = UUIDS[0], **changes: Any) -> OutOfMemory:
     return OutOfMemory(**{"uuid": uuid, "number": number, **changes})

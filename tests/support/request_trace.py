@@ -32,8 +32,8 @@ from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"
 THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files")
-BESIDE = ("server/background/housekeeping.py", "server/api/metrics.py:MetricsRoute._prepare")
-"""What goes on beside requests: threads, and a module and a function elsewhere."""
+HOUSEKEEPING = "server/background/housekeeping.py"
+"""What goes on beside requests: threads, and a module of the event loop."""
 VALUES = (
     "core/naming.py",
     "core/place.py",
@@ -120,7 +120,7 @@ class Trace:
             return True
         while frame is not None:
             call, frame = self._call(frame), frame.f_back
-            if call is not None and (call.module in BESIDE or str(call) in BESIDE):
+            if call is not None and call.module == HOUSEKEEPING:
                 return True
         return False
 

@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
-from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
@@ -29,7 +28,7 @@ from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.serve import build_server
 from gpumem_exporter.server.settings import load_settings, setting_key
-from tests.support.builders import MIB, UUIDS
+from tests.support.builders import MIB, UUIDS, NobodyHost
 from tests.support.waiting import eventually, patient
 
 ACTIONS = "/api/v1/actions"
@@ -86,7 +85,7 @@ class ScriptedProvider:
 
 
 @dataclass
-class ScriptedHost:
+class ScriptedHost(NobodyHost):
     """A host on which a reporter's pid is the host's pid."""
 
     dead: set[int] = field(default_factory=set)
@@ -101,12 +100,6 @@ class ScriptedHost:
 
     def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
         return os.geteuid()
-
-    def place(self, host_pid: int) -> Place:
-        return HERE
-
-    def program(self, host_pid: int) -> int | None:
-        return None
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
         return host_pid not in self.dead
@@ -211,14 +204,7 @@ def running_exporter(
 ) -> Iterator[RunningExporter]:
     """Run an exporter; flags are settings by field name. `ready` waits for the first poll.
 
-    Args:
-        provider: the driver, by default a ScriptedProvider.
-        host: the processes of the operating system, by default a ScriptedHost.
-        unix: the path of its unix socket.
-        limits: the limits of a client.
-        ready: whether to wait for the first poll.
-        clock: monotonic seconds.
-        **flags: the settings.
+    The driver and the host are scripted by default; `unix` is the path of its unix socket; `flags` are the settings.
     """
     provider = provider or ScriptedProvider()
     host = host or ScriptedHost()

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from tests.support.waiting import patient
 
-__all__ = ["ScriptedPeer", "Talk", "scripted_peer"]
-
 Talk = Callable[[socket.socket, int], None]
 """What the server does with its nth connection, in a thread of its own. An OSError ends it."""
 
@@ -25,7 +23,7 @@ class ScriptedPeer:
 
 
 @contextlib.contextmanager
-def scripted_peer(talk: Talk, address: str | tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[ScriptedPeer]:
+def scripted_peer(talk: Talk, address: str | tuple[str, int]) -> Iterator[ScriptedPeer]:
     """Listen on a TCP address, or on the unix socket of a path, until the end of the block."""
     unix = isinstance(address, str)
     listener = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["start_activated"]
-
 _LAUNCHER = """
 import fcntl, os, sys
 sockets, command = sys.argv[1].split(","), sys.argv[2:]

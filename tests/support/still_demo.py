@@ -14,8 +14,6 @@ from gpumem_exporter.demo.simulation import TICK_SECONDS
 from tests.support.running_exporter import running_exporter
 from tests.support.waiting import eventually
 
-__all__ = ["StillDemo", "still_demo"]
-
 _SECONDS = 90.0
 """The age of the node. After 60 s the idle cache of its processes is known."""
 _TICK_PAUSE_SECONDS = 0.02

@@ -25,14 +25,7 @@ MODES = slice(0, 4)
 
 
 class TerminalProgram:
-    """A program whose input, output and controlling terminal is emulated.
-
-    Args:
-        arguments: the command line.
-        environment: the complete environment.
-        columns: the width of the terminal.
-        lines: the height of the terminal.
-    """
+    """A program whose input, output and controlling terminal is emulated."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], *, columns: int = 80, lines: int = 24
@@ -96,9 +89,9 @@ class TerminalProgram:
             wait_seconds = 0.01
         return True
 
-    def until(self, condition: Callable[[], T], what: str, timeout_seconds: float = 60.0) -> T:
+    def until(self, condition: Callable[[], T], what: str) -> T:
         """Read output until the condition returns something true, and return that; fails with the screen."""
-        end = time.monotonic() + patient(timeout_seconds)
+        end = time.monotonic() + patient(60)
         while True:
             open_still = self.pump(0.02)
             answer = condition()

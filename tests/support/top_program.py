@@ -14,8 +14,6 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
 
-__all__ = ["FOREIGN", "demo", "top_command", "top_environment", "top_once", "top_without_default_exporter"]
-
 FOREIGN = 4_000_001
 """The pid of no process."""
 
@@ -34,11 +32,11 @@ def top_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "gpumem_exporter", "top", *arguments]
 
 
-def top_once(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def top_once(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `top --once`."""
     return subprocess.run(
         top_command("--once", *arguments),
-        env=environment or top_environment(),
+        env=top_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

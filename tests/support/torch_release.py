@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["since_torch", "torch_release", "with_the_planners_kernels"]
-
 
 @cache
 def torch_release() -> tuple[int, int]:

@@ -97,11 +97,8 @@ def form_group(
     """Return the ranks of a workload, and a step that no rank ends before every exporter has the request.
 
     `readings` has the processes of each exporter, which were requested at `requested_seconds` by the clock, or why they
-    are unknown.
-
-    Raises:
-        GroupIncompleteError: not every rank can take part, or the step would end after the deadline. The message has
-            every reason.
+    are unknown. Raises GroupIncompleteError if not every rank can take part, or the step would end after the deadline;
+    the message has every reason.
     """
     processes: list[TargetProcess] = []
     rates: list[StepRate] = []

@@ -34,7 +34,7 @@ class Column:
     """The style of the heading: the color of this memory in the bars."""
     cell_style: Callable[[Document], str] = lambda _: ""
     cut: int = 0
-    """The width to which longer values are cut if there is no more space; 0 if they are not cut."""
+    """The width to which longer values are cut if the terminal has no space for them; 0 if they are not cut."""
     sparse: bool = False
     """The column is shown only if a row has a value."""
     draw: Callable[[Document, int], Text] | None = None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -25,9 +24,6 @@ _INLINE_SECONDS = 0.002
 """If the last page took less time, the event loop renders the next one itself: a thread would take longer to start."""
 _SCRAPES, _SCRAPES_OF_OWNER = 256, 8
 """The number of pages that are sent at the same time, in all and to one user or machine. Others wait."""
-_LONGEST_INTERVAL_SECONDS = 120.0
-"""After a longer pause, no next scrape is expected."""
-_LEAD_SECONDS = 0.5
 _INLINE_GZIP_BYTES = 64 << 10
 """The largest page that the event loop compresses itself."""
 _GZIP_LEVEL = 1
@@ -38,15 +34,8 @@ class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self._pages = SharedPages(
-            lambda openmetrics: exposition.render(snapshot(), openmetrics=openmetrics), thread=self._thread
-        )
-        self._exposition = exposition
-        self._snapshot = snapshot
+        self._pages = SharedPages(lambda openmetrics: exposition.render(snapshot(), openmetrics=openmetrics))
         self._turns = Turns(_SCRAPES, running_of_owner=_SCRAPES_OF_OWNER)
-        self._last_seconds = -math.inf
-        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Reply to a scrape, in a turn of its sender that lasts until the page is sent."""
@@ -54,7 +43,6 @@ class MetricsRoute:
             response = problem_response(405, "metrics are read with GET", headers={"Allow": "GET, HEAD"})
             await response(scope, receive, send)
             return
-        self._expect_next()
         headers = Headers(scope=scope)
         openmetrics = prefers_openmetrics(",".join(headers.getlist("accept")))
         gzip = accepts_gzip(",".join(headers.getlist("accept-encoding")))
@@ -72,19 +60,6 @@ class MetricsRoute:
                 await Response(body, headers=described)(scope, receive, send)
         except ProblemError as problem:
             await problem.response()(scope, receive, send)
-
-    def _expect_next(self) -> None:
-        """Let the thread render the lines of new reports shortly before the next scrape, which then only joins them."""
-        loop = asyncio.get_running_loop()
-        if self._timer is not None:
-            self._timer.cancel()
-        interval_seconds, self._last_seconds = loop.time() - self._last_seconds, loop.time()
-        if interval_seconds < _LONGEST_INTERVAL_SECONDS:
-            lead_seconds = min(_LEAD_SECONDS, 0.2 * interval_seconds)
-            self._timer = loop.call_later(interval_seconds - lead_seconds, self._thread.submit, self._prepare)
-
-    def _prepare(self) -> None:
-        self._exposition.prepare(self._snapshot())
 
 
 @dataclass(slots=True)
@@ -113,12 +88,10 @@ class SharedPages:
     little time, and one at a time.
     """
 
-    def __init__(
-        self, render: Callable[..., bytes], *, thread: Executor, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, render: Callable[..., bytes], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._render = render
-        self._thread = thread
         self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
         self._took_seconds = _INLINE_SECONDS  # unknown: the first page renders the lines of every subject
         self._due_seconds = 0.0
         self._waiting: dict[bool, asyncio.Future[Page]] = {}

@@ -12,7 +12,7 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
-from tests.support.dispatching import Ranks, run
+from tests.support.dispatching import Ranks
 
 
 @pytest.fixture
@@ -35,45 +35,39 @@ def test_a_command_that_was_not_fetched_is_cancelled_at_once_and_names_the_calle
     assert ranks.dispatcher.commands(ranks.first) == ()
 
 
-def test_a_waiting_command_is_recalled_and_its_result_names_the_caller(ranks: Ranks) -> None:
-    async def scenario() -> None:
-        action = ranks.ask_group()
-        for process in (ranks.first, ranks.second):
-            ranks.dispatcher.commands(process)
-        waiting = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
-        ranks.woken.clear()
-        under_way = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
-        assert under_way is not None
-        assert not under_way.finished
-        assert ranks.woken == [ranks.first.key, ranks.second.key]
-        for process in waiting:
-            assert ranks.dispatcher.cancelled(process) == (action.id,)
-            refuse(ranks, process, action, ReasonCode.CANCELLED)
-        (finished,) = ranks.finished
-        assert {(row.rank, row.outcome, row.reason) for row in finished.results} == {
-            ("0", "refused", "cancelled by policy:alice"),
-            ("1", "refused", "cancelled by policy:alice"),
-        }
-
-    run(scenario())
+async def test_a_waiting_command_is_recalled_and_its_result_names_the_caller(ranks: Ranks) -> None:
+    action = ranks.ask_group()
+    for process in (ranks.first, ranks.second):
+        ranks.dispatcher.commands(process)
+    waiting = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
+    ranks.woken.clear()
+    under_way = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
+    assert under_way is not None
+    assert not under_way.finished
+    assert ranks.woken == [ranks.first.key, ranks.second.key]
+    for process in waiting:
+        assert ranks.dispatcher.cancelled(process) == (action.id,)
+        refuse(ranks, process, action, ReasonCode.CANCELLED)
+    (finished,) = ranks.finished
+    assert {(row.rank, row.outcome, row.reason) for row in finished.results} == {
+        ("0", "refused", "cancelled by policy:alice"),
+        ("1", "refused", "cancelled by policy:alice"),
+    }
 
 
-def test_a_result_from_before_the_cancellation_is_kept(ranks: Ranks) -> None:
-    async def scenario() -> None:
-        action = ranks.ask(mode="step")
-        for process in (ranks.first, ranks.second):
-            ranks.dispatcher.commands(process)
-        ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
-        refuse(ranks, ranks.first, action, ReasonCode.CUDA_GRAPH_CAPTURE)
-        ranks.answer(ranks.second, action, "done", freed=7)
-        (finished,) = ranks.finished
-        assert {(row.outcome, row.reason) for row in finished.results} == {
-            ("refused", "because of cuda_graph_capture"),
-            ("done", ""),
-        }
-        assert (finished.state, finished.freed_bytes) == ("cancelled", 7)
-
-    run(scenario())
+async def test_a_result_from_before_the_cancellation_is_kept(ranks: Ranks) -> None:
+    action = ranks.ask(mode="step")
+    for process in (ranks.first, ranks.second):
+        ranks.dispatcher.commands(process)
+    ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
+    refuse(ranks, ranks.first, action, ReasonCode.CUDA_GRAPH_CAPTURE)
+    ranks.answer(ranks.second, action, "done", freed=7)
+    (finished,) = ranks.finished
+    assert {(row.outcome, row.reason) for row in finished.results} == {
+        ("refused", "because of cuda_graph_capture"),
+        ("done", ""),
+    }
+    assert (finished.state, finished.freed_bytes) == ("cancelled", 7)
 
 
 def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None:

@@ -21,7 +21,7 @@ from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
 from tests.support.builders import MIB, UUIDS, NobodyHost, device, node, sample
-from tests.support.dispatching import EVERYBODY, Bench, run
+from tests.support.dispatching import EVERYBODY, Bench
 
 
 @pytest.fixture
@@ -29,25 +29,20 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -> None:
-    async def scenario() -> None:
-        action = bench.ask()
-        assert action.state == "queued"
-        for process in (bench.first, bench.second):
-            (command,) = bench.dispatcher.commands(process)
-            assert (command.id, command.action) == (action.id, "empty_cache")
-        running = bench.dispatcher.get(action.id)
-        assert running is not None
-        assert running.state == "running"
-        bench.answer(bench.first, action, freed=3)
-        bench.answer(bench.second, action, freed=4)
-        done = bench.dispatcher.get(action.id)
-        assert done is not None
-        assert (done.state, done.freed_bytes) == ("done", 3 + 3 + 4)
-        assert {(row.pid, row.gpu) for row in done.results} == {(1, "0"), (1, "1"), (2, "1")}
-        assert bench.finished == [done]
-
-    run(scenario())
+async def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -> None:
+    action = bench.ask()
+    assert action.state == "queued"
+    for process in (bench.first, bench.second):
+        (command,) = bench.dispatcher.commands(process)
+        assert (command.id, command.action) == (action.id, "empty_cache")
+    running = bench.current(action)
+    assert running.state == "running"
+    bench.answer(bench.first, action, freed=3)
+    bench.answer(bench.second, action, freed=4)
+    done = bench.current(action)
+    assert (done.state, done.freed_bytes) == ("done", 3 + 3 + 4)
+    assert {(row.pid, row.gpu) for row in done.results} == {(1, "0"), (1, "1"), (2, "1")}
+    assert bench.finished == [done]
 
 
 def test_an_action_wakes_its_processes_and_then_those_who_wait_for_its_end(bench: Bench) -> None:
@@ -57,33 +52,26 @@ def test_an_action_wakes_its_processes_and_then_those_who_wait_for_its_end(bench
     assert bench.woken == [bench.first.key, action.id]
 
 
-def test_a_command_is_sent_again_until_its_result_arrives(bench: Bench) -> None:
-    async def scenario() -> None:
-        action = bench.ask(target=Target(pid=1))
-        first = bench.dispatcher.commands(bench.first)  # say that this reply was lost
-        again = bench.dispatcher.commands(bench.first)
-        assert [c.id for c in first] == [c.id for c in again] == [action.id]
-        bench.answer(bench.first, action)
-        assert bench.dispatcher.commands(bench.first) == ()
-
-    run(scenario())
+async def test_a_command_is_sent_again_until_its_result_arrives(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1))
+    first = bench.dispatcher.commands(bench.first)  # say that this reply was lost
+    again = bench.dispatcher.commands(bench.first)
+    assert [c.id for c in first] == [c.id for c in again] == [action.id]
+    bench.answer(bench.first, action)
+    assert bench.dispatcher.commands(bench.first) == ()
 
 
-def test_a_command_does_not_reach_a_later_process_with_the_same_pid(bench: Bench) -> None:
-    async def scenario() -> None:
-        bench.ask(target=Target(pid=1))
-        later = bench.put(1, start_time_ticks=2000, session="later", session_started_seconds=9.0)
-        assert bench.dispatcher.commands(later) == ()
-
-    run(scenario())
+async def test_a_command_does_not_reach_a_later_process_with_the_same_pid(bench: Bench) -> None:
+    bench.ask(target=Target(pid=1))
+    later = bench.put(1, start_time_ticks=2000, session="later", session_started_seconds=9.0)
+    assert bench.dispatcher.commands(later) == ()
 
 
 def test_results_of_another_process_or_of_an_unknown_command_are_ignored(bench: Bench) -> None:
     action = bench.ask(target=Target(pid=1))
     bench.answer(bench.second, action, freed=99)
     bench.answer(bench.first, dataclasses.replace(action, id="unknown"), freed=99)
-    current = bench.dispatcher.get(action.id)
-    assert current is not None
+    current = bench.current(action)
     assert (current.state, current.results) == ("queued", ())
 
 
@@ -100,32 +88,26 @@ def test_a_command_that_was_not_fetched_before_the_deadline_expires(bench: Bench
     assert {(row.outcome, row.reason_code) for row in expired.results} == {("expired", ReasonCode.NOT_FETCHED)}
 
 
-def test_the_result_of_a_delivered_command_may_arrive_shortly_after_the_deadline(bench: Bench) -> None:
-    async def scenario() -> None:
-        action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
-        (command,) = bench.dispatcher.commands(bench.first)
-        assert command.deadline_seconds == 30.0
-        bench.now += 30.0
-        bench.put(1)  # it runs the command in a training thread, and reports meanwhile
-        bench.now += ANSWER_GRACE_SECONDS - 0.1
-        bench.dispatcher.expire()
-        assert not bench.finished
-        bench.answer(bench.first, action, freed=7)
-        assert bench.finished[0].state == "done"
-
-    run(scenario())
+async def test_the_result_of_a_delivered_command_may_arrive_shortly_after_the_deadline(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+    (command,) = bench.dispatcher.commands(bench.first)
+    assert command.deadline_seconds == 30.0
+    bench.now += 30.0
+    bench.put(1)  # it runs the command in a training thread, and reports meanwhile
+    bench.now += ANSWER_GRACE_SECONDS - 0.1
+    bench.dispatcher.expire()
+    assert not bench.finished
+    bench.answer(bench.first, action, freed=7)
+    assert bench.finished[0].state == "done"
 
 
-def test_a_delivered_command_without_a_result_expires(bench: Bench) -> None:
-    async def scenario() -> None:
-        bench.ask(target=Target(pid=1), deadline_seconds=30.0)
-        bench.dispatcher.commands(bench.first)
-        bench.now += 30.0 + SILENT_GRACE_SECONDS
-        bench.dispatcher.expire()
-        (finished,) = bench.finished
-        assert {(row.outcome, row.reason_code) for row in finished.results} == {("expired", ReasonCode.NO_RESULT)}
-
-    run(scenario())
+async def test_a_delivered_command_without_a_result_expires(bench: Bench) -> None:
+    bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+    bench.dispatcher.commands(bench.first)
+    bench.now += 30.0 + SILENT_GRACE_SECONDS
+    bench.dispatcher.expire()
+    (finished,) = bench.finished
+    assert {(row.outcome, row.reason_code) for row in finished.results} == {("expired", ReasonCode.NO_RESULT)}
 
 
 def test_an_action_expires_less_than_a_second_after_its_deadline(bench: Bench) -> None:
@@ -161,8 +143,7 @@ def test_a_clear_is_done_before_it_is_known_what_stayed_free(bench: Bench) -> No
     (finished,) = bench.finished
     assert (finished.state, finished.settling, finished.still_free_bytes) == ("done", True, None)
     still_free(bench, bench.second, action, 2)
-    settled = bench.dispatcher.get(action.id)
-    assert settled is not None
+    settled = bench.current(action)
     assert (settled.state, settled.settling, settled.freed_bytes, settled.still_free_bytes) == ("done", False, 10, 6)
     assert [row.still_free_bytes for row in settled.results] == [3, 1, 2]
 
@@ -179,8 +160,7 @@ def test_a_process_that_does_not_report_what_stayed_free_leaves_it_unknown(bench
     else:
         bench.now += 10.0 + SETTLING_GRACE_SECONDS
         bench.dispatcher.expire()
-    settled = bench.dispatcher.get(action.id)
-    assert settled is not None
+    settled = bench.current(action)
     assert (settled.settling, settled.still_free_bytes) == (False, 2)
     assert [row.still_free_bytes for row in settled.results] == [None, None, 2]
 
@@ -218,7 +198,7 @@ def test_a_dry_run_answers_unsupported_and_refused_as_the_action_would(bench: Be
 
 
 def test_targets_narrow_each_other(bench: Bench) -> None:
-    def pids(**target: Any) -> set[int]:
+    def pids(**target: Any) -> set[int | str]:
         return {row.pid for row in bench.ask("reset_peak", Target(**target), dry_run=True).results}
 
     assert pids(gpu="1") == {1, 2}
@@ -291,30 +271,27 @@ def test_a_caller_with_many_actions_displaces_only_its_own() -> None:
     assert [bench.dispatcher.get(one.id) is not None for one in flood[-4:]] == [False, True, True, True]
 
 
-def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -> None:
-    async def scenario() -> None:
-        recorded = asyncio.Event()
-        submitted: list[SubmittedAction] = []
+async def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -> None:
+    recorded = asyncio.Event()
+    submitted: list[SubmittedAction] = []
 
-        async def record(one: SubmittedAction) -> None:
-            submitted.append(one)
-            await recorded.wait()
+    async def record(one: SubmittedAction) -> None:
+        submitted.append(one)
+        await recorded.wait()
 
-        bench.dispatcher = bench.build(record=record)
-        action = bench.ask(idempotency_key="k", reason="room")
+    bench.dispatcher = bench.build(record=record)
+    action = bench.ask(idempotency_key="k", reason="room")
+    await asyncio.sleep(0)
+    assert bench.dispatcher.commands(bench.second) == ()
+    recorded.set()
+    while not bench.woken:
         await asyncio.sleep(0)
-        assert bench.dispatcher.commands(bench.second) == ()
-        recorded.set()
-        while not bench.woken:
-            await asyncio.sleep(0)
-        assert bench.woken == [bench.first.key, bench.second.key]
-        assert [command.id for command in bench.dispatcher.commands(bench.first)] == [action.id]
-        assert [command.id for command in bench.dispatcher.commands(bench.second)] == [action.id]
-        (one,) = submitted
-        assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
-        assert one.processes == ((1, "train", "0"), (2, "train", "1"))
-
-    run(scenario())
+    assert bench.woken == [bench.first.key, bench.second.key]
+    assert [command.id for command in bench.dispatcher.commands(bench.first)] == [action.id]
+    assert [command.id for command in bench.dispatcher.commands(bench.second)] == [action.id]
+    (one,) = submitted
+    assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
+    assert one.processes == ((1, "train", "0"), (2, "train", "1"))
 
 
 def test_a_restored_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
@@ -362,7 +339,7 @@ def test_an_empty_device_selects_no_process(bench: Bench) -> None:
     assert list(select_listed(Target(uuid=""), snapshot)) == []
 
 
-def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(bench: Bench) -> None:
+async def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(bench: Bench) -> None:
     class Deadly(Terminator):
         ended: ClassVar[list[int | str]] = []
 
@@ -373,21 +350,18 @@ def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(b
             self.ended.append(target.pid)
             return CommandResult(action_id, "done")
 
-    async def scenario() -> None:
-        recorded = asyncio.Event()
-        bench.dispatcher = bench.build(
-            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), record=lambda _: recorded.wait()
-        )
-        action = bench.ask("terminate", Target(pid=1))
-        bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
-        recorded.set()
-        while action.id not in bench.woken:
-            await asyncio.sleep(0)
-        (finished,) = bench.finished
-        assert {row.outcome for row in finished.results} == {"refused"}
-        assert Deadly.ended == []
-
-    run(scenario())
+    recorded = asyncio.Event()
+    bench.dispatcher = bench.build(
+        allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), record=lambda _: recorded.wait()
+    )
+    action = bench.ask("terminate", Target(pid=1))
+    bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
+    recorded.set()
+    while action.id not in bench.woken:
+        await asyncio.sleep(0)
+    (finished,) = bench.finished
+    assert {row.outcome for row in finished.results} == {"refused"}
+    assert Deadly.ended == []
 
 
 def test_a_restored_action_does_not_displace_one_of_this_run(bench: Bench) -> None:

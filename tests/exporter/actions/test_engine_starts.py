@@ -51,8 +51,7 @@ class EngineBench(EngineMixin, Bench):
         self.engine()
 
     def result(self, action: Action, pid: int = 1) -> tuple[str, str | None]:
-        found = self.dispatcher.get(action.id)
-        (result, *_) = [each for each in found.results if each.pid == pid] or [None]
+        result = next((each for each in self.current(action).results if each.pid == pid), None)
         return (result.outcome, result.reason_code) if result is not None else ("", None)
 
 
@@ -76,9 +75,9 @@ def test_a_clear_waits_until_the_engine_has_started_and_then_runs() -> None:
     bench.engine(running=False)
     bench.later(1.0)
     (command,) = bench.commands(bench.first)
-    assert not bench.dispatcher.get(action.id).waits_for
+    assert not bench.current(action).waits_for
     bench.answer(bench.first, action, freed=MIB)
-    assert bench.dispatcher.get(action.id).state == "done"
+    assert bench.current(action).state == "done"
     assert command.id == action.id
 
 
@@ -95,7 +94,7 @@ def test_a_clear_is_refused_at_its_deadline_with_what_it_waited_for() -> None:
     bench = EngineBench()
     action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
     bench.later(29.0)
-    assert not bench.dispatcher.get(action.id).finished
+    assert not bench.current(action).finished
     bench.later(1.5)
     assert bench.result(action) == ("refused", STARTING)
     reason = bench.finished[-1].results[0].reason
@@ -250,12 +249,12 @@ def test_a_group_waits_as_a_whole_and_then_takes_a_new_step() -> None:
     assert not bench.commands(bench.first)
     assert not bench.commands(bench.second), "the other device has no engine, but the rank waits for its group"
     bench.later(60.0)
-    assert not bench.dispatcher.get(asked.id).finished
+    assert not bench.current(asked).finished
     first, second = bench.rank(1, "0", 650), bench.rank(2, "1", 648)
     bench.engine(UUIDS[0], gpu="0", running=False)
     bench.later(1.0)
     (one,), (other,) = bench.commands(first), bench.commands(second)
-    assert one.at_step == other.at_step == bench.dispatcher.get(asked.id).at_step
+    assert one.at_step == other.at_step == bench.current(asked).at_step
     assert one.at_step is not None
     assert one.at_step > 650
 
@@ -264,7 +263,7 @@ def test_a_group_that_waits_too_long_is_refused_as_a_whole() -> None:
     bench = EngineRanks()
     asked = bench.ask_group(deadline_seconds=30.0)
     bench.later(30.5)
-    found = bench.dispatcher.get(asked.id)
+    found = bench.current(asked)
     assert {(result.outcome, result.reason_code) for result in found.results} == {("refused", STARTING)}
     assert len(found.results) == 2
 
@@ -277,5 +276,5 @@ def test_a_group_whose_step_has_passed_meanwhile_does_not_act() -> None:
     bench.rank(2, "1", 648)
     bench.engine(UUIDS[0], gpu="0", running=False)
     bench.later(1.0)
-    codes = {result.reason_code for result in bench.dispatcher.get(asked.id).results}
+    codes = {result.reason_code for result in bench.current(asked).results}
     assert codes == {ReasonCode.GROUP_INCOMPLETE}

@@ -12,7 +12,7 @@ from gpumem_exporter.actions.dispatcher import (
 )
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
 from gpumem_exporter.errors import GroupIncompleteError
-from tests.support.dispatching import EVERYBODY, Ranks, run
+from tests.support.dispatching import EVERYBODY, Ranks
 
 
 @pytest.fixture
@@ -20,16 +20,13 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def test_a_group_is_every_rank_of_the_workload_at_a_step_that_no_rank_has_ended(ranks: Ranks) -> None:
-    async def scenario() -> None:
-        ranks.now += 1.0  # the last samples are a second old: rank 0 may be at step 60 by now
-        action = ranks.ask_group()
-        assert action.at_step == 50 + 10 + round(GROUP_LEAD_SECONDS / 0.1)
-        for process in (ranks.first, ranks.second):
-            (command,) = ranks.dispatcher.commands(process)
-            assert (command.mode, command.at_step) == ("step", action.at_step)
-
-    run(scenario())
+async def test_a_group_is_every_rank_of_the_workload_at_a_step_that_no_rank_has_ended(ranks: Ranks) -> None:
+    ranks.now += 1.0  # the last samples are a second old: rank 0 may be at step 60 by now
+    action = ranks.ask_group()
+    assert action.at_step == 50 + 10 + round(GROUP_LEAD_SECONDS / 0.1)
+    for process in (ranks.first, ranks.second):
+        (command,) = ranks.dispatcher.commands(process)
+        assert (command.mode, command.at_step) == ("step", action.at_step)
 
 
 def test_a_group_step_is_two_steps_ahead_and_before_the_deadline(ranks: Ranks) -> None:
@@ -63,68 +60,56 @@ def test_a_group_with_a_rank_that_cannot_take_part_does_not_start(
     assert ranks.dispatcher.recent() == ()
 
 
-def test_a_command_that_a_process_keeps_is_not_sent_again(ranks: Ranks) -> None:
-    async def scenario() -> None:
-        action = ranks.ask(mode="step")
-        assert len(ranks.dispatcher.commands(ranks.first)) == 1
-        reported = ranks.says(ranks.first, action.id)
-        assert ranks.dispatcher.commands(reported) == ()
-        assert ranks.dispatcher.cancelled(reported) == ()
-
-    run(scenario())
+async def test_a_command_that_a_process_keeps_is_not_sent_again(ranks: Ranks) -> None:
+    action = ranks.ask(mode="step")
+    assert len(ranks.dispatcher.commands(ranks.first)) == 1
+    reported = ranks.says(ranks.first, action.id)
+    assert ranks.dispatcher.commands(reported) == ()
+    assert ranks.dispatcher.cancelled(reported) == ()
 
 
-def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_names_it(ranks: Ranks) -> None:
-    async def scenario() -> None:
+async def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_names_it(ranks: Ranks) -> None:
+    action = ranks.ask_group()
+    ranks.dispatcher.commands(ranks.first)
+    held = ranks.says(ranks.first, action.id)
+    ranks.woken.clear()
+    ranks.now += GROUP_ANSWER_SECONDS
+    ranks.dispatcher.expire()
+    assert ranks.woken == [ranks.first.key]
+    assert ranks.dispatcher.cancelled(held) == (action.id,)
+    ranks.answer(held, action, "refused")
+    (finished,) = ranks.finished
+    assert {row.rank: row.outcome for row in finished.results} == {"0": "refused", "1": "expired"}
+    (silent,) = (row for row in finished.results if row.rank == "1")
+    assert silent.reason_code == ReasonCode.GROUP_RANK_LATE
+
+
+async def test_a_group_is_withdrawn_if_a_rank_exits_or_refuses(ranks: Ranks) -> None:
+    for end in ("gone", "refused"):
         action = ranks.ask_group()
-        ranks.dispatcher.commands(ranks.first)
-        held = ranks.says(ranks.first, action.id)
-        ranks.woken.clear()
-        ranks.now += GROUP_ANSWER_SECONDS
-        ranks.dispatcher.expire()
-        assert ranks.woken == [ranks.first.key]
-        assert ranks.dispatcher.cancelled(held) == (action.id,)
-        ranks.answer(held, action, "refused")
-        (finished,) = ranks.finished
-        assert {row.rank: row.outcome for row in finished.results} == {"0": "refused", "1": "expired"}
-        (silent,) = (row for row in finished.results if row.rank == "1")
-        assert silent.reason_code == ReasonCode.GROUP_RANK_LATE
-
-    run(scenario())
-
-
-def test_a_group_is_withdrawn_if_a_rank_exits_or_refuses(ranks: Ranks) -> None:
-    async def scenario() -> None:
-        for end in ("gone", "refused"):
-            action = ranks.ask_group()
-            for process in (ranks.first, ranks.second):
-                ranks.dispatcher.commands(process)
-                ranks.says(process, action.id)
-            if end == "gone":
-                ranks.dispatcher.process_gone(ranks.second.key, "it has ended")
-            else:
-                ranks.answer(ranks.second, action, "refused")
-            assert ranks.dispatcher.cancelled(ranks.says(ranks.first, action.id)) == (action.id,)
-            ranks.answer(ranks.first, action, "refused")
-            assert ranks.finished[-1].id == action.id
-
-    run(scenario())
+        for process in (ranks.first, ranks.second):
+            ranks.dispatcher.commands(process)
+            ranks.says(process, action.id)
+        if end == "gone":
+            ranks.dispatcher.process_gone(ranks.second.key, "it has ended")
+        else:
+            ranks.answer(ranks.second, action, "refused")
+        assert ranks.dispatcher.cancelled(ranks.says(ranks.first, action.id)) == (action.id,)
+        ranks.answer(ranks.first, action, "refused")
+        assert ranks.finished[-1].id == action.id
 
 
 def test_a_command_of_an_exporter_that_has_been_restarted_is_cancelled(ranks: Ranks) -> None:
     assert ranks.dispatcher.cancelled(ranks.says(ranks.first, "before")) == ("before",)
 
 
-def test_each_late_rank_of_a_group_has_one_result(ranks: Ranks) -> None:
-    async def scenario() -> None:
-        third = ranks.rank(3, "2", 48)
-        action = ranks.ask_group()
-        ranks.dispatcher.commands(third)
-        held = ranks.says(third, action.id)
-        ranks.now += GROUP_ANSWER_SECONDS
-        ranks.dispatcher.expire()
-        ranks.answer(held, action, "refused")
-        (finished,) = ranks.finished
-        assert sorted(row.rank for row in finished.results) == ["0", "1", "2"]
-
-    run(scenario())
+async def test_each_late_rank_of_a_group_has_one_result(ranks: Ranks) -> None:
+    third = ranks.rank(3, "2", 48)
+    action = ranks.ask_group()
+    ranks.dispatcher.commands(third)
+    held = ranks.says(third, action.id)
+    ranks.now += GROUP_ANSWER_SECONDS
+    ranks.dispatcher.expire()
+    ranks.answer(held, action, "refused")
+    (finished,) = ranks.finished
+    assert sorted(row.rank for row in finished.results) == ["0", "1", "2"]

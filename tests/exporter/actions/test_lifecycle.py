@@ -56,8 +56,8 @@ def test_a_state_is_followed_only_by_the_states_of_the_table() -> None:
 COMMAND = Command(id="a", action="empty_cache", deadline_seconds=30.0)
 
 
-def command_part(state: PartState = PartState.WAITING) -> CommandPart:
-    return CommandPart(COMMAND, SelectedProcess(1, reporting(1), ()), deadline_seconds=30.0, state=state)
+def command_part() -> CommandPart:
+    return CommandPart(COMMAND, SelectedProcess(1, reporting(1), ()), deadline_seconds=30.0)
 
 
 def recalled(part: CommandPart) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ class Shared(Bench):
         for pid, owner_uid in ((1, 0), (2, 1001), (3, 1002), (4, None)):
             self.put(pid, owner_uid=owner_uid, pid_namespace=pid_namespace(), devices=(sample(UUIDS[0], 0, MIB),))
 
-    def pids(self, caller: Caller, target: Target = EVERYBODY, **changes: object) -> set[int | str]:
+    def pids(self, caller: Caller, target: Target = EVERYBODY, **changes: Any) -> set[int | str]:
         """Return the processes of an action."""
         action = self.ask(target=target, caller=caller, dry_run=True, **changes)
         return {result.pid for result in action.results}

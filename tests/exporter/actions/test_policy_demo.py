@@ -155,7 +155,7 @@ def test_the_policy_clears_the_hoarder_and_the_fragmented_workload_only(runs: Ru
     assert {action.state for action in runs.real.finished} == {"done"}
     freed: dict[str, int] = {}
     for action in runs.real.finished:
-        freed[action.requested_by] = freed.get(action.requested_by, 0) + action.freed_bytes
+        freed[action.requested_by] = freed.get(action.requested_by, 0) + (action.freed_bytes or 0)
     assert freed["policy:hoarded"] > 10 << 30
     assert freed["policy:fragmented"] > 1 << 30
 

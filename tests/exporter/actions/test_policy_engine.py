@@ -33,6 +33,11 @@ def process(pid: int = 1, *samples: DeviceSample, at: float, **changes: Any) -> 
     return replace(known, received_seconds=at)
 
 
+def lasting(seconds: float) -> Rule:
+    changes: dict[str, Any] = {"for": seconds}
+    return rule(**changes)
+
+
 class Bench:
     """An engine, a clock, and the processes with a running action."""
 
@@ -131,14 +136,14 @@ def test_a_device_that_cannot_be_read_meets_no_condition(reading: NodeReading) -
 
 
 def test_a_rule_acts_when_its_conditions_were_true_for_the_whole_time() -> None:
-    bench = Bench(rule(**{"for": 3.0}))
+    bench = Bench(lasting(3.0))
     for _ in range(3):
         assert only(bench.hoarding(), "pending")
     assert bench.hoarding().decisions
 
 
 def test_a_sample_that_does_not_meet_the_conditions_restarts_the_time() -> None:
-    bench = Bench(rule(**{"for": 3.0}))
+    bench = Bench(lasting(3.0))
     for _ in range(3):
         bench.hoarding()
     bench.now += 0.1
@@ -152,7 +157,7 @@ def test_a_sample_that_does_not_meet_the_conditions_restarts_the_time() -> None:
     "changes", [{"start_time_ticks": 2000}, {"session": "second"}], ids=["another process", "another reporter"]
 )
 def test_another_process_with_the_same_pid_restarts_the_time(changes: dict[str, Any]) -> None:
-    bench = Bench(rule(**{"for": 3.0}))
+    bench = Bench(lasting(3.0))
     for _ in range(3):
         bench.hoarding()
     for _ in range(3):
@@ -161,7 +166,7 @@ def test_another_process_with_the_same_pid_restarts_the_time(changes: dict[str, 
 
 
 def test_a_process_with_a_stale_sample_meets_nothing_and_restarts_the_time() -> None:
-    bench = Bench(rule(**{"for": 8.0}))
+    bench = Bench(lasting(8.0))
     bench.hoarding()
     last = process(at=bench.now)
     bench.now += 5.5
@@ -171,7 +176,7 @@ def test_a_process_with_a_stale_sample_meets_nothing_and_restarts_the_time() -> 
 
 
 def test_time_passes_with_samples_not_with_evaluations() -> None:
-    bench = Bench(rule(**{"for": 3.0}))
+    bench = Bench(lasting(3.0))
     bench.hoarding()
     last = process(at=bench.now)
     bench.now += 4.0
@@ -386,7 +391,7 @@ def test_a_dry_run_that_would_release_little_stops() -> None:
 
 
 def test_an_unchanged_rule_keeps_its_state_after_a_reload() -> None:
-    bench = Bench(rule(**{"for": 3.0}), rule("tired", stop_after=stop_after(1, 64 * MIB)))
+    bench = Bench(lasting(3.0), rule("tired", stop_after=stop_after(1, 64 * MIB)))
     for _ in range(3):
         found = bench.hoarding()
         if found.decisions:

@@ -75,7 +75,7 @@ rules:
         120.0,
     )
     assert (rule.for_seconds, rule.cooldown, rule.max_per_hour) == (90.0, 3600.0, 6)
-    assert rule.stop_after == StopAfter(clears="2", freed_under="1GB", still_free_after="30")
+    assert rule.stop_after == StopAfter.model_validate({"clears": "2", "freed_under": "1GB", "still_free_after": "30"})
     assert rule.dry_run is False
 
 

@@ -25,8 +25,8 @@ def trains(pid: int, workload: str, *, step: int = 100, step_seconds: float | No
     )
 
 
-def idles(pid: int, workload: str = "notebook", **changes: Any) -> ReportingProcess:
-    return reporting(pid, workload=workload, modes=MODES, devices=(sample(UUIDS[0], MIB, MIB),), **changes)
+def idles(pid: int, **changes: Any) -> ReportingProcess:
+    return reporting(pid, workload="notebook", modes=MODES, devices=(sample(UUIDS[0], MIB, MIB),), **changes)
 
 
 def suggested(*processes: ReportingProcess, target: Target = EVERYTHING, **changes: Any) -> Suggestion:

@@ -22,8 +22,8 @@ def test_a_request_needs_only_its_action_and_its_target() -> None:
 
 
 def test_a_request_with_every_field_is_read_unchanged() -> None:
-    target = {"gpu": "0:1", "uuid": "MIG-1", "pid": 4711, "workload": "w", "rank": "0"}
-    values = {
+    target: dict[str, Any] = {"gpu": "0:1", "uuid": "MIG-1", "pid": 4711, "workload": "w", "rank": "0"}
+    values: dict[str, Any] = {
         "action": "empty_cache",
         "group": True,
         "at_step": 120,

@@ -17,8 +17,8 @@ def test_the_least_recently_seen_alert_is_forgotten_at_the_limit(monkeypatch: py
 
     def outcome_of(fingerprint: str) -> str:
         labels = {"gpumem_action": "reset_peak", "gpumem_target_pid": "1"}
-        alert = AlertBody(status="firing", labels=labels, startsAt="monday", fingerprint=fingerprint)
-        return receiver.take(alert, ROOT)["outcome"]
+        sent = {"status": "firing", "labels": labels, "startsAt": "monday", "fingerprint": fingerprint}
+        return receiver.take(AlertBody.model_validate(sent), ROOT)["outcome"]
 
     assert [outcome_of(each) for each in ("a", "b", "a", "c")] == ["acted", "acted", "repeated", "acted"]
     assert list(receiver.acted) == ["a", "c"]

@@ -12,21 +12,15 @@ from gpumem_exporter.events import Event, Query
 from gpumem_exporter.server.api.audit import Audit
 
 
-def test_unreadable_earlier_actions_are_logged_and_delay_no_request(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_unreadable_earlier_actions_are_logged_and_delay_no_request(caplog: pytest.LogCaptureFixture) -> None:
     async def pages(_: Query, max_rows: int) -> list[Event]:
         raise ValueError("no JSON")
 
     recorder: Any = SimpleNamespace(log=SimpleNamespace(pages=pages))
     dispatcher: Any = None
     audit = Audit(recorder, durable=True, wall_clock=lambda: 1e9, count=lambda _: None, poll_soon=lambda: None)
-
-    async def restore() -> bool:
-        await audit.restore(dispatcher)
-        waiting = asyncio.ensure_future(audit.wait_until_restored())
-        await asyncio.sleep(0)
-        return waiting.done()
-
-    assert asyncio.run(restore())
+    await audit.restore(dispatcher)
+    waiting = asyncio.ensure_future(audit.wait_until_restored())
+    await asyncio.sleep(0)
+    assert waiting.done()
     assert "no JSON" in caplog.text

@@ -113,10 +113,10 @@ def test_without_a_token_file_the_kernel_decides_the_rights(peer: Caught, rights
 
 
 @pytest.mark.parametrize("peer", [unix(0, UNKNOWN), tcp(1001, UNKNOWN)], ids=str)
-def test_a_caller_in_an_unknown_place_is_refused_with_what_to_do(peer: Caught) -> None:
+async def test_a_caller_in_an_unknown_place_is_refused_with_what_to_do(peer: Caught) -> None:
     scope = {"state": {"peer": peer.peer}, "headers": []}
     with pytest.raises(ProblemError) as raised:
-        asyncio.run(Callers(rule(), OWNER, PeerPlaces(Holders(set(peer.held)))).admit(scope))
+        await Callers(rule(), OWNER, PeerPlaces(Holders(set(peer.held)))).admit(scope)
     assert raised.value.status == 403
     assert "--action.token-file" in raised.value.detail
 

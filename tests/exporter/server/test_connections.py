@@ -54,7 +54,7 @@ def closed() -> list[Connection]:
 
 
 def test_an_owner_has_at_most_half(connections: Connections, closed: list[Connection]) -> None:
-    mine = [connect(connections, 1) for _ in range(5)]
+    mine = [connect(connections, "1") for _ in range(5)]
     assert [each.refused for each in mine] == [False] * 4 + [True]
     assert not closed
     assert len(connections) == 4
@@ -63,49 +63,49 @@ def test_an_owner_has_at_most_half(connections: Connections, closed: list[Connec
 def test_the_longest_idle_connection_of_the_same_owner_makes_room_after_a_second(
     connections: Connections, clock: Clock, closed: list[Connection]
 ) -> None:
-    first, second, third, fourth = (connect(connections, 1) for _ in range(4))
+    first, second, third, fourth = (connect(connections, "1") for _ in range(4))
     connections.work(first)
     connections.wait(second)
     clock.seconds += 1.5
-    assert not connect(connections, 1).refused
+    assert not connect(connections, "1").refused
     assert closed == [third]
     connections.wait(first)
-    assert not connect(connections, 1).refused
+    assert not connect(connections, "1").refused
     assert closed == [third, fourth]
 
 
 def test_the_owner_with_the_most_makes_room_for_another_at_once(
     connections: Connections, closed: list[Connection]
 ) -> None:
-    several = [connect(connections, 1) for _ in range(4)]
+    several = [connect(connections, "1") for _ in range(4)]
     few = [connect(connections, "10.0.0.1") for _ in range(3)]
-    one = connect(connections, 2)
+    one = connect(connections, "2")
     for busy in (*several[:2], *few, one):
         connections.work(busy)
-    assert not connect(connections, 3).refused
+    assert not connect(connections, "3").refused
     assert closed == [several[2]]
 
 
 def test_a_busy_connection_makes_room_for_another_owner_if_all_are_busy(
     connections: Connections, closed: list[Connection]
 ) -> None:
-    busy = [connect(connections, owner) for owner in (1, 1, 1, 1, 2, 2, 2, 2)]
+    busy = [connect(connections, owner) for owner in "11112222"]
     for each in busy:
         connections.work(each)
-    assert not connect(connections, 3).refused
+    assert not connect(connections, "3").refused
     assert closed == [busy[0]]
-    assert connect(connections, 2).refused
+    assert connect(connections, "2").refused
 
 
 def test_refused_connections_are_bounded_too(connections: Connections) -> None:
     for _ in range(200):
-        connections.admit(Connection(Peer(), 1))
-    assert not connections.admit(Connection(Peer(), 1))
-    assert connections.admit(Connection(Peer(), 2))
+        connections.admit(Connection(Peer(), "1"))
+    assert not connections.admit(Connection(Peer(), "1"))
+    assert connections.admit(Connection(Peer(), "2"))
 
 
 def test_an_ended_connection_leaves_room(connections: Connections) -> None:
-    mine = [connect(connections, 1) for _ in range(5)]
+    mine = [connect(connections, "1") for _ in range(5)]
     for each in mine:
         connections.remove(each)
         connections.remove(each)
@@ -134,7 +134,8 @@ def test_a_network_of_ipv6_addresses_is_one_owner() -> None:
 
 
 def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
-    bodies, rejected = RequestBodies(100), []
+    bodies = RequestBodies(100)
+    rejected: list[Connection] = []
     several = [connection("a") for _ in range(3)]
     one = connection("b")
 
@@ -155,7 +156,8 @@ def test_the_longest_body_of_the_owner_with_the_most_is_rejected() -> None:
 
 
 def test_of_equal_bodies_the_oldest_is_rejected() -> None:
-    bodies, rejected = RequestBodies(100), []
+    bodies = RequestBodies(100)
+    rejected: list[Connection] = []
     senders = [connection("a") for _ in range(21)]
     for each in senders:
         each.reject_bodies = partial(rejected.append, each)

@@ -28,7 +28,7 @@ def one_of_each() -> Snapshot:
     )
 
 
-def by_pid(document: dict[str, Any]) -> dict[int, Any]:
+def by_pid(document: dict[str, Any]) -> dict[int | str, Any]:
     return {process["pid"]: process for process in document["processes"]}
 
 

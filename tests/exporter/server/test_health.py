@@ -19,9 +19,9 @@ KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None
 
 
 def health(snapshot: Snapshot, events: EventLogStatus = KEEPING, **poller: Any) -> HealthDocument:
-    states: list[Any] = [dataclasses.replace(WELL, **poller), events]
-    parts: list[Any] = [SimpleNamespace(status=lambda *_, state=state: state) for state in states]
-    return Health(*parts, source="nvml", version="1.2.3").document(snapshot)
+    polling: Any = SimpleNamespace(status=lambda _: dataclasses.replace(WELL, **poller))
+    log: Any = SimpleNamespace(status=lambda: events)
+    return Health(polling, log, source="nvml", version="1.2.3").document(snapshot)
 
 
 def test_a_healthy_node_is_ok() -> None:

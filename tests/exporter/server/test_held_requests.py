@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
 
 from gpumem_exporter.server.http.turns import Held, HeldRequests
-from tests.support.waiting import patient
 
 
 class Clients:
@@ -34,53 +33,37 @@ class Clients:
         return tasks
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, patient(30)))
+async def test_waking_ends_every_request_that_waits_for_the_same() -> None:
+    clients = Clients()
+    tasks = await clients.held(one="action", another="action", other="process")
+    clients.requests.wake("action")
+    clients.requests.wake("unknown")
+    assert await asyncio.gather(*(tasks[client] for client in ("one", "another"))) == [Held.WOKEN] * 2
+    assert len(clients.requests) == 1
+    clients.requests.stop()
+    assert await tasks["other"] is Held.STOPPING
 
 
-def test_waking_ends_every_request_that_waits_for_the_same() -> None:
-    async def scenario() -> None:
-        clients = Clients()
-        tasks = await clients.held(one="action", another="action", other="process")
-        clients.requests.wake("action")
-        clients.requests.wake("unknown")
-        assert await asyncio.gather(tasks["one"], tasks["another"]) == [Held.WOKEN] * 2
-        assert len(clients.requests) == 1
-        clients.requests.stop()
-        assert await tasks["other"] is Held.STOPPING
-
-    run(scenario())
+async def test_a_disconnect_ends_only_the_request_of_that_client() -> None:
+    clients = Clients()
+    tasks = await clients.held(going="action", staying="action")
+    clients.gone["going"].set()
+    assert await tasks["going"] is Held.GONE
+    assert len(clients.requests) == 1
+    clients.requests.wake("action")
+    assert await tasks["staying"] is Held.WOKEN
 
 
-def test_a_disconnect_ends_only_the_request_of_that_client() -> None:
-    async def scenario() -> None:
-        clients = Clients()
-        tasks = await clients.held(going="action", staying="action")
-        clients.gone["going"].set()
-        assert await tasks["going"] is Held.GONE
-        assert len(clients.requests) == 1
-        clients.requests.wake("action")
-        assert await tasks["staying"] is Held.WOKEN
-
-    run(scenario())
-
-
-def test_stopping_ends_every_request_and_each_later_one() -> None:
-    async def scenario() -> None:
-        clients = Clients()
-        tasks = await clients.held(one=1, two=2)
-        clients.requests.stop()
-        assert await asyncio.gather(*tasks.values()) == [Held.STOPPING] * 2
-        assert await clients.hold("late", 1) is Held.STOPPING
-
-    run(scenario())
+async def test_stopping_ends_every_request_and_each_later_one() -> None:
+    clients = Clients()
+    tasks = await clients.held(one=1, two=2)
+    clients.requests.stop()
+    assert await asyncio.gather(*tasks.values()) == [Held.STOPPING] * 2
+    assert await clients.hold("late", 1) is Held.STOPPING
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001])
-def test_a_request_is_held_for_its_time_at_most(seconds: float) -> None:
-    async def scenario() -> None:
-        clients = Clients()
-        assert await clients.hold("one", "action", seconds) is Held.LATE
-        assert len(clients.requests) == 0
-
-    run(scenario())
+async def test_a_request_is_held_for_its_time_at_most(seconds: float) -> None:
+    clients = Clients()
+    assert await clients.hold("one", "action", seconds) is Held.LATE
+    assert len(clients.requests) == 0

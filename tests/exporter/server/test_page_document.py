@@ -12,11 +12,12 @@ from tests.support.builders import UUIDS, device, node, reporting, sample
 A, B = UUIDS[:2]
 HEALTH: HealthDocument = {
     "version": "1",
+    "mode": "node",
     "source": "demo",
     "devices": 1,
     "processes": 0,
     "status": "degraded",
-    "nvml": {"up": True, "error": ""},
+    "nvml": {"up": True, "error": "", "released": False},
     "checks": {
         "poller": {"status": "ok", "detail": "7 polls"},
         "events": {"status": "degraded", "detail": "the disk is full"},

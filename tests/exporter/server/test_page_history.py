@@ -14,8 +14,8 @@ def history(**options: Any) -> History:
     return History(**{"reading_expiry_seconds": 5.0, "span_seconds": 10.0, "step_seconds": 2.0, **options})
 
 
-def seen(reading: NodeReading | None, *processes: Any, at: float = 0.0) -> Snapshot:
-    return Snapshot(taken_seconds=at, node=reading, processes=processes)
+def seen(reading: NodeReading | None, *processes: Any) -> Snapshot:
+    return Snapshot(taken_seconds=0.0, node=reading, processes=processes)
 
 
 def one_device(at: float, used: int = 10 * MIB) -> Snapshot:

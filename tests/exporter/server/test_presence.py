@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,25 +7,19 @@ from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.server.background.presence import Presence
-from tests.support.builders import report
+from tests.support.builders import NobodyHost, report
 from tests.support.dispatching import build_dispatcher
 
 
 @dataclass
-class ScriptedHost:
+class ScriptedHost(NobodyHost):
     """A host whose processes the test sets."""
 
     living: set[int] = field(default_factory=set)
     runs: int | None = None
-
-    def facts(self, pid: int) -> ProcessFacts | None:
-        return None
-
-    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        return None
 
     def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
         return 0
@@ -116,25 +109,22 @@ def test_an_expired_reporter_without_a_host_pid_is_removed_only_if_its_connectio
     assert [silent.key for silent in bench.store.snapshot(bench.now).silent] == [stopped.key, again.key]
 
 
-def test_a_quiet_process_that_runs_another_program_is_removed_and_its_actions_end() -> None:
+async def test_a_quiet_process_that_runs_another_program_is_removed_and_its_actions_end() -> None:
     bench = Bench()
     bench.host.living, bench.host.runs = {1}, 77
 
-    async def scenario() -> None:
-        for session in ("first", "second"):
-            bench.host.runs = 77 if session == "first" else 78
-            bench.presence.started(bench.take_report(1, host_pid=1, session=session))
-            bench.now += 2.1
-            bench.presence.sweep()
-            assert bench.pids() == [1], "it runs the program of its first report"
-        bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t"))
-        bench.host.runs = None
+    for session in ("first", "second"):
+        bench.host.runs = 77 if session == "first" else 78
+        bench.presence.started(bench.take_report(1, host_pid=1, session=session))
+        bench.now += 2.1
         bench.presence.sweep()
-        assert bench.pids() == [1], "its program is unknown"
-        bench.host.runs = 79
-        bench.presence.sweep()
-        assert bench.pids() == []
-
-    asyncio.run(scenario())
+        assert bench.pids() == [1], "it runs the program of its first report"
+    bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t"))
+    bench.host.runs = None
+    bench.presence.sweep()
+    assert bench.pids() == [1], "its program is unknown"
+    bench.host.runs = 79
+    bench.presence.sweep()
+    assert bench.pids() == []
     (action,) = bench.finished
     assert [(result.outcome, "exec" in result.reason) for result in action.results] == [("gone", True)]

@@ -48,28 +48,25 @@ def test_uvicorn_has_the_methods_that_are_extended(of: type, names: tuple[str, .
     assert [name for name in names if not inspect.isfunction(getattr(of, name, None))] == []
 
 
-def test_uvicorn_has_the_attributes_that_are_used() -> None:
+async def test_uvicorn_has_the_attributes_that_are_used() -> None:
     async def application(scope: Any, receive: Any, send: Any) -> None: ...
 
-    async def scenario() -> None:
-        config = uvicorn.Config(application, http=LimitedProtocol, ws="none", log_config=None)  # type: ignore[arg-type]
-        server = uvicorn.Server(config)
-        config.load()
-        assert config.http_protocol_class is LimitedProtocol
-        state = server.server_state
-        assert isinstance(state, ServerState)
-        assert state.connections == set()
-        protocol = LimitedProtocol(
-            config=config,
-            server_state=state,
-            app_state={},
-            connection=Connection(Peer(), ""),
-            clients=Clients(Limits(max_connections=1)),
-        )
-        used = ("app", "connections", "cycle", "loop", "pipeline", "scope", "transport")
-        assert [name for name in used if not hasattr(protocol, name)] == []
-
-    asyncio.run(scenario())
+    config = uvicorn.Config(application, http=LimitedProtocol, ws="none", log_config=None)  # type: ignore[arg-type]
+    server = uvicorn.Server(config)
+    config.load()
+    assert config.http_protocol_class is LimitedProtocol
+    state = server.server_state
+    assert isinstance(state, ServerState)
+    assert state.connections == set()
+    protocol = LimitedProtocol(
+        config=config,
+        server_state=state,
+        app_state={},
+        connection=Connection(Peer(), ""),
+        clients=Clients(Limits(max_connections=1)),
+    )
+    used = ("app", "connections", "cycle", "loop", "pipeline", "scope", "transport")
+    assert [name for name in used if not hasattr(protocol, name)] == []
     source = inspect.getsource(RequestResponseCycle.__init__)
     for name in ("body", "disconnected", "message_event", "response_complete", "response_started"):
         assert f"self.{name} = " in source
@@ -78,27 +75,24 @@ def test_uvicorn_has_the_attributes_that_are_used() -> None:
 
 
 @pytest.mark.parametrize("unfinished", [False, True])
-def test_a_client_that_reads_nothing_does_not_keep_its_connection(
+async def test_a_client_that_reads_nothing_does_not_keep_its_connection(
     unfinished: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("READ_AWAY_SECONDS", "UNREAD_SECONDS"):
         monkeypatch.setattr(module, name, 0.01)
 
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        lost = loop.create_future()
+    loop = asyncio.get_running_loop()
+    lost = loop.create_future()
 
-        class Protocol(asyncio.Protocol):
-            def connection_lost(self, exc: Exception | None) -> None:
-                lost.set_result(exc)
+    class Protocol(asyncio.Protocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            lost.set_result(exc)
 
-        silent, sock = socket.socketpair()
-        sock.setblocking(False)
-        with silent:
-            transport, _ = await loop.connect_accepted_socket(Protocol, sock)
-            reply = ReplyTransport(transport, loop, lambda: unfinished)
-            reply.write(b"x" * (1 << 20))
-            reply.close()
-            await asyncio.wait_for(lost, patient(10))
-
-    asyncio.run(scenario())
+    silent, sock = socket.socketpair()
+    sock.setblocking(False)
+    with silent:
+        transport, _ = await loop.connect_accepted_socket(Protocol, sock)
+        reply = ReplyTransport(transport, loop, lambda: unfinished)
+        reply.write(b"x" * (1 << 20))
+        reply.close()
+        await asyncio.wait_for(lost, patient(10))

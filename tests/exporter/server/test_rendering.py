@@ -9,47 +9,41 @@ import threading
 import pytest
 
 from gpumem_exporter.server.http.replies import Renderer, encoded
-from tests.support.dispatching import run
 
 
-def test_waiting_calls_share_a_result_and_later_ones_get_a_new_one() -> None:
-    async def scenario() -> None:
-        renderer, release, built = Renderer(), threading.Event(), []
+async def test_waiting_calls_share_a_result_and_later_ones_get_a_new_one() -> None:
+    renderer, release = Renderer(), threading.Event()
+    built: list[int] = []
 
-        def build() -> bytes:
-            built.append(len(built))
-            if built == [0]:
-                release.wait()
-            return str(built[-1]).encode()
+    def build() -> bytes:
+        built.append(len(built))
+        if built == [0]:
+            release.wait()
+        return str(built[-1]).encode()
 
-        first = asyncio.ensure_future(renderer.render_shared("a", build))
-        while not built:
-            await asyncio.sleep(0.001)
-        second, third = (asyncio.ensure_future(renderer.render_shared("a", build)) for _ in range(2))
-        other = asyncio.ensure_future(renderer.render_shared("b", build))
-        await asyncio.sleep(0)
-        second.cancel()
-        release.set()
-        assert [await first, await third, await other] == [b"0", b"1", b"2"]
-        assert await renderer.render_shared("a", build) == b"3"
-        renderer.close()
-
-    run(scenario())
+    first = asyncio.ensure_future(renderer.render_shared("a", build))
+    while not built:
+        await asyncio.sleep(0.001)
+    second, third = (asyncio.ensure_future(renderer.render_shared("a", build)) for _ in range(2))
+    other = asyncio.ensure_future(renderer.render_shared("b", build))
+    await asyncio.sleep(0)
+    second.cancel()
+    release.set()
+    assert [await first, await third, await other] == [b"0", b"1", b"2"]
+    assert await renderer.render_shared("a", build) == b"3"
+    renderer.close()
 
 
-def test_an_error_reaches_each_waiting_call() -> None:
-    async def scenario() -> None:
-        renderer = Renderer()
+async def test_an_error_reaches_each_waiting_call() -> None:
+    renderer = Renderer()
 
-        def fail() -> bytes:
-            raise RuntimeError("broken")
+    def fail() -> bytes:
+        raise RuntimeError("broken")
 
-        for _ in range(2):
-            with pytest.raises(RuntimeError):
-                await renderer.render_shared("a", fail)
-        renderer.close()
-
-    run(scenario())
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            await renderer.render_shared("a", fail)
+    renderer.close()
 
 
 @pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")])

@@ -29,11 +29,10 @@ READER = ReportReader()
 Change = Callable[[dict[str, Any]], Any]
 
 
-def wire(sent: Report | None = None) -> dict[str, Any]:
-    if sent is None:
-        devices = (sample(UUIDS[0], 10, 5, 5), sample(UUIDS[1], 1))
-        sent = report(devices=devices, results=(CommandResult("a", "done", devices=(DeviceResult(UUIDS[0]),)),))
-    return to_wire(sent)
+def wire() -> dict[str, Any]:
+    devices = (sample(UUIDS[0], 10, 5, 5), sample(UUIDS[1], 1))
+    results = (CommandResult("a", "done", devices=(DeviceResult(UUIDS[0]),)),)
+    return to_wire(report(devices=devices, results=results))
 
 
 def refused(change: Change) -> ProblemError:

@@ -3,12 +3,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 
 from gpumem_exporter.server.api.metrics import Page, SharedPages
 
 
-def test_readers_that_wait_share_a_page() -> None:
+async def test_readers_that_wait_share_a_page() -> None:
     rendered: list[bool] = []
     begun, free = threading.Event(), threading.Event()
 
@@ -18,38 +17,32 @@ def test_readers_that_wait_share_a_page() -> None:
         rendered.append(openmetrics)
         return b"page %d" % len(rendered)
 
-    async def scenario() -> None:
-        pages = SharedPages(render, thread=ThreadPoolExecutor(1))
-        first = asyncio.ensure_future(pages.next(openmetrics=False))
-        assert await asyncio.to_thread(begun.wait, 60)
-        later = [asyncio.ensure_future(pages.next(openmetrics=openmetrics)) for openmetrics in (False, True) * 10]
-        await asyncio.sleep(0)
-        free.set()
-        assert (await first).body == b"page 1"
-        found = await asyncio.gather(*later)
-        assert len({id(page) for page in found}) == 2
-        assert rendered == [False, False, True]
-
-    asyncio.run(scenario())
+    pages = SharedPages(render)
+    first = asyncio.ensure_future(pages.next(openmetrics=False))
+    assert await asyncio.to_thread(begun.wait, 60)
+    later = [asyncio.ensure_future(pages.next(openmetrics=openmetrics)) for openmetrics in (False, True) * 10]
+    await asyncio.sleep(0)
+    free.set()
+    assert (await first).body == b"page 1"
+    found = await asyncio.gather(*later)
+    assert len({id(page) for page in found}) == 2
+    assert rendered == [False, False, True]
 
 
-def test_a_page_is_rendered_after_its_request() -> None:
+async def test_a_page_is_rendered_after_its_request() -> None:
     value = [0]
     pages: list[SharedPages] = []
 
     def render(*, openmetrics: bool) -> bytes:
         return b"%d" % value[0]
 
-    async def scenario() -> None:
-        pages.append(SharedPages(render, thread=ThreadPoolExecutor(1)))
-        for number in range(50):
-            value[0] = number
-            assert (await pages[0].next(openmetrics=False)).body == b"%d" % number
-
-    asyncio.run(scenario())
+    pages.append(SharedPages(render))
+    for number in range(50):
+        value[0] = number
+        assert (await pages[0].next(openmetrics=False)).body == b"%d" % number
 
 
-def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> None:
+async def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> None:
     failing = [True]
 
     def render(*, openmetrics: bool) -> bytes:
@@ -57,22 +50,16 @@ def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> None:
             raise ValueError
         return b"page"
 
-    async def scenario() -> None:
-        pages = SharedPages(render, thread=ThreadPoolExecutor(1))
-        (found,) = await asyncio.gather(pages.next(openmetrics=False), return_exceptions=True)
-        assert isinstance(found, ValueError)
-        failing[0] = False
-        assert (await pages.next(openmetrics=False)).body == b"page"
-
-    asyncio.run(scenario())
+    pages = SharedPages(render)
+    (found,) = await asyncio.gather(pages.next(openmetrics=False), return_exceptions=True)
+    assert isinstance(found, ValueError)
+    failing[0] = False
+    assert (await pages.next(openmetrics=False)).body == b"page"
 
 
-def test_a_page_is_compressed_once() -> None:
-    async def scenario() -> None:
-        for body in (b"short", b"long" * 100_000):
-            page = Page(body)
-            first, second = await asyncio.gather(page.compressed(), page.compressed())
-            assert first is second
-            assert zlib.decompress(first, 16 + zlib.MAX_WBITS) == body
-
-    asyncio.run(scenario())
+async def test_a_page_is_compressed_once() -> None:
+    for body in (b"short", b"long" * 100_000):
+        page = Page(body)
+        first, second = await asyncio.gather(page.compressed(), page.compressed())
+        assert first is second
+        assert zlib.decompress(first, 16 + zlib.MAX_WBITS) == body

@@ -17,95 +17,81 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_owners_take_turns_whatever_one_of_them_asks_for() -> None:
-    async def scenario() -> list[str]:
-        turns, order = Turns(1), []
-        await turns.start("first")
+async def test_owners_take_turns_whatever_one_of_them_asks_for() -> None:
+    turns = Turns(1)
+    order: list[str] = []
+    await turns.start("first")
 
-        async def work(owner: str) -> None:
-            async with turns.of(owner):
-                order.append(owner)
-                await asyncio.sleep(0)
+    async def work(owner: str) -> None:
+        async with turns.of(owner):
+            order.append(owner)
+            await asyncio.sleep(0)
 
-        tasks = []
-        for owner in ("a", "a", "a", "b", "b", "c"):
-            tasks.append(asyncio.ensure_future(work(owner)))
-            await settle()
-        turns.end("first")
-        await asyncio.gather(*tasks)
-        return order
-
-    assert asyncio.run(scenario()) == ["a", "b", "c", "a", "b", "a"]
-
-
-def test_an_owner_has_its_share_of_the_turns() -> None:
-    async def scenario() -> None:
-        turns = Turns(3, running_of_owner=2)
-        await turns.start("a")
-        await turns.start("a")
-        third = asyncio.ensure_future(turns.start("a"))
+    tasks = []
+    for owner in ("a", "a", "a", "b", "b", "c"):
+        tasks.append(asyncio.ensure_future(work(owner)))
         await settle()
-        assert not third.done()
-        await turns.start("b")
-        turns.end("a")
-        await third
-
-    asyncio.run(scenario())
+    turns.end("first")
+    await asyncio.gather(*tasks)
+    assert order == ["a", "b", "c", "a", "b", "a"]
 
 
-def test_a_cancelled_wait_passes_its_turn_on() -> None:
-    async def scenario() -> None:
-        turns = Turns(1)
-        await turns.start("a")
-        waiting = [asyncio.ensure_future(turns.start("b")) for _ in range(3)]
-        await settle()
-        waiting[0].cancel()
-        turns.end("a")
-        waiting[1].cancel()  # it has its turn already, and has not run yet
-        await asyncio.wait_for(waiting[2], 10)
-
-    asyncio.run(scenario())
+async def test_an_owner_has_its_share_of_the_turns() -> None:
+    turns = Turns(3, running_of_owner=2)
+    await turns.start("a")
+    await turns.start("a")
+    third = asyncio.ensure_future(turns.start("a"))
+    await settle()
+    assert not third.done()
+    await turns.start("b")
+    turns.end("a")
+    await third
 
 
-def test_a_bounded_number_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_wait_passes_its_turn_on() -> None:
+    turns = Turns(1)
+    await turns.start("a")
+    waiting = [asyncio.ensure_future(turns.start("b")) for _ in range(3)]
+    await settle()
+    waiting[0].cancel()
+    turns.end("a")
+    waiting[1].cancel()  # it has its turn already, and has not run yet
+    await asyncio.wait_for(waiting[2], 10)
+
+
+async def test_a_bounded_number_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REFUSAL_SECONDS", 0.0)
 
-    async def scenario() -> None:
-        turns = Turns(1, waiting_of_owner=2, waiting=3)
-        await turns.start("a")
-        waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "c", "d")]
+    turns = Turns(1, waiting_of_owner=2, waiting=3)
+    await turns.start("a")
+    waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "c", "d")]
+    await settle()
+    for owner in ("b", "e"):
+        with pytest.raises(ProblemError) as refused:
+            await turns.start(owner)
+        assert refused.value.status == 503
+        assert refused.value.headers["Retry-After"]
+    assert not any(each.done() for each in waiting)
+    for each in waiting:
+        each.cancel()
+
+
+async def test_owners_that_fill_the_queue_make_room_for_others() -> None:
+    turns = Turns(1, waiting_of_owner=2, waiting=4)
+    await turns.start("a")
+    waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "b", "c", "c")]
+    await settle()
+    new = asyncio.ensure_future(turns.start("d"))
+    await settle()
+    (refused,) = [each for each in waiting if each.done()]
+    assert isinstance(refused.exception(), ProblemError)
+    for owner in ("a", "b", "c"):
+        turns.end(owner)
         await settle()
-        for owner in ("b", "e"):
-            with pytest.raises(ProblemError) as refused:
-                await turns.start(owner)
-            assert refused.value.status == 503
-            assert refused.value.headers["Retry-After"]
-        assert not any(each.done() for each in waiting)
-        for each in waiting:
-            each.cancel()
-
-    asyncio.run(scenario())
-
-
-def test_owners_that_fill_the_queue_make_room_for_others() -> None:
-    async def scenario() -> None:
-        turns = Turns(1, waiting_of_owner=2, waiting=4)
-        await turns.start("a")
-        waiting = [asyncio.ensure_future(turns.start(owner)) for owner in ("b", "b", "c", "c")]
-        await settle()
-        new = asyncio.ensure_future(turns.start("d"))
-        await settle()
-        (refused,) = [each for each in waiting if each.done()]
-        assert isinstance(refused.exception(), ProblemError)
-        for owner in ("a", "b", "c"):
-            turns.end(owner)
-            await settle()
-        assert new.done()
-        assert new.exception() is None
-        for each in waiting:
-            each.cancel()
-
-    asyncio.run(scenario())
+    assert new.done()
+    assert new.exception() is None
+    for each in waiting:
+        each.cancel()
 
 
 def scope(path: str, method: str = "GET", **headers: str) -> dict[str, Any]:
@@ -127,80 +113,69 @@ def fair(app: Any) -> FairRequests:
     return FairRequests(app, Limits(8, reads=1, bodies=1), UnreadReplies(1 << 20))
 
 
-def test_a_read_has_a_turn_until_its_reply_starts() -> None:
-    async def scenario() -> None:
-        started: list[str] = []
-        may_reply = asyncio.Event()
+async def test_a_read_has_a_turn_until_its_reply_starts() -> None:
+    started: list[str] = []
+    may_reply = asyncio.Event()
 
-        async def app(scope: Any, _: Any, send: Any) -> None:
-            started.append(scope["path"])
-            await may_reply.wait()
-            may_reply.clear()
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await asyncio.sleep(10)  # a client that reads slowly
+    async def app(scope: Any, _: Any, send: Any) -> None:
+        started.append(scope["path"])
+        await may_reply.wait()
+        may_reply.clear()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(10)  # a client that reads slowly
 
-        served = fair(app)
-        requests = [
-            asyncio.ensure_future(served(scope(path), empty, ignored)) for path in ("/api/a", "/api/b", "/metrics")
-        ]
-        await settle()
-        assert started == ["/api/a", "/metrics"]
-        may_reply.set()
-        await settle()
-        assert started == ["/api/a", "/metrics", "/api/b"]
-        for request in requests:
-            request.cancel()
-
-    asyncio.run(scenario())
+    served = fair(app)
+    requests = [asyncio.ensure_future(served(scope(path), empty, ignored)) for path in ("/api/a", "/api/b", "/metrics")]
+    await settle()
+    assert started == ["/api/a", "/metrics"]
+    may_reply.set()
+    await settle()
+    assert started == ["/api/a", "/metrics", "/api/b"]
+    for request in requests:
+        request.cancel()
 
 
 @pytest.mark.parametrize(("length", "waits"), [("1000", False), ("100000", True), ("", True)])
-def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> None:
-    async def scenario() -> None:
-        read: list[str] = []
+async def test_only_long_bodies_wait_for_a_turn(length: str, waits: bool) -> None:
+    read: list[str] = []
 
-        async def app(scope: Any, receive: Any, __: Any) -> None:
-            await receive()
-            read.append(scope["path"])
-            if scope["path"] == "/first":
-                await asyncio.sleep(10)
-
-        served = fair(app)
-        first = asyncio.ensure_future(served(scope("/first", "POST"), empty, ignored))
-        await settle()
-        headers = {"content_length": length} if length else {}
-        second = asyncio.ensure_future(served(scope("/second", "POST", **headers), empty, ignored))
-        await settle()
-        assert (read == ["/first"]) is waits
-        first.cancel()
-        await second
-        assert read == ["/first", "/second"]
-
-    asyncio.run(scenario())
-
-
-def test_the_turn_of_a_body_ends_when_the_application_has_read_it() -> None:
-    async def scenario() -> None:
-        read: list[str] = []
-
-        async def app(scope: Any, receive: Any, __: Any) -> None:
-            await receive()
-            scope["state"]["end_body_turn"]()
-            await receive()
-            read.append(scope["path"])
+    async def app(scope: Any, receive: Any, __: Any) -> None:
+        await receive()
+        read.append(scope["path"])
+        if scope["path"] == "/first":
             await asyncio.sleep(10)
 
-        served = fair(app)
-        requests = [asyncio.ensure_future(served(scope(path, "POST"), empty, ignored)) for path in ("/a", "/b")]
-        await settle()
-        assert read == ["/a", "/b"]
-        for request in requests:
-            request.cancel()
+    served = fair(app)
+    first = asyncio.ensure_future(served(scope("/first", "POST"), empty, ignored))
+    await settle()
+    headers = {"content_length": length} if length else {}
+    second = asyncio.ensure_future(served(scope("/second", "POST", **headers), empty, ignored))
+    await settle()
+    assert (read == ["/first"]) is waits
+    first.cancel()
+    await second
+    assert read == ["/first", "/second"]
 
-    asyncio.run(scenario())
+
+async def test_the_turn_of_a_body_ends_when_the_application_has_read_it() -> None:
+    read: list[str] = []
+
+    async def app(scope: Any, receive: Any, __: Any) -> None:
+        await receive()
+        scope["state"]["end_body_turn"]()
+        await receive()
+        read.append(scope["path"])
+        await asyncio.sleep(10)
+
+    served = fair(app)
+    requests = [asyncio.ensure_future(served(scope(path, "POST"), empty, ignored)) for path in ("/a", "/b")]
+    await settle()
+    assert read == ["/a", "/b"]
+    for request in requests:
+        request.cancel()
 
 
-def test_a_long_reply_is_sent_in_pieces() -> None:
+async def test_a_long_reply_is_sent_in_pieces() -> None:
     body = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
     unread, sent, counted = UnreadReplies(1 << 30), [], []
 
@@ -217,9 +192,9 @@ def test_a_long_reply_is_sent_in_pieces() -> None:
         "method": "GET",
         "path": "/metrics",
         "headers": [],
-        "state": {"connection": Connection(Peer(), 1)},
+        "state": {"connection": Connection(Peer(), "1")},
     }
-    asyncio.run(FairRequests(app, Limits(8), unread)(scope, send, send))  # type: ignore[arg-type]
+    await FairRequests(app, Limits(8), unread)(scope, send, send)  # type: ignore[arg-type]
     _, *pieces = sent
     assert b"".join(piece["body"] for piece in pieces) == body
     assert max(len(piece["body"]) for piece in pieces) == PIECE_BYTES

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import bcrypt
 import pytest
@@ -15,7 +15,7 @@ BOB = bcrypt.hashpw("pässword".encode(), bcrypt.gensalt(5)).decode().replace("$
 
 
 @pytest.fixture
-def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bytes, bytes]]]:
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, bytes]]:
     """The calls of bcrypt."""
     calls: list[tuple[bytes, bytes]] = []
     real: Callable[[bytes, bytes], bool] = bcrypt.checkpw
@@ -82,21 +82,17 @@ def test_a_change_of_the_users_forgets_the_changed_ones_alone(checks: list[tuple
     assert len(checks) == 2
 
 
-def test_simultaneous_connections_are_verified_once(checks: list[tuple[bytes, bytes]]) -> None:
-    async def ask(users: Users) -> list[bool]:
-        return await asyncio.gather(*(users.admit(b"ada:secret") for _ in range(MAX_WAITING)))
-
-    assert asyncio.run(ask(Users({"ada": ADA}))) == [True] * MAX_WAITING
+async def test_simultaneous_connections_are_verified_once(checks: list[tuple[bytes, bytes]]) -> None:
+    users = Users({"ada": ADA})
+    assert await asyncio.gather(*(users.admit(b"ada:secret") for _ in range(MAX_WAITING))) == [True] * MAX_WAITING
     assert len(checks) == 1
 
 
-def test_logins_beyond_the_limit_are_refused_and_known_ones_are_not() -> None:
-    async def ask(users: Users) -> list[bool | BaseException]:
-        assert await users.admit(b"ada:secret")
-        guesses = (users.admit(b"ada:%d" % number) for number in range(MAX_WAITING + 1))
-        return await asyncio.gather(*guesses, users.admit(b"ada:secret"), return_exceptions=True)
-
-    *guesses, refused, known = asyncio.run(ask(Users({"ada": ADA})))
+async def test_logins_beyond_the_limit_are_refused_and_known_ones_are_not() -> None:
+    users = Users({"ada": ADA})
+    assert await users.admit(b"ada:secret")
+    logins = [users.admit(b"ada:%d" % number) for number in range(MAX_WAITING + 1)] + [users.admit(b"ada:secret")]
+    *guesses, refused, known = await asyncio.gather(*logins, return_exceptions=True)
     assert guesses == [False] * MAX_WAITING
     assert isinstance(refused, ProblemError)
     assert (refused.status, refused.headers) == (503, {"Retry-After": "1"})

@@ -29,7 +29,7 @@ import os, threading, time
 import gpumem_client as client
 while not os.path.exists(stop):
     step_number = globals().get('step_number', 0) + 1
-    time.sleep(pause)
+    time.sleep(0.01)
     client.step()
 result = [step_number, threading.get_native_id()]
 """
@@ -51,16 +51,16 @@ def process(exporter: ExporterProcess, start_torch: StartTorch) -> TorchProcess:
     return process
 
 
-def cache(process: TorchProcess, nbytes: int = 64 * MIB) -> None:
-    """Cache this many bytes without a tensor."""
-    process.call("free", numbers=[process.call("alloc", nbytes=nbytes)])
+def cache(process: TorchProcess) -> None:
+    """Cache 64 MiB without a tensor."""
+    process.call("free", numbers=[process.call("alloc", nbytes=64 * MIB)])
 
 
 @contextmanager
-def stepping(process: TorchProcess, folder: Path, pause: float = 0.01) -> Iterator[list[int]]:
+def stepping(process: TorchProcess, folder: Path) -> Iterator[list[int]]:
     """Let the process make steps; afterwards the list has the number of the last one and its thread."""
     stop, ended = folder / "stop", list[int]()
-    number = process.send("exec", code=STEPPING, stop=str(stop), pause=pause)
+    number = process.send("exec", code=STEPPING, stop=str(stop))
     try:
         yield ended
     finally:
@@ -349,7 +349,7 @@ def test_a_group_clears_after_the_same_step_on_every_rank_in_each_of_twenty_runs
             for number in range(20):
                 waiting.append(pool.submit(act, number))
                 before = exporter.processes()[pids[0]]["step"]
-                wait_for(lambda step=before: exporter.processes()[pids[0]]["step"] > step, "a later step")
+                wait_for(lambda step=before: exporter.processes()[pids[0]]["step"] > step, "a later step")  # type: ignore[misc]
             actions = [one.result() for one in waiting]
     assert [action["state"] for action in actions] == ["done"] * 20, actions
     for action in actions:

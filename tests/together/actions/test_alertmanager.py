@@ -60,7 +60,7 @@ def message(*alerts: dict[str, Any]) -> dict[str, Any]:
     return {"version": "4", "status": "firing", "receiver": "gpumem", "groupKey": "{}", "alerts": list(alerts)}
 
 
-def send(exporter: RunningExporter, *alerts: dict[str, Any], **headers: str) -> list[dict[str, Any]]:
+def send(exporter: RunningExporter, *alerts: dict[str, Any], **headers: Any) -> list[dict[str, Any]]:
     """Send alerts and return the outcome of each."""
     answer = exporter.request("POST", ALERTS, message(*alerts), **headers)
     assert answer.status == 200, answer.body

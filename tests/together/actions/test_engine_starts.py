@@ -212,7 +212,7 @@ def test_a_termination_beside_an_engine_waits_and_that_of_the_engine_does_not(
     begun(engine, exporter)
     with Program(node, "malloc(1 << 30)\nsay(0)\nwait()") as bystander:
         bystander.heard()
-        target = {"target": {"pid": bystander.pid}, "wait_seconds": 0, "deadline_seconds": patient(120)}
+        target: dict[str, Any] = {"target": {"pid": bystander.pid}, "wait_seconds": 0, "deadline_seconds": patient(120)}
         listed = "/api/v1/processes"
         wait_for(lambda: bystander.pid in [each["pid"] for each in exporter.get(listed)["processes"]], "the bystander")
         (dry,) = exporter.act("terminate", **target, dry_run=True)["results"]

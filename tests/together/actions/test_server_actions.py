@@ -115,7 +115,7 @@ def test_an_unknown_name_is_404_with_the_nearest_one_and_no_process_acts(
     exporter: RunningExporter, target: dict[str, object], detail: str
 ) -> None:
     exporter.provider.processes[UUIDS[0]] = (ProcessMemory(1, 100),)
-    eventually(lambda: exporter.runtime.snapshot().node.facts)
+    eventually(lambda: (node := exporter.runtime.snapshot().node) and node.facts)
     assert problem(exporter.act(action="empty_cache", target=target), 404)["detail"] == detail
     assert exporter.document(ACTIONS)["actions"] == []
 

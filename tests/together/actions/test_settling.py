@@ -69,7 +69,7 @@ def settled(exporter: ExporterProcess, action: dict[str, Any]) -> dict[str, Any]
         found: dict[str, Any] = exporter.get(f"/api/v1/actions/{action['id']}")
         return None if found["settling"] else found
 
-    return eventually(document)
+    return wait_for(document, "the settling")
 
 
 def test_what_a_job_reserves_again_is_not_still_free(

@@ -70,13 +70,11 @@ class Watched:
         found = self.scrape().samples.get("gpumem_device_up", {}).items()
         return [int(value) for _, value in sorted((int(dict(labels)["gpu"]), value) for labels, value in found)]
 
-    def assert_torch_series_flow(self, device: int, gpu: str | None = None) -> None:
+    def assert_torch_series_flow(self, device: int, gpu: str) -> None:
         """Allocate, and wait for the value in a scrape, with the label `gpu` ("" while it is unknown)."""
         self.process.call("alloc", nbytes=6 * MIB, device=device)
         now = float(self.process.call("stats", device=device)["allocated_bytes.all.current"])
-        wanted = {"uuid": self.node.uuid(device), "pid": str(self.process.pid)}
-        if gpu is not None:
-            wanted["gpu"] = gpu
+        wanted = {"uuid": self.node.uuid(device), "pid": str(self.process.pid), "gpu": gpu}
         wait_until_equal(
             lambda: self.scrape().values("gpumem_torch_allocated_bytes", **wanted), [now], f"bytes on {wanted}"
         )

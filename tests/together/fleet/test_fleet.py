@@ -270,7 +270,8 @@ def test_a_prometheus_with_https_needs_a_trusted_certificate(fleet: Fleet, tmp_p
         assert (distrusting.returncode, distrusting.stdout, distrusting.stderr.count("\n")) == (1, "", 1)
         assert "certificate verify failed" in distrusting.stderr
 
-        trusting = {"GPUMEM_PROMETHEUS_URL": prometheus.url, "SSL_CERT_FILE": str(tmp_path / "authority.pem")}
+        trusting: dict[str, Any] = {"GPUMEM_PROMETHEUS_URL": prometheus.url}
+        trusting["SSL_CERT_FILE"] = str(tmp_path / "authority.pem")
         wait_for(lambda: "8 devices" in fleet.command("info", **trusting).stdout, "the first scrape")
 
 

@@ -166,7 +166,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
     with EmulatedNode(folder / "node") as node:
         try:
             flags = (*policy, "--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "3")
-            on_node = {"environment": node.environment()}
+            on_node: dict[str, Any] = {"environment": node.environment()}
             exporters.append(
                 ExporterProcess(
                     folder / "exporter", "--web.listen-address", f"127.0.0.1:{ports[EMULATED]}", *flags, **on_node

@@ -110,7 +110,7 @@ def test_an_error_stays_after_the_end_of_its_process_and_after_a_restart_with_st
         wait_for(lambda: shown(exporter), "the earlier error")
         assert shown(exporter) == lines
     else:
-        assert ooms(exporter) == shown(exporter) == []
+        assert (ooms(exporter), shown(exporter)) == ([], [])
     assert counted(exporter)["oom"] == 0
 
 

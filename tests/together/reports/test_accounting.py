@@ -105,7 +105,7 @@ def test_every_action_has_one_outcome_after_the_exporter_is_killed(
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_all, exporter, pids)
         for share in (0.2, 0.6):
-            wait_for(lambda share=share: flushes(processes) - before > share * ACTIONS, "a share of the actions", 120.0)
+            wait_for(lambda share=share: flushes(processes) - before > share * ACTIONS, "a share of the actions", 120.0)  # type: ignore[misc]
             exporter.stop(signal.SIGKILL)
             exporter.start()
         replies = asked.result()

@@ -46,11 +46,11 @@ def stores(exporter: ExporterProcess) -> bool:
     return bool(health(exporter)["checks"]["events"]["status"] == "ok")
 
 
-def oom_report(reporter: int, number: int, sequence: int | None = None) -> bytes:
+def oom_report(reporter: int, number: int) -> bytes:
     """Encode a report with one out-of-memory error, from a process in its own PID namespace."""
     who = identity(reporter, pid_namespace=7, session=f"session-{reporter}", workload=f"w{reporter}")
     oom = OutOfMemory(UUIDS[0], number, requested_bytes=number)
-    return json.dumps(to_wire(Report(who, sequence=sequence or number, ooms=(oom,)))).encode()
+    return json.dumps(to_wire(Report(who, sequence=number, ooms=(oom,)))).encode()
 
 
 def post(connection: Connection, body: bytes) -> None:

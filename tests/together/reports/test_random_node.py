@@ -123,7 +123,7 @@ class World:
         self.ending.add(pid)
 
     def alive(self) -> set[int]:
-        return {process.pid for process in (*self.torches, *self.programs)}
+        return {process.pid for process in self.torches} | {process.pid for process in self.programs}
 
     # Invariants
 
@@ -453,7 +453,7 @@ def test_every_value_is_correct_in_a_random_run(world: World) -> None:
             return RandomRun(world)
 
         run_state_machine_as_test(
-            run,
+            run,  # type: ignore[arg-type]
             settings=settings(
                 max_examples=1 + math.ceil((STEPS - world.steps) / STEPS_EACH),
                 stateful_step_count=STEPS_EACH,

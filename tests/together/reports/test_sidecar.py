@@ -43,14 +43,14 @@ def start_trainer(start_torch: StartTorch, launcher: tuple[str, ...], url: str) 
     return process
 
 
-def wait_for_polls(exporter: ExporterProcess, number: int = 3) -> None:
-    """Wait until this number of further polls has ended."""
+def wait_for_polls(exporter: ExporterProcess) -> None:
+    """Wait until three further polls have ended."""
 
     def polls() -> int:
         return int(exporter.get("/health")["checks"]["poller"]["detail"].split()[0])
 
     before = polls()
-    wait_for(lambda: polls() >= before + number, "further polls")
+    wait_for(lambda: polls() >= before + 3, "further polls")
 
 
 def command(exporter: ExporterProcess, *arguments: str) -> str:
@@ -72,7 +72,7 @@ def doctor(exporter: ExporterProcess) -> dict[str, Any]:
     return dict(finding)
 
 
-def assert_others_are_unknown(exporter: ExporterProcess, node: EmulatedNode, reserved: int) -> dict[str, float]:
+def assert_others_are_unknown(exporter: ExporterProcess, node: EmulatedNode, reserved: int) -> dict[str, int]:
     """Check and return the ledger of the first device, whose reporters have reserved this much."""
     metrics = exporter.metrics()
     metrics.assert_ledgers_add_up()

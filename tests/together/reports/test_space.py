@@ -47,7 +47,7 @@ def test_the_idle_cache_of_a_process_that_accepts_a_clear_is_allocatable(
     exporter, pid, uuid = start_exporter(node), os.getpid(), node.books()[0].uuid
     node.set_process(pid, 0, 4 * GIB)
     free = 8 * GIB - 256 * MIB - 4 * GIB
-    cache = {"allocated_bytes": GIB, "reserved_bytes": 3 * GIB, "reclaimable_bytes": 2 * GIB}
+    cache: dict[str, Any] = {"allocated_bytes": GIB, "reserved_bytes": 3 * GIB, "reclaimable_bytes": 2 * GIB}
     idle = DeviceSample(uuid, **cache, idle_cache_bytes=GIB)
 
     def allocatable() -> float:
@@ -152,7 +152,7 @@ def test_a_job_s_report_has_its_peak_mean_and_idle_cache_also_after_it_ended(
         return found
 
     def sample(reserved_peak: int, idle: int | None) -> DeviceSample:
-        cache = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB, "reclaimable_bytes": GIB}
+        cache: dict[str, Any] = {"allocated_bytes": GIB, "reserved_bytes": 2 * GIB, "reclaimable_bytes": GIB}
         return DeviceSample(uuid, **cache, reserved_peak_bytes=reserved_peak, idle_cache_bytes=idle)
 
     node.set_process(pid, 0, 4 * GIB)

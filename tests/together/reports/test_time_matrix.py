@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -175,7 +176,7 @@ def test_after_an_action_the_driver_is_read_immediately(
         lambda: scrape(exporter).ledgers()[uuid]["torch_reclaimable"] == reserved > 0, "a report of the free cache"
     )
     assert exporter.act("empty_cache", target={"pid": pid})["freed_bytes"] == reserved
-    seen = []
+    seen: list[Any] = []
     while not seen or seen[-1] != (0, reserved):
         metrics = scrape(exporter)
         ledger = metrics.ledgers()[uuid]

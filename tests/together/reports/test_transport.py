@@ -159,7 +159,7 @@ def test_another_thread_can_interrupt_a_waiting_request() -> None:
 
     with peer(hold) as url, connected(url, 60.0) as connection:
         connection.request("GET", "/")
-        stopper = threading.Thread(target=lambda: arrived.wait(patient(60)) and connection.interrupt())
+        stopper = threading.Thread(target=lambda: arrived.wait(patient(60)) and connection.interrupt())  # type: ignore[func-returns-value]
         stopper.start()
         with pytest.raises(ExporterUnreachableError):
             connection.request("GET", "/")

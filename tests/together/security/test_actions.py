@@ -183,7 +183,7 @@ def test_a_rank_of_another_user_neither_joins_nor_blocks_a_group(
     shared = {"workload": "llm", "step": 50, "step_seconds": 0.1}
     assert node.report(ada, rank="0", sequence=2, **shared).status == 200
     assert node.report(eve, rank="1", sequence=2, **shared).status == 200
-    group = {"group": True, "mode": "step", "deadline_seconds": 60}
+    group: dict[str, Any] = {"group": True, "mode": "step", "deadline_seconds": 60}
     try:
         for user in (ada, eve):
             reply = act(user, node.urls["socket"], target={"workload": "llm"}, **group)
@@ -376,7 +376,7 @@ def test_on_the_exporter_of_a_user_that_user_and_root_have_every_right() -> None
 def test_a_user_does_not_end_the_start_of_another_users_engine(node: Node, root: LocalUser, url: str) -> None:
     uuid = UUIDS[5]  # no other test uses this device
     own, engine = node.user(1003), node.user(1004)  # the processes of the other users are counted
-    clear = {"target": {"pid": own.pid}, "dry_run": False, "deadline_seconds": 60}
+    clear: dict[str, Any] = {"target": {"pid": own.pid}, "dry_run": False, "deadline_seconds": 60}
     on_device = {"devices": (sample(uuid, 0, MIB),)}
     assert node.report(own, sequence=2, **on_device).status == 200
     assert node.report(engine, sequence=2, engine_starting=True, **on_device).status == 200

@@ -82,11 +82,6 @@ def open_files(exporter: ExporterProcess) -> int:
     return len([*Path(f"/proc/{exporter.pid}/fd").iterdir()])
 
 
-def peak_bytes(exporter: ExporterProcess) -> int:
-    status = Path(f"/proc/{exporter.pid}/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
-
-
 @needs_root
 @pytest.mark.parametrize("sent", [b"", b"G", GET[:-2]], ids=["silent", "one byte", "unfinished headers"])
 def test_unfinished_requests_of_one_user_do_not_keep_another_out(exporter: ExporterProcess, sent: bytes) -> None:
@@ -128,11 +123,11 @@ def test_unread_pages_take_the_memory_of_few(exporter: ExporterProcess) -> None:
         assert answer.status == 200
     page = exporter.request("GET", "/metrics").body
     assert len(page) > MIB
-    before = peak_bytes(exporter)
+    before = exporter.peak_bytes()
     with contextlib.ExitStack() as stack:
         connected(port_of(exporter), stack, 100, GET.replace(b"Connection: close\r\n", b"") * 4)
         assert [status_of_scrape(port_of(exporter)) for _ in range(5)] == [200] * 5
-        assert peak_bytes(exporter) - before < 30 * len(page)
+        assert exporter.peak_bytes() - before < 30 * len(page)
 
 
 @pytest.mark.parametrize("status", [413, 415, 431])

@@ -44,11 +44,6 @@ def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProce
     started.close()
 
 
-def peak_bytes(exporter: ExporterProcess) -> int:
-    status = Path(f"/proc/{exporter.pid}/status").read_text()
-    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM:"))
-
-
 def connections(exporter: ExporterProcess, count: int, stack: contextlib.ExitStack) -> list[socket.socket]:
     opened = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(count)]
     for connection in opened:
@@ -82,7 +77,7 @@ def test_pipelined_requests_use_little_memory(exporter: ExporterProcess) -> None
         opened = connections(exporter, 16, stack)
         flood(opened, get * (250 * 1024 // len(get)))
         wait_for(lambda: all(map(_is_answered, opened)), "answers or the end of the connections")
-        assert peak_bytes(exporter) < MOST_BYTES
+        assert exporter.peak_bytes() < MOST_BYTES
 
 
 @pytest.mark.parametrize("size", [250 << 10, MIB - 1])
@@ -90,7 +85,7 @@ def test_half_sent_bodies_use_little_memory(exporter: ExporterProcess, size: int
     with contextlib.ExitStack() as stack:
         opened = connections(exporter, 400, stack)
         flood(opened, HEAD + b"Content-Length: 1048576\r\n\r\n" + b" " * size)
-        assert peak_bytes(exporter) < MOST_BYTES
+        assert exporter.peak_bytes() < MOST_BYTES
         refused = wait_for(lambda: [each for each in opened if b" 503 " in _answer(each)[:20]], "a refused body")
         assert b"retry-after: 1\r\n" in _answer(refused[0])
     wait_for(lambda: exporter.request("POST", "/api/v1/reports", {}).status == 422, "an answer to another report")
@@ -153,7 +148,7 @@ def test_a_replaced_socket_is_logged_once_and_degrades_the_health(tmp_path: Path
                 check = json.loads(tcp.request("GET", "/health").body)["checks"]["socket"]
                 assert check["status"] == "degraded"
                 assert change in check["detail"]
-                wait_for(lambda change=change: f"was {change}" in exporter.log(), "the log line")
+                wait_for(lambda change=change: f"was {change}" in exporter.log(), "the log line")  # type: ignore[misc]
         assert exporter.stop() == 0
         assert exporter.log().count("level=error") == 2
         assert exporter.socket.exists(), "the file of another process"

@@ -134,7 +134,7 @@ def test_a_container_reaches_its_own_processes_only(exporter: str, kind: str) ->
         for attacker in (one, its_root):
             for victim in (ada, root, two):
                 assert act(attacker, node.url, {"pid": victim.pid}, dry_run=False).status == 403
-                stolen = {"workload": "stolen", "session": "later", "session_started_seconds": 1e12}
+                stolen: dict[str, Any] = {"workload": "stolen", "session": "later", "session_started_seconds": 1e12}
                 for final in (False, True):
                     reply = node.report(attacker, victim, **stolen, final=final)
                     assert reply.status == 403, reply
@@ -185,7 +185,7 @@ def test_root_of_a_container_does_not_take_over_a_process_of_another_one(exporte
 
 def test_the_name_of_a_process_that_cannot_be_seen_cannot_be_contested_away(node: Node) -> None:
     ada, eve, inside = node.user(ADA), node.user(EVE), node.user(ADA, **node.container())
-    unseen = {"pid": 77, "pid_namespace": 4242, "start_time_ticks": 5}
+    unseen: dict[str, Any] = {"pid": 77, "pid_namespace": 4242, "start_time_ticks": 5}
     assert node.report(ada, **unseen, session="ada", workload="ada").status == 200
     (name,) = {name for name, workload in node.shown().items() if workload == "ada"}
     for attacker in (eve, inside):
@@ -213,7 +213,7 @@ def test_invented_processes_take_no_place_of_true_ones() -> None:
 
 def test_a_claimed_rank_neither_joins_nor_blocks_a_group(node: Node) -> None:
     ada, root, inside = node.user(ADA), node.user(0), node.user(ADA, **node.container())
-    shared = {"workload": "llm", "step": 50, "step_seconds": 0.1, "sequence": 2}
+    shared: dict[str, Any] = {"workload": "llm", "step": 50, "step_seconds": 0.1, "sequence": 2}
     assert node.report(ada, rank="0", **shared).status == 200
     assert node.report(inside, rank="1", **shared).status == 200
     group = {"group": True, "mode": "step", "deadline_seconds": 60}

@@ -82,6 +82,10 @@ def _until_rows(terminal: TerminalProgram) -> None:
     terminal.until(lambda: _process_rows(terminal), "rows of processes")
 
 
+def _until_written(terminal: TerminalProgram, text: bytes, times: int) -> None:
+    terminal.until(lambda: terminal.output.count(text) >= times, f"{text!r}, {times} times")
+
+
 def _api_rows(document: Any) -> dict[tuple[str, str], dict[str, str]]:
     """The same sizes from `/api/v1/processes`."""
     return {
@@ -171,12 +175,12 @@ def test_ctrl_z_restores_the_terminal_and_fg_continues(demo: ExporterProcess, op
     _until_rows(terminal)
     for turn in (1, 2):
         terminal.type("\x1a")
-        terminal.until(lambda n=turn: terminal.output.count(b"\x1b[?1049l") == n, "the first screen")
-        terminal.until(lambda n=turn: terminal.output.count(b"Stopped") >= n, "the shell to say so")
+        _until_written(terminal, b"\x1b[?1049l", turn)
+        _until_written(terminal, b"Stopped", turn)
         terminal.type("stty -a | tr -s ' ;' '\\n' | grep -x -e icanon -e echo | sort | tr '\\n' +\n")
-        terminal.until(lambda n=turn: terminal.output.count(b"echo+icanon+") == n, "the shell's own modes")
+        _until_written(terminal, b"echo+icanon+", turn)
         terminal.type("fg\n")
-        terminal.until(lambda n=turn: terminal.output.count(b"\x1b[?1049h") == n + 1, "the screen again")
+        _until_written(terminal, b"\x1b[?1049h", turn + 1)
         terminal.until(lambda: b"quit" in terminal.output[terminal.output.rindex(b"\x1b[?1049h") :], "it to be drawn")
     terminal.type("q")
     terminal.until(lambda: terminal.output.endswith(b"ready> "), "the shell")

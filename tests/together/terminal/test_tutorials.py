@@ -36,7 +36,8 @@ def can_have_an_own_network() -> bool:
 def test_a_tutorial_does_what_it_says(page: Path, node: EmulatedNode, tmp_path: Path) -> None:
     if page.stem == "explain-an-oom" and sys.version_info < (3, 11):
         pytest.skip("Python prints the notes of an error since 3.11")
-    script, expected = ["ip link set lo up", "exec 2>&1"], []
+    script = ["ip link set lo up", "exec 2>&1"]
+    expected: list[str] = []
     for language, title, body in BLOCK.findall(page.read_text(encoding="utf-8")):
         if language == "python":
             (tmp_path / title).write_text(body, encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +15,8 @@ SHORT_END = [4, 4, 4, 4, 4, 4, 4, 3]
 MIXED = [4, 1, 3, 2, 4, 4, 1]
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[TorchProcess]:
-    """A process without a driver."""
-    with TorchProcess(None) as started:
-        started.exec("torch.set_num_threads(1)")
-        yield started
-
-
-def call(process: TorchProcess, function: str, **arguments: Any) -> Any:
-    code = f"from tests.programs import accumulated_steps\nresult = accumulated_steps.{function}(**given)"
-    return process.exec(code, given=arguments)
+def call(process: TorchProcess, function: str, **given: Any) -> Any:
+    return process.call_program("accumulated_steps", function, **given)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

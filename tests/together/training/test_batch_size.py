@@ -23,8 +23,8 @@ def process(make_node: MakeNode) -> Iterator[TorchProcess]:
         yield started
 
 
-def call(process: TorchProcess, function: str) -> Any:
-    return process.exec(f"from tests.programs import searched_batches\nresult = searched_batches.{function}()")
+def call(process: TorchProcess, function: str, **given: Any) -> Any:
+    return process.call_program("searched_batches", function, **given)
 
 
 def test_the_found_size_trains_the_next_one_does_not_and_no_statistic_is_reset(

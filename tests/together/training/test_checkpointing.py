@@ -23,9 +23,8 @@ def process(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
         yield started
 
 
-def call(process: TorchProcess, function: str, **arguments: Any) -> Any:
-    code = f"from tests.programs import checkpointed_steps\nresult = checkpointed_steps.{function}(**given)"
-    return process.exec(code, given=arguments, timeout_seconds=110)
+def call(process: TorchProcess, function: str, **given: Any) -> Any:
+    return process.call_program("checkpointed_steps", function, **given)
 
 
 def selections(results: dict[str, Any]) -> list[int | None]:

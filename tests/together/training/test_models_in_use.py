@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
@@ -14,17 +11,8 @@ from tests.emulation.torch_process import TorchProcess
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[TorchProcess]:
-    """A process without a driver."""
-    with TorchProcess(None, {"OMP_NUM_THREADS": "1"}) as started:
-        yield started
-
-
-def call(process: TorchProcess, function: str) -> Any:
-    return process.exec(
-        f"from tests.programs import models_in_use\nresult = models_in_use.{function}()", timeout_seconds=110
-    )
+def call(process: TorchProcess, function: str, **given: Any) -> Any:
+    return process.call_program("models_in_use", function, **given)
 
 
 def test_inference_restores_each_mode_and_logs_that_there_is_no_cuda(process: TorchProcess) -> None:

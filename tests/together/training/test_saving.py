@@ -5,11 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
@@ -17,17 +14,8 @@ from tests.emulation.torch_process import TorchProcess
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[TorchProcess]:
-    """A process without a driver."""
-    with TorchProcess(None) as started:
-        started.exec("torch.set_num_threads(1)")
-        yield started
-
-
-def call(process: TorchProcess, function: str, **arguments: Any) -> Any:
-    code = f"from tests.programs import saved_checkpoints\nresult = saved_checkpoints.{function}(**given)"
-    return process.exec(code, given=arguments, timeout_seconds=110)
+def call(process: TorchProcess, function: str, **given: Any) -> Any:
+    return process.call_program("saved_checkpoints", function, **given)
 
 
 def test_training_resumes_from_a_checkpoint_with_the_same_losses(process: TorchProcess, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import bcrypt
@@ -105,11 +106,11 @@ def start_https(folder: Path, start_exporter: StartExporter) -> StartHttps:
     return start
 
 
-def basic(credentials: str) -> dict[str, str]:
+def basic(credentials: str) -> dict[str, Any]:
     return {"Authorization": "Basic " + base64.b64encode(credentials.encode()).decode()}
 
 
-def bearer(token: str) -> dict[str, str]:
+def bearer(token: str) -> dict[str, Any]:
     return {"Authorization": f"Bearer {token}"}
 
 

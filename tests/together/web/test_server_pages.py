@@ -152,7 +152,7 @@ CREDENTIALS = {
 def test_the_described_credentials_are_those_that_open_each_route(
     tmp_path: Path, tokens: tuple[str, ...], users: bool
 ) -> None:
-    flags = {}
+    flags: dict[str, Any] = {}
     for name, token in (("action", "act"), ("report", "report")):
         (tmp_path / name).touch(0o600)
         (tmp_path / name).write_text(token)
@@ -175,8 +175,8 @@ def test_the_described_credentials_are_those_that_open_each_route(
             for method, operation in operations.items():
                 described = [set(alternative) for alternative in operation["security"]]
                 for credential in (None, *CREDENTIALS):
-                    headers = {} if credential is None else {"Authorization": CREDENTIALS[credential]}
-                    body = [] if method == "post" else None
+                    headers: Any = {} if credential is None else {"Authorization": CREDENTIALS[credential]}
+                    body: Any = [] if method == "post" else None
                     answer = exporter.request(method.upper(), re.sub(r"{\w+}", "x", path), body, **headers)
                     admitted = not described or set() in described or {credential} in described
                     assert (answer.status != 401) is admitted, (method, path, credential, described, answer.status)

@@ -51,7 +51,8 @@ def compare_checkpointing(
     The peak is above what was allocated before the step, on the device of the model's first parameter. It comes from
     the allocator's history, which is recorded for one step and resets nothing. With cudaMallocAsync, or while the
     user's code records the history, the peak is bounded. In a distributed job every rank calls this. Not thread-safe:
-    no other thread may use the model during the call.
+    no other thread may use the model during the call. Raises ConfigurationError if an argument is invalid, or if the
+    model cannot be trained that way.
 
     Args:
         model: the model, on the device where it trains. During the call it is in training mode.
@@ -65,9 +66,6 @@ def compare_checkpointing(
         reset_peaks: make the peak exact: reset the allocator's peaks before the run, instead of recording a history.
         simulate: predict the peaks on a machine without CUDA. CPU tensors of the whole process follow CUDA's rules
             then.
-
-    Raises:
-        ConfigurationError: an argument is invalid, or the model cannot be trained that way.
     """
     step = Step(model, batch, loss, autocast)
     _check(step, repeats, reset_peaks, simulate)
@@ -231,7 +229,7 @@ def _simulate_peak(step: Step, blocks: Sequence[str]) -> int:
             tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
             start = copy.deepcopy(tracer.trace)
             with torch.enable_grad():
-                loss = step.on(model, batch).forward()
+                loss = replace(step, model=model, batch=batch).forward()
                 tracer.kind = "temporaries"
                 loss.backward()
         whole = tracer.trace.ordered()

@@ -18,10 +18,9 @@ from gpumem_client.phases.measured import phase_at_error
 from gpumem_client.torch_access import DeviceState, rank_and_size
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_client.wire.units import ShownAsText, human_bytes
-from gpumem_toolkit.leaks.detector import known_leak
+from gpumem_toolkit.leaks.detector import descriptions, frequent, known_leak
 from gpumem_toolkit.leaks.live_tensors import walk
 from gpumem_toolkit.leaks.referrers import instance_dictionary
-from gpumem_toolkit.leaks.suspects import descriptions, frequent
 from gpumem_toolkit.measure.tensor_bytes import Storages, tensors_in
 from gpumem_toolkit.oom.advice import Advice, advise
 from gpumem_toolkit.oom.growth import BlockHistory

@@ -44,22 +44,16 @@ def plan(
 
 
 def plan_description(description: Description, gpu: str | Gpu, **options: Any) -> Plan:
-    """Plan a decoder-only transformer from its description.
+    """Plan a decoder-only transformer from its description. Takes `gpu`, and raises errors, as `plan` does.
 
-    Args:
-        description: the dimensions.
-        gpu: a size (`80GiB`), a name (`h100-80gb`), or a Gpu.
-        options: options of `Job`, and
+    The options are those of `Job`, and
 
-            - target_effective_batch: samples in one optimizer step, over all devices.
-            - batch: samples in one pass. By default the planner chooses, a multiple of `multiple_of`.
-            - devices: number of data-parallel processes.
-            - margin: the part of the device's free memory to plan with, 0.85 by default.
-            - changes: False plans no changes that save memory, which takes a third of the time.
-            - timeout_seconds: the time limit of the plan, 600 by default.
-
-    Raises:
-        ConfigurationError: as in `plan`.
+    - target_effective_batch: samples in one optimizer step, over all devices.
+    - batch: samples in one pass. By default the planner chooses, a multiple of `multiple_of`.
+    - devices: number of data-parallel processes.
+    - margin: the part of the device's free memory to plan with, 0.85 by default.
+    - changes: False plans no changes that save memory, which takes a third of the time.
+    - timeout_seconds: the time limit of the plan, 600 by default.
     """
     return _plan(description.job, gpu, "description", **options)
 

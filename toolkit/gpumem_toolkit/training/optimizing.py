@@ -88,7 +88,7 @@ def optimize_model(
 
     Calls `model.to(dtype=…)` and `model.to(memory_format=torch.channels_last)`. The parameters stay the same objects,
     so optimizers still refer to them. If the model fails with the example, the change stays, because it cannot be
-    undone.
+    undone. Raises ConfigurationError if the arguments would change nothing.
 
     Args:
         model: the model, on the device where it runs.
@@ -99,9 +99,6 @@ def optimize_model(
             tuple or list, or keyword arguments in a mapping.
         reset_peaks: reset the allocator's peaks to measure that of a forward pass, which is then exact. By default the
             peak comes from the allocator's history, recorded for one forward pass, and nothing is reset.
-
-    Raises:
-        ConfigurationError: the arguments would change nothing.
     """
     _check(model, dtype, channels_last)
     if reset_peaks and example is None:
