@@ -33,7 +33,6 @@ from gpumem_exporter.actions.selection import (
     SelectedProcess,
     Selection,
     TerminationTarget,
-    gpu_labels,
     host_pids,
     select,
 )
@@ -55,12 +54,9 @@ _DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
 class Dispatcher:
     """Accepts actions, delivers commands, collects results.
 
-    Args:
-        record: awaited for each new action before a process gets a command of it, so that the action is recorded before
-            it has an effect.
-        wake: ends the held requests that wait for a process or for the id of an action.
-        call_later: calls a function after some seconds, so that actions expire in time; the event loop by default.
-        hide_identities: whether callers without all rights learn nothing of others' processes from errors and results.
+    A process gets a command of a new action after `record` has stored the action. `wake` ends the held requests that
+    wait for a process or for the id of an action. `call_later`, by default of the event loop, lets actions expire in
+    time. With `hide_identities`, errors and results show callers without all rights nothing of others' processes.
     """
 
     def __init__(
@@ -127,9 +123,10 @@ class Dispatcher:
             self._engine_starts.require_permission(request, requested_by, starting, snapshot)
         share = requested_by.share
         # A dry run reaches no process, so it counts for its caller only.
+        limited = [] if request.dry_run else selection.limit_keys()
         if not request.dry_run:
             self._actions.require_room(share, len(selection.reporting))
-        self._limits.take(share, [] if request.dry_run else selection.limit_keys())
+        self._limits.take(share, limited)
         running = self._started(request, requested_by, selection, share, now)
         self._actions.start(running, request, idempotency_key)
         if request.action == "terminate":
@@ -182,7 +179,7 @@ class Dispatcher:
             caller=caller.key,
             settle_seconds=request.settle_seconds,
         )
-        gpus = gpu_labels(selection.snapshot)
+        gpus = selection.snapshot.gpus
         running = RunningAction(action, now, request, caller, share, gpus, offered_seconds=now)
         if self._record is None or request.dry_run:
             running.recorded.set()

@@ -149,7 +149,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
 
 def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProcess, ...]:
     """Return the reporting processes of a target. A target with a device excludes processes that do not use it."""
-    wanted, gpus = target.given(), gpu_labels(snapshot)
+    wanted, gpus = target.given(), snapshot.gpus
     by_device = "uuid" in wanted or "gpu" in wanted
     selected = []
     for name, process in snapshot.names.reporting:
@@ -244,8 +244,3 @@ def _users_of(process: ReportingProcess, snapshot: Snapshot) -> tuple[str, ...]:
 def _user_names(host_pid: int, snapshot: Snapshot) -> tuple[str, ...]:
     facts = snapshot.node.facts.get(host_pid) if snapshot.node is not None else None
     return (facts.user,) if facts is not None and facts.user else ()
-
-
-def gpu_labels(snapshot: Snapshot) -> dict[str, str]:
-    """Return the NVML index of each device by uuid."""
-    return {} if snapshot.node is None else {device.uuid: device.gpu for device in snapshot.node.devices}

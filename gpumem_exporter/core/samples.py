@@ -291,6 +291,11 @@ class Snapshot:
     """The inference engines that start, once for each of their devices."""
 
     @cached_property
+    def gpus(self) -> Mapping[str, str]:
+        """The NVML index of each device by uuid."""
+        return {} if self.node is None else {device.uuid: device.gpu for device in self.node.devices}
+
+    @cached_property
     def names(self) -> Names:
         """The names of the reporters."""
         return Names.of(self)

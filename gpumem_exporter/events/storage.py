@@ -123,11 +123,7 @@ class Storage:
         self._attempt(lambda connection: self._transaction(connection, ()))
 
     def append(self, events: Sequence[Event]) -> list[Event]:
-        """Store the events that are not duplicates in one commit, and return them.
-
-        Raises:
-            StorageError: no event was stored.
-        """
+        """Store the events that are not duplicates in one commit, and return them, or raise StorageError."""
         rows = [(event, _row(event)) for event in events]
         return self._attempt(lambda connection: self._transaction(connection, rows))
 

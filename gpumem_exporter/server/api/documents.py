@@ -8,7 +8,6 @@ from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.actions.selection import gpu_labels
 from gpumem_exporter.core.ledger import (
     DeviceLedger,
     ProcessShare,
@@ -113,8 +112,7 @@ def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = 
 
     The identities of others' processes are hidden from `viewer`; None shows them.
     """
-    gpus = gpu_labels(snapshot)
-    processes = [_process(process, gpus, snapshot) for process in seen_processes(snapshot, viewer)]
+    processes = [_process(process, snapshot) for process in seen_processes(snapshot, viewer)]
     return {"source": source, "processes": processes}
 
 
@@ -145,7 +143,7 @@ def _knows(viewer: Caller, process: SeenProcess) -> bool:
     return process.reporter is not None and viewer.may_act_on(process.reporter)
 
 
-def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> dict[str, Any]:
+def _process(process: SeenProcess, snapshot: Snapshot) -> dict[str, Any]:
     reporter, facts = process.reporter, process.facts
     report = reporter.report if reporter else None
     identity = report.process if report else process.silent
@@ -167,7 +165,7 @@ def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) 
         "last_report_unix_seconds": process.last_report_unix_seconds,
         "uid": reporter.owner_uid if reporter and not process.hidden else None,
         "actions": list(report.actions) if report else [],
-        "devices": _process_devices(process, gpus),
+        "devices": _process_devices(process, snapshot.gpus),
     }
 
 

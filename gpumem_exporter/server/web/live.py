@@ -13,7 +13,6 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.actions.selection import gpu_labels
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.documents import SeenProcess, devices_document, processes_document, seen_processes
@@ -166,7 +165,7 @@ def live_router(*, renderings: LiveRenderings, history: History, hide_identities
 
 
 def _table(snapshot: Snapshot, viewer: Caller | None) -> dict[str, Any]:
-    gpus = gpu_labels(snapshot)
+    gpus = snapshot.gpus
     rows = [row for process in seen_processes(snapshot, viewer) for row in _rows(process, gpus)]
     return {"columns": COLUMNS, "processes": rows}
 
