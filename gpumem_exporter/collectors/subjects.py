@@ -56,3 +56,8 @@ class Collector(NamedTuple):
     name: str
     families: tuple[Metric, ...]
     subjects: Callable[[View], Iterator[Subject]]
+
+
+def one_of_each(families: Iterable[Metric]) -> Callable[..., tuple[Series, ...]]:
+    """Return a function that returns a series of each family, all with the same labels."""
+    return lambda *labels: tuple((metric, labels) for metric in families)

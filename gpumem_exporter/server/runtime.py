@@ -28,10 +28,10 @@ from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
-from gpumem_exporter.server.http.held_requests import HeldRequests
 from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.server.http.peer import PeerPlaces
 from gpumem_exporter.server.http.replies import Renderer
+from gpumem_exporter.server.http.turns import HeldRequests
 from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.request_guard import OwnNames, Rule

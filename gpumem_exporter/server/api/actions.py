@@ -1,4 +1,7 @@
-"""`/api/v1/actions`: request, list and cancel actions. The request guard has authorized the caller."""
+"""`/api/v1/actions`: request, list and cancel actions. `/api/v1/caller`: what the caller may do.
+
+The request guard has authorized the caller of actions.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ from gpumem_exporter.server.api.action_schema import (
     suggested_document,
 )
 from gpumem_exporter.server.api.audit import Audit
-from gpumem_exporter.server.http.held_requests import HeldRequests
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
+from gpumem_exporter.server.http.turns import HeldRequests
 from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH, CALLER_PATH
 

@@ -12,6 +12,12 @@ from typing import Any
 
 from fastapi import Response
 
+REPLY_MODELS: dict[str, type] = {}
+"""The models of the replies of all routes, by name."""
+_OPENMETRICS = "application/openmetrics-text"
+_TEXT_RANGES = ("text/plain", "text/*", "*/*")
+"""From the most specific range to the least."""
+
 
 class Renderer:
     """Builds large replies in a thread of its own, so that the event loop answers other clients meanwhile.
@@ -75,14 +81,6 @@ def iso_time(unix_seconds: float) -> str:
     """Return a time as ISO 8601 in UTC with milliseconds: `2026-01-31T12:00:00.000Z`."""
     time = datetime.fromtimestamp(unix_seconds, tz=timezone.utc)
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-REPLY_MODELS: dict[str, type] = {}
-"""The models of the replies of all routes, by name."""
-
-_OPENMETRICS = "application/openmetrics-text"
-_TEXT_RANGES = ("text/plain", "text/*", "*/*")
-"""From the most specific range to the least."""
 
 
 def json_reply(model: type, description: str = "Successful Response") -> dict[str, Any]:
