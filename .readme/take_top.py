@@ -19,8 +19,8 @@ from rich.terminal_theme import TerminalTheme
 from gpumem_client.wire.errors import ExporterError
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.top.app import NodeTop
+from gpumem_exporter.cli.top.content import View
 from gpumem_exporter.cli.top.source import Reading, Source
-from gpumem_exporter.cli.top.view import View
 
 COLUMNS, LINES = 134, 40
 LEAST_REPORTING = 12

@@ -40,17 +40,10 @@ def has_settled(action: Document) -> bool:
 class ExporterApi:
     """The API at the first of several addresses that answers. Not thread-safe.
 
-    Args:
-        urls: the addresses to try, in order.
-        token: the bearer token; empty for none.
-        token_for_reads: whether public routes receive the token too: it shows the identities that an exporter hides.
-            Otherwise, they receive it after a 401, because the exporter has passwords and accepts the token instead.
-        trust: the servers that receive the token; by default the servers that the environment names.
-        timeout_seconds: for each answer, in addition to a delay that the request permits.
-        advice: ends the error message when no address answers.
-
-    Raises:
-        ConfigurationError: an address is invalid.
+    With `token_for_reads`, public routes receive the token too: it shows the identities that an exporter hides.
+    Otherwise, they receive it after a 401, because the exporter has passwords and accepts the token instead. By
+    default, only servers that the environment names receive the token. The timeout is for each answer, in addition to a
+    delay that the request permits. Raises ConfigurationError if an address is invalid.
     """
 
     def __init__(
@@ -94,9 +87,8 @@ class ExporterApi:
     def get(self, path: str, *, also: Collection[int] = ()) -> dict[str, Any]:
         """Read one JSON document. `also` has the statuses besides 200 whose answers are documents.
 
-        Raises:
-            ExporterUnreachableError: no address answers, or the answer is not an exporter's.
-            ExporterAnswerError: the exporter answers with an error.
+        Raises ExporterUnreachableError if no address answers, or the answer is not an exporter's, and
+        ExporterAnswerError if the exporter answers with an error.
         """
         return self._document(self._request("GET", path), (200, *also))
 
@@ -196,8 +188,7 @@ class ExporterApi:
 def read_rights(api: ExporterApi) -> Document:
     """Read what the caller may do, from `GET /api/v1/caller`; empty if the exporter is too old to know it.
 
-    Raises:
-        ExporterUnreachableError: no address answers.
+    Raises ExporterUnreachableError if no address answers.
     """
     try:
         return api.get("/api/v1/caller")

@@ -34,9 +34,7 @@ Exit codes: 0 done; 1 the request failed; 2 wrong usage or configuration.
 def invoke(words: Sequence[str]) -> int:
     """Run a command and return its exit code.
 
-    Raises:
-        ConfigurationError: wrong usage; the message names the invalid word or option.
-        GpumemError: the command failed.
+    Raises ConfigurationError for wrong usage, with the invalid word or option, and GpumemError if the command fails.
     """
     try:
         # Not click's `main`, which writes to stderr on Ctrl-C.
@@ -58,11 +56,7 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:  # noqa: ARG002 - the signature of click
-        """Return a command.
-
-        Raises:
-            ConfigurationError: there is no such command.
-        """
+        """Return a command. Raises ConfigurationError if there is no such command."""
         module = COMMANDS.get(cmd_name)
         if module is None:
             raise ConfigurationError(_unknown(cmd_name))

@@ -209,11 +209,8 @@ def send_all(
     """Send the suggested requests and wait for their ends. Returns the actions as they are then.
 
     What has not started is canceled on KeyboardInterrupt, and once `stopped` returns true. `observe` is called about
-    four times a second with each action that has not ended.
-
-    Raises:
-        ExporterAnswerError: the exporter rejects the only request.
-        ExporterUnreachableError: no address answers.
+    four times a second with each action that has not ended. Raises ExporterAnswerError if the exporter rejects the only
+    request, and ExporterUnreachableError if no address answers.
     """
     end = time.monotonic() + wait_seconds
     actions = [_sent(api, expected, request) for request in expected.requests]

@@ -32,8 +32,7 @@ class Node:
     def require_known(self, target: Target) -> None:
         """Check that each name of a target exists.
 
-        Raises:
-            TargetNotFoundError: no device and no process has one of the names; the text has the nearest known ones.
+        Raises TargetNotFoundError if no device and no process has one of the names; the text has the nearest names.
         """
         processes = self.processes["processes"]
         on_devices = [*self.devices["devices"], *(device for process in processes for device in process["devices"])]
@@ -66,9 +65,8 @@ class Node:
 def read_live(api: ExporterApi) -> tuple[Node, Document]:
     """Read the node, and return it with the whole document of `/api/v1/live`.
 
-    Raises:
-        ExporterUnreachableError: no address answers, or the answer is not an exporter's.
-        ExporterAnswerError: the exporter answers with an error.
+    Raises ExporterUnreachableError if no address answers, or the answer is not an exporter's, and
+    ExporterAnswerError if the exporter answers with an error.
     """
     live = api.get(_PATH)
     problem = "is not a gpumem-exporter"

@@ -75,8 +75,7 @@ def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> t
 def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:
     """Return the token for actions, or an empty string if there is none: from --token-file, else the environment.
 
-    Raises:
-        ConfigurationError: the file cannot be read, or does not contain one token.
+    Raises ConfigurationError if the file cannot be read, or does not contain one token.
     """
     if not token_file:
         token = environ.get("GPUMEM_ACTION_TOKEN", "").strip()
@@ -92,11 +91,7 @@ def open_api(url: str | None, token_file: str | None) -> ExporterApi:
 
 
 def read_token(path: str) -> str:
-    """Read the token in a file.
-
-    Raises:
-        ConfigurationError: the file cannot be read, or does not contain one token.
-    """
+    """Read the token in a file. Raises ConfigurationError if the file cannot be read, or does not contain one token."""
     try:
         token = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -144,8 +139,7 @@ target_options = option_group(
 def pop_target(values: dict[str, Any]) -> Target:
     """Remove the values of `target_options` from `values`. Return the target; without a field it selects all processes.
 
-    Raises:
-        ConfigurationError: a value is invalid, or `--all` contradicts another option.
+    Raises ConfigurationError if a value is invalid, or `--all` contradicts another option.
     """
     everything = values.pop("all")
     given: dict[str, Any] = {name: _split(texts) for name in SELECTORS if (texts := values.pop(name))}
@@ -194,8 +188,7 @@ def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any
 def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool) -> dict[str, Any]:
     """Return the request of an action, without its target, from the values of its options.
 
-    Raises:
-        ConfigurationError: a value is invalid, or options contradict each other.
+    Raises ConfigurationError if a value is invalid, or options contradict each other.
     """
     request = {"action": action, **values}
     if "mode" in request:
@@ -211,8 +204,7 @@ def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool)
 def checked_request(document: dict[str, Any]) -> dict[str, Any]:
     """Return a request; one without a target is checked as if it had every process.
 
-    Raises:
-        ConfigurationError: a value is invalid, or options contradict each other.
+    Raises ConfigurationError if a value is invalid, or options contradict each other.
     """
     target = Target(**document.get("target", {"all": True}))
     for invalid in invalid_fields(ActionRequest(**{**document, "target": target})):

@@ -89,8 +89,7 @@ class DemoNode:
     def start(self, exporter_url: str, *, report_token: str | None = None) -> None:
         """Start the simulation and its reports, once. The exporter may start later.
 
-        Raises:
-            RuntimeError: the node was already started.
+        Raises RuntimeError if the node was already started.
         """
         if self._reporter is not None:
             raise RuntimeError("the demo node was already started")

@@ -1,4 +1,4 @@
-"""The programs of the demo's processes that do not train; see `trainings` for the others.
+"""The programs of the demo's processes. Those that train name their phases and the components of their memory.
 
 A program is a generator, and each `yield` ends one tick of the simulation. A program ends when it returns, and crashes
 if it raises `SimulatedOutOfMemoryError`. It uses only its process as a source of data and random numbers, so the same
@@ -143,3 +143,135 @@ def diffusion_server(process: SimulatedProcess) -> Iterator[None]:
         process.busy_ratio = 0.0
         for _ in range(rng.randint(0, 10)):
             yield
+
+
+def pretraining(process: SimulatedProcess) -> Iterator[None]:
+    """Data-parallel training: the memory of each rank follows the same sawtooth, just below the device's limit."""
+    layers = 8
+    process.pinned_bytes = 512 * MIB
+    process.keep(layers, 2080 * MIB, "parameters")
+    while True:
+        process.busy_ratio = 0.97
+        sequences = 15 if process.step % 5 == 4 else 16
+        with process.phase("forward"):
+            activations = [process.tensor(sequences * 144 * MIB) for _ in range(layers)]
+        yield
+        gradients = []
+        with process.phase("backward"):
+            for _ in range(layers):
+                gradients.append(process.tensor(2080 * MIB, "gradients"))
+                scratch = [process.tensor(sequences * 12 * MIB)]
+                process.free([activations.pop()])
+                process.free(scratch)
+        yield
+        with process.phase("optimizer"):
+            if process.step == 0:  # optimizers create their state in the first step
+                process.keep(layers, 4160 * MIB, "optimizer_state")
+            process.free([process.tensor(1040 * MIB)])
+        process.free(gradients)
+        process.end_step()
+        yield
+        if process.step % 120 == 0:  # the process writes a checkpoint, which uses the CPU only
+            process.busy_ratio = 0.08
+            for _ in range(6):
+                yield
+
+
+def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
+    """Batches of varying length, and small results that outlive them, fragment the heap.
+
+    The results are in reference cycles with the batches' outputs until Python's garbage collector reaches its oldest
+    generation. A memory fraction limits the program to a part of the device.
+    """
+    rng = process.rng
+    process.pinned_bytes = 96 * MIB
+    process.slots[0].allocator.limit_bytes = int(0.58 * process.slots[0].device.usable_bytes)
+    process.keep(6, 512 * MIB, "parameters")
+    process.keep(6, 1024 * MIB, "optimizer_state")  # loaded from a checkpoint
+    sizes_mib = [4096.0] * 14  # the longest recordings come first, and do not fit
+    while True:
+        batch: list[Tensor] = []
+        gradients: list[Tensor] = []
+        try:
+            with process.phase("forward"):
+                for size_mib in sizes_mib:
+                    batch.append(process.tensor(int(size_mib * MIB)))
+                    process.garbage.append(process.tensor(rng.randint(2, 16) * MIB))
+            with process.phase("backward"):
+                gradients.extend(process.tensor(512 * MIB, "gradients") for _ in range(6))
+            with process.phase("optimizer"):
+                process.free([process.tensor(512 * MIB)])
+        except SimulatedOutOfMemoryError:
+            process.busy_ratio = 0.3
+        else:
+            process.busy_ratio = 0.82
+            process.end_step()
+        while len(process.garbage) > 500:
+            process.free([process.garbage.pop(0)])
+        yield
+        rng.shuffle(batch)
+        process.free(batch)
+        process.free(gradients)
+        if process.busy_ratio < 0.5:  # the batch is skipped, as many training loops do
+            process.empty_cache()
+        sizes_mib = [min(rng.lognormvariate(6.4, 0.8), 2200.0) for _ in range(14)]
+        yield
+
+
+def pipeline_training(process: SimulatedProcess) -> Iterator[None]:
+    """One process on two devices; a tensor that it sends between them stays active until the copy is complete."""
+    process.busy_ratio = 0.7
+    process.pinned_bytes = 256 * MIB
+    stages = ((0, 4), (1, 2))
+    for device, layers in stages:
+        process.keep(layers, 1120 * MIB, "parameters", device=device)
+    while True:
+        with process.phase("forward"):
+            first = [process.tensor(730 * MIB, device=0) for _ in range(4)]
+            sent = [process.tensor(192 * MIB, device=0)]
+            second = [process.tensor(730 * MIB, device=1) for _ in range(2)]
+            process.free(sent, used_by_other_stream=True)
+        yield
+        gradients: list[Tensor] = []
+        with process.phase("backward"):
+            for device, activations in ((1, second), (0, first)):
+                while activations:
+                    gradients.append(process.tensor(560 * MIB, "gradients", device=device))
+                    process.free([activations.pop()])
+        with process.phase("optimizer"):
+            for device, layers in stages:
+                if process.step == 0:
+                    process.keep(layers, 2240 * MIB, "optimizer_state", device=device)
+                process.free([process.tensor(560 * MIB, device=device)])
+        process.free(gradients)
+        process.end_step()
+        yield
+
+
+def mixture_of_experts_training(process: SimulatedProcess) -> Iterator[None]:
+    """Rank 1 has twice the experts of rank 0, including the popular ones, which get most of the tokens.
+
+    Each rank empties its cache after a validation. If the memory does not suffice for all shapes of the experts'
+    batches, this causes retries until the cache has filled again.
+    """
+    rng = process.rng
+    experts, most_mib = (6, 3100) if process.identity.rank == "1" else (3, 600)
+    process.busy_ratio = 0.88
+    process.keep(experts, 896 * MIB, "parameters")
+    while True:
+        with process.phase("forward"):
+            tokens = [process.tensor(rng.randint(most_mib // 4, most_mib) * MIB) for _ in range(8)]
+        yield
+        with process.phase("backward"):
+            gradients = [process.tensor(896 * MIB, "gradients") for _ in range(experts)]
+            rng.shuffle(tokens)
+            process.free(tokens)
+        with process.phase("optimizer"):
+            if process.step == 0:
+                process.keep(experts, 1792 * MIB, "optimizer_state")
+            process.free([process.tensor(896 * MIB)])
+        process.free(gradients)
+        process.end_step()
+        if process.step % 60 == 0:  # after each validation
+            process.empty_cache()
+        yield

@@ -17,7 +17,8 @@ from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter import __version__
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.process import SimulatedDevice, SimulatedProcess
-from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, MIB, Workload
+from gpumem_exporter.demo.programs import MIB
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.nvml.provider import DeviceIdentity
 
 TICK_SECONDS = 0.5

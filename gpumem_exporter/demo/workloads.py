@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpumem_exporter.demo import programs, trainings
-from gpumem_exporter.demo.programs import Program
-
-MIB = 1 << 20
+from gpumem_exporter.demo import programs
+from gpumem_exporter.demo.programs import MIB, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class Workload:
 
 DEMO_WORKLOADS = (
     Workload(
-        *("demo-llm-pretrain", trainings.pretraining, "python pretrain.py", "ml-train", ((0,), (1,), (2,), (3,))),
+        *("demo-llm-pretrain", programs.pretraining, "python pretrain.py", "ml-train", ((0,), (1,), (2,), (3,))),
         ranks=True,
         context_bytes=1710 * MIB,
         nccl_bytes=1090 * MIB,
@@ -67,7 +65,7 @@ DEMO_WORKLOADS = (
         k8s_pod="search/embeddings",
     ),
     Workload(
-        *("demo-pipeline-finetune", trainings.pipeline_training, "python finetune_pipeline.py", "alice", ((4, 6),)),
+        *("demo-pipeline-finetune", programs.pipeline_training, "python finetune_pipeline.py", "alice", ((4, 6),)),
         context_bytes=690 * MIB,
         warm_up_ticks=250,
         slurm_job_id="4711",
@@ -79,7 +77,7 @@ DEMO_WORKLOADS = (
         k8s_pod="serving/chat",
     ),
     Workload(
-        *("demo-asr-varlen", trainings.varying_length_training, "python train_asr.py", "speech", ((6,),)),
+        *("demo-asr-varlen", programs.varying_length_training, "python train_asr.py", "speech", ((6,),)),
         warm_up_ticks=240,
         context_bytes=560 * MIB,
         planned_bytes=24_000 * MIB,  # planned for batches of the mean length
@@ -91,7 +89,7 @@ DEMO_WORKLOADS = (
         k8s_pod="notebooks/jupyter-carol",
     ),
     Workload(
-        *("demo-moe-finetune", trainings.mixture_of_experts_training, "python finetune_moe.py", "ml-train"),
+        *("demo-moe-finetune", programs.mixture_of_experts_training, "python finetune_moe.py", "ml-train"),
         placements=((6,), (7,)),
         ranks=True,
         slurm_job_id="4715",

@@ -19,12 +19,10 @@ from gpumem_exporter.host import Host
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
-from gpumem_exporter.server.api.actions import actions_router
+from gpumem_exporter.server.api.actions import actions_router, caller_router
 from gpumem_exporter.server.api.alerts import alerts_router
-from gpumem_exporter.server.api.caller import caller_router
-from gpumem_exporter.server.api.events import events_router
+from gpumem_exporter.server.api.events import events_router, jobs_router
 from gpumem_exporter.server.api.health import Health, health_router
-from gpumem_exporter.server.api.jobs import jobs_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
@@ -66,16 +64,9 @@ def create_app(
 ) -> FastAPI:
     """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
 
-    Args:
-        settings: the settings of `serve`.
-        provider: the driver; opened, used and closed by the poller's thread.
-        host: reports the processes of the operating system.
-        clock: monotonic seconds.
-        wall_clock: seconds of the Unix epoch.
-        registry: further metrics at the end of the page; none by default.
-        pods: adds the names of pods and containers to processes; None without a kubelet.
-        driver_pids: drops pids that are not of this PID namespace; None if all are.
-        socket_file: the file of the unix socket; None without one.
+    The poller's thread opens, uses and closes the driver (`provider`). `registry` has further metrics for the end of
+    the page. `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID namespace, and
+    `socket_file` without a unix socket.
     """
     runtime = Runtime(
         settings,

@@ -165,10 +165,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     """Return the settings from flags, environment, configuration file and defaults.
 
     The flags are by dotted name, and `config.file` is the path of the configuration file. A flag that is None and an
-    empty variable are absent.
-
-    Raises:
-        ConfigurationError: one line with the source, the key, the value and the expected values.
+    empty variable are absent. Raises ConfigurationError with the source, the key, the value and the expected values.
     """
     known = [setting_key(field) for field in Settings.model_fields]
     given: dict[str, tuple[str, Any]] = {}  # the source and the value, by key

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpumem_client.hooks import cuda_start
-from tests.support.waiting import patient
+from tests.support.running_command import run_python
 
 TORCH = {
     "__init__.py": "",
@@ -39,9 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, rest: str) -> Any:
     program = PROGRAM.format(folder=str(folder), module=cuda_start.__file__, rest=rest)
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=patient(60)
-    )
+    ended = run_python(program)
     assert ended.stderr == ""
     return json.loads(ended.stdout)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import subprocess
 import sys
 import threading
 import types
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.reporter.engine_start import EngineStart
+from tests.support.running_command import run_python
 from tests.support.waiting import patient, wait_for
 
 MODULE = "vllm.v1.worker.gpu_worker"
@@ -148,7 +148,7 @@ def test_it_imports_nothing_of_vllm() -> None:
         "import sys; from gpumem_client.reporter.engine_start import EngineStart; EngineStart().is_starting(); "
         "assert not any(name.startswith('vllm') for name in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=patient(30)).returncode == 0
+    assert run_python(code).returncode == 0
 
 
 def test_a_search_is_followed_by_a_pause(vllm: type[Worker]) -> None:

@@ -32,14 +32,6 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_a_clear_is_measured_before_and_after(bench: Bench) -> None:
-    result = bench.run()
-    (device,) = result.devices
-    assert (result.outcome, result.reason) == ("done", "")
-    assert (device.reserved_before_bytes, device.reserved_after_bytes, device.freed_bytes) == (100, 10, 90)
-    assert (device.device_free_before_bytes, device.device_free_after_bytes) == (900, 990)
-
-
 def test_freed_bytes_exclude_what_another_thread_reserves_during_the_clear(bench: Bench) -> None:
     clear = bench.allocator.empty_cache
 
@@ -84,13 +76,6 @@ def test_a_command_that_arrives_twice_runs_once_and_has_one_result(bench: Bench)
     assert bench.allocator.cleared == 2
 
 
-def test_a_command_is_refused_while_a_graph_is_being_captured(bench: Bench) -> None:
-    bench.allocator.capturing = True
-    result = bench.run()
-    assert (result.outcome, result.reason_code) == ("refused", "cuda_graph_capture")
-    assert bench.allocator.cleared == 0
-
-
 def test_an_unknown_action_is_unsupported_and_the_result_names_the_known_actions(bench: Bench) -> None:
     result = bench.run("defragment")
     assert result.outcome == "unsupported"
@@ -102,13 +87,6 @@ def test_an_error_of_torch_is_the_result(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDA error: misaligned address")
     result = bench.run()
     assert (result.outcome, result.reason) == ("failed", f"RuntimeError: {bench.allocator.error}")
-
-
-def test_only_the_peaks_of_the_target_devices_are_reset(bench: Bench) -> None:
-    bench.run("reset_peak", uuids=("GPU-elsewhere",))
-    assert bench.allocator.resets == []
-    bench.run("reset_peak", id="b", uuids=("GPU-0",))
-    assert bench.allocator.resets == [0]
 
 
 def test_garbage_is_collected_only_on_request(bench: Bench) -> None:

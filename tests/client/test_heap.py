@@ -2,7 +2,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumem_client.allocator.heap import read_heaps
+import pytest
+
+from gpumem_client.allocator import unmapped
+from gpumem_client.allocator.heap import PoolSegment, read_heaps
+from gpumem_client.allocator.unmapped import Unmapped, unmapped_in, without_unmapped
+from tests.support.builders import sample
 
 MIB = 1 << 20
 
@@ -27,19 +32,6 @@ def _expandable(*blocks: tuple[int, str], **changes: Any) -> dict[str, Any]:
 
 def _returnable(*segments: dict[str, Any], **given: Any) -> int | None:
     return read_heaps(segments, **given)[0].returnable_bytes
-
-
-def test_a_classic_segment_is_released_whole_or_not_at_all() -> None:
-    free = _segment((20 * MIB, "inactive"))
-    split = _segment((5 * MIB, "active_allocated"), (15 * MIB, "inactive"))
-    assert _returnable(free, split) == 20 * MIB
-
-
-def test_a_clear_waits_for_blocks_pending_on_another_stream() -> None:
-    pending = _segment((15 * MIB, "active_pending_free"), (5 * MIB, "inactive"))
-    assert _returnable(pending) == 20 * MIB
-    held = _segment((15 * MIB, "active_pending_free"), (5 * MIB, "active_allocated"))
-    assert _returnable(held) == 0
 
 
 def test_whole_pages_inside_free_blocks_of_an_expandable_segment_are_released() -> None:
@@ -72,17 +64,6 @@ def test_the_page_size_is_the_only_one_that_divides_the_segment_otherwise_unknow
     assert _returnable(_segment((MIB, "inactive")), either, large_pages={20 * MIB, 64 * MIB}) is None
 
 
-def test_private_pools_are_released_only_when_dead() -> None:
-    segments = [
-        _segment((20 * MIB, "inactive"), segment_pool_id=(1, 0)),
-        _segment((40 * MIB, "inactive"), segment_pool_id=(2, 0)),
-        _segment((MIB, "active_allocated"), segment_pool_id=(2, 0)),
-    ]
-    assert _returnable(*segments) == 0
-    assert _returnable(*segments, dead_pools={(2, 0)}) == 40 * MIB
-    assert read_heaps(segments)[0].private_bytes == 61 * MIB
-
-
 def test_the_heap_of_each_device_is_added_up() -> None:
     heaps = read_heaps(
         [
@@ -94,3 +75,24 @@ def test_the_heap_of_each_device_is_added_up() -> None:
     assert (heaps[0].reserved_bytes, heaps[0].allocated_bytes, heaps[0].expandable) == (MIB, 0, False)
     assert (heaps[1].reserved_bytes, heaps[1].allocated_bytes, heaps[1].expandable) == (22 * MIB, 21 * MIB, True)
     assert [heap.returnable_bytes for heap in heaps.values()] == [MIB, 0]
+
+
+@pytest.mark.parametrize(
+    ("mapped", "found"),
+    [
+        ([True, True], Unmapped(0, 0)),
+        ([True, False], Unmapped(20, 15)),
+        (None, None),  # the driver does not say
+    ],
+)
+def test_unmapped_memory_is_that_of_segments_without_pages(
+    monkeypatch: pytest.MonkeyPatch, mapped: list[bool] | None, found: Unmapped | None
+) -> None:
+    monkeypatch.setattr(unmapped, "_mapped", lambda addresses: mapped)
+    assert unmapped_in([PoolSegment(0, 10, 5), PoolSegment(1, 20, 15)]) == found
+
+
+def test_a_sample_has_only_what_the_driver_holds() -> None:
+    held = without_unmapped(sample(allocated=100, reclaimable=30, fragmented=20), Unmapped(90, 80))
+    assert (held.reserved_bytes, held.allocated_bytes, held.reclaimable_bytes) == (60, 20, 30)
+    assert held.unmapped_bytes == 90

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from tests.support.waiting import patient
+from tests.support.running_command import run_python
 
 PROGRAM = """
 import os
@@ -26,7 +23,5 @@ os.waitpid(child, 0)
 
 
 def test_calls_at_exit_and_after_a_fork_can_be_removed() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=patient(60)
-    )
+    ended = run_python(PROGRAM)
     assert (ended.stdout, ended.stderr) == ("fork\nexit\n", "")

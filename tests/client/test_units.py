@@ -31,17 +31,13 @@ def test_bytes_have_iec_units_and_unknown_ones_are_a_dash(value: int | None, tex
 
 
 @given(st.integers(min_value=-(1 << 69), max_value=1 << 69))
-def test_a_shown_size_is_rounded_correctly(value: int) -> None:
+def test_a_shown_size_is_rounded_correctly_and_short(value: int) -> None:
+    assert len(human_bytes(abs(value))) <= len("1023 MiB")
     match = re.fullmatch(r"(-?\d{1,4}(?:\.\d)?) (B|[KMGTPE]iB)", human_bytes(value))
     assert match is not None
     number, unit = match.groups()
     step = 0.1 if "." in number else 1
     assert abs(float(number) * _UNITS[unit] - value) <= _UNITS[unit] * step / 2 * (1 + 1e-9)
-
-
-@given(st.integers(min_value=0, max_value=1 << 69))
-def test_a_shown_size_has_at_most_eight_characters(value: int) -> None:
-    assert len(human_bytes(value)) <= len("1023 MiB")
 
 
 @pytest.mark.parametrize(

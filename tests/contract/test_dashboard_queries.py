@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 from gpumem_dashboards.queries import Scope, all_panels
 
 from tests.support.dashboard_queries import FOLDER, expression, letter_of
+from tests.support.running_command import run_tool
 
 pytestmark = pytest.mark.tools
 
@@ -65,8 +64,6 @@ class Oom:
 
 def check(tmp_path: Path, series: dict[str, str], query: str, expected: dict[str, float]) -> None:
     """Assert that the expression returns exactly these series at EVALUATED_AT, with samples every 15 seconds."""
-    promtool = shutil.which("promtool")
-    assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
     test: dict[str, Any] = {
         "interval": "15s",
@@ -75,7 +72,7 @@ def check(tmp_path: Path, series: dict[str, str], query: str, expected: dict[str
     }
     path = tmp_path / "test.json"
     path.write_text(json.dumps({"evaluation_interval": "15s", "tests": [test]}))
-    checked = subprocess.run([promtool, "test", "rules", str(path)], capture_output=True, text=True, check=False)
+    checked = run_tool("promtool", "test", "rules", path)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

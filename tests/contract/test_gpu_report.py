@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.claims.place import Place
-from tests.claims.values import Claim, NotAvailableError, SameNumber, Values, equal, measured, require
+from tests.claims.values import Claim, NotAvailableError, Values, equal, measured
 from tests.gpu.report import Report
 
 UUID = "GPU-0123abcd-1111-2222-3333-444455556666"
@@ -94,22 +94,3 @@ def test_a_claim_that_is_not_available_is_not_compared(sides: Sides) -> None:
         "| a claim | freed | 1 | – |",
     ]
     assert sides.report.agrees
-
-
-def test_an_interrupted_report_keeps_what_it_measured(sides: Sides) -> None:
-    sides.measure(equal(1, 1), equal(1, 1), "first")
-    with pytest.raises(KeyboardInterrupt):
-        sides.measure(equal(1, 1), KeyboardInterrupt(), "second")
-    assert rows(sides.path.read_text(), "Agreements") == ["| first | freed | 1 | 1 |"]
-
-
-def test_the_sources_of_one_number_differ_in_a_round_although_their_sums_are_equal() -> None:
-    number = SameNumber()
-    assert number.add({"reserved fell": 5, "action freed": 5}) == 5
-    require(number.values())
-    number.add({"reserved fell": 1, "action freed": 2})
-    number.add({"reserved fell": 2, "action freed": 1})
-    values = number.values()
-    assert values["reserved fell"].value == values["action freed"].value == 8
-    with pytest.raises(AssertionError, match=r"action freed in round 2"):
-        require(values)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import gpumem_client
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient
+from tests.support.running_command import run_python
 
 CLIENT = Path(gpumem_client.__file__).parent
 TORCH = re.compile(r"torch(?!_access)|cuda|optimizers|serialization|sys\.modules")
@@ -69,15 +67,8 @@ def test_the_documentation_lists_every_hook() -> None:
 
 
 def test_an_import_of_the_client_loads_little() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys, gpumem_client; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=patient(60),
-        cwd=REPOSITORY,
-    )
-    loaded = done.stdout.split()
+    loaded = run_python("import sys, gpumem_client; print(*sys.modules)").stdout.split()
+    assert loaded
     assert len([name for name in loaded if name.startswith("gpumem_client")]) <= MODULES_MAX, loaded
     too_much = {"asyncio", "ctypes", "dataclasses", "email", "http", "json", "logging", "socket", "ssl", "threading"}
     assert not too_much & set(loaded)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
-import subprocess
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import yaml
 from gpumem_exporter.server.settings import environment_name
 from tests.support.helm import Cluster, running_cluster
 from tests.support.paths import REPOSITORY
+from tests.support.running_command import run_tool
 
 helm = pytest.importorskip("helm_sdkpy", reason="Helm's engine is not installed")
 pytestmark = pytest.mark.tools
@@ -149,8 +148,6 @@ def test_the_service_monitor_scrapes_as_the_pod_monitor(releases: dict[str, Obje
 def test_the_rules_are_those_of_prometheus_with_the_urls_of_the_values(
     releases: dict[str, Objects], tmp_path: Path
 ) -> None:
-    promtool = shutil.which("promtool")
-    assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     for path in sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml")):
         wanted = read(path)
         for group in wanted["groups"]:
@@ -161,9 +158,7 @@ def test_the_rules_are_those_of_prometheus_with_the_urls_of_the_values(
         rule_object = releases["operator"]["PrometheusRule", f"gpumem-exporter-{path.stem}"]
         assert rule_object["spec"] == wanted
         (tmp_path / path.name).write_text(yaml.safe_dump(rule_object["spec"]))
-    checked = subprocess.run(
-        [promtool, "check", "rules", *sorted(tmp_path.glob("*.yml"))], capture_output=True, text=True, check=False
-    )
+    checked = run_tool("promtool", "check", "rules", *sorted(tmp_path.glob("*.yml")))
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 
 import pytest
 
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient
+from tests.support.running_command import run_python
 
 FORBIDDEN = (
     *("anyio", "fastapi", "httpx", "prometheus_client", "pydantic", "pynvml", "rich", "starlette", "uvicorn"),
@@ -35,12 +33,6 @@ class Refuse:
             raise ImportError("the guest imports " + name)
 sys.meta_path.insert(0, Refuse())
 """
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), check=False, cwd=REPOSITORY
-    )
 
 
 def test_every_module_of_the_client_imports_without_other_packages() -> None:

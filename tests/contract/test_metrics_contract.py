@@ -8,7 +8,6 @@ After an intended change, write the copy again and read the difference:
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,7 @@ from gpumem_exporter.core.samples import (
 )
 from gpumem_exporter.events import Event
 from tests.support.paths import DATA
-from tests.support.waiting import patient
+from tests.support.running_command import run_tool
 
 GOLDEN = DATA / "metrics.golden.txt"
 GIB, MIB = 2**30, 2**20
@@ -63,16 +62,9 @@ def test_the_strict_openmetrics_parser_reads_the_types_of_the_catalog() -> None:
 
 @pytest.mark.tools
 def test_promtool_accepts_the_page() -> None:
-    checked = promtool(golden_page(openmetrics=False))
+    checked = run_tool("promtool", "check", "metrics", stdin=golden_page(openmetrics=False))
 
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
-
-
-def promtool(page: str) -> subprocess.CompletedProcess[str]:
-    """Run `promtool check metrics`."""
-    return subprocess.run(
-        ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=patient(60)
-    )
 
 
 def golden_page(*, openmetrics: bool) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.server.api.alert_schema import ALERT_KEYS
 from tests.support.packages import PACKAGES
 from tests.support.paths import REPOSITORY
+from tests.support.running_command import run_tool
 
 ENTRY_SCRIPTS = (
     "deploy/quickstart.sh",
@@ -144,10 +144,8 @@ def test_every_script_is_valid_in_its_shell(script: str) -> None:
 
 @pytest.mark.tools
 def test_the_configuration_of_prometheus_is_valid() -> None:
-    promtool = shutil.which("promtool")
-    assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     configuration = REPOSITORY / "deploy" / "prometheus" / "prometheus.yml"
-    checked = subprocess.run([promtool, "check", "config", configuration], capture_output=True, text=True, check=False)
+    checked = run_tool("promtool", "check", "config", configuration)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import urllib.request
 from functools import cache
@@ -21,6 +20,7 @@ from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
 from tests.support.paths import REPOSITORY
+from tests.support.running_command import run_tool
 from tests.support.waiting import patient, wait_for, wait_until_equal
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
@@ -50,22 +50,12 @@ RECORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tool(name: str, package: str) -> str:
-    path = shutil.which(name)
-    assert path, f"{name} is not on PATH: run the tests by `sh tests/run.sh`, which brings it (Debian's {package})"
-    return path
-
-
-def run(*words: str | Path, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, timeout=patient(100))
-
-
 # --- Rules
 
 
 @pytest.mark.tools
 def test_the_rules_are_valid() -> None:
-    checked = run(tool("promtool", "prometheus"), "check", "rules", *sorted(RULES.glob("*.yml")))
+    checked = run_tool("promtool", "check", "rules", *sorted(RULES.glob("*.yml")))
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(ALERTS)} rules found" in checked.stdout
 
@@ -141,7 +131,7 @@ def test_the_query_for_lost_devices_excludes_devices_with_a_new_index(tmp_path: 
         "promql_expr_test": [{"expr": query, "eval_time": "18m", "exp_samples": [missing]}],
     }
     (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
-    ran = run(tool("promtool", "prometheus"), "test", "rules", "tests.yml", cwd=tmp_path)
+    ran = run_tool("promtool", "test", "rules", "tests.yml", cwd=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -150,13 +140,8 @@ def test_every_query_of_a_runbook_is_valid() -> None:
     queries = [query for path in sorted(RUNBOOKS.glob("*.md")) for query in runbook_queries(path)]
     assert len(queries) >= len(ALERTS)
     rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
-    checked = subprocess.run(
-        [tool("promtool", "prometheus"), "check", "rules", "/dev/stdin"],
-        input=yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    queries_as_rules = yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]})
+    checked = run_tool("promtool", "check", "rules", "/dev/stdin", stdin=queries_as_rules)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
@@ -176,7 +161,7 @@ def test_an_alert_has_tests_for_firing_staying_silent_and_resolving(name: str) -
 @pytest.mark.slow
 @pytest.mark.tools
 def test_every_alert_passes_its_tests() -> None:
-    ran = run(tool("promtool", "prometheus"), "test", "rules", *sorted(TESTS.glob("*.yml")), cwd=TESTS)
+    ran = run_tool("promtool", "test", "rules", *sorted(TESTS.glob("*.yml")), cwd=TESTS)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -185,15 +170,15 @@ def test_every_alert_passes_its_tests() -> None:
 
 @pytest.mark.tools
 def test_the_configuration_of_alertmanager_is_valid() -> None:
-    checked = run(tool("amtool", "prometheus-alertmanager"), "check-config", ALERTMANAGER)
+    checked = run_tool("amtool", "check-config", ALERTMANAGER)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @pytest.mark.parametrize(("severity", "receiver"), [("critical", "page"), ("warning", "tickets"), ("info", "notes")])
 @pytest.mark.tools
 def test_an_alert_reaches_the_receiver_of_its_severity(severity: str, receiver: str) -> None:
-    routed = run(
-        tool("amtool", "prometheus-alertmanager"),
+    routed = run_tool(
+        "amtool",
         *("config", "routes", "test", f"--config.file={ALERTMANAGER}", "alertname=GpuMemX", f"severity={severity}"),
     )
     assert routed.stdout.split() == [receiver], routed.stderr
@@ -229,7 +214,7 @@ def test_an_alert_inhibits_its_effects_on_the_same_node_device_and_process(tmp_p
     with log.open("wb") as out:
         process = subprocess.Popen(
             [
-                tool("prometheus-alertmanager", "prometheus-alertmanager"),
+                "prometheus-alertmanager",
                 f"--config.file={ALERTMANAGER}",
                 f"--storage.path={tmp_path}",
                 *("--web.listen-address=127.0.0.1:0", "--cluster.listen-address="),

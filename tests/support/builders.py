@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
-from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.registry import RateLimits
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import (
     DeviceMemory,
@@ -84,6 +84,19 @@ def node(*devices: DeviceReading, taken: float = 0.0, up: bool = True) -> NodeRe
     return NodeReading(
         taken_seconds=taken, taken_unix_seconds=taken, duration_seconds=0.001, up=up, devices=tuple(devices)
     )
+
+
+@dataclasses.dataclass
+class Clock:
+    """A clock that advances when it sleeps, or manually."""
+
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class NobodyHost:

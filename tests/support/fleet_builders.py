@@ -9,6 +9,7 @@ from typing import Any
 from gpumem_client.wire.errors import ExporterError
 from gpumem_exporter.cli.fleet.requests import Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter
+from tests.support.builders import Clock
 
 A, B, C = (Exporter(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))
 
@@ -52,19 +53,6 @@ def action(*results: dict[str, Any], state: str = "done", **changes: Any) -> dic
         "results": list(results),
         **changes,
     }
-
-
-@dataclass
-class Clock:
-    """A clock that advances when it sleeps, or manually."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @dataclass

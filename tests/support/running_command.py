@@ -1,10 +1,12 @@
-"""The command line, run without settings of the machine."""
+"""Programs that run until they exit: the command line, a fresh interpreter, and the tools of Prometheus."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
@@ -32,4 +34,22 @@ def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[
         timeout=patient(100),
         check=False,
         env=clean_environment(**environ),
+    )
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), check=False, cwd=REPOSITORY
+    )
+
+
+def run_tool(
+    name: str, *words: str | Path, cwd: Path = REPOSITORY, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a tool of Prometheus or Alertmanager, such as promtool."""
+    path = shutil.which(name)
+    assert path, f"{name} is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
+    return subprocess.run(
+        [path, *words], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=patient(100), check=False
     )

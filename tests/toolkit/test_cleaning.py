@@ -3,7 +3,9 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from gpumem_client.allocator.settings import KEYS, environment_with, merged, par
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_toolkit.cleanup.auto_clean import AutoClean
-from gpumem_toolkit.oom.settings_advice import recommend
+from gpumem_toolkit.oom.settings_advice import expandable_segments_conflict, recommend
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -256,3 +258,24 @@ def test_copies_of_a_cleaner_and_a_detector_are_stopped() -> None:
     finally:
         cleaner.stop()
         detector.stop()
+
+
+@pytest.mark.parametrize(
+    ("module", "version", "conflict"),
+    [
+        ("vllm", "0.32.1", "vLLM is loaded"),
+        ("vllm", "0.33.0", ""),
+        ("vllm", "0.33.0rc1", ""),
+        ("vllm", "1.0", ""),
+        ("vllm", "dev", "vLLM is loaded"),
+        ("torch_memory_saver", "0.33.0", "torch_memory_saver is loaded"),
+        ("sglang", "0.5.23", "SGLang is loaded"),
+    ],
+)
+def test_only_new_versions_of_vllm_work_together_with_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, module: str, version: str, conflict: str
+) -> None:
+    for name in ("vllm", "sglang", "torch_memory_saver"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(__version__=version))
+    assert expandable_segments_conflict() == conflict

@@ -201,13 +201,6 @@ def test_small_fragmentation_or_a_small_process_ranks_after_a_smaller_batch() ->
         assert {"expandable_segments", "other_process"} & set(kinds)
 
 
-def test_expandable_segments_are_not_advised_beside_an_allocator_that_they_break() -> None:
-    advice = advise(_with(reserved=7 * GIB, fragmented=GIB, expandable_conflict="SGLang is loaded"))
-    assert "expandable_segments" not in " ".join(f"{each.kind} {each}" for each in advice)
-    (fewer_sizes,) = (each for each in advice if each.kind == "fewer_sizes")
-    assert "because SGLang is loaded" in str(fewer_sizes)
-
-
 def test_the_expected_growth_of_the_block_counts_if_it_is_more_than_the_request() -> None:
     # this request lacked half a GiB, and the block needed four GiB more
     values = _with(

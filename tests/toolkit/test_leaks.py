@@ -6,9 +6,8 @@ from itertools import islice
 
 import pytest
 
-from gpumem_toolkit.leaks.detector import Leak, LeakDetector
+from gpumem_toolkit.leaks.detector import Leak, LeakDetector, frequent, grown
 from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup
-from gpumem_toolkit.leaks.suspects import frequent, grown
 from gpumem_toolkit.leaks.trend import Trend
 from tests.support.seeded_runs import MIB, SHAPES, allocated, hard_shapes
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import sysconfig
 import traceback
 
@@ -13,8 +11,7 @@ from gpumem_toolkit.planning import planner
 from gpumem_toolkit.planning.devices import Gpu, parse_bytes, parse_gpu
 from gpumem_toolkit.planning.job import Description, Job, TensorSpec, parse_tensor
 from gpumem_toolkit.planning.worker import place, run_in_worker
-from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient
+from tests.support.running_command import run_python
 
 GIB = 1 << 30
 
@@ -122,7 +119,5 @@ def test_importing_the_package_imports_no_torch_and_its_names_are_sorted() -> No
         "assert toolkit.Plan.__name__ == 'Plan'\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=patient(60)
-    )
+    done = run_python(code)
     assert done.returncode == 0, done.stderr

@@ -13,12 +13,9 @@ class NoBatchSizeError(GpumemError):
 
 
 class RankFailedError(GpumemError):
-    """Another rank of the process group failed or exited, so this rank cannot continue.
-
-    Attributes:
-        ranks: the global ranks that failed; empty when unknown.
-    """
+    """Another rank of the process group failed or exited, so this rank cannot continue."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
+        """The global ranks that failed; empty when unknown."""

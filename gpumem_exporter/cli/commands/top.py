@@ -20,8 +20,9 @@ from gpumem_exporter.cli.options import (
     target_options,
 )
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
+from gpumem_exporter.cli.top import content
+from gpumem_exporter.cli.top.content import SORTS, View
 from gpumem_exporter.cli.top.source import Reading, Source
-from gpumem_exporter.cli.top.view import SORTS, View
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader
@@ -121,10 +122,8 @@ def _print_once(reading: Reading, view: View, *, as_json: bool) -> None:
         exporter = shown_url(reading.url) if reading.url else None
         print_json({"exporter": exporter, **reading.node.devices, "rows": view.rows(reading.rows)})
         return
-    from gpumem_exporter.cli.top.content import once
-
     console = open_console()
-    show(console, once(reading, view, console.width))
+    show(console, content.once(reading, view, console.width))
 
 
 def _open_driver() -> DriverReader:

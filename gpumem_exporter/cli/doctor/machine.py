@@ -131,11 +131,7 @@ def socket_path(urls: tuple[str, ...]) -> Path | None:
 
 
 def socket_peer(path: Path, timeout_seconds: float = 2.0) -> PeerCredentials:
-    """Connect and return the listening process.
-
-    Raises:
-        OSError: no process listens, or this user may not connect.
-    """
+    """Connect and return the listening process. Raises OSError if no process listens, or this user may not connect."""
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(timeout_seconds)
         connection.connect(str(path))

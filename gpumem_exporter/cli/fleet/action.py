@@ -46,10 +46,8 @@ ExporterRow = tuple[Exporter, dict[str, Any]]
 def act(action: str, query: str, max_processes: int, options: Mapping[str, Any], fleet: FleetOptions) -> int:
     """Request an action of all processes that the query selects, print the results, and return the exit code.
 
-    Raises:
-        ConfigurationError: an option or the query is invalid.
-        PrometheusError: the query could not be evaluated.
-        ActionRefusedError: the query selects too many processes, or a group cannot take part. Nothing was requested.
+    Raises ConfigurationError if an option or the query is invalid, PrometheusError if the query could not be evaluated,
+    and ActionRefusedError, with nothing requested, if it selects too many processes or a group cannot take part.
     """
     on_terminal = sys.stdout.isatty() and not fleet.as_json
     body = action_request(action, options, on_terminal=on_terminal)

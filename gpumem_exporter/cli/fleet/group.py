@@ -14,10 +14,9 @@ from itertools import islice
 from typing import Any
 
 from gpumem_client.wire.units import UNKNOWN, counted
-from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, require_in_time
+from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, StepRate, first_common_step, require_in_time
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess, target_process
-from gpumem_exporter.core.steps import StepRate, first_common_step
 from gpumem_exporter.errors import GroupIncompleteError
 
 SUBMIT_SECONDS = 3.0
@@ -98,11 +97,8 @@ def form_group(
     """Return the ranks of a workload, and a step that no rank ends before every exporter has the request.
 
     `readings` has the processes of each exporter, which were requested at `requested_seconds` by the clock, or why they
-    are unknown.
-
-    Raises:
-        GroupIncompleteError: not every rank can take part, or the step would end after the deadline. The message has
-            every reason.
+    are unknown. Raises GroupIncompleteError if not every rank can take part, or the step would end after the deadline;
+    the message has every reason.
     """
     processes: list[TargetProcess] = []
     rates: list[StepRate] = []

@@ -104,8 +104,7 @@ class FleetOptions:
     def fleet(self, exporters: Iterable[Exporter], *, timeout_seconds: float = 5.0) -> Fleet:
         """Return the APIs of exporters.
 
-        Raises:
-            ConfigurationError: an address or the token is invalid, or GPUMEM_EXPORTER_USER is not a user.
+        Raises ConfigurationError if an address or the token is invalid, or GPUMEM_EXPORTER_USER is not a user.
         """
         return Fleet(
             exporters,
@@ -121,11 +120,7 @@ class FleetOptions:
         return replace(trust, insecure=trust.insecure or self.insecure)
 
     def connect(self, environ: Mapping[str, str] = os.environ) -> Prometheus:
-        """Return the API to query.
-
-        Raises:
-            ConfigurationError: there is no URL, or an option is invalid.
-        """
+        """Return the API to query. Raises ConfigurationError if there is no URL, or an option is invalid."""
         url = self.prometheus or environ.get("GPUMEM_PROMETHEUS_URL", "").strip()
         if not url:
             raise ConfigurationError("no Prometheus; give --prometheus URL, or set GPUMEM_PROMETHEUS_URL")

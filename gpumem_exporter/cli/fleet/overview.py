@@ -107,9 +107,8 @@ class Overview:
 def read_overview(prometheus: Prometheus, query: str, options: FleetOptions) -> Overview:
     """Query Prometheus for exporters, and each exporter for its devices.
 
-    Raises:
-        ConfigurationError: the query is invalid, or its series do not give the address of an exporter.
-        PrometheusError: the query could not be evaluated.
+    Raises ConfigurationError if the query is invalid, or its series do not give the address of an exporter, and
+    PrometheusError if the query could not be evaluated.
     """
     found = prometheus.query(query)
     exporters = exporters_of(found.series, options.instance_url)

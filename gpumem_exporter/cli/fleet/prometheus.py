@@ -31,10 +31,8 @@ class QueryResult:
 class Prometheus:
     """A query API. HTTPS_PROXY and SSL_CERT_FILE in the environment apply.
 
-    `url` is the URL before `/api/v1`, in which `user:password@` is basic auth. `token` is a bearer token.
-
-    Raises:
-        ConfigurationError: the URL is invalid, or it has a password and there is also a token.
+    `url` is the URL before `/api/v1`, in which `user:password@` is basic auth. `token` is a bearer token. Raises
+    ConfigurationError if the URL is invalid, or it has a password and there is also a token.
     """
 
     def __init__(
@@ -57,9 +55,8 @@ class Prometheus:
     def query(self, expression: str) -> QueryResult:
         """Evaluate an expression at the current time.
 
-        Raises:
-            ConfigurationError: the expression is invalid, or its result is not an instant vector.
-            PrometheusError: the API does not answer in time, or answers with an error.
+        Raises ConfigurationError if the expression is invalid, or its result is not an instant vector, and
+        PrometheusError if the API does not answer in time, or answers with an error.
         """
         status, where, body = self._get(expression)
         if 300 <= status < 400:

@@ -45,8 +45,7 @@ class ExporterRequest:
 class Fleet:
     """The exporters of a fleet, each on its own connection; `parallel` are queried at a time. Not thread-safe.
 
-    Raises:
-        ConfigurationError: an address is invalid.
+    Raises ConfigurationError if an address is invalid.
     """
 
     def __init__(

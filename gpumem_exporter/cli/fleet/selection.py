@@ -86,8 +86,7 @@ class TargetProcess:
 def exporters_of(series: Iterable[Mapping[str, str]], template: str) -> list[Exporter]:
     """Return the exporters of some series, each once, in natural order.
 
-    Raises:
-        ConfigurationError: a series lacks a label of the template, or the label's value is not an address.
+    Raises ConfigurationError if a series lacks a label of the template, or the label's value is not an address.
     """
     exporters = [_exporter(labels, template) for labels in series]
     return sorted({exporter.url: exporter for exporter in reversed(exporters)}.values(), key=natural_order)
@@ -96,8 +95,7 @@ def exporters_of(series: Iterable[Mapping[str, str]], template: str) -> list[Exp
 def selectors_of(series: Iterable[Mapping[str, str]], template: str) -> dict[Exporter, list[Selector]]:
     """Return the selectors of some series by exporter, each once.
 
-    Raises:
-        ConfigurationError: as `exporters_of`, or a series has no label that selects a process.
+    Raises ConfigurationError as `exporters_of` does, and if a series has no label that selects a process.
     """
     found: dict[str, dict[Selector, None]] = {}
     names = [f.name for f in fields(Selector)]

@@ -23,11 +23,7 @@ _SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼…→µ", "#+%-.1
 
 
 def require_terminal(alternative: str) -> None:
-    """Check that this process has a terminal that can move its cursor. The error names the alternative command.
-
-    Raises:
-        ConfigurationError: it has not.
-    """
+    """Raise a ConfigurationError with the alternative command if no terminal can move its cursor."""
     if not all(file.isatty() for file in (sys.stdin, sys.stdout, sys.stderr)):  # Textual writes to stderr
         raise ConfigurationError(f"input, output and errors must be a terminal; without one, use `{alternative}`")
     if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):

@@ -22,8 +22,8 @@ from gpumem_exporter.cli.render.layout import Layout
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top import content
 from gpumem_exporter.cli.top.clearing import Clearing
+from gpumem_exporter.cli.top.content import SORTS, View
 from gpumem_exporter.cli.top.source import Reading
-from gpumem_exporter.cli.top.view import SORTS, View
 
 _HELP = (
     ("arrows, j k", "select a process; it stays selected when the order changes"),

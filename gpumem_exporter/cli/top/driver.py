@@ -26,8 +26,7 @@ class DriverReader:
     def read(self) -> Node:
         """Return devices without ledgers, and processes without states.
 
-        Raises:
-            NvmlUnavailableError: there is no driver, or it does not answer.
+        Raises NvmlUnavailableError if there is no driver, or it does not answer.
         """
         node = self._reader.read()
         if not node.up:

@@ -103,9 +103,8 @@ class Source:
     def read(self, *, with_events: bool = True) -> Reading:
         """Read the exporter. If it does not answer, read the driver, unless the user chose an exporter.
 
-        Raises:
-            ExporterError: the exporter does not answer, and the driver cannot replace it.
-            TargetNotFoundError: a name of the target is unknown in the first reading. Later, its process may exit.
+        Raises ExporterError if the exporter does not answer, and the driver cannot replace it. Raises
+        TargetNotFoundError if a name of the target is unknown in the first reading. Later, its process may exit.
         """
         reading = self._read(with_events)
         if not self._target_checked:

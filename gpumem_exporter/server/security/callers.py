@@ -45,8 +45,7 @@ class Callers:
     async def admit(self, scope: Mapping[str, Any]) -> Caller:
         """Return the caller of an ASGI request, which may act at least on its own processes.
 
-        Raises:
-            ProblemError: see `Rule.admit`; 403 if the caller is in an unknown place.
+        Raises ProblemError as `Rule.admit` does, and with 403 if the caller is in an unknown place.
         """
         caller = await self.of(scope)
         if caller.rights is Rights.NONE and (problem := self.refusal(caller, scope)) is not None:

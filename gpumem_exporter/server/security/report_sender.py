@@ -69,8 +69,7 @@ class ReportSenders:
     async def identify(self, identity: ProcessIdentity, peer: Peer) -> ReportedProcess:
         """Return the process of a report. The first report of a connection is decided in a thread, which reads /proc.
 
-        Raises:
-            ForeignProcessError: the sender may not report for this process.
+        Raises ForeignProcessError if the sender may not report for this process.
         """
         key = (identity.pid_namespace, identity.pid, peer.uid, peer.place)
         known, now = self._known.get(key), self._clock()

@@ -186,8 +186,7 @@ class Guard:
     async def _admit(self, scope: Scope, path: str) -> bool:
         """Return whether the request is for a route that changes something or shows events.
 
-        Raises:
-            ProblemError: the request is refused.
+        Raises ProblemError if the request is refused.
         """
         headers, state = dict(scope["headers"]), scope.setdefault("state", {})
         peer = state.get("peer") or Peer()

@@ -32,9 +32,8 @@ class TokenFile:
     def read(self) -> bytes:
         """Return the token that the file has now. May block on the disk.
 
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: the file does not contain a token, or every user may read it.
+        Raises OSError if the file cannot be read. Raises ValueError if the file does not contain a token, or every user
+        may read it.
         """
         with self.path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -47,11 +47,7 @@ class Users:
         return users
 
     async def authenticate(self, authorization: bytes) -> None:
-        """Check the `Authorization` header of a request.
-
-        Raises:
-            ProblemError: 401; 503 if too many logins wait.
-        """
+        """Check the `Authorization` header of a request. Raises ProblemError: 401, or 503 if too many logins wait."""
         scheme, _, encoded = authorization.partition(b" ")
         if scheme.lower() == b"bearer":
             raise ProblemError(401, "the token does not open this route", _CHALLENGE_BEARER)
@@ -65,8 +61,7 @@ class Users:
     async def admit(self, credentials: bytes) -> bool:
         """Return whether `name:password` belongs to one of the users.
 
-        Raises:
-            ProblemError: 503, too many logins wait.
+        Raises ProblemError (503) if too many logins wait.
         """
         digest = hmac.digest(self._key, credentials, "sha256")
         if digest in self._remembered:

@@ -26,11 +26,7 @@ _log = logging.getLogger(__name__)
 class WebAccess:
     """The web configuration in force. Used on the event loop only, except `refresh`.
 
-    Args:
-        path: the file; read by the constructor, with the certificate and the key.
-
-    Raises:
-        ConfigurationError: one of the files is invalid.
+    The constructor reads the file, the certificate and the key. Raises ConfigurationError if one of them is invalid.
     """
 
     def __init__(self, path: Path) -> None:

@@ -114,7 +114,6 @@ class WebConfig(FileSection):
 def read_web_config(path: Path) -> WebConfig:
     """Read the file, without the files that it refers to. May block on the disk.
 
-    Raises:
-        ConfigurationError: one line with the file, the line, the error and the accepted values.
+    Raises ConfigurationError with the file, the line, the error and the accepted values.
     """
     return YamlFile(path, "web configuration file").read(WebConfig, path.parent)

@@ -1,45 +1,24 @@
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from gpumem_exporter.cli.commands import actions
 from gpumem_exporter.cli.commands.actions import exit_code
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.render.action_tables import action_tables
-from tests.support.golden import assert_golden
+from tests.support.fleet_builders import action, row
+from tests.support.golden import assert_golden, printed
 
 
 def _result(**changes: Any) -> dict[str, Any]:
-    return {
-        "pid": 4711,
-        "workload": "llm",
-        "rank": "0",
-        "gpu": "0",
-        "uuid": "GPU-0",
-        "outcome": "done",
-        "reason": "",
-        "reserved_before_bytes": 3 << 30,
-        "reserved_after_bytes": 1 << 30,
-        "freed_bytes": 2 << 30,
-        "duration_seconds": 0.0031,
-        **changes,
-    }
-
-
-def _action(*results: dict[str, Any], state: str = "done", action: str = "empty_cache") -> dict[str, Any]:
-    return {"id": "a1", "action": action, "state": state, "results": list(results)}
+    sizes: dict[str, Any] = {"reserved_before_bytes": 3 << 30, "reserved_after_bytes": 1 << 30, "freed_bytes": 2 << 30}
+    return {**row(4711, workload="llm", duration_seconds=0.0031, **sizes), **changes}
 
 
 def _printed(action: dict[str, Any], *, dry_run: bool = False, width: int = 80) -> list[str]:
-    out = io.StringIO()
-    console = Console(file=out, width=width)
-    for renderable in action_tables(action, dry_run=dry_run):
-        console.print(renderable)
-    return [line.rstrip() for line in out.getvalue().splitlines()]
+    return printed(*action_tables(action, dry_run=dry_run), width=width)
 
 
 @pytest.fixture
@@ -55,7 +34,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         def act(self, body: dict[str, Any], **_: object) -> dict[str, Any]:
             bodies.append(body)
-            return _action(_result())
+            return action(_result())
 
     monkeypatch.setattr(actions, "open_api", lambda *_: Api())
     return bodies
@@ -95,15 +74,15 @@ def test_the_request_has_every_option(requested: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("answer", "waited", "code"),
     [
-        (_action(_result()), True, 0),
-        (_action(_result(), _result(outcome="refused"), state="failed"), True, 1),
-        (_action(_result(outcome="expired"), state="expired"), True, 1),
-        (_action(state="queued"), True, 1),
-        (_action(state="queued"), False, 0),
-        (_action(_result(), state="running"), False, 0),
-        (_action(_result(outcome="gone"), state="running"), False, 1),
-        (_action(state="failed"), True, 1),
-        (_action(_result(), state="cancelled"), True, 1),
+        (action(_result()), True, 0),
+        (action(_result(), _result(outcome="refused"), state="failed"), True, 1),
+        (action(_result(outcome="expired"), state="expired"), True, 1),
+        (action(state="queued"), True, 1),
+        (action(state="queued"), False, 0),
+        (action(_result(), state="running"), False, 0),
+        (action(_result(outcome="gone"), state="running"), False, 1),
+        (action(state="failed"), True, 1),
+        (action(_result(), state="cancelled"), True, 1),
     ],
 )
 def test_the_exit_code_is_0_only_when_every_result_is_done(answer: dict[str, Any], waited: bool, code: int) -> None:
@@ -131,11 +110,11 @@ def test_the_last_line_of_a_settled_clear_is_what_stayed_free(
     ]
     known = [size for size in sizes if size is not None]
     totals = {"settle_seconds": 10.0, "still_free_bytes": sum(known) if known else None}
-    assert _printed({**_action(*results), **totals}, width=120)[-1] == line
+    assert _printed({**action(*results), **totals}, width=120)[-1] == line
 
 
 def test_results_are_sorted_by_workload_and_rank() -> None:
-    lines = _printed(_action(*(_result(pid=int(rank) + 1, rank=rank) for rank in ("10", "2", "0"))))
+    lines = _printed(action(*(_result(pid=int(rank) + 1, rank=rank) for rank in ("10", "2", "0"))))
     assert [line.split()[2] for line in lines[1:4]] == ["0", "2", "10"]
 
 
@@ -150,7 +129,7 @@ def test_the_table_fits_in_80_columns_and_cuts_only_the_workload() -> None:
         reserved_after_bytes=1023 << 20,
         freed_bytes=1023 << 30,
     )
-    heading, row, *_ = _printed(_action(result))
+    heading, row, *_ = _printed(action(result))
     assert heading.split() == ["pid", "workload", "rank", "gpu", "outcome", "before", "after", "freed", "took"]
     assert len(row) <= 80
     for cell in ("4194304", "1023", "7:6", "unsupported", "1023 GiB", "1023 MiB", "3.1 ms"):
@@ -158,9 +137,7 @@ def test_the_table_fits_in_80_columns_and_cuts_only_the_workload() -> None:
 
 
 def test_text_of_the_exporter_cannot_control_the_terminal() -> None:
-    lines = _printed(
-        _action(_result(workload="[red]x[/] \x1b[2J", outcome="failed", reason="a\nb\x07"), state="failed")
-    )
+    lines = _printed(action(_result(workload="[red]x[/] \x1b[2J", outcome="failed", reason="a\nb\x07"), state="failed"))
     text = "\n".join(lines)
     assert "[red]x[/]" in text
     assert "\x1b" not in text
@@ -174,16 +151,16 @@ def test_the_output_of_each_action() -> None:
     largest = [{"size_bytes": 1 << 30, "frame": "train.py:7 step"}]
     written = _result(snapshot={"path": "/tmp/s.pickle", "size_bytes": 5 << 20, "largest": largest}, freed_bytes=None)
     cases = {
-        "done": _action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, rank="1")),
-        "refused": _action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"),
-        "not measured": _action(_result(freed_bytes=None)),
-        "not finished": _action(state="running"),
-        "garbage": _action(collected, _result(pid=4712, freed_bytes=0), action="collect_garbage"),
-        "garbage, grown": _action(grown, action="collect_garbage"),
-        "garbage, not measured": _action(_result(), action="collect_garbage"),
-        "peaks": _action(_result(freed_bytes=0), action="reset_peak"),
-        "snapshot": _action(written, action="snapshot"),
-        "fraction": _action(_result(), action="set_memory_fraction"),
+        "done": action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, rank="1")),
+        "refused": action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"),
+        "not measured": action(_result(freed_bytes=None)),
+        "not finished": action(state="running"),
+        "garbage": action(collected, _result(pid=4712, freed_bytes=0), action="collect_garbage"),
+        "garbage, grown": action(grown, action="collect_garbage"),
+        "garbage, not measured": action(_result(), action="collect_garbage"),
+        "peaks": action(_result(freed_bytes=0), action="reset_peak"),
+        "snapshot": action(written, action="snapshot"),
+        "fraction": action(_result(), action="set_memory_fraction"),
     }
     parts = [
         f"== {name}{', dry run' if dry_run else ''}\n" + "\n".join(_printed(action, dry_run=dry_run)) + "\n"

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli.render.bars import SEGMENTS, bar_lengths, draw_past, segments_of
+from gpumem_exporter.cli.render.columns import SEGMENTS, bar_lengths, draw_past, segments_of
 from gpumem_exporter.core.ledger import CATEGORIES
 from tests.support.top_documents import GIB
 

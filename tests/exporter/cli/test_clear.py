@@ -8,6 +8,7 @@ import pytest
 from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_exporter.cli import clear
 from gpumem_exporter.cli.clear import ExpectedClear, confirmed, expect, send_all, stays_free, when
+from tests.support.fleet_builders import row
 
 GIB = 1 << 30
 BODY = {"action": "empty_cache", "target": {"all": True}, "mode": "now", "group": False, "deadline_seconds": 30.0}
@@ -20,14 +21,7 @@ def size(gib: float | None) -> int | None:
 
 
 def result(pid: int, freed: float | None, stays: float | None, workload: str = "", rank: str = "") -> dict[str, Any]:
-    return {
-        "pid": pid,
-        "workload": workload,
-        "rank": rank,
-        "outcome": "done",
-        "freed_bytes": size(freed),
-        "still_free_bytes": size(stays),
-    }
+    return row(pid, workload=workload, rank=rank, freed_bytes=size(freed), still_free_bytes=size(stays))
 
 
 RANKS = [result(3, 10, 1, "llm", "0"), result(4, 10, 1.2, "llm", "1")]

@@ -24,6 +24,7 @@ from gpumem_exporter.cli.doctor.exporter import (
 from gpumem_exporter.cli.doctor.machine import check_driver, check_driver_elsewhere, is_on_this_machine
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
+from tests.support.fleet_builders import process
 from tests.support.golden import assert_golden
 from tests.support.waiting import patient
 
@@ -78,15 +79,7 @@ def _driver(provider: Any, health: Any = (), timeout_seconds: float = 30.0) -> l
 
 def _process(pid: int, state: str = "reporting", **changes: Any) -> dict[str, Any]:
     devices = [{"used_bytes": 2, "reserved_bytes": 1}]
-    return {
-        "pid": pid,
-        "host_pid": pid,
-        "state": state,
-        "workload": "llm",
-        "command": "python",
-        "devices": devices,
-        **changes,
-    }
+    return {**process(pid, host_pid=pid, state=state, workload="llm", command="python"), "devices": devices, **changes}
 
 
 def _namespace(*processes: dict[str, Any], **changes: Any) -> list[Finding]:

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import io
 import re
 import time
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from gpumem_exporter.cli.render.event_table import event_table
+from tests.support.golden import printed
 from tests.support.top_documents import GIB, event
 
 _NOON = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
@@ -21,9 +20,7 @@ _OOM = {
 
 
 def _lines(events: list[dict[str, Any]], width: int = 200, *, wrap: bool = False) -> list[str]:
-    out = io.StringIO()
-    Console(file=out, width=width).print(event_table(events, _NOON, wrap=wrap))
-    heading, *lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    heading, *lines = printed(event_table(events, _NOON, wrap=wrap), width=width)
     assert heading == "last events"
     return lines
 

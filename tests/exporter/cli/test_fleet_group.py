@@ -11,7 +11,8 @@ from gpumem_exporter.cli.fleet.group import SUBMIT_SECONDS, Group, form_group, r
 from gpumem_exporter.cli.fleet.requests import ExporterRequest
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure
 from gpumem_exporter.errors import GroupIncompleteError
-from tests.support.fleet_builders import A, B, C, Clock, ScriptedExporter, action, fleet_of, process, row
+from tests.support.builders import Clock
+from tests.support.fleet_builders import A, B, C, ScriptedExporter, action, fleet_of, process, row
 
 LEAD = SUBMIT_SECONDS + GROUP_LEAD_SECONDS
 Readings = dict[Exporter, dict[str, Any] | Failure]
@@ -91,18 +92,6 @@ def run(exporters: dict[Exporter, ScriptedExporter], clock: Clock | None = None)
     clock = clock or Clock()
     found = group({exporter: two_nodes()[exporter] for exporter in exporters})
     return found, found.act(fleet_of(exporters, clock), BODY, wait_seconds=40.0, clock=clock)
-
-
-def test_every_exporter_gets_the_same_step() -> None:
-    exporters = {
-        A: ScriptedExporter(submits=[RUNNING], later=[RUNNING, action(row(1))]),
-        B: ScriptedExporter(submits=[RUNNING], later=[action(row(1, rank="1"))]),
-    }
-    found, requests = run(exporters)
-    request = {**BODY, "at_step": found.at_step, "target": {"workload": "train"}}
-    assert [exporter.requests_of("submit") for exporter in exporters.values()] == [[request], [request]]
-    assert (found.cancel_reason, [one.failure for one in requests]) == ("", [None, None])
-    assert [exporter.requests_of("cancel") for exporter in exporters.values()] == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableEr
 from gpumem_exporter.cli.fleet.action import requests_for
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, result_rows
 from gpumem_exporter.cli.fleet.selection import Failure, TargetProcess
-from tests.support.fleet_builders import A, B, Clock, ScriptedExporter, action, fleet_of, row
+from tests.support.builders import Clock
+from tests.support.fleet_builders import A, B, ScriptedExporter, action, fleet_of, row
 
 BODY = {"action": "empty_cache", "dry_run": False}
 

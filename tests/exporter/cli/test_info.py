@@ -5,11 +5,10 @@ import re
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from gpumem_exporter.cli.render.node_tables import clear_summary, node_tables
 from gpumem_exporter.cli.render.terminal import open_console, show
-from tests.support.golden import assert_golden
+from tests.support.golden import assert_golden, printed
 from tests.support.top_documents import GIB, device, process
 
 _LOST = device("1", up=False, error="GPU is lost", memory=None, utilization_ratio=None, ledger=None)
@@ -18,13 +17,9 @@ _LOST = device("1", up=False, error="GPU is lost", memory=None, utilization_rati
 def _lines(
     devices: list[dict[str, Any]], processes: list[dict[str, Any]], *, width: int = 80, **document: Any
 ) -> list[str]:
-    out = io.StringIO()
-    console = Console(file=out, width=width)
     nvml = {"up": True, "error": "", "driver_version": "1"}
     of_devices = {"source": "nvml", "nvml": nvml, "devices": devices, **document}
-    for renderable in node_tables(of_devices, {"processes": processes}, width=width):
-        console.print(renderable)
-    return [line.rstrip() for line in out.getvalue().splitlines()]
+    return printed(*node_tables(of_devices, {"processes": processes}, width=width), width=width)
 
 
 def _row(lines: list[str], start: str) -> str:

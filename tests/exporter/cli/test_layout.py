@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.cli.render.columns import DEVICE_COLUMNS, PROCESS_COLUMNS, rows_of
 from gpumem_exporter.cli.render.layout import Layout
-from gpumem_exporter.cli.top.view import SORTS, View
+from gpumem_exporter.cli.top.content import SORTS, View
 from tests.support.top_documents import GIB, device, process, unreported
 
 _NAMES = st.text(max_size=40) | st.sampled_from(("漢字" * 20, "\x1b[2J\x1b]0;x\x07", "[bold]x[/bold]", "a\nb\rc\t"))

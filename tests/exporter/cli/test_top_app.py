@@ -18,9 +18,8 @@ from gpumem_client.wire.errors import ExporterAnswerError, GpumemError
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.render.terminal import open_console, show
 from gpumem_exporter.cli.top.app import NodeTop, ProcessTable
-from gpumem_exporter.cli.top.content import once
+from gpumem_exporter.cli.top.content import SORTS, View, once
 from gpumem_exporter.cli.top.source import Reading
-from gpumem_exporter.cli.top.view import SORTS, View
 from tests.support.golden import assert_golden
 from tests.support.top_documents import GIB, device, event, process, reading, unreported
 from tests.support.waiting import patient

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_exporter.cli.render.columns import rows_of
-from gpumem_exporter.cli.top.view import SORTS, View
+from gpumem_exporter.cli.top.content import SORTS, View
 from tests.support.top_documents import GIB, process, unreported
 
 

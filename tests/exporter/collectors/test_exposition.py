@@ -40,9 +40,6 @@ def test_bytes_that_are_not_utf8_are_replaced() -> None:
     assert 'workload="w?"' in line
 
 
-# --- a failure affects only its part of the page
-
-
 class _Broken:
     """Facts of a process whose attributes raise."""
 

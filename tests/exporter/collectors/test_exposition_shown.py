@@ -67,9 +67,6 @@ def test_the_last_poll_has_its_time_and_duration_until_it_expires() -> None:
     assert not [line for line in page(snapshot()) if "gpumem_poll_" in line]
 
 
-# --- descriptions of processes
-
-
 def info(known: Snapshot) -> dict[str, dict[str, str]]:
     """Return the labels of each pid's info series."""
     return {

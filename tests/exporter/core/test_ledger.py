@@ -12,10 +12,10 @@ from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapsh
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 
-def device_ledger(reading: DeviceReading, processes: list[ReportingProcess]) -> DeviceLedger | None:
+def device_ledger(reading: DeviceReading, processes: list[ReportingProcess]) -> DeviceLedger:
     """The ledger of the only device of a node."""
     snapshot = Snapshot(taken_seconds=0.0, node=node(reading), processes=tuple(processes))
-    return node_ledgers(snapshot).get(reading.uuid)
+    return node_ledgers(snapshot)[reading.uuid]
 
 
 _BYTES = st.integers(min_value=0, max_value=1 << 50)
@@ -52,7 +52,6 @@ def test_categories_add_up_to_the_total_for_any_values(
     reading: DeviceReading, processes: list[ReportingProcess]
 ) -> None:
     ledger = device_ledger(reading, processes)
-    assert ledger is not None
     assert sum(ledger.categories.values()) == ledger.total_bytes
     assert list(ledger.categories) == [name for name in CATEGORIES if name in ledger.categories]
 
@@ -61,7 +60,6 @@ def test_each_byte_is_in_the_category_of_its_owner() -> None:
     reading = device(total=1000, used=700, reserved=50, processes={1: 400, 2: 250})
     trainer = reporting(1, devices=(sample(allocated=200, reclaimable=70, fragmented=30),))
     ledger = device_ledger(reading, [trainer])
-    assert ledger is not None
     assert ledger.categories == {
         "torch_allocated": 200,
         "torch_reclaimable": 70,
@@ -78,7 +76,6 @@ def test_unattributed_is_negative_when_a_report_is_ahead_of_the_driver() -> None
     reading = device(total=1000, used=300, processes={1: None})
     ahead = reporting(1, devices=(sample(allocated=500),))
     ledger = device_ledger(reading, [ahead])
-    assert ledger is not None
     assert ledger.categories["unattributed"] == -200
 
 
@@ -86,7 +83,6 @@ def test_non_torch_is_signed() -> None:
     reading = device(total=1000, used=300, processes={1: 300})
     ahead = reporting(1, devices=(sample(allocated=500),))
     ledger = device_ledger(reading, [ahead])
-    assert ledger is not None
     assert ledger.categories["non_torch"] == -200
 
 
@@ -99,7 +95,6 @@ def test_bytes_freed_between_report_and_reading_are_unattributed() -> None:
         reading = device(total=total, used=used, reserved=driver, processes={1: used})
         sent = sample(allocated=tensors, reclaimable=0 if report_after else freed)
         ledger = device_ledger(reading, [reporting(1, devices=(sent,))])
-        assert ledger is not None
         assert sum(ledger.categories.values()) == total
         assert ledger.categories["torch_reclaimable"] == (0 if report_after else freed)
         assert ledger.categories["free"] == total - driver - used
@@ -116,7 +111,6 @@ def test_a_reporter_whose_host_pid_is_unknown_is_not_counted_twice() -> None:
     reading = device(total=1000, used=400, processes={4711: 400})
     contained = reporting(7, host_pid=None, devices=(sample(allocated=300),))
     ledger = device_ledger(reading, [contained])
-    assert ledger is not None
     assert ledger.categories["other_processes"] == 400
     assert ledger.categories["torch_allocated"] == 0
     assert ledger.categories["unattributed"] == 0
@@ -125,7 +119,6 @@ def test_a_reporter_whose_host_pid_is_unknown_is_not_counted_twice() -> None:
 def test_categories_that_need_the_process_list_are_absent_without_it() -> None:
     reading = device(total=1000, used=400, processes=None)
     ledger = device_ledger(reading, [reporting(1, devices=(sample(allocated=300),))])
-    assert ledger is not None
     assert "other_processes" not in ledger.categories
     assert "non_torch" not in ledger.categories
     assert ledger.categories["torch_allocated"] == 300
@@ -140,7 +133,6 @@ def test_memory_that_the_driver_hides_is_unattributed() -> None:
         used_by_pid: dict[int, int | None] = {1: 170, 2: 180, 3: 40, 4: 60}
         used_by_pid |= {int(name.removeprefix("pid")): None for name in hidden}
         ledger = device_ledger(device(total=1000, used=500, processes=used_by_pid), trainers)
-        assert ledger is not None
         assert sum(ledger.categories.values()) == 1000
         assert (ledger.categories["torch_allocated"], ledger.categories["torch_reclaimable"]) == (200, 100)
         names = ("non_torch", "other_processes", "unattributed")
@@ -177,7 +169,6 @@ def test_reclaimable_is_the_sum_of_the_known_values_and_absent_without_any() -> 
     def torch(*samples: DeviceSample) -> dict[str, int]:
         reading = device(total=1000, used=900, processes=dict.fromkeys(range(1, len(samples) + 1), 300))
         ledger = device_ledger(reading, [reporting(pid, devices=(own,)) for pid, own in enumerate(samples, start=1)])
-        assert ledger is not None
         assert sum(ledger.categories.values()) == 1000
         return {name: size for name, size in ledger.categories.items() if name.startswith("torch_")}
 

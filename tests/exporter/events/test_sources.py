@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
-from gpumem_exporter.events.actions import MAX_RESULTS, action_event
-from gpumem_exporter.events.devices import DeviceHistory
 from gpumem_exporter.events.ooms import MAX_OF_OWNER_PER_MINUTE, MAX_PER_MINUTE
-from gpumem_exporter.events.processes import MAX_STARTS_PER_MINUTE
+from gpumem_exporter.events.processes import MAX_STARTS_PER_MINUTE, DeviceUsage
+from gpumem_exporter.events.recorder import MAX_RESULTS, DeviceHistory, action_event
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.recorder_bench import RecorderBench as Bench
 from tests.support.recorder_bench import oom
@@ -318,3 +318,25 @@ def test_the_event_of_a_large_action_has_the_first_results_and_the_number_left_o
     event = action_event(Action("id", "reset_peak", "done", "a", 1.0, Target(all=True), results=results), 2.0)
     assert (len(event.detail["results"]), event.detail["results_left_out"]) == (MAX_RESULTS, 7)
     assert (event.pid, event.gpu) == (None, "0")
+
+
+def test_the_mean_counts_time_and_a_long_gap_counts_nothing() -> None:
+    usage = DeviceUsage()
+    assert usage.row() == dict.fromkeys(usage.row()), "nothing is known"
+    usage.take_used(400, 10.0)
+    assert usage.row()["used_mean_bytes"] == 400
+    usage.take_used(400, 10.0)  # the same reading again
+    usage.take_used(200, 20.0)
+    usage.take_used(200, 50.0)
+    assert usage.row()["used_mean_bytes"] == (300 * 10 + 200 * 30) // 40
+    usage.take_used(1000, 5000.0)
+    assert usage.row()["used_mean_bytes"] == (300 * 10 + 200 * 30) // 40
+    assert usage.row()["used_peak_bytes"] == 1000
+
+
+def test_the_highest_reserved_peak_outlives_a_reset_and_an_unknown_value() -> None:
+    usage = DeviceUsage()
+    for peak, idle in ((500, None), (100, 40), (None, 20)):
+        usage.take_sample(DeviceSample(UUIDS[0], reserved_peak_bytes=peak, idle_cache_bytes=idle), 1.0)
+    assert usage.row()["reserved_highest_bytes"] == 500
+    assert usage.row()["idle_cache_mean_bytes"] == 20

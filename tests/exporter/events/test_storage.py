@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -333,17 +332,6 @@ def test_ids_increase_when_the_clock_is_set_back(bench: Bench) -> None:
     bench.now -= 3600
     bench.put(2)
     assert bench.numbers() == [1, 2]
-
-
-def test_a_second_exporter_in_the_folder_gets_an_error_until_the_first_ends(on_disk: Bench, tmp_path: Path) -> None:
-    on_disk.put(1)
-    other = Storage(tmp_path, retention_seconds=DAY, max_bytes=64 << 20, wall_clock=lambda: on_disk.now)
-    with pytest.raises(StorageError, match=re.escape(str(tmp_path))):
-        other.maintain()
-    on_disk.storage.close()
-    other.maintain()
-    assert [event.detail["number"] for event in other.read(Query()).events] == [1]
-    other.close()
 
 
 @pytest.mark.parametrize("damage", [b"this is no database" * 500, None], ids=["overwritten", "one page overwritten"])

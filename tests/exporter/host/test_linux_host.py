@@ -17,6 +17,7 @@ from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.host.linux import LinuxHost
+from tests.support.builders import Clock
 
 ID = "0123456789abcdef" * 4
 
@@ -27,14 +28,6 @@ ME = ProcessIdentity(
     session="s",
     session_started_seconds=1.0,
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Tree:
@@ -88,6 +81,12 @@ class Tree:
             (self.root / str(pid) / name).mkdir()
 
 
+def facts_of(tree: Tree, pid: int = 30) -> ProcessFacts:
+    facts = LinuxHost(tree.root).facts(pid)
+    assert facts is not None
+    return facts
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
@@ -95,7 +94,7 @@ def tree(tmp_path: Path) -> Tree:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture
@@ -231,8 +230,7 @@ def test_only_the_slurm_and_ray_job_ids_are_read_from_the_environment(
     tree: Tree, environ: bytes, slurm: str, ray: str
 ) -> None:
     tree.process(30, environ=environ)
-    facts = LinuxHost(tree.root).facts(30)
-    assert facts is not None
+    facts = facts_of(tree)
     assert (facts.slurm_job_id, facts.ray_job_id) == (slurm, ray)
     assert facts.command == "python train.py"
 
@@ -269,19 +267,16 @@ def test_a_worker_of_multiprocessing_has_the_command_of_the_script_that_started_
 )
 def test_an_unreadable_file_affects_only_its_own_facts(tree: Tree, hidden: str, lost: dict[str, object]) -> None:
     tree.process(30, uid=os.geteuid(), cgroup=f"0::/docker/{ID}\n", environ=b"SLURM_JOB_ID=7\0")
-    whole = LinuxHost(tree.root).facts(30)
+    whole = facts_of(tree)
     tree.hide(30, hidden)
-    assert whole is not None
     assert whole.container_id == ID
-    assert LinuxHost(tree.root).facts(30) == replace(whole, **lost)  # type: ignore[arg-type]
+    assert facts_of(tree) == replace(whole, **lost)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("end", ["\r", "\v", "\x85"])
 def test_a_process_cannot_name_another_user_in_its_name(tree: Tree, end: str) -> None:
     tree.process(30, name=f"{end}Uid:\t7\t7\t7", uid=os.geteuid())
-    facts = LinuxHost(tree.root).facts(30)
-    assert facts is not None
-    assert facts.uid == os.geteuid()
+    assert facts_of(tree).uid == os.geteuid()
 
 
 def test_a_process_whose_files_are_all_unreadable_is_alive(tree: Tree) -> None:
@@ -294,9 +289,7 @@ def test_a_process_whose_files_are_all_unreadable_is_alive(tree: Tree) -> None:
 
 def test_a_process_without_a_command_line_has_the_kernels_short_name(tree: Tree) -> None:
     tree.process(30, cmdline=b"", name="kworker")
-    facts = LinuxHost(tree.root).facts(30)
-    assert facts is not None
-    assert facts.command == "kworker"
+    assert facts_of(tree).command == "kworker"
 
 
 def test_a_real_process_in_the_exporters_namespace_is_found_by_its_own_pid() -> None:
@@ -380,7 +373,7 @@ def test_proc_is_scanned_once_a_second_at_most_and_every_ten_for_one_process(tre
 
 
 def test_the_start_of_a_process_is_on_the_hosts_clock(tree: Tree) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     booted = time.clock_gettime(time.CLOCK_BOOTTIME)
     tree.process(30, start=round((booted - 60) * os.sysconf("SC_CLK_TCK")))
     facts = LinuxHost(tree.root, clock=clock).facts(30)

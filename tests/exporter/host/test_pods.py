@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.host.pod_resources import PodResources
-from gpumem_exporter.host.pods import Container, DeviceAssignments, device_uuid, name_containers
+from gpumem_exporter.host.pod_resources import Container, DeviceAssignments, PodResources, device_uuid, name_containers
 from tests.support.builders import UUIDS, device, node
 from tests.support.waiting import wait_for
 
@@ -61,43 +60,33 @@ def test_the_devices_of_all_processes_of_a_container_are_combined() -> None:
     assert named(known, shared) == {1: ("ml", "llm-0", "trainer"), 2: ("ml", "llm-0", "trainer")}
 
 
-@pytest.mark.parametrize(
-    ("known", "assignments"),
-    [
-        pytest.param(
-            reading(facts(1, "c1", "p1"), on={1: (0,)}), given(), id="the kubelet assigned the device to no container"
-        ),
-        pytest.param(reading(facts(1, "c1", "p1"), on={1: (0,)}), given(d0=(TRAINER, SERVER)), id="time slicing"),
-        pytest.param(reading(facts(1, "c1", ""), on={1: (0,)}), given(d0=(TRAINER,)), id="a container in no pod"),
-        pytest.param(reading(facts(1, "", ""), on={1: (0,)}), given(d0=(TRAINER,)), id="a process of the host"),
-        pytest.param(
-            reading(facts(1, "c1", "p1"), facts(2, "c2", "p2"), on={1: (0,), 2: (0,)}),
-            given(d0=(TRAINER,)),
-            id="one of two does not use the kubelet",
-        ),
-        pytest.param(
-            reading(facts(1, "c1", "p1"), on={1: (0, 1)}), given(d0=(TRAINER,), d1=(SERVER,)), id="no one has both"
-        ),
-        pytest.param(
-            reading(facts(1, "c1", "p1"), facts(2, "c2", "p1"), on={1: (0,), 2: (1,)}),
-            given(d0=(TRAINER,), d1=(SERVER,)),
-            id="two names for one pod",
-        ),
-        pytest.param(
-            reading(facts(1, "c1", "p1"), facts(2, "c2", "p2"), on={1: (0,), 2: (1,)}),
-            given(d0=(TRAINER,), d1=(SIDECAR,)),
-            id="one name for two pods",
-        ),
-        pytest.param(
-            reading(facts(1, "c1", "p1", started=QUERIED), on={1: (0,)}), given(d0=(TRAINER,)), id="newer than the list"
-        ),
-        pytest.param(
-            reading(facts(1, "c1", "p1", started=0), on={1: (0,)}), given(d0=(TRAINER,)), id="unknown start time"
-        ),
-    ],
-)
-def test_ambiguous_containers_have_no_name(known: NodeReading, assignments: DeviceAssignments) -> None:
-    assert named(known, assignments) == {}
+ONE = facts(1, "c1", "p1")
+AMBIGUOUS = {
+    "the kubelet assigned the device to no container": (reading(ONE, on={1: (0,)}), given()),
+    "time slicing": (reading(ONE, on={1: (0,)}), given(d0=(TRAINER, SERVER))),
+    "a container in no pod": (reading(facts(1, "c1", ""), on={1: (0,)}), given(d0=(TRAINER,))),
+    "a process of the host": (reading(facts(1, "", ""), on={1: (0,)}), given(d0=(TRAINER,))),
+    "one of two does not use the kubelet": (
+        reading(ONE, facts(2, "c2", "p2"), on={1: (0,), 2: (0,)}),
+        given(d0=(TRAINER,)),
+    ),
+    "no one has both": (reading(ONE, on={1: (0, 1)}), given(d0=(TRAINER,), d1=(SERVER,))),
+    "two names for one pod": (
+        reading(ONE, facts(2, "c2", "p1"), on={1: (0,), 2: (1,)}),
+        given(d0=(TRAINER,), d1=(SERVER,)),
+    ),
+    "one name for two pods": (
+        reading(ONE, facts(2, "c2", "p2"), on={1: (0,), 2: (1,)}),
+        given(d0=(TRAINER,), d1=(SIDECAR,)),
+    ),
+    "newer than the list": (reading(facts(1, "c1", "p1", started=QUERIED), on={1: (0,)}), given(d0=(TRAINER,))),
+    "unknown start time": (reading(facts(1, "c1", "p1", started=0), on={1: (0,)}), given(d0=(TRAINER,))),
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_ambiguous_containers_have_no_name(case: str) -> None:
+    assert named(*AMBIGUOUS[case]) == {}
 
 
 def test_two_containers_of_one_pod_that_share_a_device_have_the_pods_name() -> None:

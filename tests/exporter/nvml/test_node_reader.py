@@ -21,17 +21,9 @@ from gpumem_exporter.errors import (
 from gpumem_exporter.nvml.failures import Backoff
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.reader import NodeReader
-from tests.support.builders import NobodyHost
+from tests.support.builders import Clock, NobodyHost
 
 MEMORY = DeviceMemory(80, 19, 60, 1)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Node:
@@ -45,7 +37,7 @@ class Node:
         self.opened_at: list[float] = []
         self.is_open = False
         self.released = 0
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.processes = (ProcessMemory(30, 5),)
 
     def _fail(self, call: str, uuid: str = "") -> None:
@@ -226,18 +218,6 @@ def test_a_device_that_disappears_without_an_error_was_removed(reader: NodeReade
     reader.read()
     del node.listed[7]
     assert [reading.uuid for reading in reader.read().devices] == [f"GPU-{i}" for i in range(7)]
-
-
-def test_the_mig_devices_of_a_lost_gpu_are_lost_and_keep_their_identity(reader: NodeReader, node: Node) -> None:
-    node.listed[1:] = [DeviceIdentity(f"1:{i}", f"MIG-{i}", parent_uuid="GPU-1") for i in (0, 2)]
-    reader.read()
-    node.listed[1:] = [DeviceIdentity("1", "", error="GPU is lost")]
-    reading = reader.read()
-    assert [(d.gpu, d.uuid, d.error) for d in reading.devices] == [
-        ("0", "GPU-0", ""),
-        ("1:0", "MIG-0", "GPU is lost"),
-        ("1:2", "MIG-2", "GPU is lost"),
-    ]
 
 
 def test_a_mig_device_destroyed_during_a_read_is_absent_from_the_next_poll(reader: NodeReader, node: Node) -> None:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from gpumem_exporter.core.samples import DeviceMemory, NodeReading, ProcessMemory
+from gpumem_exporter.core.samples import NodeReading
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from tests.support.builders import NobodyHost
+from tests.support.running_exporter import ScriptedProvider
 from tests.support.waiting import patient
 
 SOON = patient(30.0)
 """A timeout that a passing test never reaches."""
 
 
-class OneGpu:
+class OneGpu(ScriptedProvider):
     """A driver with one GPU, whose listing runs `hook` first."""
 
-    source = "nvml"
-
     def __init__(self, hook: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
         self.hook = hook
         self.closed = threading.Event()
         self.threads: set[str] = set()
@@ -36,25 +36,10 @@ class OneGpu:
         self.threads.add(threading.current_thread().name)
         self.closed.set()
 
-    def release(self) -> None:
-        self.close()
-
-    def driver_version(self) -> str:
-        return "580.159.04"
-
-    def devices(self) -> Sequence[DeviceIdentity]:
+    def devices(self) -> tuple[DeviceIdentity, ...]:
         self.threads.add(threading.current_thread().name)
         self.hook()
-        return (DeviceIdentity("0", "GPU-0"),)
-
-    def read_memory(self, uuid: str) -> DeviceMemory:
-        return DeviceMemory(80, 19, 60, 1)
-
-    def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
-        return (ProcessMemory(30, 5),)
-
-    def read_utilization_ratio(self, uuid: str) -> float:
-        return 0.5
+        return super().devices()[:1]
 
 
 class Published:

@@ -23,7 +23,6 @@ from gpumem_toolkit.planning.simulation import Tracer, move, quiet
 from gpumem_toolkit.planning.trace import replay
 from gpumem_toolkit.training.model_runs import check_autocast, measure_peak, run_seconds
 
-_DEFAULT_EVERY = (2, 4)
 _NO_CUDA = "no CUDA: the model is on {device}; on the CPU simulate=True predicts what CUDA would allocate"
 
 
@@ -51,7 +50,8 @@ def compare_checkpointing(
     The peak is above what was allocated before the step, on the device of the model's first parameter. It comes from
     the allocator's history, which is recorded for one step and resets nothing. With cudaMallocAsync, or while the
     user's code records the history, the peak is bounded. In a distributed job every rank calls this. Not thread-safe:
-    no other thread may use the model during the call.
+    no other thread may use the model during the call. Raises ConfigurationError if an argument is invalid, or if the
+    model cannot be trained that way.
 
     Args:
         model: the model, on the device where it trains. During the call it is in training mode.
@@ -65,9 +65,6 @@ def compare_checkpointing(
         reset_peaks: make the peak exact: reset the allocator's peaks before the run, instead of recording a history.
         simulate: predict the peaks on a machine without CUDA. CPU tensors of the whole process follow CUDA's rules
             then.
-
-    Raises:
-        ConfigurationError: an argument is invalid, or the model cannot be trained that way.
     """
     step = Step(model, batch, loss, autocast)
     _check(step, repeats, reset_peaks, simulate)
@@ -106,7 +103,7 @@ def _choose(model: nn.Module, blocks: Iterable[nn.Module] | None) -> tuple[str, 
 def _from_least_memory(every: Iterable[int] | None, blocks: int) -> list[int | None]:
     """Return the selections in the order of their peaks, so that each raises the allocator's peak."""
     if every is None:
-        return [1, *(k for k in _DEFAULT_EVERY if k < blocks), None]
+        return [1, *(k for k in (2, 4) if k < blocks), None]
     selections = sorted({1, *every})
     for k in selections:
         if not 1 <= k <= blocks:
@@ -231,7 +228,7 @@ def _simulate_peak(step: Step, blocks: Sequence[str]) -> int:
             tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
             start = copy.deepcopy(tracer.trace)
             with torch.enable_grad():
-                loss = step.on(model, batch).forward()
+                loss = replace(step, model=model, batch=batch).forward()
                 tracer.kind = "temporaries"
                 loss.backward()
         whole = tracer.trace.ordered()

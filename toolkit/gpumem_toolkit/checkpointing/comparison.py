@@ -85,15 +85,8 @@ class CheckpointingComparison(ShownAsText):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON-compatible values."""
-        return {
-            "model": self.model,
-            "device": self.device,
-            "blocks": self.blocks,
-            "repeats": self.repeats,
-            "same_results": self.same_results,
-            "note": self.note,
-            "rows": [{"name": row.name, **asdict(row), "exact": row.exact} for row in self.rows],
-        }
+        rows = [{"name": row.name, **asdict(row), "exact": row.exact} for row in self.rows]
+        return {**asdict(self), "same_results": self.same_results, "rows": rows}
 
     def figure(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Return a `matplotlib.figure.Figure` with time and peak of each row as bars, and write it to `path`.

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +26,6 @@ class Step:
     batch: Any
     loss: Callable[[Any], Any] | None
     autocast: torch.dtype | None
-
-    def on(self, model: nn.Module, batch: Any) -> Step:
-        """Return the step with another model and batch."""
-        return replace(self, model=model, batch=batch)
 
     @property
     def device(self) -> torch.device:

@@ -128,10 +128,9 @@ def auto_clean(fragmentation: float = 0.3, *, min_bytes: int = 1 << 30, cooldown
     failure doubles the cooldown; after three failures in a row it stops and logs that. In a job of several ranks each
     rank clears for itself, and the others wait for it. Raises ValueError if an argument is out of range.
 
-    Args:
-        fragmentation: the minimum share of a device's reserved memory that is neither allocated nor reclaimable.
-        min_bytes: the minimum of reclaimable bytes, on all devices together.
-        cooldown_steps: the minimum number of steps between two clears.
+    The heap of a device is fragmented if at least the share `fragmentation` of its reserved memory is neither
+    allocated nor reclaimable. `min_bytes` counts the reclaimable bytes of all devices. There are at least
+    `cooldown_steps` steps between two clears.
     """
     cleaner = AutoClean(fragmentation, min_bytes, cooldown_steps, samples=_samples, clear=clear_cache)
     cleaner.listen()

@@ -115,12 +115,9 @@ def lingering_tensors(
     call this. Without CUDA the result is empty and a warning is logged. Objects that `gc.freeze()` hides are found
     through what refers to them, which takes about 1.3 s per million objects more.
 
-    Args:
-        min_bytes: smallest group in the result.
-        max_groups: number of groups in the result; the largest are kept.
-        max_seconds: CPU seconds for the walk, again for frozen objects, and again for the search for referrers.
-        max_objects: number of objects to examine. If a limit ends the walk, `complete` is False.
-        referrers: search for what refers to the tensors, which takes longer than the walk.
+    The result has the `max_groups` largest groups, each of `min_bytes` at least. `max_seconds` is the CPU time for the
+    walk, again for frozen objects, and again for the search for `referrers`, which takes longer than the walk. If a
+    limit ends the walk, `complete` is False.
     """
     torch = initialized_torch()
     if torch is None:

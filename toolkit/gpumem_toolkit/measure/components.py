@@ -6,21 +6,25 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.hooks.steps import OneStep, Steps, process_steps
 from gpumem_client.phases.observed import Observed, WatchedBytes, process_observed
-from gpumem_client.torch_access import Statistics, initialized_torch
+from gpumem_client.torch_access import Statistics, initialized_torch, without_torch_function
 from gpumem_client.wire.units import ShownAsText, human_bytes
-from gpumem_toolkit.measure.component_count import COMPONENTS, ComponentCount
-from gpumem_toolkit.measure.tensor_bytes import HOST
+from gpumem_toolkit.measure.tensor_bytes import HOST, Storages, bytes_of_unshared, tensors_in
+
+COMPONENTS = ("parameters", "gradients", "optimizer_state")
 
 _INTERVAL_SECONDS = 10.0
 _SLICE_SECONDS = 0.0005
 """Time that a count takes in one step."""
+_CHUNK = 64
+"""The number of parameters or states that are counted between two readings of the clock."""
 _WRAPPER_ATTRIBUTES = ("module", "_orig_mod", "_fsdp_wrapped_module")
 _WRAPPERS_MAX = 4
 _VALID_SECONDS = 60.0
@@ -202,9 +206,8 @@ def watch(model: Any, optimizer: Any = None) -> Watch:
     both, otherwise the most recent. The watch puts no hook on the model, and ends with it. It does nothing while CUDA
     is not initialized. Raises TypeError if the model is not a module.
 
-    Args:
-        model: a module, wrapped or not; None to count only what the optimizer updates.
-        optimizer: an optimizer of `torch.optim`, a wrapper of one, or any object with `state` and `param_groups`.
+    The model may be wrapped, and None counts only what the optimizer updates. The optimizer is one of `torch.optim`, a
+    wrapper of one, or any object with `state` and `param_groups`.
     """
     return Watch(model, optimizer)
 
@@ -244,3 +247,99 @@ def _component_bytes(index: int, components: Mapping[str, int], allocated: int |
         optimizer_state=components.get("optimizer_state", 0),
         other=other if other is not None and other >= 0 else None,
     )
+
+
+class ComponentCount:
+    """One count of a module, and of an object with `state` and `param_groups`. For one thread at a time.
+
+    A count of ten thousand tensors would delay a training step too long. So it runs in slices, one at the end of each
+    step, when the same objects exist. Between two slices it has weak references to modules only, and none to a tensor:
+    `torch.utils.swap_tensors` raises for a tensor with weak references.
+    """
+
+    def __init__(self, torch: Any, model: weakref.ref[Any] | None, optimizer: weakref.ref[Any] | None) -> None:
+        self._torch = torch
+        self._model = model
+        self._optimizer = optimizer
+        self._seen: set[int] = set()
+        self._parameters = Storages(torch)
+        self._gradients: dict[int, int] = {}
+        self._states = Storages(torch)
+        self._slices = self._count()
+
+    def advance(self, seconds: float) -> bool:
+        """Count for about `seconds`. Returns True when the count is complete."""
+        end = time.perf_counter() + seconds
+        with without_torch_function(self._torch):  # active modes of the user's code must not see the count
+            return all(time.perf_counter() < end for _ in self._slices)
+
+    def bytes(self) -> Mapping[int, Mapping[str, int]]:
+        """Return bytes by device index (`HOST` for host memory) and component."""
+        by_component = self._parameters.bytes(), self._gradients, self._states.bytes(self._parameters)
+        return {
+            device: {name: counted.get(device, 0) for name, counted in zip(COMPONENTS, by_component, strict=True)}
+            for device in set().union(*by_component)
+        }
+
+    def _count(self) -> Iterator[None]:
+        # At a `yield`, no local variable may refer to a tensor, a module or a dictionary of them.
+        waiting = [] if self._model is None else [self._model]
+        while waiting:
+            reference = waiting.pop()
+            start = 0
+            while self._count_module(reference, start):
+                start += _CHUNK
+                yield
+            waiting += self._new_children(reference)
+            yield
+        for group in range(len(self._groups())):
+            start = 0
+            while self._count_group(group, start):
+                start += _CHUNK
+                yield
+        start = 0
+        while self._count_states(start):
+            start += _CHUNK
+            yield
+
+    def _count_module(self, reference: weakref.ref[Any], start: int) -> bool:
+        """Count some parameters of a module itself. Returns whether there may be more."""
+        parameters = getattr(reference(), "_parameters", {})
+        self._count_parameters(islice(parameters.values(), start, start + _CHUNK))
+        return len(parameters) > start + _CHUNK
+
+    def _new_children(self, reference: weakref.ref[Any]) -> list[weakref.ref[Any]]:
+        children = {
+            id(child): child
+            for child in getattr(reference(), "_modules", {}).values()
+            if child is not None and id(child) not in self._seen
+        }
+        self._seen.update(children)
+        return [weakref.ref(child) for child in children.values()]
+
+    def _groups(self) -> list[Any]:
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        return getattr(optimizer, "param_groups", None) or []
+
+    def _count_group(self, group: int, start: int) -> bool:
+        groups = self._groups()
+        found = list(islice(groups[group]["params"], start, start + _CHUNK)) if group < len(groups) else []
+        self._count_parameters(found)
+        return bool(found)
+
+    def _count_parameters(self, found: Iterable[Any]) -> None:
+        new = {id(parameter): parameter for parameter in found if parameter is not None}
+        parameters = [parameter for key, parameter in new.items() if key not in self._seen]
+        self._seen.update(new)
+        self._parameters.add(parameters)
+        # PyTorch warns if a program reads the gradient of a tensor that is not a leaf.
+        gradients = [parameter.grad for parameter in parameters if parameter.is_leaf and parameter.grad is not None]
+        for device, size in bytes_of_unshared(gradients, self._torch).items():
+            self._gradients[device] = self._gradients.get(device, 0) + size
+
+    def _count_states(self, start: int) -> bool:
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        states = getattr(optimizer, "state", None) or {}
+        found = list(islice(states.values(), start, start + _CHUNK))
+        self._states.add(tensors_in(found, self._torch))
+        return bool(found)

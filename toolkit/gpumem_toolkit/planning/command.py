@@ -51,12 +51,7 @@ _INTERRUPTED = 130
 
 
 def main(words: Sequence[str] | None = None, program: str = "gpumem-plan") -> int:
-    """Run the command and return its exit code: 0, 1 (the job does not fit), or 2 with one line on standard error.
-
-    Args:
-        words: the words after the program's name; by default, the words of this process.
-        program: the name in the help and in errors.
-    """
+    """Run the command and return its exit code: 0, 1 (the job does not fit), or 2 with one line on standard error."""
     try:
         parser = _parser(program)
         options = parser.parse_args(words)

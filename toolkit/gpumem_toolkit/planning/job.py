@@ -22,6 +22,14 @@ LOOPS = ("script", "trainer")
 ATTENTIONS = ("auto", "flash", "efficient", "math", "cudnn")
 CONVOLUTIONS = ("cudnn", "native")
 LOSSES = ("auto", "cross_entropy", "mse", "mean", "sum", "output")
+_CHOICES = {
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+    "loss": LOSSES,
+    "loop": LOOPS,
+    "attention": ATTENTIONS,
+    "convolution": CONVOLUTIONS,
+}
 
 _PLAIN = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
 _SHORT = {"double": "float64", "float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16"}
@@ -110,19 +118,12 @@ class Job:
     loop: str = "script"
 
     def __post_init__(self) -> None:
-        _check_choice("precision", self.precision, PRECISIONS)
-        _check_choice("optimizer", self.optimizer, OPTIMIZERS)
-        _check_choice("loss", self.loss, LOSSES)
-        _check_choice("loop", self.loop, LOOPS)
-        _check_choice("attention", self.attention, ATTENTIONS)
-        _check_choice("convolution", self.convolution, CONVOLUTIONS)
+        for name, accepted in _CHOICES.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in accepted:
+                raise ConfigurationError(f"invalid {name} {value!r}: use one of {', '.join(accepted)}")
         if self.accumulation < 1:
             raise ConfigurationError(f"invalid accumulation {self.accumulation}: it must be at least 1")
-
-
-def _check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
-    if isinstance(value, str) and value not in accepted:
-        raise ConfigurationError(f"invalid {name} {value!r}: use one of {', '.join(accepted)}")
 
 
 _HEAD = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -64,11 +64,7 @@ def without_values() -> Iterator[None]:
 
 
 def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
-    """Build the module in training mode. `mode` must not be active.
-
-    Raises:
-        ConfigurationError: the factory fails, or returns something else.
-    """
+    """Build the module in training mode. `mode` must not be active. Raises ConfigurationError if the factory fails."""
     try:
         inspect.signature(job.make_model).bind()
     except ValueError:
@@ -194,8 +190,7 @@ def _freeze(model: nn.Module) -> None:
 def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     """Return name and blocks of the longest `nn.ModuleList` or `nn.Sequential` of one class with parameters.
 
-    Raises:
-        ConfigurationError: no list has at least two blocks.
+    Raises ConfigurationError if no list has at least two blocks.
     """
     name, blocks = "", list[nn.Module]()
     for path, module in model.named_modules():
@@ -226,26 +221,6 @@ def checkpoint_blocks(model: nn.Module) -> None:
     """Checkpoint the model's repeated blocks."""
     for block in find_blocks(model)[1]:
         block.forward = recomputed(block.forward)
-
-
-def gathered_bytes(model: nn.Module) -> int:
-    """Return the bytes that `fully_shard` of each repeated block, then of the model, needs for whole parameters.
-
-    The parameters outside of the blocks stay whole. Of the blocks, one is in use while the next one is gathered. The
-    buffers of all-gather and reduce-scatter are on streams of their own, so that they share no memory with the rest.
-    """
-    try:
-        blocks = find_blocks(model)[1]
-    except ConfigurationError:
-        blocks = []
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    largest = max((_bytes(block.parameters()) for block in blocks), default=0)
-    outside = _bytes(parameter for parameter in model.parameters() if id(parameter) not in inside)
-    return outside + 2 * largest + 2 * max(outside, largest)
-
-
-def _bytes(parameters: Iterable[Tensor]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 class _Block(nn.Module):

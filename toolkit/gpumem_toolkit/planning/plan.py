@@ -33,15 +33,10 @@ class Target:
     def __post_init__(self) -> None:
         if not 0 < self.margin <= 1:
             raise ConfigurationError(f"invalid margin {self.margin}: it must be above 0 and at most 1")
-        values = {
-            "devices": self.devices,
-            "multiple of": self.multiple_of,
-            "target": self.effective_batch,
-            "batch": self.batch,
-        }
-        for name, value in values.items():
+        for name in ("devices", "multiple_of", "effective_batch", "batch"):
+            value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigurationError(f"invalid {name} {value}: it must be at least 1")
+                raise ConfigurationError(f"invalid {name.replace('_', ' ')} {value}: it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

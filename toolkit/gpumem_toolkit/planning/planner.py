@@ -27,6 +27,8 @@ def plan(
 
     The model is built in a fresh interpreter, which imports the module or script of `make_model`. A script therefore
     calls `plan` under `if __name__ == "__main__":`. Lambdas, closures and functions of a notebook need cloudpickle.
+    Raises ConfigurationError if an argument is invalid, the model fails on tensors without values, or the time limit
+    has passed; its cause has the traceback.
 
     Args:
         make_model: returns the `torch.nn.Module`.
@@ -35,31 +37,21 @@ def plan(
         targets: the arguments of the loss after the model's output.
         options: loss, optimizer, optimizer_options, precision, attention, convolution, accumulation, checkpointing and
             loop, as `Job` describes them, and the options of `plan_description`.
-
-    Raises:
-        ConfigurationError: an argument is invalid, the model fails on tensors without values, or the time limit has
-            passed. The cause of the error has the traceback.
     """
     return _plan(partial(Job, make_model, _tensors(inputs), _tensors(targets)), gpu, "model", **options)
 
 
 def plan_description(description: Description, gpu: str | Gpu, **options: Any) -> Plan:
-    """Plan a decoder-only transformer from its description.
+    """Plan a decoder-only transformer from its description. Takes `gpu`, and raises errors, as `plan` does.
 
-    Args:
-        description: the dimensions.
-        gpu: a size (`80GiB`), a name (`h100-80gb`), or a Gpu.
-        options: options of `Job`, and
+    The options are those of `Job`, and
 
-            - target_effective_batch: samples in one optimizer step, over all devices.
-            - batch: samples in one pass. By default the planner chooses, a multiple of `multiple_of`.
-            - devices: number of data-parallel processes.
-            - margin: the part of the device's free memory to plan with, 0.85 by default.
-            - changes: False plans no changes that save memory, which takes a third of the time.
-            - timeout_seconds: the time limit of the plan, 600 by default.
-
-    Raises:
-        ConfigurationError: as in `plan`.
+    - target_effective_batch: samples in one optimizer step, over all devices.
+    - batch: samples in one pass. By default the planner chooses, a multiple of `multiple_of`.
+    - devices: number of data-parallel processes.
+    - margin: the part of the device's free memory to plan with, 0.85 by default.
+    - changes: False plans no changes that save memory, which takes a third of the time.
+    - timeout_seconds: the time limit of the plan, 600 by default.
     """
     return _plan(description.job, gpu, "description", **options)
 
@@ -83,26 +75,16 @@ def _plan(
     return plan_in_worker(job, gpu, target, source=source, changes=changes, timeout_seconds=timeout_seconds)
 
 
-def plan_in_worker(
-    job: Job,
-    gpu: Gpu,
-    target: Target,
-    *,
-    source: str = "model",
-    changes: bool = True,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> Plan:
-    """Run `plan_job` in a fresh interpreter. The job must be picklable."""
+def plan_in_worker(job: Job, gpu: Gpu, target: Target, **options: Any) -> Plan:
+    """Run `plan_job` with its options, and those of `run_in_worker`, in a fresh interpreter."""
     _check(job, target)
-    return run_in_worker(plan_job, job, gpu, target, source=source, changes=changes, timeout_seconds=timeout_seconds)
+    return run_in_worker(plan_job, job, gpu, target, **options)
 
 
-def profile_in_worker(
-    job: Job, gpu: Gpu, target: Target, *, batch: int, timeout_seconds: float = TIMEOUT_SECONDS
-) -> Plan:
+def profile_in_worker(job: Job, gpu: Gpu, target: Target, **options: Any) -> Plan:
     """Run `profile.profile_job` in a fresh interpreter, which uses the first GPU."""
     _check(job, target)
-    return run_in_worker(_profile, job, gpu, target, batch=batch, uses_cuda=True, timeout_seconds=timeout_seconds)
+    return run_in_worker(_profile, job, gpu, target, uses_cuda=True, **options)
 
 
 def _check(job: Job, target: Target) -> None:

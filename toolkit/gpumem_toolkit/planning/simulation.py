@@ -30,7 +30,7 @@ from gpumem_toolkit.planning.job import Job
 from gpumem_toolkit.planning.kernels import prepare, temporaries
 from gpumem_toolkit.planning.model import (
     eager,
-    gathered_bytes,
+    find_blocks,
     in_moving_order,
     is_compiled,
     make_fake_mode,
@@ -46,23 +46,16 @@ _OPERATORS = frozenset({_aten.add.Tensor, _aten.index_put.default, _aten.scatter
 
 
 class Tracer(TorchDispatchMode):
-    """Records into `trace` while the mode is active. Not thread-safe; autograd runs CPU graphs in the calling thread.
-
-    Args:
-        convolution: `cudnn` or `native`.
-
-    Attributes:
-        kind: the kind of the next allocations (see trace.KINDS).
-        ignore_scalars: skip tensors without dimensions, because an optimizer's step counts stay on the host.
-        in_optimizer: answer reads of values with one. An optimizer computes with them, and its memory stays the same.
-    """
+    """Records into `trace` while it is active. Not thread-safe; autograd runs CPU graphs in the calling thread."""
 
     def __init__(self, convolution: str = "cudnn") -> None:
         super().__init__()
         self.trace = Trace()
         self.kind = "activations"
-        self.ignore_scalars = False
+        """The kind of the next allocations, one of trace.KINDS."""
+        self.ignore_scalars = False  # of an optimizer's step counts, which stay on the host
         self.in_optimizer = False
+        """Whether reads of values get one: an optimizer computes with them, and its memory stays the same."""
         self._convolution = convolution
         self._in_place = _InPlace()
         self._numbers: dict[int, int] = {}  # the number of the allocation, by storage
@@ -133,9 +126,25 @@ def trace_job(job: Job, batch: int) -> Trace:
 
 
 def gathered(job: Job) -> int:
-    """Return the bytes of whole parameters and buffers if the job's model is sharded."""
+    """Return the bytes that `fully_shard` of each repeated block, then of the model, needs for whole parameters.
+
+    The parameters outside of the blocks stay whole. Of the blocks, one is in use while the next one is gathered. The
+    buffers of all-gather and reduce-scatter are on streams of their own, so that they share no memory with the rest.
+    """
     with quiet("the job's model"), without_values():
-        return gathered_bytes(make_model(job, make_fake_mode()))
+        model = make_model(job, make_fake_mode())
+    try:
+        blocks = find_blocks(model)[1]
+    except ConfigurationError:
+        blocks = []
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    largest = max((_bytes(block.parameters()) for block in blocks), default=0)
+    outside = _bytes(parameter for parameter in model.parameters() if id(parameter) not in inside)
+    return outside + 2 * largest + 2 * max(outside, largest)
+
+
+def _bytes(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def _run(job: Job, batch: int, steps: int) -> tuple[Trace, list[Mark], tuple[str, ...]]:

@@ -1,6 +1,6 @@
 """The allocations and frees of a few training steps, and the memory that the caching allocator reserves.
 
-`core.allocator_model` is the allocator. Its own tests compare it with PyTorch's.
+`gpumem_client.allocator.simulated` is the allocator. Its own tests compare it with PyTorch's.
 """
 
 from __future__ import annotations

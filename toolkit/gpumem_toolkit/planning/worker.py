@@ -102,12 +102,9 @@ def run_in_worker(
     """Call a module-level function of the planner in a fresh interpreter, and return its result.
 
     The function also receives the worker's `progress`. The arguments are pickled, with cloudpickle if pickle fails. The
-    time limit includes the imports of the worker, which sees the GPUs only if `uses_cuda` is set.
-
-    Raises:
-        ConfigurationError: the function raised one, the arguments cannot be pickled, the worker was killed, or the time
-            limit has passed.
-        RuntimeError: the function raised another error. The cause of either error is a WorkerError.
+    time limit includes the imports of the worker, which sees the GPUs only if `uses_cuda` is set. Raises
+    ConfigurationError if the function raised one, the arguments cannot be pickled, the worker was killed, or the time
+    limit has passed. Raises RuntimeError if the function raised another error. A WorkerError is the cause.
     """
     if _in_worker:
         raise ConfigurationError(

@@ -177,11 +177,8 @@ class GradientAccumulator:
 
         Call it after each `backward`. A loop that skips batches must call it once more at its end, in case the last
         batch was skipped. Returns whether the optimizer changed the parameters: False while the window is unfinished,
-        and False if the scaler found infinite gradients.
-
-        Raises:
-            RuntimeError: there are several ranks and the last batch was skipped; the window is dropped.
-            RankFailedError: a rank exited.
+        and False if the scaler found infinite gradients. Raises RuntimeError if there are several ranks and the last
+        batch was skipped; the window is dropped. Raises RankFailedError if a rank exited.
         """
         if not self._complete:
             return False

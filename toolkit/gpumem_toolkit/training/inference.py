@@ -33,9 +33,8 @@ def inference_mode(
     Tensors created in the block cannot be saved for backward. Use `torch.no_grad()` instead for a model that keeps
     tensors from call to call and trains afterwards.
 
-    Raises:
-        ConfigurationError: autocast is not None, `torch.bfloat16` or `torch.float16`.
-        TypeError: the decorated function is a generator or a coroutine, whose body runs after the block.
+    Raises ConfigurationError if autocast is another dtype than `torch.bfloat16` and `torch.float16`, and TypeError for
+    a decorated generator or coroutine, whose body runs after the block.
     """
     check_autocast(autocast)
     return InferenceMode(model, autocast, reset_peaks)

@@ -88,7 +88,7 @@ def optimize_model(
 
     Calls `model.to(dtype=…)` and `model.to(memory_format=torch.channels_last)`. The parameters stay the same objects,
     so optimizers still refer to them. If the model fails with the example, the change stays, because it cannot be
-    undone.
+    undone. Raises ConfigurationError if the arguments would change nothing.
 
     Args:
         model: the model, on the device where it runs.
@@ -99,9 +99,6 @@ def optimize_model(
             tuple or list, or keyword arguments in a mapping.
         reset_peaks: reset the allocator's peaks to measure that of a forward pass, which is then exact. By default the
             peak comes from the allocator's history, recorded for one forward pass, and nothing is reset.
-
-    Raises:
-        ConfigurationError: the arguments would change nothing.
     """
     _check(model, dtype, channels_last)
     if reset_peaks and example is None:
@@ -114,7 +111,7 @@ def optimize_model(
         if channels_last:
             model.to(memory_format=torch.channels_last)
     after, changed = (None, []) if example is None else _measure_forward(model, _cast(example, dtype), reset_peaks)
-    device = use_on(use, _device(model))
+    device = use_on(use, next(model.parameters()).device)
     optimization = ModelOptimization(
         model=type(model).__name__,
         done=" and ".join([*([str(dtype)] if dtype else []), *(["channels last"] if channels_last else [])]),
@@ -151,13 +148,9 @@ def _check(model: nn.Module, dtype: torch.dtype | None, channels_last: bool) -> 
             raise ConfigurationError(f"channels_last changes nothing: {name} has that layout already")
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
 def _measure_forward(model: nn.Module, batch: Any, reset_peaks: bool) -> tuple[ForwardUse, list[Tensor]]:
     """Return a measured forward pass, and its outputs on the CPU."""
-    device = _device(model)
+    device = next(model.parameters()).device
     with evaluating(model), torch.no_grad():
         outputs = [leaf.cpu() for leaf in tree_leaves(call_model(model, batch)) if isinstance(leaf, Tensor)]
         peak, most = measure_peak(lambda: call_model(model, batch), device, reset_peaks=reset_peaks)
@@ -179,6 +172,4 @@ def _difference(before: list[Tensor], after: list[Tensor]) -> float | None:
 
 
 def _weights_bytes(model: nn.Module) -> int:
-    storages = Storages(torch)
-    storages.add([*model.parameters(), *model.buffers()])
-    return sum(storages.bytes().values())
+    return Storages(torch, [*model.parameters(), *model.buffers()]).total()

@@ -67,12 +67,10 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     disk and renamed, and keeps the permissions of the file that it replaces. After an error the previous file stays. A
     killed process leaves a hidden `.part` file.
 
-    Any thread may call this. If several processes train the same model, only one of them should call it.
-
-    Raises:
-        ConfigurationError: there is nothing to save; a part is a DTensor or contains a FullyShardedDataParallel; an
-            object cannot be loaded with `weights_only=True`; the path is not a file.
-        StorageError: the file cannot be written.
+    Any thread may call this. If several processes train the same model, only one of them should call it. Raises
+    ConfigurationError if there is nothing to save; a part is a DTensor or contains a FullyShardedDataParallel; an
+    object cannot be loaded with `weights_only=True`; the path is not a file. Raises StorageError if the file cannot be
+    written.
     """
     if not parts:
         raise ConfigurationError("nothing to save: write save_checkpoint(path, model=model)")
