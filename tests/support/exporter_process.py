@@ -68,9 +68,9 @@ class ExporterProcess:
 
     @property
     def tcp_url(self) -> str:
-        """The URL of its port on the loopback address, from its log."""
-        found = wait_for(lambda: re.search(r"https?://127\.0\.0\.1:\d+", self.log()), "the exporter's address")
-        return str(found[0])
+        """The URL of its port on the loopback address, from its log; of the port in its flags if they have one."""
+        listening = r"\blistening\b.*(https?://127\.0\.0\.1:\d+)"
+        return str(wait_for(lambda: re.search(listening, self.log()), "the exporter's address")[1])
 
     def start(self) -> None:
         """Start the exporter, and wait until the first poll has ended."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -30,7 +30,6 @@ document.addEventListener('securitypolicyviolation', (e) => violations.push(`${e
 """
 
 OpenPage = Callable[..., "LivePage"]
-Demo: TypeAlias = "tuple[ExporterProcess, str]"
 
 
 class LivePage:
@@ -106,21 +105,21 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Return a function that opens a page: `open_page(url, expects=(), script="", answer=None, **context options)`.
+    """Return a function that opens a page: `open_page(exporter, expects=(), script="", answer=None, **options)`.
 
-    `script` runs before the page's script; `answer` replaces the exporter's state.
+    `script` runs before the page's script; `answer` replaces the exporter's state; `options` are of the context.
     """
     opened: list[LivePage] = []
 
     def open_(
-        url: str,
+        exporter: ExporterProcess,
         *,
         expects: tuple[str, ...] = (),
         script: str = "",
         answer: Callable[[], dict[str, Any]] | None = None,
         **options: Any,
     ) -> LivePage:
-        live = LivePage(browser.new_context(**options).new_page(), url, expects)
+        live = LivePage(browser.new_context(**options).new_page(), f"{exporter.tcp_url}/", expects)
         opened.append(live)
         if script:
             live.page.add_init_script(script)
@@ -143,12 +142,12 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str, **options: Any) -> Iterator[tuple[ExporterProcess, str]]:
-    """Run a real exporter on a fixed port; yields it and the URL of its page."""
+def serving(folder: Path, *flags: str, **options: Any) -> Iterator[ExporterProcess]:
+    """Run a real exporter on a fixed port."""
     port = free_port()
     exporter = ExporterProcess(folder, "--web.listen-address", f"127.0.0.1:{port}", *flags, **options)
     try:
-        yield exporter, f"http://127.0.0.1:{port}/"
+        yield exporter
     finally:
         print(exporter.log())
         exporter.close()

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser
 from gpumem_exporter.server.web.live import COLUMNS
 from tests.support.builders import MIB, UUIDS
 from tests.support.exporter_process import ExporterProcess
-from tests.support.live_page import Demo, OpenPage, browser, open_page, send, serving, state_of
+from tests.support.live_page import OpenPage, browser, open_page, send, serving, state_of
 from tests.support.waiting import patient
 
 __all__ = ["browser", "open_page"]
@@ -24,10 +24,10 @@ NASTY = "<img src=x onerror=\"document.title='taken over'\"><script>document.tit
 
 
 @pytest.fixture(scope="module")
-def driverless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ExporterProcess, str]]:
+def driverless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
     """An exporter without a driver, to which the test reports processes."""
-    with serving(tmp_path_factory.mktemp("driverless"), "--report.expiry", "3600") as (exporter, url):
-        yield exporter, url
+    with serving(tmp_path_factory.mktemp("driverless"), "--report.expiry", "3600") as exporter:
+        yield exporter
 
 
 TURNED = "\u202ehtob \u2066x\n\x1b[31m"
@@ -74,10 +74,9 @@ def advancing(exporter: ExporterProcess, *devices: dict[str, Any], **process: An
     return answer
 
 
-def test_the_parts_of_each_bar_add_up_to_the_devices_memory(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
-    live = open_page(url, viewport={"width": 1280, "height": 900})
-    devices = exporter.get("/api/v1/devices")["devices"]
+def test_the_parts_of_each_bar_add_up_to_the_devices_memory(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo, viewport={"width": 1280, "height": 900})
+    devices = demo.get("/api/v1/devices")["devices"]
     assert live.page.locator(".device").count() == len(devices) == 8
     for card, device in enumerate(devices):
         ledger = live.ledger(card)
@@ -92,9 +91,8 @@ def test_the_parts_of_each_bar_add_up_to_the_devices_memory(demo: Demo, open_pag
     assert all(abs(width - size * scale) <= 2 + 0.02 * width for size, width in widths)
 
 
-def test_the_chart_has_the_last_ten_minutes_at_once(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    live = open_page(url)
+def test_the_chart_has_the_last_ten_minutes_at_once(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo)
     lines = live.page.evaluate("[...document.querySelectorAll('.chart .in-use')].map((path) => path.getAttribute('d'))")
     assert len(lines) == 8
     number = r"-?\d+"
@@ -103,9 +101,8 @@ def test_the_chart_has_the_last_ten_minutes_at_once(demo: Demo, open_page: OpenP
     assert re.search(r"in use (for|in) \d+ (s|min)", live.text("figcaption"))
 
 
-def test_a_demo_is_labeled_and_its_events_are_listed(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    live = open_page(url)
+def test_a_demo_is_labeled_and_its_events_are_listed(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo)
     assert live.page.locator(".demo").is_visible()
     assert "demo" in live.page.title()
     live.page.locator("#events li[data-type=process_started]").first.wait_for()
@@ -113,9 +110,8 @@ def test_a_demo_is_labeled_and_its_events_are_listed(demo: Demo, open_page: Open
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (2560, "dark"), (1100, "light"), (320, "light")])
-def test_the_page_is_accessible(demo: Demo, open_page: OpenPage, width: int, scheme: str) -> None:
-    _, url = demo
-    live = open_page(url, viewport={"width": width, "height": 800}, color_scheme=scheme)
+def test_the_page_is_accessible(demo: ExporterProcess, open_page: OpenPage, width: int, scheme: str) -> None:
+    live = open_page(demo, viewport={"width": width, "height": 800}, color_scheme=scheme)
     live.page.locator("#events li").first.wait_for()
     assert live.violations_of_access() == []
     assert live.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -124,9 +120,8 @@ def test_the_page_is_accessible(demo: Demo, open_page: OpenPage, width: int, sch
     assert live.violations_of_access() == []
 
 
-def test_rows_are_sorted_and_filtered_by_keyboard_alone(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    live = open_page(url, viewport={"width": 1280, "height": 900})
+def test_rows_are_sorted_and_filtered_by_keyboard_alone(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo, viewport={"width": 1280, "height": 900})
     page = live.page
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
@@ -147,14 +142,13 @@ def test_rows_are_sorted_and_filtered_by_keyboard_alone(demo: Demo, open_page: O
 
 
 def test_without_a_driver_the_reason_and_the_reporting_processes_are_shown(
-    driverless: Demo, open_page: OpenPage
+    driverless: ExporterProcess, open_page: OpenPage
 ) -> None:
-    exporter, url = driverless
-    send(exporter, 501, 70 * MIB, workload="lonely")
-    live = open_page(url)
+    send(driverless, 501, 70 * MIB, workload="lonely")
+    live = open_page(driverless)
     live.page.locator("#degraded").wait_for()
     assert "NVML" in live.text("#degraded")
-    assert exporter.get("/health")["nvml"]["error"] in live.text("#degraded")
+    assert driverless.get("/health")["nvml"]["error"] in live.text("#degraded")
     assert live.page.locator("#no-devices").is_visible()
     live.until("document.querySelector('#rows').textContent.includes('lonely')")
     row = live.text("#rows tr:has-text('lonely')")
@@ -162,10 +156,9 @@ def test_without_a_driver_the_reason_and_the_reporting_processes_are_shown(
     assert "–" in row  # the driver's values are unknown
 
 
-def test_names_of_processes_are_inserted_as_text(driverless: Demo, open_page: OpenPage) -> None:
-    exporter, url = driverless
-    send(exporter, 502, MIB, workload=NASTY, rank="<b>0</b>", command="<i>python</i>")
-    live = open_page(url)
+def test_names_of_processes_are_inserted_as_text(driverless: ExporterProcess, open_page: OpenPage) -> None:
+    send(driverless, 502, MIB, workload=NASTY, rank="<b>0</b>", command="<i>python</i>")
+    live = open_page(driverless)
     live.until("document.querySelector('#rows').textContent.includes('onerror')")
     assert NASTY in live.page.locator("#rows tr:has-text('onerror') [data-column=workload]").inner_text()
     live.until("document.querySelector('#events').textContent.includes('onerror')")
@@ -177,10 +170,9 @@ def test_names_of_processes_are_inserted_as_text(driverless: Demo, open_page: Op
     assert live.page.title().endswith(" · GPU memory")
 
 
-def test_a_name_cannot_reverse_the_text_around_it(driverless: Demo, open_page: OpenPage) -> None:
-    exporter, url = driverless
-    send(exporter, 503, MIB, workload=TURNED)
-    live = open_page(url)
+def test_a_name_cannot_reverse_the_text_around_it(driverless: ExporterProcess, open_page: OpenPage) -> None:
+    send(driverless, 503, MIB, workload=TURNED)
+    live = open_page(driverless)
     row = live.page.locator("#rows tr:has-text('htob')")
     row.wait_for()
     live.page.locator("#events li:has-text('htob')").wait_for(state="attached")
@@ -190,13 +182,12 @@ def test_a_name_cannot_reverse_the_text_around_it(driverless: Demo, open_page: O
     assert "\ufffdhtob \ufffdx\ufffd\ufffd[31m (pid 503@" in live.text("#dialog-title")
 
 
-def test_a_long_name_leaves_the_other_columns_readable(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_a_long_name_leaves_the_other_columns_readable(demo: ExporterProcess, open_page: OpenPage) -> None:
 
     names = {"workload": "w" * 200, "rank": "r" * 30, "user": "u" * 32, "k8s_pod": "p" * 100}
     sizes = {name: 1023 * MIB for name in COLUMNS if name.endswith("_bytes")}
     times = {"last_report_unix_seconds": 0}
-    live = open_page(url, answer=lambda: made_up(exporter, known_device(), pid=1234567, **names, **sizes, **times))
+    live = open_page(demo, answer=lambda: made_up(demo, known_device(), pid=1234567, **names, **sizes, **times))
     for width in (1280, 1000, 320):
         live.page.set_viewport_size({"width": width, "height": 800})
         assert live.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -209,12 +200,11 @@ def test_a_long_name_leaves_the_other_columns_readable(demo: Demo, open_page: Op
             assert live.page.evaluate(lines) == [1, 1]
 
 
-def test_rows_are_sorted_again_after_some_seconds(driverless: Demo, open_page: OpenPage) -> None:
-    exporter, url = driverless
+def test_rows_are_sorted_again_after_some_seconds(driverless: ExporterProcess, open_page: OpenPage) -> None:
     for pid in (701, 702):
-        send(exporter, pid, pid * MIB, workload="racing")
+        send(driverless, pid, pid * MIB, workload="racing")
     live = open_page(
-        url,
+        driverless,
         script="window.ahead = 0; const now = performance.now; performance.now = () => ahead + now.call(performance);",
     )
     live.page.get_by_label("Filter").fill("racing")
@@ -222,21 +212,20 @@ def test_rows_are_sorted_again_after_some_seconds(driverless: Demo, open_page: O
     first = "[...document.querySelectorAll('#rows tr')].find((row) => !row.hidden).textContent"
     live.until(f"{first}.includes('702')")
     live.page.evaluate("ahead = -1e6")  # the rows have been sorted a moment ago, however slow the machine is
-    send(exporter, 701, 800 * MIB, workload="racing", sequence=2)
+    send(driverless, 701, 800 * MIB, workload="racing", sequence=2)
     live.until("document.querySelector('#rows').textContent.includes(it)", "800\u00a0MiB")
     assert "702" in live.page.evaluate(first)
     live.page.evaluate("ahead = 1e6")
     live.until(f"{first}.includes('701')")
 
 
-def test_unknown_values_are_shown_as_unknown(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_unknown_values_are_shown_as_unknown(demo: ExporterProcess, open_page: OpenPage) -> None:
     partly = known_device()
     for category in ("non_torch", "other_processes", "driver_reserved"):
         del partly["ledger"][category]
     partly["ledger"]["unattributed"] = GIB
     lost = known_device(gpu="1", uuid=UUIDS[1], memory=None, ledger=None, up=False, error="GPU is lost")
-    live = open_page(url, answer=lambda: made_up(exporter, partly, lost))
+    live = open_page(demo, answer=lambda: made_up(demo, partly, lost))
     assert live.ledger(0) == {**partly["ledger"], "non_torch": None, "other_processes": None, "driver_reserved": None}
     unknown = live.page.locator(".device:first-child .amount.unknown")
     assert unknown.all_inner_texts() == ["non-torch\nunknown", "other processes\nunknown", "driver reserved\nunknown"]
@@ -246,13 +235,14 @@ def test_unknown_values_are_shown_as_unknown(demo: Demo, open_page: OpenPage) ->
     assert re.search(r"GPU 1\b.*GPU is lost", live.text("#warnings li[data-level=critical]"))
 
 
-def test_allocatable_unmapped_and_nccl_s_memory_are_shown_where_they_are_known(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_allocatable_unmapped_and_nccl_s_memory_are_shown_where_they_are_known(
+    demo: ExporterProcess, open_page: OpenPage
+) -> None:
     process = {"workload": "engine", "non_torch_bytes": GIB, "last_report_unix_seconds": 0}
     process |= {"unmapped_bytes": 12 * GIB, "nccl_bytes": GIB // 4}
     unknown = known_device(gpu="1", uuid=UUIDS[1], allocatable_bytes=None)
     devices = [known_device(), known_device(gpu="2", uuid=UUIDS[2])]
-    live = open_page(url, answer=lambda: made_up(exporter, *devices, **process))
+    live = open_page(demo, answer=lambda: made_up(demo, *devices, **process))
     heads = live.page.locator(".device .head p")
     assert heads.all_inner_texts() == ["2.0\u00a0GiB free, 2.5\u00a0GiB allocatable"] * 2
     assert live.text("#node .sum").endswith("4.0 GiB free, 5.0 GiB allocatable")
@@ -266,11 +256,10 @@ def test_allocatable_unmapped_and_nccl_s_memory_are_shown_where_they_are_known(d
     assert "allocatable" not in live.text("#node .sum")
 
 
-def test_a_negative_category_is_drawn_as_an_overlap(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_a_negative_category_is_drawn_as_an_overlap(demo: ExporterProcess, open_page: OpenPage) -> None:
     device = known_device()
     device["ledger"].update(unattributed=-GIB, free=3 * GIB)
-    live = open_page(url, answer=lambda: made_up(exporter, device))
+    live = open_page(demo, answer=lambda: made_up(demo, device))
     assert sum(value or 0 for value in live.ledger(0).values()) == 10 * GIB
     assert live.text(".device [data-category=unattributed]") == "−1.0 GiB"
     drawn = live.page.evaluate(
@@ -286,11 +275,10 @@ def test_a_negative_category_is_drawn_as_an_overlap(demo: Demo, open_page: OpenP
     assert overlap_right - overlap_left == pytest.approx(1 / 11, abs=0.01)
 
 
-def test_a_missing_point_is_a_gap_in_the_line(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_a_missing_point_is_a_gap_in_the_line(demo: ExporterProcess, open_page: OpenPage) -> None:
 
     def answer() -> dict[str, Any]:
-        document = made_up(exporter, known_device())
+        document = made_up(demo, known_device())
         now = document["moment"]["clock_seconds"]
         ages = (500, 498, 496, 494, 300, 298, 296)
         document["history"].update(
@@ -299,14 +287,13 @@ def test_a_missing_point_is_a_gap_in_the_line(demo: Demo, open_page: OpenPage) -
         )
         return document
 
-    live = open_page(url, answer=answer)
+    live = open_page(demo, answer=answer)
     path = live.page.locator(".device .in-use").get_attribute("d")
     assert [run.count("L") for run in str(path).split("M")[1:]] == [0, 1, 2]
     assert "in 500 s" in live.text("figcaption") or "in 8 min" in live.text("figcaption")
 
 
-def test_a_device_is_full_if_little_of_it_is_free_or_reclaimable(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_a_device_is_full_if_little_of_it_is_free_or_reclaimable(demo: ExporterProcess, open_page: OpenPage) -> None:
     device = known_device()
 
     def fill(reclaimable: int) -> None:
@@ -315,10 +302,10 @@ def test_a_device_is_full_if_little_of_it_is_free_or_reclaimable(demo: Demo, ope
 
     def answer() -> dict[str, Any]:
         sizes = {"used_bytes": 6 * GIB, "reclaimable_bytes": device["ledger"]["torch_reclaimable"]}
-        return made_up(exporter, device, workload="hoarder", last_report_unix_seconds=0, **sizes)
+        return made_up(demo, device, workload="hoarder", last_report_unix_seconds=0, **sizes)
 
     fill(GIB // 8)
-    live = open_page(url, answer=answer)
+    live = open_page(demo, answer=answer)
     text = live.text("#warnings li[data-level=critical]")
     assert re.search(r"GPU 0 is full: 256 MiB\b.*10\.0 GiB\b.*hoarder \(pid 77\).*6\.0 GiB.*128 MiB.*hoarder", text), (
         text
@@ -332,13 +319,14 @@ def test_a_device_is_full_if_little_of_it_is_free_or_reclaimable(demo: Demo, ope
     live.until(level, "ok")
 
 
-def test_a_cache_with_an_unknown_reclaimable_part_is_not_called_fragmented(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_a_cache_with_an_unknown_reclaimable_part_is_not_called_fragmented(
+    demo: ExporterProcess, open_page: OpenPage
+) -> None:
     full = known_device()
     full["ledger"].update(free=GIB // 4, torch_allocated=4 * GIB, torch_fragmented=4 * GIB + 3 * GIB // 4)
     del full["ledger"]["torch_reclaimable"]
     values = {"workload": "pool", "allocated_bytes": 4 * GIB, "reserved_bytes": 35 * GIB // 4}
-    live = open_page(url, answer=advancing(exporter, full, **values))
+    live = open_page(demo, answer=advancing(demo, full, **values))
     live.until("/GPU.0\\b/.test(document.querySelector('#warnings [data-level=critical]').textContent)")
     first = live.text("#moment")
     live.until("document.querySelector('#moment').textContent !== it", first)
@@ -346,41 +334,42 @@ def test_a_cache_with_an_unknown_reclaimable_part_is_not_called_fragmented(demo:
     assert [text for text in warnings if re.search(r"GPU.0\b", text)] == []
 
 
-def test_unattributed_memory_is_a_warning_only_if_all_processes_are_known(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_unattributed_memory_is_a_warning_only_if_all_processes_are_known(
+    demo: ExporterProcess, open_page: OpenPage
+) -> None:
     hidden, host, moving = (known_device(gpu=str(number), uuid=UUIDS[number]) for number in (1, 2, 3))
     del hidden["ledger"]["other_processes"]
     host["memory"]["of_host"] = True
     devices = (known_device(), hidden, host, moving)
     for device in devices:
         device["ledger"]["unattributed"] = 3 * GIB // 2
-    live = open_page(url, answer=advancing(exporter, *devices, uuid=UUIDS[3], gpu="3", used_bytes=GIB))
+    live = open_page(demo, answer=advancing(demo, *devices, uuid=UUIDS[3], gpu="3", used_bytes=GIB))
     live.until("/GPU.0: 1\\.5.GiB/.test(document.querySelector('#warnings').textContent)")
     shown = " ".join(live.page.locator("#warnings li").all_inner_texts())
     assert re.findall(r"GPU.(\d): 1\.5.GiB", shown) == ["0"]
 
 
-def test_a_page_of_another_version_reloads_once(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_a_page_of_another_version_reloads_once(demo: ExporterProcess, open_page: OpenPage) -> None:
 
     def answer() -> dict[str, Any]:
-        document = made_up(exporter, known_device())
+        document = made_up(demo, known_device())
         document["state"]["page"] = "another"
         return document
 
-    live = open_page(url, answer=answer)
+    live = open_page(demo, answer=answer)
     first = live.text("#moment")
     live.until("document.querySelector('#moment').textContent !== it", first)
-    assert live.requested.count(url) == 2
+    assert live.requested.count(live.url) == 2
 
 
-def test_the_description_of_the_api_shows_every_route_without_another_host(demo: Demo, browser: Browser) -> None:
-    _, url = demo
+def test_the_description_of_the_api_shows_every_route_without_another_host(
+    demo: ExporterProcess, browser: Browser
+) -> None:
     requested, errors = [], []
     page = browser.new_page()
     page.on("request", lambda request: requested.append(request.url))
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.goto(f"{url}docs")
+    page.goto(f"{demo.tcp_url}/docs")
     page.set_default_timeout(patient(30_000))
     page.locator(".opblock").first.wait_for()
     shown = page.locator(".opblock-summary-path").all_inner_texts()
@@ -390,6 +379,6 @@ def test_the_description_of_the_api_shows_every_route_without_another_host(demo:
     assert page.get_by_role("button", name="Try it out").count() == 0
     loaded = {address for address in requested if not address.startswith("data:")}
     files = ("docs", "docs/swagger-ui.css", "docs/swagger-ui-bundle.js", "openapi.json")
-    assert loaded == {url + name for name in files}
+    assert loaded == {f"{demo.tcp_url}/{name}" for name in files}
     assert errors == []
     page.close()

@@ -16,7 +16,7 @@ from gpumem_client.wire.protocol import MODES, REPORTS_PATH, to_wire
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
-from tests.support.live_page import Demo, LivePage, OpenPage, browser, open_page, send, serving
+from tests.support.live_page import LivePage, OpenPage, browser, open_page, send, serving
 from tests.support.waiting import eventually
 
 __all__ = ["browser", "open_page"]
@@ -29,16 +29,16 @@ TORCH_ONE_GIB = (
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
     """An exporter that requires a token for actions."""
     folder = tmp_path_factory.mktemp("guarded")
     token = folder / "token"
     token.touch(0o600)
     token.write_text(TOKEN + "\n")
     token.chmod(0o600)
-    with serving(folder, "--report.expiry", "3600", "--action.token-file", str(token)) as (exporter, url):
+    with serving(folder, "--report.expiry", "3600", "--action.token-file", str(token)) as exporter:
         send(exporter, 700, GIB)
-        yield url
+        yield exporter
 
 
 def shows(live: LivePage, selector: str, pattern: str) -> None:
@@ -88,11 +88,11 @@ def test_a_clear_frees_what_its_dry_run_showed(
     make_node: MakeNode, start_torch: StartTorch, tmp_path: Path, open_page: OpenPage
 ) -> None:
     node = make_node(devices=2)
-    with serving(tmp_path, environment=node.environment()) as (exporter, url):
+    with serving(tmp_path, environment=node.environment()) as exporter:
         process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
         process.call("start_client", workload="hoarder")
         process.exec(TORCH_ONE_GIB)
-        live = open_page(url, viewport={"width": 1280, "height": 900})
+        live = open_page(exporter, viewport={"width": 1280, "height": 900})
         live.until("document.querySelector('.device .torch_reclaimable').dataset.bytes === it", str(GIB))
         live.until("Number(document.querySelector('.device .non_torch').dataset.bytes) > 0")
         before = live.ledger(0)
@@ -121,9 +121,9 @@ def test_hidden_names_are_shown_to_a_viewer_who_may_act(tmp_path: Path, open_pag
     token.touch(0o600)
     token.write_text(TOKEN + "\n")
     flags = ("--report.expiry", "3600", "--action.token-file", str(token), "--web.hide-identities")
-    with serving(tmp_path, *flags) as (exporter, url):
+    with serving(tmp_path, *flags) as exporter:
         send(exporter, 700, GIB, workload="", command="python secret.py")
-        live = open_page(url, expects=("401",))
+        live = open_page(exporter, expects=("401",))
         shows(live, "#rows", r"\(unnamed\)")
         live.page.get_by_role("button", name="Clear all…").click()
         live.page.locator("#token").fill(TOKEN)
@@ -131,21 +131,20 @@ def test_hidden_names_are_shown_to_a_viewer_who_may_act(tmp_path: Path, open_pag
         shows(live, "#rows", r"python secret\.py")
 
 
-def test_a_clear_works_by_keyboard_and_restores_the_focus(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
+def test_a_clear_works_by_keyboard_and_restores_the_focus(demo: ExporterProcess, open_page: OpenPage) -> None:
 
     def clears() -> list[dict[str, Any]]:
-        return [it for it in exporter.get("/api/v1/actions?limit=1000")["actions"] if not it["dry_run"]]
+        return [it for it in demo.get("/api/v1/actions?limit=1000")["actions"] if not it["dry_run"]]
 
     known = {it["id"] for it in clears()}
-    live = open_page(url, viewport={"width": 1280, "height": 900})
+    live = open_page(demo, viewport={"width": 1280, "height": 900})
     for key in ("Tab", "Tab", "Enter"):  # past the skip link
         live.page.keyboard.press(key)
     focused(live, "dialog-confirm")
     live.page.keyboard.press("Escape")
     assert not live.page.locator("#dialog").is_visible()
     assert live.page.evaluate("document.activeElement.id") == "clear-all"
-    assert exporter.get("/api/v1/actions?limit=1")["actions"][0]["dry_run"] is True
+    assert demo.get("/api/v1/actions?limit=1")["actions"][0]["dry_run"] is True
     live.page.keyboard.press("Enter")
     focused(live, "dialog-confirm")
     live.page.keyboard.press("Enter")
@@ -156,10 +155,9 @@ def test_a_clear_works_by_keyboard_and_restores_the_focus(demo: Demo, open_page:
     assert live.page.evaluate("document.activeElement.id") == "clear-all"
 
 
-def test_a_dialog_that_is_opened_again_at_once_shows_its_estimate(demo: Demo, open_page: OpenPage) -> None:
+def test_a_dialog_that_is_opened_again_at_once_shows_its_estimate(demo: ExporterProcess, open_page: OpenPage) -> None:
     """The browser sends the event of the end of a dialog later."""
-    _, url = demo
-    live = open_page(url)
+    live = open_page(demo)
     live.page.locator("#clear-all").click()
     focused(live, "dialog-confirm")
     live.page.evaluate("document.querySelector('#dialog').close(), document.querySelector('#clear-all').click()")
@@ -167,9 +165,9 @@ def test_a_dialog_that_is_opened_again_at_once_shows_its_estimate(demo: Demo, op
 
 
 def test_the_figure_of_a_clear_is_what_stays_free(tmp_path: Path, open_page: OpenPage) -> None:
-    with serving(tmp_path, "--report.expiry", "3600") as (exporter, url):
+    with serving(tmp_path, "--report.expiry", "3600") as exporter:
         train(exporter, ranks=1)
-        live = open_page(url)
+        live = open_page(exporter)
         live.page.locator("#clear-all").click()
         shows(live, "#dialog-status", r"^Stays free 2\.0 GiB$")
         shows(live, "#dialog-rest", r"^; 18\.0 GiB more would be reserved again in the next step\.$")
@@ -177,10 +175,9 @@ def test_the_figure_of_a_clear_is_what_stays_free(tmp_path: Path, open_page: Ope
         assert live.text("#dialog-results tbody tr").split("\t")[2:] == ["21.0 GiB", "2.0 GiB", "20.0 GiB"]
 
 
-def test_a_training_job_clears_with_all_ranks_after_the_same_step(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
-    ranks = sorted(pid for pid, it in exporter.processes().items() if it["workload"] == "demo-llm-pretrain")
-    live = open_page(url)
+def test_a_training_job_clears_with_all_ranks_after_the_same_step(demo: ExporterProcess, open_page: OpenPage) -> None:
+    ranks = sorted(pid for pid, it in demo.processes().items() if it["workload"] == "demo-llm-pretrain")
+    live = open_page(demo)
     sent = sent_clears(live)
     for name in ("demo-llm-pretrain", "demo-notebook"):
         live.page.locator(f"#rows tr:has-text('{name}') button").first.click()
@@ -194,18 +191,17 @@ def test_a_training_job_clears_with_all_ranks_after_the_same_step(demo: Demo, op
     assert at_once["target"] == {"workload": "demo-notebook", "user": "carol"}
 
 
-def test_one_device_of_a_group_clears_all_of_its_ranks(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    live = open_page(url)
+def test_one_device_of_a_group_clears_all_of_its_ranks(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo)
     live.page.get_by_role("button", name="Clear GPU 0…").click()
     shows(live, "#dialog-when", r"demo-llm-pretrain \(4 ranks\)")
     assert live.page.locator("#dialog-results tbody tr").count() == 4
 
 
 def test_a_clear_that_waits_for_a_step_can_be_cancelled_or_run_now(tmp_path: Path, open_page: OpenPage) -> None:
-    with serving(tmp_path, "--report.expiry", "3600") as (exporter, url):
+    with serving(tmp_path, "--report.expiry", "3600") as exporter:
         train(exporter, ranks=1)
-        live = open_page(url)
+        live = open_page(exporter)
         sent = sent_clears(live)
         live.page.locator("#clear-all").click()
         live.page.get_by_role("button", name="Clear at the step's end").click()
@@ -224,16 +220,14 @@ def test_a_clear_that_waits_for_a_step_can_be_cancelled_or_run_now(tmp_path: Pat
         ]
 
 
-def test_the_page_has_the_name_of_the_host(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    live = open_page(url)
+def test_the_page_has_the_name_of_the_host(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo)
     assert live.page.title().startswith(f"{socket.gethostname()} ·")
     assert live.text("#node-name").startswith(f"{socket.gethostname()} ·")
 
 
-def test_a_reason_in_a_dry_run_is_shown(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    live = open_page(url)
+def test_a_reason_in_a_dry_run_is_shown(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo)
 
     def reasoned(route: Any) -> None:
         reply = route.fetch()
@@ -252,9 +246,9 @@ def test_a_clear_that_waits_for_an_engine_names_it(tmp_path: Path, open_page: Op
         sent = report(950, devices=(device,), actions=actions, sequence=2 - starting, engine_starting=starting)
         assert exporter.request("POST", REPORTS_PATH, to_wire(sent)).status == 200
 
-    with serving(tmp_path, "--report.expiry", "3600") as (exporter, url):
+    with serving(tmp_path, "--report.expiry", "3600") as exporter:
         train(exporter, ranks=1)
-        live = open_page(url)
+        live = open_page(exporter)
         live.page.locator("#clear-all").click()
         live.page.get_by_role("button", name="Clear at the step's end").click()
         shows(live, "#dialog-status", r"^Waiting for the end of a step")
@@ -270,18 +264,17 @@ def test_a_clear_that_waits_for_an_engine_names_it(tmp_path: Path, open_page: Op
         focused(live, "dialog-cancel")
 
 
-def test_the_button_of_a_row_clears_one_job(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
-    live = open_page(url, viewport={"width": 1280, "height": 900})
+def test_the_button_of_a_row_clears_one_job(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo, viewport={"width": 1280, "height": 900})
     live.page.locator("#rows tr:has-text('demo-notebook') button").click()
     shows(live, "#dialog-title", r"demo-notebook \(pid \d+\)")
     focused(live, "dialog-confirm")
-    action = exporter.get("/api/v1/actions?limit=1")["actions"][0]
-    results = exporter.get(f"/api/v1/actions/{action['id']}")["results"]
+    action = demo.get("/api/v1/actions?limit=1")["actions"][0]
+    results = demo.get(f"/api/v1/actions/{action['id']}")["results"]
     assert {result["workload"] for result in results} == {"demo-notebook"}
 
 
-def test_the_token_is_stored_only_in_the_page(guarded: str, open_page: OpenPage) -> None:
+def test_the_token_is_stored_only_in_the_page(guarded: ExporterProcess, open_page: OpenPage) -> None:
     live = open_page(guarded, expects=("status of 401",))
     shows(live, "#access", "token")
     shows(live, "#events-note", r"\w")
@@ -308,9 +301,8 @@ def test_the_token_is_stored_only_in_the_page(guarded: str, open_page: OpenPage)
     assert not any(TOKEN in url for url in live.requested)
 
 
-def test_a_refused_caller_sees_the_reason(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    proxied = open_page(url, expects=("status of 403",), extra_http_headers={"X-Forwarded-For": "10.1.2.3"})
+def test_a_refused_caller_sees_the_reason(demo: ExporterProcess, open_page: OpenPage) -> None:
+    proxied = open_page(demo, expects=("status of 403",), extra_http_headers={"X-Forwarded-For": "10.1.2.3"})
     shows(proxied, "#access", "loopback")
     proxied.page.locator("#clear-all").click()
     shows(proxied, "#dialog-error", "loopback")
@@ -318,9 +310,9 @@ def test_a_refused_caller_sees_the_reason(demo: Demo, open_page: OpenPage) -> No
 
 
 def test_an_unknown_result_of_a_clear_is_not_shown_as_a_number(tmp_path: Path, open_page: OpenPage) -> None:
-    with serving(tmp_path, "--report.expiry", "3600") as (exporter, url):
+    with serving(tmp_path, "--report.expiry", "3600") as exporter:
         send(exporter, 701, GIB, reclaimable_known=False)
-        live = open_page(url)
+        live = open_page(exporter)
         live.page.locator("#clear-all").click()
         focused(live, "dialog-confirm")
         shows(live, "#dialog-status", r"not known")
@@ -332,9 +324,9 @@ def test_an_unknown_result_of_a_clear_is_not_shown_as_a_number(tmp_path: Path, o
 
 
 def test_disabled_clears_are_shown_as_disabled(tmp_path: Path, open_page: OpenPage) -> None:
-    with serving(tmp_path, "--action.allow", "reset_peak") as (exporter, url):
+    with serving(tmp_path, "--action.allow", "reset_peak") as exporter:
         send(exporter, 701, GIB)
-        live = open_page(url)
+        live = open_page(exporter)
         shows(live, "#access", r"\w")
         live.page.locator("#clear-all").click()
         shows(live, "#dialog-error", r"\w")
@@ -342,13 +334,12 @@ def test_disabled_clears_are_shown_as_disabled(tmp_path: Path, open_page: OpenPa
         assert "action.allow turns empty_cache off" in exporter.log()
 
 
-def test_the_page_says_which_processes_a_user_may_clear(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
+def test_the_page_says_which_processes_a_user_may_clear(demo: ExporterProcess, open_page: OpenPage) -> None:
     caller = {"uid": 1001, "rights": "own", "actions": ["empty_cache"], "processes": 3, "reason": None}
     own = f"""
         const send = window.fetch;
         window.fetch = (path, how) =>
             path === "/api/v1/caller" ? Promise.resolve(Response.json({json.dumps(caller)})) : send(path, how);
     """
-    live = open_page(url, script=own)
+    live = open_page(demo, script=own)
     shows(live, "#access", r"^You can clear your own 3 processes \(uid 1001\)\.$")

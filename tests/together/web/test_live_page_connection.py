@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.live_page import Demo, LivePage, OpenPage, browser, open_page, serving
+from tests.support.exporter_process import ExporterProcess
+from tests.support.live_page import LivePage, OpenPage, browser, open_page, serving
 
 __all__ = ["browser", "open_page"]
 
@@ -46,51 +47,47 @@ def assert_live(live: LivePage) -> None:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
     """A demo that a test may stop and start again."""
     with serving(tmp_path_factory.mktemp("own"), "--demo") as running:
         yield running
 
 
-def test_a_killed_exporter_is_shown_as_lost_and_reconnected(own: Demo, open_page: OpenPage) -> None:
-    exporter, url = own
-    live = open_page(url, expects=LOST)
+def test_a_killed_exporter_is_shown_as_lost_and_reconnected(own: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(own, expects=LOST)
     assert_live(live)
-    exporter.stop(signal.SIGKILL)
+    own.stop(signal.SIGKILL)
     assert_lost(live)
     assert live.violations_of_access() == []
-    exporter.start()
+    own.start()
     assert_live(live)
     live.until("document.querySelectorAll('.device').length === 8")
 
 
-def test_the_exporter_stops_while_pages_are_open(own: Demo, open_page: OpenPage) -> None:
-    exporter, url = own
-    lives = [open_page(url, expects=LOST) for _ in range(2)]
+def test_the_exporter_stops_while_pages_are_open(own: ExporterProcess, open_page: OpenPage) -> None:
+    lives = [open_page(own, expects=LOST) for _ in range(2)]
     for live in lives:
         assert_live(live)
-    assert exporter.stop(signal.SIGTERM) == 0
-    assert re.search("Traceback|level=error", exporter.log()) is None, exporter.log()
+    assert own.stop(signal.SIGTERM) == 0
+    assert re.search("Traceback|level=error", own.log()) is None, own.log()
     for live in lives:
         assert_lost(live)
-    exporter.start()
+    own.start()
 
 
-def test_a_stopped_exporter_is_shown_as_lost(own: Demo, open_page: OpenPage) -> None:
-    exporter, url = own
-    live = open_page(url, expects=LOST)
+def test_a_stopped_exporter_is_shown_as_lost(own: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(own, expects=LOST)
     assert_live(live)
     # Simulate a minute without replies: the page's clock is ahead, and its requests time out.
     live.page.evaluate("() => { const now = Date.now; Date.now = () => now() + (window.ahead ?? 0); }")
-    exporter.signal(signal.SIGSTOP)
+    own.signal(signal.SIGSTOP)
     live.page.evaluate("() => { window.ahead = 60_000; AbortSignal.timeout = () => AbortSignal.abort(); }")
     live.page.locator("#lost").wait_for()
-    exporter.signal(signal.SIGCONT)
+    own.signal(signal.SIGCONT)
 
 
-def test_lost_rights_are_shown_and_returned_ones_are_used(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    live = open_page(url, expects=("401",), script=TICKS)
+def test_lost_rights_are_shown_and_returned_ones_are_used(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo, expects=("401",), script=TICKS)
     assert_live(live)
     problem = {"status": 401, "detail": "wrong name or password"}
     live.page.route("**/api/v1/live*", lambda route: route.fulfill(status=401, json=problem))
@@ -103,9 +100,8 @@ def test_lost_rights_are_shown_and_returned_ones_are_used(demo: Demo, open_page:
     assert_live(live)
 
 
-def test_an_unchanged_state_is_not_sent_again_and_time_passes(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
-    live = open_page(url)
+def test_an_unchanged_state_is_not_sent_again_and_time_passes(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo)
     assert_live(live)
     live.page.route("**/api/v1/live*", lambda route: route.fulfill(status=304))
     first = live.text("#moment")
@@ -113,25 +109,23 @@ def test_an_unchanged_state_is_not_sent_again_and_time_passes(demo: Demo, open_p
     assert_live(live)
 
 
-def test_a_poll_requests_only_newer_history(demo: Demo, open_page: OpenPage) -> None:
-    exporter, url = demo
-    live = open_page(url)
+def test_a_poll_requests_only_newer_history(demo: ExporterProcess, open_page: OpenPage) -> None:
+    live = open_page(demo)
     for _ in range(3):
         with live.page.expect_response(lambda reply: "live?since=" in reply.url) as poll:
             pass
         assert len(poll.value.json()["history"]["seconds"]) <= 2
-    known = exporter.get("/api/v1/live")["history"]["seconds"]
+    known = demo.get("/api/v1/live")["history"]["seconds"]
     path = str(live.page.locator(".chart .in-use").first.get_attribute("d"))
     assert path.count("L") + path.count("M") >= len(known) - 2
 
 
-def test_a_page_that_was_away_shows_no_old_values(demo: Demo, open_page: OpenPage) -> None:
-    _, url = demo
+def test_a_page_that_was_away_shows_no_old_values(demo: ExporterProcess, open_page: OpenPage) -> None:
     script = """
         Object.defineProperty(document, 'hidden', {get: () => Boolean(window.away)});
         window.turnAway = (away) => { window.away = away; document.dispatchEvent(new Event('visibilitychange')); };
     """
-    live = open_page(url, script=TICKS + script)
+    live = open_page(demo, script=TICKS + script)
     assert_live(live)
     live.page.evaluate("turnAway(true)")
     assert not polls(live)

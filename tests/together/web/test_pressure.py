@@ -38,7 +38,7 @@ def history() -> History:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[ExporterProcess, str]]:
+def served(tmp_path: Path) -> Iterator[ExporterProcess]:
     """Serve until the pages that a test opens after it are closed."""
     with serving(tmp_path) as exporter_and_url:
         yield exporter_and_url
@@ -49,7 +49,7 @@ def level(pressure: float) -> str:
 
 
 def test_page_dashboards_and_alert_agree_which_devices_are_full(
-    history: History, served: tuple[ExporterProcess, str], open_page: OpenPage, tmp_path: Path
+    history: History, served: ExporterProcess, open_page: OpenPage, tmp_path: Path
 ) -> None:
     columns = [
         expression(name, title, letter_of(name, title, "Pressure"), node="demo:9844")
@@ -58,8 +58,7 @@ def test_page_dashboards_and_alert_agree_which_devices_are_full(
     alert = 'ALERTS{alertname="GpuMemDeviceFull"}'
     found = evaluated(history, tmp_path, [(query, second) for second in MOMENTS for query in (*columns, alert)])
     shown: dict[str, dict[str, str]] = {}
-    exporter, url = served
-    page = state_of(exporter)["state"]["page"]
+    page = state_of(served)["state"]["page"]
     for second, fleet, node, alerts in zip(MOMENTS, found[::3], found[1::3], found[2::3], strict=True):
         of_dashboards = {labels["gpu"]: level(pressure) for labels, pressure in fleet}
         assert of_dashboards == {labels["gpu"]: level(pressure) for labels, pressure in node}
@@ -69,7 +68,7 @@ def test_page_dashboards_and_alert_agree_which_devices_are_full(
             continue
         document = history.live[second]
         document["state"]["page"] = page
-        live = open_page(url, answer=lambda document=document: document)
+        live = open_page(served, answer=lambda document=document: document)
         cards = live.page.locator(".device").evaluate_all(
             "(all) => all.map((card) => [card.querySelector('h3').textContent.split(' ')[1], card.dataset.level])"
         )

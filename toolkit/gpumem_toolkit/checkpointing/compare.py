@@ -23,7 +23,6 @@ from gpumem_toolkit.planning.simulation import Tracer, move, quiet
 from gpumem_toolkit.planning.trace import replay
 from gpumem_toolkit.training.model_runs import check_autocast, measure_peak, run_seconds
 
-_DEFAULT_EVERY = (2, 4)
 _NO_CUDA = "no CUDA: the model is on {device}; on the CPU simulate=True predicts what CUDA would allocate"
 
 
@@ -104,7 +103,7 @@ def _choose(model: nn.Module, blocks: Iterable[nn.Module] | None) -> tuple[str, 
 def _from_least_memory(every: Iterable[int] | None, blocks: int) -> list[int | None]:
     """Return the selections in the order of their peaks, so that each raises the allocator's peak."""
     if every is None:
-        return [1, *(k for k in _DEFAULT_EVERY if k < blocks), None]
+        return [1, *(k for k in (2, 4) if k < blocks), None]
     selections = sorted({1, *every})
     for k in selections:
         if not 1 <= k <= blocks:

@@ -25,9 +25,10 @@ class Storages:
     another storage may lie there after a move.
     """
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, tensors: Iterable[Any] = ()) -> None:
         self._torch = torch
         self._sizes: dict[int, dict[int, int]] = {}
+        self.add(tensors)
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Add the storages of tensors of any kind. Tensors without a storage are ignored."""
@@ -40,6 +41,10 @@ class Storages:
             device: sum(size for storage, size in sizes.items() if other is None or not other.contains(device, storage))
             for device, sizes in self._sizes.items()
         }
+
+    def total(self, device: int | None = None) -> int:
+        """Return the bytes on a device, or on all devices."""
+        return sum(sum(sizes.values()) for index, sizes in self._sizes.items() if device in (None, index))
 
     def contains(self, device: int, storage: int) -> bool:
         """Whether a storage was added, by the address of its C++ object."""

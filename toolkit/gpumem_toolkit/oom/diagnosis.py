@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -202,12 +202,12 @@ def _model(phase: str, traceback: TracebackType | None, device: int | None) -> d
         return {}
     if phase == "model transfer":
         model = self_in_frame(traceback, "torch.nn.modules.module", "_apply", outermost=True)
-        return {} if model is None else {"parameters": _bytes_of(torch.nn.Module.parameters(model), torch, None)}
+        return {} if model is None else {"parameters": Storages(torch, torch.nn.Module.parameters(model)).total()}
     optimizer = self_in_frame(traceback, "torch.optim.optimizer", "wrapper", outermost=False)
     attributes = instance_dictionary(optimizer) or {}
     groups, states = attributes.get("param_groups") or [], attributes.get("state")
-    parameters = _bytes_of([parameter for group in groups for parameter in group["params"]], torch, device)
-    present = _bytes_of(tensors_in(dict(states or {}).values(), torch), torch, device)
+    parameters = Storages(torch, (parameter for group in groups for parameter in group["params"])).total(device)
+    present = Storages(torch, tensors_in(dict(states or {}).values(), torch)).total(device)
     full = _full_state(type(optimizer).__name__, groups, states) * parameters
     return {
         "optimizer": type(optimizer).__name__,
@@ -217,13 +217,6 @@ def _model(phase: str, traceback: TracebackType | None, device: int | None) -> d
         "optimizer_fused": all(group.get("fused") for group in groups),
         "optimizer_foreach": any(group.get("foreach", False) is not False for group in groups),
     }
-
-
-def _bytes_of(tensors: Iterable[Any], torch: Any, device: int | None) -> int:
-    """Return the bytes of the tensors on a device (None: on any); a shared storage counts once."""
-    storages = Storages(torch)
-    storages.add(tensors)
-    return sum(size for on, size in storages.bytes().items() if device in (None, on))
 
 
 _STATES = {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Lion": 1, "Adadelta": 2}

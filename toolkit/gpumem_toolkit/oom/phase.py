@@ -10,8 +10,10 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
+from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -55,8 +57,8 @@ def origin_of(traceback: TracebackType | None) -> Origin:
     """Read a traceback, and the running frames that called it."""
     if traceback is None:
         return Origin("")
-    outer = [_place(frame, frame.f_lineno) for frame in _callers(traceback.tb_frame)]
-    inner = [_place(step.tb_frame, step.tb_lineno) for step in _steps(traceback)]
+    outer = [_place(frame, line) for frame, line in islice(walk_stack(traceback.tb_frame), 1, _FRAMES_MAX)]
+    inner = [_place(frame, line) for frame, line in islice(walk_tb(traceback), _FRAMES_MAX)]
     phase, recomputed = phase_of([*reversed(outer), *inner], linecache.getline(inner[-1].filename, inner[-1].line))
     own = next((place for place in reversed(inner) if place.in_user_code), None)
     return Origin(phase, recomputed, str(own) if own else "")
@@ -87,26 +89,10 @@ def _event(place: Place) -> str:
     return ""
 
 
-def _callers(frame: FrameType | None) -> Iterable[FrameType]:
-    for _ in range(_FRAMES_MAX):
-        frame = frame.f_back if frame is not None else None
-        if frame is None:
-            return
-        yield frame
-
-
 def _place(frame: FrameType, line: int | None) -> Place:
     module = frame.f_globals.get("__name__")
     code = frame.f_code
     return Place(module if type(module) is str else "", code.co_name, code.co_filename, line or 0)
-
-
-def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    for _ in range(_FRAMES_MAX):
-        if traceback is None:
-            return
-        yield traceback
-        traceback = traceback.tb_next
 
 
 def _variables(frame: FrameType, *names: str) -> tuple[Any, ...]:
@@ -121,7 +107,7 @@ def _variables(frame: FrameType, *names: str) -> tuple[Any, ...]:
 def self_in_frame(traceback: TracebackType | None, module: str, function: str, *, outermost: bool) -> Any:
     """Return `self` in the outermost or innermost frame of a function of PyTorch; None if there is no such frame."""
     found = None
-    for frame in (step.tb_frame for step in _steps(traceback)):
+    for frame, _ in islice(walk_tb(traceback), _FRAMES_MAX):
         if frame.f_globals.get("__name__") == module and frame.f_code.co_name == function:
             found, arguments = _variables(frame, "self", "args")
             if found is None and arguments:
@@ -134,7 +120,7 @@ def self_in_frame(traceback: TracebackType | None, module: str, function: str, *
 def batch_of_forward(traceback: TracebackType | None) -> int | None:
     """Return the first dimension of the first tensor among the arguments of the outermost module."""
     torch = sys.modules.get("torch")
-    for frame in (step.tb_frame for step in _steps(traceback)):
+    for frame, _ in islice(walk_tb(traceback), _FRAMES_MAX):
         if frame.f_globals.get("__name__") == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
             arguments, named = _variables(frame, "args", "kwargs")
             for argument in (*(arguments or ()), *(named or {}).values()):

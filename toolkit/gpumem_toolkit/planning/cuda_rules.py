@@ -106,15 +106,10 @@ def _with_float32_dtype(operator: Any) -> Callable[..., Any]:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
             if not low or any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
                 return operator(*args, **kwargs)
-            return operator(*_without_dtype(operator, args), **{**kwargs, "dtype": torch.float32})
+            names = [argument.name for argument in operator._schema.arguments]
+            return operator(*args[: names.index("dtype")], **{**kwargs, "dtype": torch.float32})
 
     return run
-
-
-def _without_dtype(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the positional arguments before `dtype`."""
-    names = [argument.name for argument in operator._schema.arguments]
-    return args[: names.index("dtype")]
 
 
 def _attention(kernel: str) -> Callable[..., Tensor]:

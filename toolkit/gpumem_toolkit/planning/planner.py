@@ -27,6 +27,8 @@ def plan(
 
     The model is built in a fresh interpreter, which imports the module or script of `make_model`. A script therefore
     calls `plan` under `if __name__ == "__main__":`. Lambdas, closures and functions of a notebook need cloudpickle.
+    Raises ConfigurationError if an argument is invalid, the model fails on tensors without values, or the time limit
+    has passed; its cause has the traceback.
 
     Args:
         make_model: returns the `torch.nn.Module`.
@@ -35,10 +37,6 @@ def plan(
         targets: the arguments of the loss after the model's output.
         options: loss, optimizer, optimizer_options, precision, attention, convolution, accumulation, checkpointing and
             loop, as `Job` describes them, and the options of `plan_description`.
-
-    Raises:
-        ConfigurationError: an argument is invalid, the model fails on tensors without values, or the time limit has
-            passed. The cause of the error has the traceback.
     """
     return _plan(partial(Job, make_model, _tensors(inputs), _tensors(targets)), gpu, "model", **options)
 
@@ -77,26 +75,16 @@ def _plan(
     return plan_in_worker(job, gpu, target, source=source, changes=changes, timeout_seconds=timeout_seconds)
 
 
-def plan_in_worker(
-    job: Job,
-    gpu: Gpu,
-    target: Target,
-    *,
-    source: str = "model",
-    changes: bool = True,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> Plan:
-    """Run `plan_job` in a fresh interpreter. The job must be picklable."""
+def plan_in_worker(job: Job, gpu: Gpu, target: Target, **options: Any) -> Plan:
+    """Run `plan_job` with its options, and those of `run_in_worker`, in a fresh interpreter."""
     _check(job, target)
-    return run_in_worker(plan_job, job, gpu, target, source=source, changes=changes, timeout_seconds=timeout_seconds)
+    return run_in_worker(plan_job, job, gpu, target, **options)
 
 
-def profile_in_worker(
-    job: Job, gpu: Gpu, target: Target, *, batch: int, timeout_seconds: float = TIMEOUT_SECONDS
-) -> Plan:
+def profile_in_worker(job: Job, gpu: Gpu, target: Target, **options: Any) -> Plan:
     """Run `profile.profile_job` in a fresh interpreter, which uses the first GPU."""
     _check(job, target)
-    return run_in_worker(_profile, job, gpu, target, batch=batch, uses_cuda=True, timeout_seconds=timeout_seconds)
+    return run_in_worker(_profile, job, gpu, target, uses_cuda=True, **options)
 
 
 def _check(job: Job, target: Target) -> None:

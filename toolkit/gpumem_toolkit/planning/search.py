@@ -48,10 +48,8 @@ class Sizing:
     def largest(self, limit_bytes: int, multiple_of: int = 1, *, recorded: bool = True) -> int:
         """Return the largest batch size that runs within the limit; 0 if no size does.
 
-        A size fits even if the allocator has to flush its cache. The second trace is at the size that the first one
-        suggests, so that the line through both is close where it matters. The trace at the size that the line suggests
-        confirms it, unless `recorded` is false. Otherwise the next line goes through that trace. If two traces have
-        different events, the search records a trace for each size that it tries.
+        A size fits even if the allocator has to flush its cache. Unless `recorded` is false, a trace at the found size
+        confirms it. If two traces have different events, the search records a trace for each size that it tries.
         """
         near = _NEAR * multiple_of
         guess = _reach(proportional(self.trace(near), near), limit_bytes, multiple_of, _NEAR)

@@ -111,7 +111,7 @@ def optimize_model(
         if channels_last:
             model.to(memory_format=torch.channels_last)
     after, changed = (None, []) if example is None else _measure_forward(model, _cast(example, dtype), reset_peaks)
-    device = use_on(use, _device(model))
+    device = use_on(use, next(model.parameters()).device)
     optimization = ModelOptimization(
         model=type(model).__name__,
         done=" and ".join([*([str(dtype)] if dtype else []), *(["channels last"] if channels_last else [])]),
@@ -148,13 +148,9 @@ def _check(model: nn.Module, dtype: torch.dtype | None, channels_last: bool) -> 
             raise ConfigurationError(f"channels_last changes nothing: {name} has that layout already")
 
 
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
 def _measure_forward(model: nn.Module, batch: Any, reset_peaks: bool) -> tuple[ForwardUse, list[Tensor]]:
     """Return a measured forward pass, and its outputs on the CPU."""
-    device = _device(model)
+    device = next(model.parameters()).device
     with evaluating(model), torch.no_grad():
         outputs = [leaf.cpu() for leaf in tree_leaves(call_model(model, batch)) if isinstance(leaf, Tensor)]
         peak, most = measure_peak(lambda: call_model(model, batch), device, reset_peaks=reset_peaks)
@@ -176,6 +172,4 @@ def _difference(before: list[Tensor], after: list[Tensor]) -> float | None:
 
 
 def _weights_bytes(model: nn.Module) -> int:
-    storages = Storages(torch)
-    storages.add([*model.parameters(), *model.buffers()])
-    return sum(storages.bytes().values())
+    return Storages(torch, [*model.parameters(), *model.buffers()]).total()
