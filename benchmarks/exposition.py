@@ -22,9 +22,8 @@ from prometheus_client.registry import Collector
 from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.snapshots import node, reporting
 from gpumem_exporter.collectors.catalog import Metric
-from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.collectors.exposition import Exposition, view_of
 from gpumem_exporter.collectors.instruments import Instruments, process_registry
-from gpumem_exporter.collectors.subjects import View
 from gpumem_exporter.core.samples import Snapshot
 
 PROCESSES = 64
@@ -93,7 +92,7 @@ class ByPrometheusClient(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         families: dict[Metric, GaugeMetricFamily | CounterMetricFamily] = {}
-        view = View.of(self._snapshot)
+        view = view_of(self._snapshot)
         for collector in self._collectors:
             for _, samples in collector.subjects(view):
                 for (metric, labels), value in zip(samples.series(*samples.labels), samples.values, strict=True):

@@ -199,7 +199,7 @@ def injection(given: argparse.Namespace, progress: Progress, bytecode: Path) -> 
     progress.part("python -c pass below `run`")
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "GPUMEM_INJECT")}
     plain = compiling_once(inherited, bytecode)
-    injected = injected_environment(plain, str(REPOSITORY / "gpumem_exporter" / "client" / "bootstrap"))
+    injected = injected_environment(plain, str(REPOSITORY / "client" / "gpumem_client" / "bootstrap"))
     cpu: dict[str, list[float]] = {"with": [], "without": []}
     found: dict[str, list[float]] = {"with": [], "without": []}
     for _ in progress.turns(10 * given.turns):

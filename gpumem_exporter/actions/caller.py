@@ -146,10 +146,6 @@ class Caller:
             f"{self} has the rights {self.rights.value!r}"
         )
 
-    def permitted(self, reporting: Iterable[tuple[str, ReportingProcess]]) -> list[tuple[str, ReportingProcess]]:
-        """Return which of these named processes are possible targets."""
-        return [(name, process) for name, process in reporting if self.may_act_on(process)]
-
     def may_act_on(self, process: ReportingProcess) -> bool:
         """Return whether a process is a possible target. The kernel names the process's owner: its uid and its place.
 

@@ -25,9 +25,8 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, starts_of_selection, starts_on
 from gpumem_exporter.actions.group import whole_group
 from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, Part, PartState, RunningAction, TerminationPart
-from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
-from gpumem_exporter.actions.registry import ActionRegistry
+from gpumem_exporter.actions.registry import ActionRegistry, RateLimits, Settlements
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.results import command_results, dry_run_results, expected_refusal, termination_results
 from gpumem_exporter.actions.selection import (
@@ -38,7 +37,6 @@ from gpumem_exporter.actions.selection import (
     host_pids,
     select,
 )
-from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine

@@ -150,11 +150,7 @@ class EngineStarts:
     def require_permission(
         self, request: ActionRequest, caller: Caller, starting: Sequence[StartingEngine], snapshot: Snapshot
     ) -> None:
-        """Check that `force` is sufficient: it is not for the engines of other users, which `starts_on` returns.
-
-        Raises:
-            ActionForbiddenError: the action has `force`, and an engine of another user starts.
-        """
+        """Raise ActionForbiddenError if `force` is not sufficient: engines of other users, as of `starts_on`, start."""
         if request.force and starting:
             raise ActionForbiddenError(
                 f"{describe(self.seen_by(caller, starting, snapshot))}, and memory that is released meanwhile can end "

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.selection import SelectedProcess, Selection, select_reporting
-from gpumem_exporter.core.steps import StepRate, first_common_step, seconds_until_step_ends
 from gpumem_exporter.errors import GroupIncompleteError
 
 GROUP_LEAD_SECONDS = 5.0
 """The minimum time until a group's step: enough to reach every rank, and to withdraw the commands again."""
-
 _MAX_SHOWN = 8
 """The owners, and the processes of each, that a message names."""
+_LEAD_STEPS = 2
+"""The minimum number of steps between the last report of a rank and the step at which it acts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRate:
+    """The progress of a rank and the duration of its steps."""
+
+    step: int
+    """The number of completed steps in the last report."""
+    step_seconds: float
+    """The duration of a step; greater than 0."""
+    since_seconds: float
+    """The age of the last report."""
+
+
+def first_common_step(rates: Iterable[StepRate], lead_seconds: float) -> int:
+    """Return the first step that no rank completes within `lead_seconds` at its current rate."""
+    return max(
+        rate.step + max(math.ceil((rate.since_seconds + lead_seconds) / rate.step_seconds), _LEAD_STEPS)
+        for rate in rates
+    )
+
+
+def seconds_until_step_ends(rates: Iterable[StepRate], step: int) -> float:
+    """Return the seconds until the slowest rank completes a step at its current rate."""
+    return max((step - rate.step) * rate.step_seconds - rate.since_seconds for rate in rates)
 
 
 def whole_group(selection: Selection, request: ActionRequest, caller: Caller, now_seconds: float) -> Selection:
@@ -23,9 +49,7 @@ def whole_group(selection: Selection, request: ActionRequest, caller: Caller, no
 
     The workload is only a label, which the processes of another user or container may have as well. If there are
     several owners, a user's group is its own outside of containers. Otherwise the target must name the processes.
-
-    Raises:
-        GroupIncompleteError: they have several workloads or owners, or no workload, or a rank cannot take part.
+    Raises GroupIncompleteError if there is not one workload and owner, or if a rank cannot take part.
     """
     workloads = sorted({one.process.report.process.workload for one in selection.reporting})
     if len(workloads) > 1 or not workloads[0]:

@@ -95,11 +95,7 @@ class IllegalTransitionError(RuntimeError):
 
 
 def advanced(state: State, to: State) -> State:
-    """Return the state `to`.
-
-    Raises:
-        IllegalTransitionError: `to` cannot follow `state`.
-    """
+    """Return the state `to`, or raise IllegalTransitionError if it cannot follow `state`."""
     if to not in _TRANSITIONS[state]:
         raise IllegalTransitionError(f"{to.name} cannot follow {state.name}")
     return to

@@ -15,6 +15,8 @@ from gpumem_exporter.core.samples import Snapshot
 GpuLabels = Mapping[str, str]
 """The NVML index of each device, by uuid."""
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
+_MEASURED = (*_RESERVED, "freed_bytes", "device_free_before_bytes", "device_free_after_bytes")
+"""What a process measures on each device."""
 
 
 def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:
@@ -38,13 +40,7 @@ def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuL
             outcome=result.outcome,
             reason=result.reason,
             reason_code=result.reason_code,
-            reserved_before_bytes=device.reserved_before_bytes,
-            reserved_after_bytes=device.reserved_after_bytes,
-            allocated_before_bytes=device.allocated_before_bytes,
-            allocated_after_bytes=device.allocated_after_bytes,
-            freed_bytes=device.freed_bytes,
-            device_free_before_bytes=device.device_free_before_bytes,
-            device_free_after_bytes=device.device_free_after_bytes,
+            **{name: getattr(device, name) for name in _MEASURED},
             duration_seconds=result.duration_seconds,
             step=result.step,
             thread_id=result.thread_id,

@@ -130,7 +130,7 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
         ActionForbiddenError: only processes match that the caller may not act on.
     """
     reporting = snapshot.names.reporting
-    permitted = caller.permitted(reporting)
+    permitted = [(name, process) for name, process in reporting if caller.may_act_on(process)]
     shown = permitted if hide_identities else reporting
     _require_known(request, snapshot, permitted, shown)
     matching = select_reporting(request.target, snapshot)

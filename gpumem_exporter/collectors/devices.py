@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View, one_of_each
 from gpumem_exporter.core.ledger import node_ledgers, node_shares
 
 _POLL_FAMILIES = (catalog.NVML_UP, catalog.POLL_DURATION, catalog.POLL_TIMESTAMP)
@@ -19,6 +19,7 @@ _DEVICE_FAMILIES = (
     catalog.DEVICE_HOST_MEMORY,
     catalog.DEVICE_UTILIZATION,
 )
+_poll_series = one_of_each(_POLL_FAMILIES)
 _NO_MEMORY = (None, None, None, None, None)
 
 
@@ -27,11 +28,6 @@ def _polls(view: View) -> Iterator[Subject]:
     last = view.snapshot.node
     times = (last.duration_seconds, last.taken_unix_seconds) if last is not None else (None, None)
     yield "poll", Samples((), _poll_series, (0 if view.node is None else 1, *times))
-
-
-def _poll_series() -> Iterator[Series]:
-    for metric in _POLL_FAMILIES:
-        yield metric, ()
 
 
 def _devices(view: View) -> Iterator[Subject]:

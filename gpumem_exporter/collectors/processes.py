@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from operator import attrgetter
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View, one_of_each
 from gpumem_exporter.core.naming import command_of, pid_order
-from gpumem_exporter.core.samples import IDENTITY_FIELDS, ProcessFacts, ReportingProcess, SilentReporter
+from gpumem_exporter.core.samples import IDENTITY_FIELDS, NodeReading, ProcessFacts
 
 _UNKNOWN = ProcessFacts(0, 0)
+_NO_READING = NodeReading(0.0, 0.0, 0.0, up=False)
 _REPORTER_FAMILIES = (catalog.REPORTER_UP, catalog.REPORTER_TIMESTAMP, catalog.SAMPLE_TIMESTAMP)
 _OOM_VALUES = {
     catalog.LAST_OOM_TIMESTAMP: "happened_unix_seconds",
@@ -23,6 +24,7 @@ _OOM_VALUES = {
     catalog.LAST_OOM_FRAGMENTED: "fragmented_bytes",
 }
 _oom_values = attrgetter(*_OOM_VALUES.values())
+_reporter_series, _oom_series = one_of_each(_REPORTER_FAMILIES), one_of_each(_OOM_VALUES)
 
 
 def _processes(view: View) -> Iterator[Subject]:
@@ -35,7 +37,7 @@ def _processes(view: View) -> Iterator[Subject]:
         listed = sorted(device.processes or (), key=attrgetter("pid"))
         pids = tuple([process.pid for process in listed])
         yield key, Samples((key, pids), _used_series, tuple([process.used_bytes for process in listed]))
-    rows = _info_rows(view, view.node.facts if view.node is not None else {})
+    rows = _info_rows(view, view.node or _NO_READING)
     for pid in sorted(rows, key=pid_order):
         row = _without_identities(rows[pid]) if view.hide_identities else rows[pid]
         yield pid, Samples((pid, row), _info_series, (1,))
@@ -50,27 +52,21 @@ def _info_series(pid: str, row: tuple[str, ...]) -> Iterator[Series]:
     yield catalog.PROCESS_INFO, (pid, *row)
 
 
-def _info_rows(view: View, facts_by_pid: Mapping[int, ProcessFacts]) -> dict[str, tuple[str, ...]]:
+def _info_rows(view: View, node: NodeReading) -> dict[str, tuple[str, ...]]:
     """Return the labels of each process that the driver lists or that reports, without the pid, by name."""
     rows: dict[str, tuple[str, ...]] = {}
     for pid, process in view.names.reporting:
         own = process.report.process
-        facts = _facts(facts_by_pid, process)
+        facts = node.facts_of(process) or _UNKNOWN
         row = _described(facts, own.workload, own.rank, own.command, own.slurm_job_id, own.ray_job_id)
         rows[pid] = (*row, "true", own.torch_version, own.allocator_settings)
     for pid, reporter in view.names.silent:
-        row = _described(_facts(facts_by_pid, reporter), reporter.workload, reporter.rank)
+        row = _described(node.facts_of(reporter) or _UNKNOWN, reporter.workload, reporter.rank)
         rows[pid] = (*row, "false", "", "")
     for listed_pid in {process.pid for device in view.devices for process in device.processes or ()}:
-        row = _described(facts_by_pid.get(listed_pid, _UNKNOWN))
+        row = _described(node.facts.get(listed_pid, _UNKNOWN))
         rows.setdefault(str(listed_pid), (*row, "false", "", ""))
     return rows
-
-
-def _facts(facts_by_pid: Mapping[int, ProcessFacts], reporter: ReportingProcess | SilentReporter) -> ProcessFacts:
-    """Return the host's facts of a process, unless they are of another process with the same pid."""
-    facts = facts_by_pid.get(reporter.host_pid, _UNKNOWN) if reporter.host_pid is not None else _UNKNOWN
-    return facts if facts.start_time_ticks == reporter.start_time_ticks else _UNKNOWN
 
 
 def _described(
@@ -81,10 +77,7 @@ def _described(
     slurm_job_id: str = "",
     ray_job_id: str = "",
 ) -> tuple[str, ...]:
-    """Return the labels from workload to ray_job_id.
-
-    The reported job ids precede the host's.
-    """
+    """Return the labels from workload to ray_job_id. The reported job ids precede the host's."""
     return (
         workload,
         rank,
@@ -119,11 +112,6 @@ def _reporters(view: View) -> Iterator[Subject]:
         yield pid, rows[pid]
 
 
-def _reporter_series(*labels: str) -> Iterator[Series]:
-    for metric in _REPORTER_FAMILIES:
-        yield metric, labels
-
-
 def _ooms(view: View) -> Iterator[Subject]:
     """Yield the last error of each process on each device, with the labels at the time of the error.
 
@@ -133,11 +121,6 @@ def _ooms(view: View) -> Iterator[Subject]:
     for oom in sorted(view.snapshot.ooms, key=lambda oom: (pid_order(oom.pid), oom.uuid)):
         labels = (oom.gpu or view.gpu_by_uuid.get(oom.uuid, ""), oom.uuid, oom.pid, oom.workload, oom.rank)
         yield (oom.uuid, oom.pid), Samples(labels, _oom_series, _oom_values(oom))
-
-
-def _oom_series(*labels: str) -> Iterator[Series]:
-    for metric in _OOM_VALUES:
-        yield metric, labels
 
 
 PROCESS = Collector("process", (catalog.PROCESS_INFO, catalog.PROCESS_USED), _processes)

@@ -1,4 +1,4 @@
-"""The parts of the page: a collector yields subjects, and each subject keeps its rendered lines until it changes."""
+"""What a collector reads and yields: the view of a snapshot, and the samples of subjects."""
 
 from __future__ import annotations
 
@@ -31,21 +31,6 @@ class View:
     hide_identities: bool = False
     """The labels with a user, a command or a pod are empty."""
 
-    @classmethod
-    def of(cls, snapshot: Snapshot, *, hide_identities: bool = False) -> View:
-        """Sort a snapshot."""
-        node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
-        devices = tuple(sorted(node.devices, key=_device_order)) if node is not None else ()
-        gpu_by_uuid = {device.uuid: device.gpu for device in devices}
-        return cls(snapshot, node, devices, gpu_by_uuid, snapshot.names, hide_identities)
-
-
-def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:
-    """Return a sort key: by number, with `0:2` (a MIG device) after `0` and before `1`; other texts come first."""
-    parts = device.gpu.split(":")
-    numbers = tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
-    return numbers, device.gpu, device.uuid
-
 
 class Samples(NamedTuple):
     """The samples of a subject. Labels and values are separate, because labels rarely change."""
@@ -73,76 +58,6 @@ class Collector(NamedTuple):
     subjects: Callable[[View], Iterator[Subject]]
 
 
-class _Family(NamedTuple):
-    """The lines of one family of a subject, with a place for each value."""
-
-    template: bytes
-    indexes: tuple[int, ...]
-    """The indexes of the values among the values of the subject. None has no place."""
-
-
-class _Rendered(NamedTuple):
-    samples: Samples
-    shape: tuple[type, ...]
-    """The type of each value."""
-    families: list[_Family]
-    lines: list[bytes]
-    """The lines of each family."""
-
-
-class SubjectLines:
-    """The rendered lines of a collector's subjects. Not thread-safe."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._indexes = {metric: index for index, metric in enumerate(families)}
-        self._rendered: dict[Hashable, _Rendered] = {}
-
-    def page(self, subjects: Iterable[Subject]) -> dict[Metric, tuple[bytes, ...]]:
-        """Return the lines of each family in the order of the subjects; forgets all other subjects.
-
-        Renders the subjects that are new or that have changed.
-        """
-        page = [(key, self._render(self._rendered.get(key), samples)) for key, samples in subjects]
-        self._rendered = dict(page)
-        rows = [rendered.lines for _, rendered in page]
-        return dict(zip(self._indexes, zip(*rows, strict=True), strict=True)) if rows else {}
-
-    def _render(self, last: _Rendered | None, samples: Samples) -> _Rendered:
-        if last is not None and last.samples == samples:
-            return last
-        shape = tuple(map(type, samples.values))
-        if last is not None and last.shape == shape and last.samples[:2] == samples[:2]:
-            families = last.families
-        else:
-            families = self._families(samples)
-        # One formatting for all lines of a family takes a third of the time of one for each line.
-        value = samples.values.__getitem__
-        lines = [template % tuple(map(value, indexes)) for template, indexes in families]
-        return _Rendered(samples, shape, families, lines)
-
-    def _families(self, samples: Samples) -> list[_Family]:
-        lines: list[list[str]] = [[] for _ in self._indexes]
-        places: list[list[int]] = [[] for _ in self._indexes]
-        text, last_labels = "", None
-        for place, (metric, labels) in enumerate(samples.series(*samples.labels)):
-            if labels is not last_labels:  # the series of an allocator share one tuple
-                text, last_labels = _label_text(metric.labels, labels).replace("%", "%%"), labels
-            value = samples.values[place]
-            if value is not None:
-                family = self._indexes[metric.part_of or metric]
-                lines[family].append(f"{metric.name}{text}%{'d' if isinstance(value, int) else 'a'}\n")
-                places[family].append(place)
-        encoded = ["".join(family).encode("utf-8", "replace") for family in lines]
-        return list(map(_Family, encoded, map(tuple, places)))
-
-
-def _label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """Return `{name="value",…} `, or a space if there are no labels."""
-    if not names:
-        return " "
-    return "{" + ",".join([f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True)]) + "} "
-
-
-def _escaped(value: str) -> str:
-    r"""Escape `\`, newline and `"` in a label value; the formats allow no other escapes."""
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+def one_of_each(families: Iterable[Metric]) -> Callable[..., tuple[Series, ...]]:
+    """Return a function that returns a series of each family, all with the same labels."""
+    return lambda *labels: tuple((metric, labels) for metric in families)

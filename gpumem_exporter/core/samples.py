@@ -113,6 +113,11 @@ class NodeReading:
     facts: Mapping[int, ProcessFacts] = field(default_factory=dict)
     """By host pid, for each process on the devices that /proc has."""
 
+    def facts_of(self, reporter: ReportingProcess | SilentReporter) -> ProcessFacts | None:
+        """Return the host's description of a reporter's process, unless its pid is of another process."""
+        facts = self.facts.get(reporter.host_pid) if reporter.host_pid is not None else None
+        return facts if facts is not None and facts.start_time_ticks == reporter.start_time_ticks else None
+
     def pid_belongs_to(self, process: ReportingProcess | SilentReporter) -> bool:
         """Return whether the reporter's host pid in this reading belongs to the reporter's process.
 

@@ -6,15 +6,12 @@ A model gets the values as the text that the file has: the type of its field dec
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from gpumem_client.wire.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    pass
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -66,8 +63,7 @@ Flag = Annotated[bool, BeforeValidator(_read_flag)]
 class YamlFile:
     """A parsed file. The constructor may block on the disk; `what` is the kind of file, for messages: "policy file".
 
-    Raises:
-        ConfigurationError: the file cannot be read, or is no YAML of keys, lists and values.
+    Raises ConfigurationError if the file cannot be read, or is no YAML of keys, lists and values.
     """
 
     def __init__(self, path: Path, what: str) -> None:

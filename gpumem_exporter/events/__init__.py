@@ -1,7 +1,7 @@
 """Events of the node: out-of-memory errors, lost and returned devices, started and ended processes, actions.
 
-`model` defines the types. `ooms`, `processes`, `devices` and `actions` each convert one source to events.
-`recorder` combines the sources, `log` is the queue with its thread, and `storage` is the SQLite database.
+`model` defines the types, `recorder` converts the sources to events with `ooms` and `processes`, `log` is the queue
+with its thread, and `storage` is the SQLite database.
 """
 
 from gpumem_exporter.events.log import EventLog, EventLogStatus

@@ -165,11 +165,7 @@ class EventLog:
         return waiting + new.size <= self._max_waiting and (is_node or own <= max(1, self._max_waiting // OWNER_SHARE))
 
     def read(self, query: Query) -> Future[Page]:
-        """Query events. Never blocks.
-
-        The future raises:
-            StorageError: the events cannot be read, or there are too many queries.
-        """
+        """Query events without blocking. The future raises StorageError on an error, or if too many queries wait."""
         page: Future[Page] = Future()
         with self._changed:
             if self._stopping or len(self._readers) >= MAX_READERS:
@@ -188,22 +184,14 @@ class EventLog:
         return committed.done() and committed.result()
 
     async def page(self, query: Query) -> Page:
-        """Return the events that match a query.
-
-        Raises:
-            StorageError: the storage fails or does not answer in time.
-        """
+        """Return the events that match a query. Raises StorageError if the storage fails or does not answer in time."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(self.read(query)), _READ_SECONDS)
         except asyncio.TimeoutError:
             raise StorageError(f"{self._storage} has not answered within {_READ_SECONDS:g} s") from None
 
     async def pages(self, query: Query, *, max_rows: int | None = None) -> list[Event]:
-        """Return the events of all pages, oldest first: the latest events that have, with their items, `max_rows`.
-
-        Raises:
-            StorageError: as `page`.
-        """
+        """Return the events of all pages, oldest first: the latest events that have, with their items, `max_rows`."""
         events: deque[Event] = deque()
         rows = 0
         while True:

@@ -84,10 +84,8 @@ class Page:
 def detail_json(detail: Mapping[str, Any]) -> str:
     """Return the detail of an event as JSON of at most `MAX_DETAIL_BYTES`.
 
-    A detail that is longer loses the ends of its lists; `…_left_out` has the number of items that are missing.
-
-    Raises:
-        ValueError: it is too long without its lists, or it is not valid JSON.
+    A detail that is longer loses the ends of its lists; `…_left_out` has the number of items that are missing. Raises
+    ValueError if it is too long without its lists, or is not valid JSON.
     """
     text = json.dumps(detail, allow_nan=False)
     while len(text) > MAX_DETAIL_BYTES:

@@ -119,11 +119,7 @@ class Storage:
         return "memory" if self._path is None else str(self._path)
 
     def maintain(self) -> None:
-        """Open the file if necessary, and delete expired events.
-
-        Raises:
-            StorageError: the file cannot be opened or written.
-        """
+        """Open the file if necessary, and delete expired events. Raises StorageError."""
         self._attempt(lambda connection: self._transaction(connection, ()))
 
     def append(self, events: Sequence[Event]) -> list[Event]:
@@ -136,11 +132,7 @@ class Storage:
         return self._attempt(lambda connection: self._transaction(connection, rows))
 
     def read(self, query: Query) -> Page:
-        """Return the events that match a query.
-
-        Raises:
-            StorageError: the events cannot be read.
-        """
+        """Return the events that match a query. Raises StorageError."""
         return self._attempt(lambda connection: _read(connection, query))
 
     def close(self) -> None:

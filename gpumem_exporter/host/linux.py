@@ -22,9 +22,8 @@ from gpumem_client.wire.procfs import (
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.host.cgroups import container_id, pod_uid
 from gpumem_exporter.host.pid_namespaces import PidTranslator
-from gpumem_exporter.host.places import Places
+from gpumem_exporter.host.places import Places, container_id, pod_uid
 from gpumem_exporter.host.proc_entries import HiddenError, ProcEntries
 
 _READ_AGAIN_SECONDS = 60.0

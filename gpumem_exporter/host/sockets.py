@@ -15,8 +15,7 @@ from pathlib import Path
 
 from gpumem_client.wire.peer import SocketOwner
 from gpumem_exporter.core.place import Place
-from gpumem_exporter.host.cgroups import CgroupIds
-from gpumem_exporter.host.places import Places
+from gpumem_exporter.host.places import CgroupIds, Places
 from gpumem_exporter.host.proc_entries import ProcEntries
 
 

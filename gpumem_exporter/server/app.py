@@ -19,12 +19,10 @@ from gpumem_exporter.host import Host
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
-from gpumem_exporter.server.api.actions import actions_router
+from gpumem_exporter.server.api.actions import actions_router, caller_router
 from gpumem_exporter.server.api.alerts import alerts_router
-from gpumem_exporter.server.api.caller import caller_router
-from gpumem_exporter.server.api.events import events_router
+from gpumem_exporter.server.api.events import events_router, jobs_router
 from gpumem_exporter.server.api.health import Health, health_router
-from gpumem_exporter.server.api.jobs import jobs_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router

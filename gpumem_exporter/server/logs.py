@@ -8,22 +8,20 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from typing import Any
 
 
-def iso_time(unix_seconds: float) -> str:
-    """Return a time as ISO 8601 in UTC with milliseconds: `2026-01-31T12:00:00.000Z`."""
-    time = datetime.fromtimestamp(unix_seconds, tz=timezone.utc)
-    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
 class _Fields(logging.Formatter):
-    """Lists the keys and values of a record, for both formats."""
+    """Lists the keys and values of a record, for both formats. Times are ISO 8601 in UTC with milliseconds."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
     def _items(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
-        yield "ts", iso_time(record.created)
+        yield "ts", self.formatTime(record)
         yield "level", record.levelname.lower()
         yield "logger", record.name
         yield "msg", record.getMessage().rstrip()

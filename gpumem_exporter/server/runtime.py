@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.registry import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
@@ -25,13 +25,13 @@ from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.audit import Audit
-from gpumem_exporter.server.api.rendering import Renderer
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
-from gpumem_exporter.server.http.held_requests import HeldRequests
 from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.server.http.peer import PeerPlaces
+from gpumem_exporter.server.http.replies import Renderer
+from gpumem_exporter.server.http.turns import HeldRequests
 from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.request_guard import OwnNames, Rule

@@ -26,8 +26,7 @@ from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.background.housekeeping import take_over_hangup
 from gpumem_exporter.server.http.connections import Limits
-from gpumem_exporter.server.http.listeners import BindError, Listeners, bind
-from gpumem_exporter.server.http.systemd_sockets import take_systemd_sockets
+from gpumem_exporter.server.http.listeners import BindError, Listeners, bind, take_systemd_sockets
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.logs import configure_logging
 from gpumem_exporter.server.security.tokens import TokenFile

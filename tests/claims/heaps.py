@@ -52,11 +52,8 @@ def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,))
 def random_heaps_of_streams(bench: Bench, heaps: int = 8, *, by_pages: bool = False) -> Values:
     """Heaps of small and large blocks on three streams.
 
-    Args:
-        bench: The process.
-        heaps: The number of heaps.
-        by_pages: Whether all segments are expandable and have pages of PAGE_BYTES. The freed bytes
-            then also equal the pages that no block in the snapshot uses.
+    With `by_pages`, all segments are expandable and have pages of PAGE_BYTES, and the freed bytes also equal the pages
+    that no block in the snapshot uses.
     """
     number = SameNumber()
     for seed in range(heaps):

@@ -44,10 +44,7 @@ COMPARED = {
 class Bench:
     """One reporting process with the exporter's and the driver's values of it.
 
-    Args:
-        exporter: receives its reports.
-        process: has a context on its device 0, which is the default of all methods.
-        books: reads the driver without the exporter.
+    The process has a context on device 0, the default of all methods. `books` reads the driver without the exporter.
     """
 
     def __init__(self, exporter: ExporterProcess, process: TorchProcess, books: Books) -> None:
@@ -186,10 +183,7 @@ class Place:
 
     Exporter and processes start on first use. One process for each allocator settings is shared by the claims, and is
     emptied before each.
-
-    Args:
-        folder: receives the files of the programs.
-        node: an emulated node; None for this machine.
+    Without an emulated node, it is this machine. The folder receives the files of the programs.
     """
 
     def __init__(self, folder: Path, node: EmulatedNode | None = None) -> None:

@@ -86,8 +86,7 @@ class SameNumber:
     def values(self, *, at_least: int = 1) -> Values:
         """Return the sum of each source over all rounds, and the rounds in which sources differ.
 
-        Raises:
-            AssertionError: the number was above zero in fewer than `at_least` rounds, so nothing was tested.
+        Fails if the number was above zero in fewer than `at_least` rounds: nothing was tested.
         """
         assert self._nonzero_rounds >= at_least, f"above zero in {self._nonzero_rounds} of {self._rounds} rounds only"
         expected = next(iter(self._sums.values()))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from gpumem_client.wire.protocol import ReasonCode
+from tests.support.packages import PACKAGES
 from tests.support.paths import REPOSITORY
 
 TEXTS = frozenset({"reason", "detail", "why"})
@@ -18,7 +19,7 @@ _TEXT_METHODS = frozenset({"startswith", "find", "index", "count", "partition", 
 
 def test_no_module_compares_a_text_for_people() -> None:
     offenders = []
-    for path in sorted((REPOSITORY / "gpumem_exporter").rglob("*.py")):
+    for path in sorted(path for package in PACKAGES for path in package.root.rglob("*.py")):
         for line, code in comparisons(path.read_text()):
             if code not in TEXTS_OF_LIBRARIES:
                 offenders.append(f"{path.relative_to(REPOSITORY)}:{line}: {code}")

@@ -210,9 +210,7 @@ def build() -> Path:
     """Return the folder of the four libraries and the hammer program; builds them if necessary.
 
     Processes may call it concurrently: each builds in a folder of its own, and the first result is kept.
-
-    Raises:
-        EmulationBuildError: gcc, torch's CUDA build or pynvml is missing, or the compiler failed.
+    Raises EmulationBuildError if gcc, torch's CUDA build or pynvml is missing, or the compiler failed.
     """
     tools = _find_toolchain()
     digest = hashlib.sha256(tools.versions.encode())

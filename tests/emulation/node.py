@@ -373,8 +373,7 @@ class EmulatedNode:
     def set_process(self, pid: int, device: int, nbytes: int) -> None:
         """Add an artificial process (any pid) that uses this number of bytes until it is removed.
 
-        Raises:
-            MemoryError: the device does not have enough free memory.
+        Raises MemoryError if the device does not have enough free memory.
         """
         _check(self._control.emu_control_set_foreign(self._handle, pid, self._entry(device), nbytes), f"process {pid}")
 

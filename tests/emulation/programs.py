@@ -88,9 +88,7 @@ def processes(device):
 class PipedProcess:
     """A process that writes lines to its stdout and reads its stdin; a context manager, which kills and reaps it.
 
-    Args:
-        popen: the process, with pipes for stdin and stdout, in a session of its own.
-        stderr: the file to which it writes its stderr.
+    The process has pipes for stdin and stdout, and a session of its own; it writes its stderr to a file.
     """
 
     def __init__(self, popen: subprocess.Popen[bytes] | ForkedProcess, stderr: IO[bytes]) -> None:
@@ -160,9 +158,8 @@ class PipedProcess:
 class Program(PipedProcess):
     """One running program.
 
-    Args:
-        launcher: a command prefix, such as `("unshare", "--pid", "--fork")`.
-        command: a program other than Python, which writes JSON lines and reads stdin in the same way.
+    `launcher` is a command prefix, such as `("unshare", "--pid", "--fork")`. `command` is a program other than Python,
+    which writes JSON lines and reads stdin in the same way.
     """
 
     def __init__(

@@ -29,12 +29,7 @@ class TorchProcessError(AssertionError):
 
 
 class RemoteError(Exception):
-    """A command raised in the process.
-
-    Attributes:
-        type: the name of the remote exception's class (`OutOfMemoryError`).
-        message: the text of the remote exception.
-    """
+    """A command raised in the process."""
 
     def __init__(self, type_: str, message: str, traceback: str) -> None:
         super().__init__(f"{type_}: {message}\n{traceback}")
@@ -45,11 +40,9 @@ class RemoteError(Exception):
 class TorchProcess(PipedProcess):
     """One process. It starts immediately and imports torch in the background; the first `call` waits for that.
 
-    Args:
-        node: the node of the process; None for a machine without an emulated driver.
-        environment: additions to the node's environment; a value of None removes a variable.
-        launcher: a command prefix, such as `("gpumem-exporter", "run", "--")`.
-        fresh: whether to start a new interpreter, instead of a fork of one that has imported torch.
+    Without a node, there is no emulated driver. `environment` adds to the node's; a value of None removes a variable.
+    `launcher` is a command prefix, such as `("gpumem-exporter", "run", "--")`. With `fresh`, the process is not a
+    fork of an interpreter that has imported torch.
     """
 
     def __init__(
@@ -97,9 +90,7 @@ class TorchProcess(PipedProcess):
     def call(self, command: str, /, timeout_seconds: float = 60, **arguments: Any) -> Any:
         """Run a command of torch_worker.Worker and return its answer.
 
-        Raises:
-            RemoteError: the command raised.
-            TorchProcessError: there was no answer in time, or the process ended.
+        Raises RemoteError if the command raised, and TorchProcessError without an answer in time.
         """
         return self.receive(self.send(command, **arguments), timeout_seconds)
 

@@ -152,12 +152,7 @@ def search(rank: int) -> dict[str, Any]:
 
 
 def run(rank: int, store: str) -> dict[str, Any]:
-    """Run one rank.
-
-    Args:
-        rank: 0 or 1.
-        store: The path of a new file by which the ranks find each other.
-    """
+    """Run one rank. The ranks 0 and 1 find each other by a new file at the path `store`."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

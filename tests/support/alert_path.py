@@ -66,11 +66,7 @@ class Receiver:
     ) -> Mapping[str, Any]:
         """Wait for the first alert with this status and these labels, and return it.
 
-        Args:
-            status: firing or resolved.
-            timeout_seconds: the timeout.
-            since: the number of notifications to skip.
-            **labels: labels of the alert.
+        `status` is firing or resolved; the first `since` notifications are skipped.
         """
 
         def find() -> Mapping[str, Any] | None:

@@ -23,9 +23,7 @@ Truth = Mapping[str, Any]
 def truth(book: DeviceBook, stats: Mapping[int, Mapping[str, int]]) -> Truth:
     """Return the expected values of one device with classic segments.
 
-    Args:
-        book: the node's book of the device.
-        stats: `memory_stats` of each reporting process on the device, by pid.
+    `stats` has `memory_stats` of each reporting process on the device, by pid.
     """
     ledger = dict.fromkeys(("torch_allocated", "torch_reclaimable", "torch_fragmented", "non_torch"), 0)
     for pid, own in stats.items():
@@ -83,10 +81,7 @@ def wait_until_right(
 ) -> Metrics:
     """Wait for a scrape in which each of these devices has the expected values.
 
-    Args:
-        devices: the indexes on the node.
-        reporting: the reporting processes of each index.
-        all_visible: whether the processes see all devices of the node; otherwise the index is their device 0.
+    `reporting` has the processes of each index. Unless they see all devices, the index is their device 0.
     """
     books = node.books()
     wanted = {

@@ -31,13 +31,10 @@ QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", *UNLIMITED)
 class ExporterProcess:
     """`gpumem-exporter serve` on a unix socket in `folder`; its flags follow.
 
-    Args:
-        folder: the folder of the socket.
-        *flags: additional flags of `serve`.
-        environment: the complete environment; by default that of the test. This repository is added to PYTHONPATH.
-        launcher: a command before the interpreter, such as `("unshare", "--pid", "--fork")`.
-        fresh: whether it needs a fresh interpreter instead of a fork.
-        ready: the route whose success ends the start; `/-/healthy` for a node without a driver.
+    `environment` is complete, by default the environment of the test; this repository is added to PYTHONPATH.
+    `launcher` is a command before the interpreter, such as `("unshare", "--pid", "--fork")`. With `fresh`, the process
+    is not a fork of another interpreter. The start ends when the route `ready` succeeds: `/-/healthy` for a node
+    without a driver.
     """
 
     def __init__(

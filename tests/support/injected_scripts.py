@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until_equal
 
 ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")
 """The command as it works from any folder, in a Python that runs no user's sitecustomize."""
-BOOTSTRAP = REPOSITORY / "gpumem_exporter" / "client" / "bootstrap"
+BOOTSTRAP = REPOSITORY / "client" / "gpumem_client" / "bootstrap"
 MIB = 1 << 20
 
 PREAMBLE = """

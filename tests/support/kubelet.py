@@ -23,12 +23,8 @@ LIBRARY = Path(protoc.__file__).parent / "_proto"
 class Kubelet:
     """Listens at `socket` and returns `containers`: `{(namespace, pod, container): (device id, …)}`.
 
-    Attributes:
-        containers: the device assignments; may be changed at any time.
-        claims: the devices of ResourceClaims, each with its driver: `{(…): (("gpu.nvidia.com", "gpu-0"), …)}`.
-        error: if not empty, every request is answered with UNAVAILABLE and this text.
-        hanging: while it is set, no request is answered.
-        questions: the number of requests.
+    The test may change `containers` and `claims` (`{(…): (("gpu.nvidia.com", "gpu-0"), …)}`) at any time. With an
+    `error`, every request is answered with UNAVAILABLE and this text; while `hanging` is set, none is answered.
     """
 
     def __init__(self, socket: Path) -> None:

@@ -28,14 +28,8 @@ PYTHON = sys.executable
 class Statement:
     """What a process wrote with `statement.state`: a moment from which on it leaves its memory alone.
 
-    Attributes:
-        role: which process of the program it is.
-        pid: its pid.
-        rank: its rank, as the library calls it; None if it has none.
-        world_size: the number of ranks; None if it has no rank.
-        devices: allocated and reserved bytes by UUID, for the devices on which it has a context.
-        reporters: the names of the client's threads.
-        more: further values.
+    `rank` is as the library calls it; it and `world_size` are None without ranks. `devices` has the allocated and
+    reserved bytes by UUID where it has a context; `reporters` has the names of the client's threads.
     """
 
     role: str
@@ -55,11 +49,7 @@ class Statement:
 
 @dataclass
 class LibraryProgram:
-    """One running program with all of its processes.
-
-    Attributes:
-        statements: the folder of its statements.
-    """
+    """One running program with all of its processes."""
 
     popen: subprocess.Popen[bytes]
     node: EmulatedNode

@@ -36,10 +36,7 @@ Demo: TypeAlias = "tuple[ExporterProcess, str]"
 class LivePage:
     """One open page. Messages of the browser are collected, and fail the test at its end.
 
-    Args:
-        page: a new page.
-        url: the URL of the exporter.
-        expects: texts of allowed messages; a page that lost its exporter has some.
+    `expects` has texts of allowed messages; a page that lost its exporter has some.
     """
 
     def __init__(self, page: Page, url: str, expects: tuple[str, ...]) -> None:

@@ -44,12 +44,7 @@ def _cgroups() -> Path | None:
 
 
 class Cgroup:
-    """A cgroup that is named as docker names the cgroup of a container.
-
-    Args:
-        container_id: the id of the container.
-        below: the path of the parent, below the root of the cgroups.
-    """
+    """A cgroup that is named as docker names the cgroup of a container."""
 
     def __init__(self, container_id: str, below: str = "") -> None:
         root = _cgroups()
@@ -94,16 +89,8 @@ class Reply(NamedTuple):
 class LocalUser:
     """A process of a user.
 
-    Args:
-        uid: the user.
-        namespaces: the flags of unshare(2) for its namespaces.
-        cgroup: the cgroup of a container. Its processes have docker's capabilities.
-
-    Attributes:
-        pid: The process, in this PID namespace.
-        own_pid: The process, in its own PID namespace.
-        pid_namespace: Its PID namespace.
-        start_time_ticks: The start of the process.
+    `namespaces` are flags of unshare(2). A process in the cgroup of a container has docker's capabilities. `pid` is in
+    this PID namespace, `own_pid` in its own.
     """
 
     def __init__(self, uid: int, namespaces: int = 0, cgroup: Cgroup | None = None) -> None:

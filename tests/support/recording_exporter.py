@@ -14,10 +14,7 @@ from typing import Any
 class RecordingExporter:
     """Receives reports on a unix socket and holds each reply for `hold_seconds`.
 
-    Args:
-        path: the path of the socket.
-        hold_seconds: the time until a reply is sent, except for a final report.
-        interval_seconds: the report interval in the replies.
+    It replies after `hold_seconds`, to a final report at once.
     """
 
     def __init__(self, path: Path, *, hold_seconds: float = 0.0, interval_seconds: float = 0.2) -> None:

@@ -204,14 +204,7 @@ def running_exporter(
 ) -> Iterator[RunningExporter]:
     """Run an exporter; flags are settings by field name. `ready` waits for the first poll.
 
-    Args:
-        provider: the driver, by default a ScriptedProvider.
-        host: the processes of the operating system, by default a ScriptedHost.
-        unix: the path of its unix socket.
-        limits: the limits of a client.
-        ready: whether to wait for the first poll.
-        clock: monotonic seconds.
-        **flags: the settings.
+    The driver and the host are scripted by default; `unix` is the path of its unix socket; `flags` are the settings.
     """
     provider = provider or ScriptedProvider()
     host = host or ScriptedHost()

@@ -23,11 +23,8 @@ from tests.support.waiting import wait_for
 class RunningPrometheus:
     """A Prometheus that scrapes every second; it is ready after construction.
 
-    Args:
-        folder: the folder of configuration and data; created if missing.
-        targets: `host:port` by the label `instance`; two names may have the same exporter.
-        authority: signs the certificate of its API, which then uses https.
-        scrape: additional keys of the scrape configuration, such as `scheme`.
+    `targets` are `host:port` by the label `instance`; two names may have the same exporter. With an `authority`, its
+    API uses https. `scrape` has more keys of the scrape configuration, such as `scheme`.
     """
 
     def __init__(

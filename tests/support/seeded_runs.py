@@ -97,12 +97,8 @@ def hard_shapes() -> dict[str, Shape]:
 def allocated(shape: Shape, seed: int, *, percent: float = 0.0, from_step: int = 0, every: int = 1) -> Iterator[int]:
     """Yield the allocated bytes after each step, without end.
 
-    Args:
-        shape: the pattern.
-        seed: the seed of the random numbers.
-        percent: the percentage of the device that leaks in 1,000 steps.
-        from_step: the first step that leaks.
-        every: the number of steps between two leaks, which are larger then.
+    It leaks `percent` of the device in 1,000 steps, from a step on; with `every`, larger leaks are this many steps
+    apart.
     """
     rng = random.Random(seed)
     base = rng.randrange(500, 4000) * MIB

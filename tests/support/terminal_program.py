@@ -25,14 +25,7 @@ MODES = slice(0, 4)
 
 
 class TerminalProgram:
-    """A program whose input, output and controlling terminal is emulated.
-
-    Args:
-        arguments: the command line.
-        environment: the complete environment.
-        columns: the width of the terminal.
-        lines: the height of the terminal.
-    """
+    """A program whose input, output and controlling terminal is emulated."""
 
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], *, columns: int = 80, lines: int = 24

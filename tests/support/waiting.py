@@ -25,8 +25,7 @@ def patient(seconds: float) -> float:
 def wait_for(condition: Callable[[], T | None], what: str, timeout_seconds: float = 60.0) -> T:
     """Call `condition` until it returns something true, and return that.
 
-    Raises:
-        AssertionError: The timeout (times the patience factor) has passed; the text has `what` and the last value.
+    The AssertionError after the timeout (times the patience factor) has `what` and the last value.
     """
     found = eventually(condition, bool, timeout_seconds, what)
     assert found is not None

@@ -55,11 +55,7 @@ _MAX_ZYGOTES = 4
 class ForkedProcess:
     """A program that a zygote forked; a subset of `subprocess.Popen`.
 
-    Attributes:
-        pid: The pid.
-        stdin: A pipe to its standard input; None if the caller passed a descriptor.
-        stdout: A pipe from its standard output; None if the caller passed a descriptor.
-        returncode: None while it runs; negative for a signal.
+    `stdin` and `stdout` are None if the caller passed a descriptor; `returncode` is negative for a signal.
     """
 
     def __init__(self, status: socket.socket, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> None:
@@ -162,18 +158,8 @@ def fork_program(
 ) -> ForkedProcess | None:
     """Start `python -m module arguments…` from a zygote, in the current folder.
 
-    Args:
-        imports: The imports of the zygote: TORCH or EXPORTER.
-        module: The module to run as `__main__`.
-        arguments: `sys.argv[1:]` of the program.
-        environment: The complete environment.
-        stdin: The descriptor of standard input; a new pipe if None.
-        stdout: The descriptor of standard output; a new pipe if None.
-        stderr: The descriptor of standard error.
-        new_session: Whether the program gets a new session.
-
-    Returns:
-        The running process, or None if the program needs a fresh interpreter.
+    `imports` is TORCH or EXPORTER; `environment` is complete. Standard input and output are new pipes if None. Returns
+    None if the program needs a fresh interpreter.
     """
     settings = (environment.get("PYTORCH_CUDA_ALLOC_CONF", ""), environment.get("PYTORCH_ALLOC_CONF", ""))
     if os.environ.get("GPUMEM_TEST_ZYGOTE") == "0" or any("backend:" in setting for setting in settings):

@@ -47,8 +47,7 @@ _OPTION_OF = {
 def read_policy(path: Path, *, allowed: Collection[str]) -> tuple[Rule, ...]:
     """Read the rules of a file, whose actions `--action.allow` must have. May block on the disk.
 
-    Raises:
-        ConfigurationError: the file is invalid; one line with the file, the line, the error and what is accepted.
+    Raises ConfigurationError: one line with the file, the line, the error and what is accepted.
     """
     file = YamlFile(path, "policy file")
     rules = file.read(_Policy, allowed).rules

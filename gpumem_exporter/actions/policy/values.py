@@ -38,11 +38,7 @@ _UNITS: Mapping[str, tuple[Mapping[str, float], str]] = {
 
 
 def read_quantity(text: str, unit: str) -> float:
-    """Read a number with a unit; `unit` is bytes, ratio (0 to 1) or seconds.
-
-    Raises:
-        ValueError: the text is invalid; the message is what is accepted.
-    """
+    """Read a number with a unit: bytes, ratio (0 to 1) or seconds. Raises ValueError with what is accepted."""
     factors, expected = _UNITS[unit]
     found = _NUMBER.fullmatch(text.strip())
     value = float(found[1]) * factors.get(found[2], nan) if found is not None else nan

@@ -14,10 +14,9 @@ from itertools import islice
 from typing import Any
 
 from gpumem_client.wire.units import UNKNOWN, counted
-from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, require_in_time
+from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, StepRate, first_common_step, require_in_time
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess, target_process
-from gpumem_exporter.core.steps import StepRate, first_common_step
 from gpumem_exporter.errors import GroupIncompleteError
 
 SUBMIT_SECONDS = 3.0

@@ -21,10 +21,12 @@ from gpumem_exporter.actions.request import (
     Target,
     invalid_fields,
 )
-from gpumem_exporter.server.http.problems import FieldError, ProblemError, few_fields
-from gpumem_exporter.server.logs import iso_time
+from gpumem_exporter.server.http.problems import FieldError, ProblemError
+from gpumem_exporter.server.http.replies import iso_time
 
 MAX_WAIT_SECONDS = 60.0
+MAX_FIELDS = 64
+"""The maximum number of fields of an object in a request."""
 
 
 def _names(value: object) -> object:
@@ -46,18 +48,26 @@ _Names = Annotated[str | int | list[str | int], BeforeValidator(_names)]
 """A name, a number where a name is expected, or a list of both."""
 
 
-class _Strict(BaseModel):
-    """No string is accepted as a number, and no unknown field: a mistyped one could widen the target.
+class KnownFields(BaseModel):
+    """Accepts no unknown and not many fields: each may be wrong, and a long problem document takes long to build."""
 
-    The models check types only; `actions.request.invalid_fields` checks values.
-    """
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, value: object) -> object:
-        return few_fields(value)
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
+        return value
+
+
+class _Strict(KnownFields):
+    """No string is accepted as a number. An unknown field is rejected because a mistyped one could widen the target.
+
+    The models check types only; `actions.request.invalid_fields` checks values.
+    """
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def _body(name: str, options: Mapping[str, RequestOption], *, base: type[BaseModel], types: Any = None) -> Any:
@@ -103,11 +113,7 @@ class ActionBody(_body("_Options", OPTIONS, base=_Required)):  # type: ignore[mi
         return "deadline_seconds" not in self.model_fields_set
 
     def request(self) -> ActionRequest:
-        """Return the request.
-
-        Raises:
-            ProblemError: 422, with each invalid field.
-        """
+        """Return the request. Raises ProblemError (422) with each invalid field."""
         values = self.model_dump(exclude={"target", "wait_seconds"})
         request = ActionRequest(target=Target(**self.target.model_dump()), **values)
         if invalid := invalid_fields(request):

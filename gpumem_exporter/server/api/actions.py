@@ -1,19 +1,26 @@
-"""`/api/v1/actions`: request, list and cancel actions. The request guard has authorized the caller."""
+"""`/api/v1/actions`: request, list and cancel actions. `/api/v1/caller`: what the caller may do.
+
+The request guard has authorized the caller of actions.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import Field
+from typing_extensions import TypedDict
 
+from gpumem_exporter.actions.caller import Rights
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.limits import retry_after
 from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.registry import retry_after
 from gpumem_exporter.actions.request import ActionRequest
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import (
     ActionForbiddenError,
     ActionNotAllowedError,
@@ -31,11 +38,11 @@ from gpumem_exporter.server.api.action_schema import (
     suggested_document,
 )
 from gpumem_exporter.server.api.audit import Audit
-from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
-from gpumem_exporter.server.http.held_requests import HeldRequests
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_reply
-from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
+from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
+from gpumem_exporter.server.http.turns import HeldRequests
+from gpumem_exporter.server.security.callers import Callers
+from gpumem_exporter.server.security.request_guard import ACTIONS_PATH, CALLER_PATH
 
 MAX_IDEMPOTENCY_KEY_LENGTH = 255
 MAX_LISTED = 1000
@@ -125,7 +132,7 @@ class ActionRoutes:
         A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
         """
         visible = [action for action in self._dispatcher.recent() if action.visible_to(request.state.caller)]
-        return json_bytes_response(await self._renderer.render(lambda: _listing(visible[:limit])))
+        return json_response(await self._renderer.render(lambda: _listing(visible[:limit])))
 
     async def one(self, request: Request, action_id: str) -> Response:
         """One action."""
@@ -151,14 +158,14 @@ class ActionRoutes:
             await self._audit.wait_until_stored(action)
         status = 200 if action.finished else running_status
         if len(action.results) <= INLINE_RESULTS:
-            return json_bytes_response(_document(action, suggested), status)
+            return json_response(_document(action, suggested), status)
         # A document of many results is built in its turn, and once for all requests that wait: it may take MiB. A
         # suggestion is only in the reply to its dry run.
         if suggested:
             body = await self._renderer.render(lambda: _document(action, suggested))
         else:
             body = await self._renderer.render_shared(("action", id(action)), lambda: _document(action, ()))
-        return json_bytes_response(body, status)
+        return json_response(body, status)
 
 
 def _document(action: Action, suggested: Sequence[ActionRequest]) -> bytes:
@@ -191,3 +198,47 @@ def _refusals_as_problems() -> Iterator[None]:
         raise ProblemError(429, str(error), {"Retry-After": retry_after(error.retry_seconds)}) from None
     except (IdempotencyConflictError, GroupIncompleteError) as error:
         raise ProblemError(409, str(error)) from None
+
+
+class CallerDocument(TypedDict):
+    """What the caller may do."""
+
+    uid: Annotated[int | None, Field(description="the caller's user as the kernel names it; null if it is unknown")]
+    rights: Annotated[
+        str,
+        Field(
+            description=(
+                "all: every process and the exporter itself; own: the processes of the caller's user, in a container "
+                "those in the same container; none"
+            ),
+            json_schema_extra={"enum": [rights.value for rights in Rights]},
+        ),
+    ]
+    actions: Annotated[list[str], Field(description="the actions that the caller may request")]
+    allowed_actions: Annotated[
+        list[str], Field(description="the actions of --action.allow: those of a caller with all rights")
+    ]
+    processes: Annotated[int, Field(description="the number of reporting processes that the caller may act on")]
+    reason: Annotated[str | None, Field(description="why the caller has no rights; null if it has some")]
+
+
+def caller_router(*, callers: Callers, allowed: tuple[str, ...], snapshot: Callable[[], Snapshot]) -> APIRouter:
+    """Return the route that shows the rights of its caller; `allowed` are the actions of `--action.allow`."""
+    router = APIRouter(tags=["actions"])
+
+    @router.get(CALLER_PATH, responses={200: json_reply(CallerDocument), **problems(403)})
+    async def caller(request: Request) -> Response:
+        """The rights of the caller, and the number of processes that it may act on."""
+        found = await callers.of(request.scope)
+        refusal = callers.refusal(found, request.scope)
+        document: CallerDocument = {
+            "uid": found.uid,
+            "rights": found.rights.value,
+            "actions": list(found.permitted_actions(allowed)),
+            "allowed_actions": list(allowed),
+            "processes": sum(found.may_act_on(process) for _, process in snapshot().names.reporting),
+            "reason": refusal.detail if refusal is not None else None,
+        }
+        return json_response(document)
+
+    return router

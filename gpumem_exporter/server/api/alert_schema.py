@@ -75,11 +75,7 @@ class RequestedAction:
 
 
 def read_alerts(body: bytes) -> AlertsBody:
-    """Read a message.
-
-    Raises:
-        ProblemError: 422, with each invalid field.
-    """
+    """Read a message. Raises ProblemError (422) with each invalid field."""
     try:
         return AlertsBody.model_validate_json(body)
     except ValidationError as error:
@@ -87,11 +83,7 @@ def read_alerts(body: bytes) -> AlertsBody:
 
 
 def requested_action(alert: AlertBody) -> RequestedAction | None:
-    """Return the action that an alert requests; None if it requests none.
-
-    Raises:
-        AlertRequestError: the request is invalid.
-    """
+    """Return the action that an alert requests; None if it requests none. Raises AlertRequestError if it is invalid."""
     texts = _texts(alert)
     if "action" not in texts:
         return None

@@ -128,11 +128,7 @@ class AlertReceiver:
         return {"fingerprint": alert.fingerprint, "outcome": outcome, "reason": reason, "action_id": action_id}
 
     def _fire(self, alert: AlertBody, caller: Caller) -> tuple[str, str, str | None]:
-        """Return the outcome of a firing alert, its reason, and the id of its action.
-
-        Raises:
-            ActionRefusedError: the alert's request is invalid, or the dispatcher refuses it.
-        """
+        """Return the outcome of a firing alert, its reason, and the id of its action."""
         from gpumem_exporter.server.api.alert_schema import requested_action
 
         now = self.clock()

@@ -120,8 +120,7 @@ def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = 
 
 def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[SeenProcess]:
     """Return every process that reports, that is silent, or that the driver lists; see `processes_document`."""
-    facts = snapshot.node.facts if snapshot.node else {}
-    names = snapshot.names
+    node, names = snapshot.node, snapshot.names
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
     seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
     by_name = {str(process.pid): process for process in seen}
@@ -133,7 +132,9 @@ def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[See
                 seen.append(process)
             process.shares[uuid] = share
     for process in seen:
-        process.facts = _facts(process, facts)
+        if node is not None:
+            known = process.reporter or process.silent
+            process.facts = node.facts_of(known) if known is not None else node.facts.get(process.host_pid or 0)
         process.hidden = viewer is not None and not _knows(viewer, process)
     return seen
 
@@ -142,13 +143,6 @@ def _knows(viewer: Caller, process: SeenProcess) -> bool:
     if viewer.rights is not Rights.OWN:
         return viewer.rights is Rights.ALL
     return process.reporter is not None and viewer.may_act_on(process.reporter)
-
-
-def _facts(process: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:
-    """Return the host's description, unless it is of another process that used the same pid."""
-    found = facts.get(process.host_pid) if process.host_pid is not None else None
-    known = process.reporter or process.silent
-    return found if found is None or known is None or known.start_time_ticks == found.start_time_ticks else None
 
 
 def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> dict[str, Any]:

@@ -75,11 +75,7 @@ class ReportReader:
         self._validator = SchemaValidator(report_core_schema())
 
     def read(self, body: bytes) -> Report:
-        """Read one report.
-
-        Raises:
-            ProblemError: 422, with the invalid fields.
-        """
+        """Read one report. Raises ProblemError (422) with the invalid fields."""
         # An object that repeats a field is read again each time, and a small list takes hundreds of bytes.
         if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
             raise ProblemError.invalid([FieldError("", f"the report has more than {MAX_OBJECTS} objects and lists")])

@@ -38,9 +38,8 @@ from gpumem_exporter.events import Recorder
 from gpumem_exporter.server.api.report_schema import ReportReader, shortened
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.http.connections import Connection
-from gpumem_exporter.server.http.held_requests import Held, HeldRequests
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problem_response
-from gpumem_exporter.server.http.turns import Turns
+from gpumem_exporter.server.http.turns import Held, HeldRequests, Turns
 from gpumem_exporter.server.security.report_sender import ReportSenders
 
 INLINE_BYTES = 32 << 10
@@ -112,8 +111,7 @@ class ReportsRoute:
     async def _take(self, body: bytes, scope: Scope, receive: Receive) -> bytes | None:
         """Run all steps in their order. Return the reply; None if the client closed the connection while it was held.
 
-        Raises:
-            ProblemError: the report is invalid, is not its sender's, or cannot be stored.
+        Raises ProblemError if the report is invalid, is not its sender's, or cannot be stored.
         """
         try:
             long = len(body) > INLINE_BYTES
@@ -140,7 +138,7 @@ class ReportsRoute:
             retry_after = str(max(1, round(self._reports.report_expiry_seconds)))
             raise ProblemError(503, str(error), {"Retry-After": retry_after}) from None
         for lost in displaced:
-            self._presence.forget(lost, "another process took its place: see --report.max-processes")
+            self._presence.forget((lost, "another process took its place: see --report.max-processes"))
         if short is not report:
             self._name("shortened", key, short, _LIMITS)
         if process is before:  # the same or a later report has arrived before; only the results may be new
@@ -154,7 +152,7 @@ class ReportsRoute:
         committed = self._events.take_report(process)
         self._dispatcher.take_results(process)
         if process.report.final:
-            self._presence.forget(process.key, "its reporter stopped")
+            self._presence.forget((process.key, "its reporter stopped"))
         if committed is not None:
             await self._events.log.wait_until_kept(committed)  # the reporter drops its errors after the reply
         if process.report.final:

@@ -11,8 +11,7 @@ from typing_extensions import TypedDict
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
 from gpumem_exporter.server.api.documents import devices_document, processes_document
-from gpumem_exporter.server.api.rendering import Renderer, encoded, json_bytes_response
-from gpumem_exporter.server.http.replies import json_reply
+from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.server.security.callers import Callers
 
 
@@ -124,7 +123,7 @@ def state_router(
     async def devices() -> Response:
         """Every device, with its memory as the driver reports it and its ledger. Unknown values are null."""
         body = await renderer.render_shared("devices", lambda: encoded(devices_document(snapshot(), source)))
-        return json_bytes_response(body)
+        return json_response(body)
 
     @router.get("/api/v1/processes", responses={200: json_reply(ProcessesDocument)})
     async def processes(request: Request) -> Response:
@@ -137,6 +136,6 @@ def state_router(
         body = await renderer.render_shared(
             ("processes", viewer), lambda: encoded(processes_document(snapshot(), source, viewer))
         )
-        return json_bytes_response(body)
+        return json_response(body)
 
     return router

@@ -22,7 +22,7 @@ from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.errors import ActionRefusedError
 from gpumem_exporter.events import EventLog
-from gpumem_exporter.events.actions import policy_stopped_event
+from gpumem_exporter.events.recorder import policy_stopped_event
 
 _log = logging.getLogger(__name__)
 
@@ -75,11 +75,7 @@ class PolicyRunner:
             self._instruments.count_policy(decision.rule.name, self._submit(decision), 1)
 
     async def reload(self, requested_by: str) -> tuple[Rule, ...]:
-        """Read the file again and put its rules in force.
-
-        Raises:
-            ConfigurationError: the file is invalid, and the earlier rules stay in force.
-        """
+        """Read the file again. If it is invalid, raise ConfigurationError; then the earlier rules stay in force."""
         async with self._reading:
             try:
                 rules = await asyncio.to_thread(read_policy, self._path, allowed=self._allowed)

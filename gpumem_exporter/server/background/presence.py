@@ -63,9 +63,14 @@ class Presence:
                 del self._programs[next(iter(self._programs))]
             self._programs[process.key] = _Program(process.host_pid, self._host.program(process.host_pid))
 
-    def forget(self, key: ProcessKey, reason: str) -> None:
-        """Remove a process that has ended."""
-        self._forget_all([(key, reason)])
+    def forget(self, *ended: tuple[ProcessKey, str]) -> None:
+        """Remove processes that have ended, each for a reason."""
+        self._on_ended(ended)
+        for key, reason in ended:
+            _log.debug("a process is removed: pid %d of uid %s: %s", key.pid, key.owner_uid, reason)
+            self._store.forget(key)
+            self._dispatcher.process_gone(key, reason)
+            self._programs.pop(key, None)
 
     def replaced(self, before: ReportingProcess, now: ReportingProcess) -> None:
         """End the actions of a reporter that another one has replaced, so that they do not reach the new one."""
@@ -95,7 +100,7 @@ class Presence:
             reason = self._end(reporter)
             if reason:
                 ended.append((reporter.key, reason))
-        self._forget_all(ended)
+        self.forget(*ended)
 
     def connection_lost(self, process: ReportingProcess) -> None:
         """Check soon whether a process whose held request broke has exited.
@@ -123,7 +128,7 @@ class Presence:
                 return
             reason = self._end(process)
             if reason:
-                self.forget(process.key, reason)
+                self.forget((process.key, reason))
                 return
 
     def _end(self, reporter: ReportingProcess | SilentReporter) -> str:
@@ -138,11 +143,3 @@ class Presence:
             return ""
         program = self._host.program(host_pid)
         return "the process runs another program (exec)" if program not in (None, known.program) else ""
-
-    def _forget_all(self, ended: Sequence[tuple[ProcessKey, str]]) -> None:
-        self._on_ended(ended)
-        for key, reason in ended:
-            _log.debug("a process is removed: pid %d of uid %s: %s", key.pid, key.owner_uid, reason)
-            self._store.forget(key)
-            self._dispatcher.process_gone(key, reason)
-            self._programs.pop(key, None)

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,8 @@ _WRITABLE_BY_OTHERS = 0o022
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _log = logging.getLogger(__name__)
+_FIRST_DESCRIPTOR = 3
+_SYSTEMD_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +156,7 @@ class Listeners:
     def add_unix(self, path: str) -> None:
         """Listen on a unix socket. The file of a killed exporter is replaced, the file of a running one is not.
 
-        Raises:
-            BindError: the socket cannot be created, or other users could replace it.
+        Raises BindError if the socket cannot be created, or if other users could replace it.
         """
         try:
             # Mode 0755 whatever the umask: with root's 077 no other user could reach the socket.
@@ -282,3 +283,60 @@ def _authority(sock: socket.socket) -> str:
 def _reason(error: OSError) -> str:
     text = error.strerror or str(error)
     return text[:1].lower() + text[1:]
+
+
+def take_systemd_sockets(environ: MutableMapping[str, str] = os.environ) -> Listeners:
+    """Take over the sockets that systemd passes by socket activation: sd_listen_fds(3).
+
+    The variables of the environment are removed, so that children do not use the sockets. Raises BindError without a
+    socket, or with one that the exporter cannot listen on; then all of them are closed.
+    """
+    pid, count, *_ = (environ.pop(name, "") for name in _SYSTEMD_VARIABLES)
+    if not pid or not count.isdecimal() or int(count) == 0:
+        raise BindError(
+            "--web.systemd-socket: systemd passed no sockets (LISTEN_FDS and LISTEN_PID are not set): start the socket "
+            "unit before the service, or leave the option out"
+        )
+    if pid != str(os.getpid()):
+        raise BindError(
+            f"--web.systemd-socket: systemd passed its sockets to process {pid[:20]} (LISTEN_PID), and this is process "
+            f"{os.getpid()}: start the exporter directly, without a program in between"
+        )
+    listeners = Listeners()
+    try:
+        for descriptor in range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + int(count)):
+            _add_from_systemd(listeners, descriptor)
+    except BindError:
+        listeners.close()
+        raise
+    return listeners
+
+
+def _add_from_systemd(listeners: Listeners, descriptor: int) -> None:
+    """Add a socket. Its address family tells a TCP socket from a unix socket."""
+    wrong = BindError(
+        f"--web.systemd-socket: file descriptor {descriptor} of systemd is not a listening TCP or unix stream socket: "
+        "use ListenStream= and Accept=no in the socket unit"
+    )
+    try:
+        os.set_inheritable(descriptor, False)
+        sock = socket.socket(fileno=descriptor)
+    except OSError:
+        raise wrong from None
+    listeners.sockets.append(sock)
+    listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    families = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
+    if not listening or sock.type != socket.SOCK_STREAM or sock.family not in families:
+        raise wrong
+    if sock.family == socket.AF_UNIX:
+        listeners.socket_file = _file_of(sock, listeners.unix_path)
+
+
+def _file_of(sock: socket.socket, other: str) -> SocketFile:
+    path = sock.getsockname()
+    if other or not isinstance(path, str) or not path:
+        raise BindError("--web.systemd-socket: the exporter takes one unix socket, and it must have a path")
+    try:
+        return SocketFile.at(path, owned=False)
+    except OSError as error:
+        raise BindError(f"--web.systemd-socket: the socket {path} of systemd: {error.strerror}") from None

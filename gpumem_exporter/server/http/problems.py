@@ -18,8 +18,6 @@ from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 
 MEDIA_TYPE = "application/problem+json"
 MAX_FIELD_ERRORS = 20
-MAX_FIELDS = 64
-"""The maximum number of fields of an object in a request."""
 
 _DESCRIPTIONS = {
     401: "no token or password, or a wrong one",
@@ -112,14 +110,6 @@ def field_errors(errors: Iterable[Any], *, skip: int = 0) -> list[FieldError]:
             continue
         found.append(FieldError(".".join(str(part)[:MAX_LABEL_LENGTH] for part in error["loc"][skip:]), message))
     return found
-
-
-def few_fields(value: object) -> object:
-    """Raise ValueError for an object with too many fields."""
-    # Each of them may be wrong: the problem document would take long to build.
-    if isinstance(value, dict) and len(value) > MAX_FIELDS:
-        raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
-    return value
 
 
 def install_problem_handlers(app: FastAPI) -> None:

@@ -2,28 +2,85 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from typing import Any
 
 from fastapi import Response
 
 REPLY_MODELS: dict[str, type] = {}
 """The models of the replies of all routes, by name."""
-
 _OPENMETRICS = "application/openmetrics-text"
 _TEXT_RANGES = ("text/plain", "text/*", "*/*")
 """From the most specific range to the least."""
 
 
-def json_response(document: Mapping[str, object], status: int = 200) -> Response:
+class Renderer:
+    """Builds large replies in a thread of its own, so that the event loop answers other clients meanwhile.
+
+    Used on the event loop only. One reply is built at a time, which bounds their memory.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "gpumem-replies")
+        self._lock = threading.Lock()
+        """Held while `_waiting` changes, by the event loop and by the thread, which may start at once."""
+        self._waiting: dict[Hashable, asyncio.Future[bytes]] = {}
+
+    async def render(self, build: Callable[[], bytes]) -> bytes:
+        """Return what `build` returns in the thread."""
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, build))
+
+    async def render_shared(self, key: Hashable, build: Callable[[], bytes]) -> bytes:
+        """Return what `build` returns in the thread, for all calls with an equal key that arrive before it has started.
+
+        A call never gets a result that was started before it, so that a client reads what it has written.
+        """
+
+        def run() -> bytes:
+            with self._lock:
+                del self._waiting[key]
+            return build()
+
+        with self._lock:
+            shared = self._waiting.get(key)
+            if shared is None:
+                shared = self._waiting[key] = asyncio.get_running_loop().run_in_executor(self._thread, run)
+        return await asyncio.shield(shared)
+
+    def close(self) -> None:
+        """End the thread without waiting for it."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def encoded(document: Mapping[str, object], *, separators: tuple[str, str] = (", ", ": ")) -> bytes:
+    """Return a document as JSON; the items of its lists are encoded one by one."""
+    # Python lets the event loop run between two items, but not within one call of the encoder.
+    comma, colon = separators
+    return f"{{{comma.join(_fields(document, comma, colon))}}}".encode("utf-8", "replace")
+
+
+def _fields(document: Mapping[str, object], comma: str, colon: str) -> Iterator[str]:
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(comma, colon)).encode
+    for name, value in document.items():
+        text = f"[{comma.join(map(encode, value))}]" if isinstance(value, (list, tuple)) else encode(value)
+        yield f"{encode(name)}{colon}{text}"
+
+
+def json_response(document: Mapping[str, object] | bytes, status: int = 200) -> Response:
     """Return a JSON reply that caches do not store."""
-    return Response(
-        json.dumps(document, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"),
-        status_code=status,
-        headers={"Cache-Control": "no-store"},
-        media_type="application/json",
-    )
+    body = document if isinstance(document, bytes) else encoded(document)
+    return Response(body, status, headers={"Cache-Control": "no-store"}, media_type="application/json")
+
+
+def iso_time(unix_seconds: float) -> str:
+    """Return a time as ISO 8601 in UTC with milliseconds: `2026-01-31T12:00:00.000Z`."""
+    time = datetime.fromtimestamp(unix_seconds, tz=timezone.utc)
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def json_reply(model: type, description: str = "Successful Response") -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""Turns of owners at work that takes long, so that no owner's requests keep another owner's waiting."""
+"""Requests that wait: held for a command or the end of an action, or for the turn of their owner at long work."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum, auto
 from typing import TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,11 +16,72 @@ from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Lim
 from gpumem_exporter.server.http.problems import ProblemError
 
 T = TypeVar("T")
-
 _SHORT_BODY_BYTES = 64 << 10
 """A body of this length has been read before the application asks for it: uvicorn reads that much ahead."""
 _REFUSAL_SECONDS = 1.0
 _RETRY_AFTER = {"Retry-After": "1"}
+
+
+class Held(Enum):
+    """Why a request is held no longer."""
+
+    WOKEN = auto()
+    LATE = auto()
+    """The time is over."""
+    GONE = auto()
+    """The client disconnected."""
+    STOPPING = auto()
+    """The exporter stops."""
+
+
+class HeldRequests:
+    """All requests that are held, by what they wait for: a process or the id of an action."""
+
+    def __init__(self) -> None:
+        self._held: defaultdict[Hashable, set[asyncio.Future[Held]]] = defaultdict(set)
+        self._stopping = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    async def hold(self, key: Hashable, seconds: float, receive: Receive) -> Held:
+        """Hold a request, whose body has been read, until `wake(key)` and for this time at most."""
+        if self._stopping:
+            return Held.STOPPING
+        woken: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
+        self._held[key].add(woken)
+        # uvicorn does not cancel the handler of a client that disconnected; `receive` reports it.
+        disconnected = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((woken, disconnected), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if woken.done():
+                return woken.result()
+            return Held.GONE if disconnected.done() else Held.LATE
+        finally:
+            disconnected.cancel()
+            self._held[key].discard(woken)
+            if not self._held[key]:
+                del self._held[key]
+
+    def wake(self, key: Hashable) -> None:
+        """End the requests that wait for this."""
+        self._end(key, Held.WOKEN)
+
+    def stop(self) -> None:
+        """End every held request now and each later one at once, because the exporter stops."""
+        self._stopping = True
+        for key in self._held:
+            self._end(key, Held.STOPPING)
+
+    def _end(self, key: Hashable, why: Held) -> None:
+        for woken in self._held.get(key, ()):
+            if not woken.done():
+                woken.set_result(why)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Turns:

@@ -18,9 +18,8 @@ from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.documents import SeenProcess, devices_document, processes_document, seen_processes
 from gpumem_exporter.server.api.health import HealthDocument
-from gpumem_exporter.server.api.rendering import Renderer, encoded
 from gpumem_exporter.server.http.problems import problems
-from gpumem_exporter.server.http.replies import json_reply
+from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply
 from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.request_guard import LIVE_PATH
 from gpumem_exporter.server.web.history import History

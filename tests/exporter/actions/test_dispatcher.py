@@ -13,11 +13,10 @@ from gpumem_exporter.actions.dispatcher import (
     ANSWER_GRACE_SECONDS,
     SILENT_GRACE_SECONDS,
 )
-from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, SubmittedAction
+from gpumem_exporter.actions.registry import SETTLING_GRACE_SECONDS, RateLimits
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.selection import TerminationTarget, select_listed
-from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError

@@ -10,7 +10,7 @@ import pytest
 from gpumem_client.wire.procfs import pid_namespace
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.registry import RateLimits
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.errors import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from gpumem_exporter.collectors.subjects import View
+from gpumem_exporter.collectors.exposition import view_of
 from gpumem_exporter.core.samples import Snapshot
 from tests.support.exposition_builders import Read, exposition, read
 from tests.support.random_snapshots import SNAPSHOTS
@@ -19,7 +19,7 @@ from tests.support.random_snapshots import SNAPSHOTS
 def sampled(known: Snapshot) -> Read:
     """Return the value of each series that the collectors yield."""
     samples: Read = {}
-    view = View.of(known)
+    view = view_of(known)
     for collector in exposition().collectors:
         for _, found in collector.subjects(view):
             for (metric, labels), value in zip(found.series(*found.labels), found.values, strict=True):

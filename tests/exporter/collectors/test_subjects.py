@@ -6,7 +6,8 @@ import weakref
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Samples, Series, SubjectLines, Value
+from gpumem_exporter.collectors.exposition import SubjectLines
+from gpumem_exporter.collectors.subjects import Samples, Series, Value
 
 FAMILIES = (catalog.REPORTER_UP, catalog.SAMPLE_TIMESTAMP)
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.actions.selection import select_reporting
-from gpumem_exporter.collectors.subjects import View
+from gpumem_exporter.collectors.exposition import view_of
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.place import Place
@@ -69,7 +69,7 @@ def test_no_report_of_another_owner_changes_the_name_of_a_process_or_hides_it() 
 
 
 def test_page_documents_and_targets_use_the_same_name() -> None:
-    page = [name for name, _ in View.of(AMBIGUOUS).names.reporting]
+    page = [name for name, _ in view_of(AMBIGUOUS).names.reporting]
     documents = {
         process["pid"]: process
         for process in processes_document(AMBIGUOUS, "nvml")["processes"]

@@ -12,10 +12,9 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
-from gpumem_exporter.events.actions import MAX_RESULTS, action_event
-from gpumem_exporter.events.devices import DeviceHistory
 from gpumem_exporter.events.ooms import MAX_OF_OWNER_PER_MINUTE, MAX_PER_MINUTE
 from gpumem_exporter.events.processes import MAX_STARTS_PER_MINUTE, DeviceUsage
+from gpumem_exporter.events.recorder import MAX_RESULTS, DeviceHistory, action_event
 from tests.support.builders import MIB, UUIDS, device, node, sample
 from tests.support.recorder_bench import RecorderBench as Bench
 from tests.support.recorder_bench import oom

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.host.cgroups import container_id, pod_uid, user_of_slice
+from gpumem_exporter.host.places import container_id, pod_uid, user_of_slice
 
 ID = "3f2a9c0d" * 8
 UID = "0a1b2c3d-1111-2222-3333-444455556666"

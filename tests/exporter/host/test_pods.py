@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.host.pod_resources import PodResources
-from gpumem_exporter.host.pods import Container, DeviceAssignments, device_uuid, name_containers
+from gpumem_exporter.host.pod_resources import Container, DeviceAssignments, PodResources, device_uuid, name_containers
 from tests.support.builders import UUIDS, device, node
 from tests.support.waiting import wait_for
 

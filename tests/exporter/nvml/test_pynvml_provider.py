@@ -17,8 +17,7 @@ from gpumem_exporter.core.samples import DeviceMemory
 from gpumem_exporter.nvml import driver_library as library_module
 from gpumem_exporter.nvml.driver_library import open_driver_files
 from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
-from gpumem_exporter.nvml.return_codes import RETURN_CODES
+from gpumem_exporter.nvml.pynvml_provider import RETURN_CODES, PynvmlProvider
 
 GIB = 1 << 30
 NOT_AVAILABLE = (1 << 64) - 1

@@ -13,7 +13,7 @@ from gpumem_exporter.actions.request import Target
 from gpumem_exporter.server.api import actions as module
 from gpumem_exporter.server.api.action_schema import action_document
 from gpumem_exporter.server.api.actions import INLINE_RESULTS, ActionRoutes
-from gpumem_exporter.server.api.rendering import Renderer
+from gpumem_exporter.server.http.replies import Renderer
 
 
 class NoAudit:

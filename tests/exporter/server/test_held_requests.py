@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.server.http.held_requests import Held, HeldRequests
+from gpumem_exporter.server.http.turns import Held, HeldRequests
 
 
 class Clients:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.server.logs import JsonFormatter, LogfmtFormatter, iso_time
+from gpumem_exporter.server.logs import JsonFormatter, LogfmtFormatter
 
 
 def record(message: str, fields: dict[str, Any] | None = None, *, failing: bool = False) -> logging.LogRecord:
@@ -19,7 +19,7 @@ def record(message: str, fields: dict[str, Any] | None = None, *, failing: bool 
         except LookupError:
             exc_info = sys.exc_info()
     made = logging.LogRecord("gpumem_exporter.x", logging.WARNING, "f", 1, message, (), exc_info)
-    made.created = 1_700_000_000.25
+    made.created, made.msecs = 1_700_000_000.25, 250.0
     if fields is not None:
         made.fields = fields
     return made
@@ -71,4 +71,5 @@ def test_no_character_changes_how_a_terminal_shows_a_line(formatter: logging.For
 
 
 def test_times_are_utc_to_the_millisecond() -> None:
-    assert iso_time(0) == "1970-01-01T00:00:00.000Z"
+    record = logging.makeLogRecord({"created": 0.25, "msecs": 250.0, "msg": "started"})
+    assert LogfmtFormatter().format(record).startswith("ts=1970-01-01T00:00:00.250Z ")

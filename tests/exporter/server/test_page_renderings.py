@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
-from gpumem_exporter.server.api.rendering import Renderer
+from gpumem_exporter.server.http.replies import Renderer
 from gpumem_exporter.server.web.live import LiveRenderings, Rendering
 
 ROOT, STRANGER = Caller(CallerKind.LOOPBACK, Rights.ALL, uid=0), Caller(CallerKind.TCP, host="10.0.0.9")

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from gpumem_exporter.server.api.rendering import Renderer, encoded
+from gpumem_exporter.server.http.replies import Renderer, encoded
 
 
 async def test_waiting_calls_share_a_result_and_later_ones_get_a_new_one() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
+from gpumem_exporter.server.http.replies import accepts_gzip, iso_time, prefers_openmetrics
 
 PROMETHEUS_2 = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
@@ -52,3 +52,7 @@ def test_the_format_is_the_one_with_the_highest_quality(accept: str, openmetrics
 )
 def test_gzip_is_used_only_if_the_client_accepts_it(encodings: str, gzip: bool) -> None:
     assert accepts_gzip(encodings) is gzip
+
+
+def test_times_are_utc_to_the_millisecond() -> None:
+    assert iso_time(0) == "1970-01-01T00:00:00.000Z"

@@ -18,11 +18,7 @@ from typing import Any
 def state(role: str, *, rank: int | None = None, world_size: int | None = None, **more: Any) -> Path:
     """Write the pid, the ranks and the allocator's bytes of this process; the caller then leaves its memory alone.
 
-    Args:
-        role: which process of the program this is.
-        rank: the rank, as the library calls it.
-        world_size: the number of ranks.
-        **more: further values for the test.
+    `rank` is as the library calls it; `more` has further values for the test.
     """
     torch = sys.modules.get("torch")  # a parent of workers may not have imported it
     uses_cuda = torch is not None and torch.cuda.is_initialized()

@@ -162,6 +162,6 @@ def test_gpumem_disabled_leaves_no_trace(exporter: ExporterProcess, start_script
 
 def test_a_broken_installation_does_not_affect_the_program(start_script: StartScript, tmp_path: Path) -> None:
     # Another package of the same name, which cannot be imported.
-    own = folder_with(tmp_path / "own", gpumem_exporter="raise RuntimeError('broken installation')")
+    own = folder_with(tmp_path / "own", gpumem_client="raise RuntimeError('broken installation')")
     program = start_script("hold(1)\nsay([held.numel(), threads()])", PYTHONPATH=str(own))
     assert run_to_the_end(program) == ([MIB, []], "")

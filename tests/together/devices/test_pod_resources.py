@@ -12,8 +12,7 @@ import grpc
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.host.pod_resources import PodResources, query_device_assignments
-from gpumem_exporter.host.pods import Container
+from gpumem_exporter.host.pod_resources import Container, PodResources, query_device_assignments
 from tests.support.builders import UUIDS, device
 from tests.support.kubelet import Kubelet
 from tests.support.waiting import patient, wait_for

@@ -66,7 +66,7 @@ def results() -> Iterator[type]:
             public = getattr(package, name)
             named = vars(sys.modules[public.__module__]).get(public.__annotations__.get("return"))
             returned = public if isinstance(public, type) else named
-            if isinstance(returned, type) and returned.__module__.startswith("gpumem_exporter"):
+            if isinstance(returned, type) and returned.__module__.startswith(("gpumem_client", "gpumem_toolkit")):
                 yield returned
 
 
