@@ -59,7 +59,9 @@ class _Commands(click.Group):
         """Return a command. Raises ConfigurationError if there is no such command."""
         module = COMMANDS.get(cmd_name)
         if module is None:
-            raise ConfigurationError(_unknown(cmd_name))
+            close = get_close_matches(cmd_name, COMMANDS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
+            raise ConfigurationError(f"no command {cmd_name!r}; {hint}")
         command: click.Command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
         return command
 
@@ -73,9 +75,3 @@ class _Commands(click.Group):
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def _application() -> None:
     """Show where every byte of GPU memory is in PyTorch processes, and release it."""
-
-
-def _unknown(word: str) -> str:
-    close = get_close_matches(word, COMMANDS, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
-    return f"no command {word!r}; {hint}"

@@ -14,14 +14,7 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import exporter_urls as default_urls
-from gpumem_exporter.actions.request import (
-    OPTIONS,
-    SELECTORS,
-    ActionRequest,
-    RequestOption,
-    Target,
-    invalid_fields,
-)
+from gpumem_exporter.actions.request import OPTIONS, SELECTORS, ActionRequest, RequestOption, Target, invalid_fields
 from gpumem_exporter.cli.api_client import ExporterApi
 
 ANSWER_GRACE_SECONDS = 10.0

@@ -158,11 +158,7 @@ def _api_routers(runtime: Runtime, health: Health) -> list[APIRouter]:
             renderer=runtime.renderer,
             hide_identities_from=runtime.callers if hide_identities else None,
         ),
-        caller_router(
-            callers=runtime.callers,
-            allowed=runtime.settings.action_allow,
-            snapshot=runtime.snapshot,
-        ),
+        caller_router(callers=runtime.callers, allowed=runtime.settings.action_allow, snapshot=runtime.snapshot),
         actions_router(dispatcher=dispatcher, audit=audit, held_requests=held_requests, renderer=runtime.renderer),
         alerts_router(
             dispatcher=dispatcher,

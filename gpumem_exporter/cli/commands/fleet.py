@@ -9,12 +9,7 @@ import click
 
 from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
-from gpumem_exporter.cli.fleet.options import (
-    FleetOptions,
-    fleet_options,
-    overview_options,
-    selection_options,
-)
+from gpumem_exporter.cli.fleet.options import FleetOptions, fleet_options, overview_options, selection_options
 from gpumem_exporter.cli.fleet.overview import Overview, read_overview
 from gpumem_exporter.cli.fleet.prometheus import print_warnings
 from gpumem_exporter.cli.options import action_options, interval_option

@@ -201,12 +201,9 @@ class _Run:
     ) -> FleetResult:
         rows = [*((request.exporter, row) for request in requests for row in result_rows(request)), *failed]
         rows.sort(key=lambda item: (natural_order(item[0]), result_order(item[1])))
-        action, dry_run, settle_seconds = (
-            self.body["action"],
-            self.body["dry_run"],
-            self.body.get("settle_seconds", 0.0),
-        )
-        return FleetResult(action, dry_run, [row for _, row in rows], at_step, cancel_reason, settle_seconds)
+        body, sorted_rows = self.body, [row for _, row in rows]
+        settle_seconds = body.get("settle_seconds", 0.0)
+        return FleetResult(body["action"], body["dry_run"], sorted_rows, at_step, cancel_reason, settle_seconds)
 
 
 def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[ExporterRequest]:
