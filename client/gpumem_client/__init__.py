@@ -9,6 +9,8 @@ commands, such as clearing the cache. The client needs the standard library only
 initializes no CUDA, resets no statistic, and raises nothing into the user's code after `start` has returned.
 
 All other functions work without `start` and without an exporter. Each is imported on its first use.
+
+Other folders import: `api`, `clear`, `guest_safety`, `run`, `torch_access`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
 """The exporter's data model: samples, the store, the ledger and process names.
 
 This package does no I/O, starts no threads and reads no clock.
+
+Other folders import: `last_ooms`, `ledger`, `naming`, `place`, `samples`, `store`, `yaml_file`.
 """

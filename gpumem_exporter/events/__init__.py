@@ -2,6 +2,8 @@
 
 `model` defines the types, `recorder` converts the sources to events with `ooms` and `processes`, `log` is the queue
 with its thread, and `storage` is the SQLite database.
+
+Other folders import: `model`, `recorder`.
 """
 
 from gpumem_exporter.events.log import EventLog, EventLogStatus

@@ -1,4 +1,7 @@
-"""What the operating system shows of processes. `Host` is the interface, which the demo's simulated node has too."""
+"""What the operating system shows of processes. `Host` is the interface, which the demo's simulated node has too.
+
+Other folders import: `linux`, `pid_namespaces`, `places`, `pod_resources`, `proc_entries`, `sockets`.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""The exporter's HTTP server and its composition root. Only here: fastapi, pydantic, uvicorn."""
+"""The exporter's HTTP server and its composition root. Only here: fastapi, pydantic, uvicorn.
+
+Other folders import: `serve`, `settings`.
+"""

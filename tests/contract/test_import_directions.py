@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,24 @@ def test_folders_within_a_folder_have_no_cycle(package: Package) -> None:
                 edges.setdefault(here, set()).add(there)
     cycles = [f"{a} <-> {b}" for a, targets in edges.items() for b in targets if a < b and a in _reachable(edges, b)]
     assert cycles == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_each_folder_names_the_modules_that_other_folders_import(package: Package) -> None:
+    modules = {
+        name: path for each in PACKAGES for name, path in each.modules().items() if "bootstrap" not in path.parts
+    }
+    used: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        for target in imported_names(name, path.read_text(), is_package=path.name == "__init__.py"):
+            module = target if target in modules else target.rpartition(".")[0]
+            folder, _, last = module.rpartition(".")
+            if module in modules and _folder(modules, module) == folder != _folder(modules, name):
+                used.setdefault(folder, set()).add(last)
+    for name, path in package.modules().items():
+        if path.name == "__init__.py":
+            sentence = path.read_text().partition("Other folders import: ")[2].partition(".")[0]
+            assert set(re.findall(r"`(\w+)`", sentence)) == used.get(name, set()), name
 
 
 def _folder(modules: dict[str, Path], name: str) -> str:

@@ -3,6 +3,8 @@
     import gpumem_toolkit as toolkit
 
 The toolkit needs the user's torch. Each name is imported on first use, so that importing the package imports no torch.
+
+Other folders import: `errors`.
 """
 
 from __future__ import annotations

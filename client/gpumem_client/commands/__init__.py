@@ -1,1 +1,4 @@
-"""Runs and schedules commands from the exporter."""
+"""Runs and schedules commands from the exporter.
+
+Other folders import: `executor`, `scheduler`.
+"""

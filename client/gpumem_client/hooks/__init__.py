@@ -6,4 +6,6 @@ Each hook is installed and removed by one module here; docs/reporting.md lists t
 The hook on steps does not change while an optimizer iterates over the hooks, because that would raise in the optimizer.
 A hook that cannot be removed at once does nothing until it is removed. The ending reporter removes the hook on steps;
 the next call of the remove function removes any other hook.
+
+Other folders import: `cuda_start`, `graph_captures`, `lifecycle`, `out_of_memory`, `steps`.
 """

@@ -1,1 +1,4 @@
-"""Phases and peaks: what the memory of a process was at most, by phase and component."""
+"""Phases and peaks: what the memory of a process was at most, by phase and component.
+
+Other folders import: `blocks`, `measured`, `observed`, `peaks`.
+"""

@@ -1,1 +1,4 @@
-"""Policies: rules that request actions by themselves."""
+"""Policies: rules that request actions by themselves.
+
+Other folders import: `engine`, `rule_state`, `rules`, `values`.
+"""

@@ -1,4 +1,7 @@
-"""The checks of `doctor`: of this machine, and of the exporter that answers. A check yields its findings."""
+"""The checks of `doctor`: of this machine, and of the exporter that answers. A check yields its findings.
+
+Other folders import: `exporter`, `machine`.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""Authentication and authorization: the request guard, access rules, tokens, users and TLS."""
+"""Authentication and authorization: the request guard, access rules, tokens, users and TLS.
+
+Other folders import: `callers`, `report_sender`, `request_guard`, `tokens`, `web_access`.
+"""

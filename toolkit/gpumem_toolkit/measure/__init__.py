@@ -1,1 +1,4 @@
-"""Phases, components, milestones and summaries of the memory of a training script."""
+"""Phases, components, milestones and summaries of the memory of a training script.
+
+Other folders import: `tensor_bytes`.
+"""

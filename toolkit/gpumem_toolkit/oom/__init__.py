@@ -1,1 +1,4 @@
-"""Observes and explains out-of-memory errors, and derives advice."""
+"""Observes and explains out-of-memory errors, and derives advice.
+
+Other folders import: `guard`.
+"""

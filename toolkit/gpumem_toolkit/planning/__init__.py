@@ -4,4 +4,6 @@
 tensors and records a `trace` of its allocations. `cuda_rules`, `recurrent` and `kernels` make the trace like that of a
 GPU. `search` replays traces through a model of the caching allocator to find the largest batch size. Only `profile`
 needs a GPU.
+
+Other folders import: `command`, `cuda_rules`, `model`, `search`, `simulation`, `trace`.
 """
