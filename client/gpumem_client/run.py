@@ -54,7 +54,7 @@ Examples:
   PROGRAM --url unix:///run/gpumem/exporter.sock -- bash job.sh
   GPUMEM_DISABLED=1 PROGRAM -- python train.py    # no reporter
 
-Exit code: that of CMD; 2 wrong usage; 126 CMD cannot be executed; 127 CMD is not found.
+Exit code: the exit code of CMD; 2 wrong usage; 126 CMD cannot be executed; 127 CMD is not found.
 """
 
 _VARIABLES = {

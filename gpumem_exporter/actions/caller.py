@@ -52,7 +52,7 @@ class CallerKind(Enum):
 
 
 class Rights(Enum):
-    """The processes that a caller may act on; the values are those of the API."""
+    """The processes that a caller may act on; the API has the same values."""
 
     ALL = "all"
     """Every process, and the exporter itself."""

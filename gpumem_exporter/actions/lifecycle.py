@@ -36,7 +36,7 @@ from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 
 
 class ActionState(Enum):
-    """The state of an action; the values are those of the API."""
+    """The state of an action; the API has the same values."""
 
     QUEUED = "queued"
     RUNNING = "running"

@@ -74,7 +74,7 @@ def _series(
 
 
 def _samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]) -> Samples:
-    """Return the samples of a process: those of each device, then the memory that is on no device."""
+    """Return the samples of a process: the samples of each device, then the memory that is on no device."""
     report = process.report
     devices: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = []
     values: list[Value] = []

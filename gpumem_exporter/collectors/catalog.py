@@ -20,7 +20,7 @@ class Metric:
     """One metric family. Each family has one object; families are compared and hashed by identity."""
 
     name: str
-    """The name of the series in both formats; that of a counter ends in `_total`."""
+    """The name of the series in both formats; the name of a counter ends in `_total`."""
     type: Literal["gauge", "counter", "histogram"]
     help: str
     """The HELP text. It has no characters that either format escapes."""
@@ -436,7 +436,7 @@ COLLECTOR_DURATION = _gauge(
     ("collector",),
 )
 
-# --- the exporter's own counters and histograms; the metrics before are those of a snapshot
+# --- the exporter's own counters and histograms; the metrics above come from a snapshot
 
 REPORTS = _counter(
     "gpumem_reports_total",

@@ -46,7 +46,7 @@ class Samples(NamedTuple):
 Subject: TypeAlias = "tuple[Hashable, Samples]"
 """A device, a process, or another part of the page whose lines change together.
 
-The key identifies the subject among those of its collector.
+The key identifies the subject within its collector.
 """
 
 

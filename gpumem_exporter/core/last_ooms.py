@@ -66,7 +66,7 @@ class LastOoms:
         """Add the stored errors of an earlier run, the last of each process and device.
 
         An error that is already known arrived after the stored one, so it stays. If both are the same error, the stored
-        one replaces it, because its time is that of the event.
+        one replaces it, because it has the time of the event.
         """
         for oom in ooms:
             known = self._ooms.get((oom.uuid, oom.pid))

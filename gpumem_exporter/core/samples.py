@@ -28,7 +28,7 @@ class DeviceMemory:
     reserved_bytes: int | None
     """Reserved by driver and firmware; None where only the v1 call exists, whose `used` includes these bytes."""
     of_host: bool = False
-    """The values are those of the host (/proc/meminfo), because the device has no memory of its own."""
+    """The values are the host's (/proc/meminfo), because the device has no memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class Names:
             facts = facts_by_pid.get(reporter.host_pid) if reporter.host_pid is not None else None
             return facts is not None and facts.start_time_ticks > reporter.start_time_ticks > 0
 
-        # Of several reporters with one name, the one that reported last gets it; an attested one before others.
+        # If several reporters have one name, an attested reporter gets it, otherwise the reporter of the last report.
         processes = sorted(snapshot.processes, key=attrgetter("attested", "received_seconds"))
         silents = sorted(snapshot.silent, key=attrgetter("last_report_unix_seconds"))
         reporting = {process.name: process for process in processes if not replaced(process)}

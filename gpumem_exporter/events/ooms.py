@@ -109,7 +109,7 @@ def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: flo
 def _event(process: ReportingProcess, oom: OutOfMemory, gpu: str | None, received_unix_seconds: float) -> Event:
     identity = process.report.process
     sample = oom.sample
-    # The allocator's `requested_bytes` differs from that of the error, so its values are in an object of their own.
+    # The allocator's `requested_bytes` differs from the error's, so the allocator's values are in a separate object.
     allocator: dict[str, Any] | None = None
     if sample is not None:
         allocator = {name: getattr(sample, name) for name in _SAMPLE_FIELDS}

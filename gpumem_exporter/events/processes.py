@@ -85,7 +85,7 @@ class _TrackedProcess:
     """A process from its first report to its end."""
 
     process: ReportingProcess
-    """The process with its last report; the samples are those of the last report with samples."""
+    """The process with its last report, and the samples of the last report that had samples."""
     used: dict[str, tuple[int, float]] = field(default_factory=dict)
     """The driver's last value of the used bytes and its time, by uuid.
 

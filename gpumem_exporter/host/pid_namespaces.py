@@ -1,4 +1,4 @@
-"""Pids of other PID namespaces: those of reporters in containers, and those that the driver lists."""
+"""Pids of other PID namespaces: of reporters in containers, and of processes that the driver lists."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class PidTranslator:
             return pid
 
     def _is_process(self, pid: int, identity: ProcessIdentity) -> bool:
-        """Return whether a process is the one that reports; a namespace that is not readable counts as equal."""
+        """Return whether a process is the reporting process; a namespace that is not readable counts as equal."""
         if self._start_time_ticks(pid) != identity.start_time_ticks:
             return False
         status, namespace = self._entries.status(pid), pid_namespace(self._entries.path(pid))

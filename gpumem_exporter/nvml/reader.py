@@ -289,7 +289,7 @@ class DeviceRegistry:
 
 
 def _gpu_of(identity: DeviceIdentity) -> str:
-    """Return the index of the GPU, for a MIG device that of its parent."""
+    """Return the index of the GPU; of a MIG device, the index of its parent."""
     return identity.gpu.partition(":")[0]
 
 

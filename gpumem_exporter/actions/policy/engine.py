@@ -1,6 +1,6 @@
 """Evaluates the rules of a policy once a second and decides which actions to request.
 
-Its caller requests the actions and reports their results. All times are those of the snapshots. A process whose last
+Its caller requests the actions and reports their results. All times are times of snapshots. A process whose last
 sample is stale meets no condition. A rule's `for` starts again when the process reports again, and for another process
 or another program with the same pid.
 """

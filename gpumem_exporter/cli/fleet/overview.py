@@ -117,7 +117,7 @@ def read_overview(prometheus: Prometheus, query: str, options: FleetOptions) -> 
 
 
 def _most(seen: Sequence[Document], *path: str) -> int | None:
-    """Return the greatest value of a device: of several exporters that see it, the one that knows the most counts."""
+    """Return the greatest value of a device: if several exporters see it, the exporter that knows the most counts."""
     known = []
     for document in seen:
         value: Any = document

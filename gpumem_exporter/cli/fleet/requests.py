@@ -134,7 +134,7 @@ class Fleet:
     def _run(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         from multiprocessing.pool import ThreadPool
 
-        # The threads are daemons, unlike those of concurrent.futures: Ctrl-C does not wait for a node that hangs.
+        # The threads are daemons, unlike the threads of concurrent.futures: Ctrl-C does not wait for a node that hangs.
         with ThreadPool(max(1, min(self._parallel, len(items)))) as pool:
             return pool.map(work, items, chunksize=1)
 

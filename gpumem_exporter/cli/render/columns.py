@@ -274,4 +274,4 @@ PROCESS_COLUMNS = (
     _process_column("command", _text("command"), 6, left=True, cut=20),
     _process_column("pod", _pod, 9, left=True, cut=20),
 )
-"""Rows are those of `rows_of`."""
+"""`rows_of` makes the rows."""

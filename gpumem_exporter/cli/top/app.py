@@ -254,7 +254,7 @@ class NodeTop(LiveApp[Reading]):
             self.set_timer(seconds, lambda: self.note("") if self._noted == text else None)
 
     def check_action(self, action: str, _parameters: tuple[object, ...]) -> bool | None:
-        """Whether a key has its function: those of the processes have none while they are not shown."""
+        """Whether a key has its function: keys for processes have none while the processes are not shown."""
         return not self._shows_events or action not in ("sort", "reverse", "filter", "clear")
 
     def action_help(self) -> None:

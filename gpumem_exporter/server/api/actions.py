@@ -216,7 +216,7 @@ class CallerDocument(TypedDict):
     ]
     actions: Annotated[list[str], Field(description="the actions that the caller may request")]
     allowed_actions: Annotated[
-        list[str], Field(description="the actions of --action.allow: those of a caller with all rights")
+        list[str], Field(description="the actions of --action.allow, which a caller with all rights may request")
     ]
     processes: Annotated[int, Field(description="the number of reporting processes that the caller may act on")]
     reason: Annotated[str | None, Field(description="why the caller has no rights; null if it has some")]

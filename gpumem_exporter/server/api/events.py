@@ -197,8 +197,8 @@ def jobs_router(recorder: Recorder, renderer: Renderer) -> APIRouter:
     async def job(job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)]) -> Response:
         """Peaks and means of the processes with this Slurm or Ray job id, from their first report on.
 
-        The values of ended processes are those of their `process_ended` events, those of others are from the exporter's
-        start on. The callers that may read events may read jobs.
+        The values of ended processes come from their `process_ended` events; the values of running processes count from
+        the exporter's start. The callers that may read events may read jobs.
         """
         async with reading:
             try:

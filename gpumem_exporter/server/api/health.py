@@ -39,7 +39,7 @@ class NvmlState(TypedDict):
 
 
 class HealthDocument(TypedDict):
-    """The reply of `GET /health`; `status` is that of the worst check.
+    """The reply of `GET /health`; `status` is the status of the worst check.
 
     `mode` is `sidecar` while the driver's pids cannot be matched, because the exporter is not in the host's PID
     namespace. Then other processes and non-torch memory are unknown.

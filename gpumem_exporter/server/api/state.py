@@ -16,7 +16,7 @@ from gpumem_exporter.server.security.callers import Callers
 
 
 def _document(name: str, fields: dict[str, Any]) -> Any:
-    """Return a type whose fields are partly those of a dataclass, which pydantic would mark as optional."""
+    """Return a type that has the fields of a dataclass and others, which pydantic would mark as optional."""
     create: Any = TypedDict
     return create(name, fields)
 

@@ -92,7 +92,7 @@ class Users:
         hashed = known or self._slowest
         try:
             right = bcrypt.checkpw(password, hashed)
-            # Each cost takes twice the time of the one before, so all these together take that of the slowest.
+            # Each cost takes twice the time of the one before, so all checks together take as long as the slowest.
             for cost in range(_cost(hashed), _cost(self._slowest)):
                 bcrypt.checkpw(password, b"%b%02d%b" % (hashed[:4], cost, hashed[6:]))
         except ValueError:

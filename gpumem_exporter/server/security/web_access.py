@@ -147,7 +147,7 @@ class _Certificate:
                 raise self._invalid("client_ca_file", _reason(error)) from None
             context.verify_mode = _CLIENT_CERTIFICATE[tls.client_auth_type]
             # A resumed session skips the verification, also after its authority was removed. This turns off the
-            # sessions of TLS 1.3; Python has no access to those of TLS 1.2.
+            # sessions of TLS 1.3; Python has no access to sessions of TLS 1.2.
             context.num_tickets = 0
         return context
 

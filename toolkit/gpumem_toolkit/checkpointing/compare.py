@@ -149,7 +149,7 @@ class _Variants:
         return CheckpointingRow(every, len(chosen), statistics.median(seconds), *bounds)
 
     def _compare(self, rows: Sequence[CheckpointingRow]) -> list[CheckpointingRow]:
-        """Add to each row the difference of its results from those of the first row that runs. That row runs twice."""
+        """Add to each row how its results differ from the results of the first row that runs, which runs twice."""
         compared: list[CheckpointingRow] = []
         reference: Results | None = None
         for row in rows:

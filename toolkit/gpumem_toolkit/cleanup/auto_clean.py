@@ -67,7 +67,7 @@ class AutoClean:
         self.stopped = self.stopped or reason
 
     def __reduce__(self) -> tuple[Callable[[int, int], AutoClean], tuple[int, int]]:
-        """Make copies and pickles, for example those of a trainer, contain a stopped instance."""
+        """Make copies and pickles, for example of a trainer, contain a stopped instance."""
         return _stopped, (self.clears, self.freed_bytes)
 
     def look(self) -> int:

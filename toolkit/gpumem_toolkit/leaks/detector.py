@@ -140,7 +140,7 @@ class LeakDetector:
         return self._report(device, state, free_bytes, found)
 
     def __reduce__(self) -> tuple[Callable[[], LeakDetector], tuple[()]]:
-        """Make copies and pickles, for example those of a trainer, contain a detector that listens to no steps."""
+        """Make copies and pickles, for example of a trainer, contain a detector that listens to no steps."""
         return functools.partial(LeakDetector, _log_leak), ()
 
     def _on_step(self, optimizer: Any) -> None:
@@ -293,7 +293,7 @@ def kinds_to_search(growths: Iterable[Growth]) -> frozenset[Kind]:
 
 
 def frequent(counted: LingeringTensors, *, least: int) -> tuple[Growth, ...]:
-    """Return the kinds with `least` tensors or graph nodes, except those of models and optimizers. Needs one count."""
+    """Return the kinds with `least` tensors or graph nodes, except for models and optimizers. Needs one count."""
     return _ranked(
         Growth(group, 0, 0, group.graph_nodes if group.graph_nodes >= least else 0)
         for group in counted.groups

@@ -121,7 +121,7 @@ class Milestones(ShownAsText):
         self.close()
 
     def __reduce__(self) -> tuple[Callable[[], Milestones], tuple[()], tuple[Milestone, ...]]:
-        """Make copies and pickles, for example those of a trainer, contain closed milestones with the same records."""
+        """Make copies and pickles, for example of a trainer, contain closed milestones with the same records."""
         return _closed, (), self.records
 
     def __setstate__(self, records: tuple[Milestone, ...]) -> None:

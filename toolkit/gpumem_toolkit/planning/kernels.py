@@ -1,7 +1,7 @@
 """The temporary memory of CUDA kernels, which belongs to no tensor.
 
-The rules follow the source of PyTorch 2.15 for an H100. They make the planned peaks of benchmarks/planner.md and
-docs/planner.md those of the emulated node.
+The rules follow the source of PyTorch 2.15 for an H100. With them the planned peaks in
+benchmarks/planner.md and docs/planner.md equal the peaks on the emulated node.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _contiguous(value: Any) -> Any:
 def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -> Sequence[tuple[int, ...]]:
     """Return the bytes of the allocations that an operator frees before it returns.
 
-    The allocations of one tuple are live at the same time. They are freed before those of the next tuple are made.
+    The allocations of one tuple are live at the same time. They are freed before the next tuple is allocated.
     """
     packet = getattr(func, "overloadpacket", func)
     if packet in _PRODUCTS:

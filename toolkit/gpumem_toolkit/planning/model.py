@@ -180,7 +180,7 @@ def _replace(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _freeze(model: nn.Module) -> None:
-    """Freeze all parameters except those of the last module that has parameters of its own."""
+    """Freeze all parameters except the parameters of the last module that has parameters of its own."""
     last = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))][-1]
     kept = {id(p) for p in last.parameters(recurse=False)}
     for parameter in model.parameters():

@@ -44,7 +44,7 @@ def plan(
 def plan_description(description: Description, gpu: str | Gpu, **options: Any) -> Plan:
     """Plan a decoder-only transformer from its description. Takes `gpu`, and raises errors, as `plan` does.
 
-    The options are those of `Job`, and
+    Takes the options of `Job`, and
 
     - target_effective_batch: samples in one optimizer step, over all devices.
     - batch: samples in one pass. By default the planner chooses, a multiple of `multiple_of`.
@@ -76,7 +76,7 @@ def _plan(
 
 
 def plan_in_worker(job: Job, gpu: Gpu, target: Target, **options: Any) -> Plan:
-    """Run `plan_job` with its options, and those of `run_in_worker`, in a fresh interpreter."""
+    """Run `plan_job` in a fresh interpreter, with its options and the options of `run_in_worker`."""
     _check(job, target)
     return run_in_worker(plan_job, job, gpu, target, **options)
 

@@ -92,8 +92,8 @@ def measure_peak(
     """Run once, and return the bounds of the peak above the allocated bytes before; None where they are unknown.
 
     Without CUDA it does not run. The history is not available with cudaMallocAsync, with a pluggable allocator, and
-    while the user's code records its own. Then the bounds are those of `gpumem_client.phase`. `reset_peaks` resets the
-    allocator's peaks instead, so that the peak is exact.
+    while the user's code records its own. Then the peaks have the bounds that `gpumem_client.phase` gives.
+    `reset_peaks` resets the allocator's peaks instead, so that the peak is exact.
     """
     if device.type != "cuda":
         return None, None

@@ -97,7 +97,7 @@ def optimize_model(
         channels_last: change to the layout in which cuDNN's convolutions need no transposition on tensor cores.
         example: a batch with which to measure the forward pass before and after: a tensor, positional arguments in a
             tuple or list, or keyword arguments in a mapping.
-        reset_peaks: reset the allocator's peaks to measure that of a forward pass, which is then exact. By default the
+        reset_peaks: reset the allocator's peaks, so that the measured peak of a forward pass is exact. By default the
             peak comes from the allocator's history, recorded for one forward pass, and nothing is reset.
     """
     _check(model, dtype, channels_last)

@@ -125,7 +125,7 @@ def _wrapped(module: Any) -> Iterator[Any]:
 
 
 def ranks_of(model: Any, group: Any = None) -> Ranks:
-    """Return the ranks over which gradients are averaged: those of `group`, else of DDP, else all ranks under FSDP."""
+    """Return the ranks that average gradients: the ranks of `group`, else of DDP, else all ranks under FSDP."""
     parts = tuple(_wrapped(model))
     if group is None and not parts:
         return Ranks()
