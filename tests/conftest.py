@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ settings.load_profile("any machine")
 
 StartExporter = Callable[..., ExporterProcess]
 
+OF_MODULES = ("tests/exporter", "tests/client", "tests/toolkit")
 MAX_CPU_SECONDS = 20.0
 """What a test may use without the mark `slow`."""
 TIMEOUT_SECONDS = 300.0
@@ -41,7 +43,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marked = item.get_closest_marker("timeout")
         seconds = marked.args[0] if marked else TIMEOUT_SECONDS
         item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
-    items.sort(key=lambda item: item.location[0].startswith(("tests/exporter", "tests/client", "tests/toolkit")))
+    items.sort(key=lambda item: item.location[0].startswith(OF_MODULES))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Measure the coverage of the tests of modules only: others simulate hours, which takes three times their CPU."""
+    coverage = sys.modules["coverage"].Coverage.current() if "coverage" in sys.modules else None
+    if coverage is None or (item.location[0].startswith(OF_MODULES) and item.get_closest_marker("tools") is None):
+        return (yield)
+    coverage.stop()
+    try:
+        return (yield)
+    finally:
+        coverage.start()
 
 
 @pytest.hookimpl(wrapper=True)
