@@ -94,7 +94,7 @@ class ReportSenders:
         uid = self._host.owner_uid(identity, host_pid)
         if peer.uid is None:
             if uid is not None and host_pid is None:
-                return f"pid {identity.pid} of this node is not the process that the report describes"
+                return f"pid {identity.pid} of this node is another process than the report describes"
             return ReportedProcess(host_pid, None)
         sender = sender or self._places.of_holder(peer, host_pid)
         if sender is None:
