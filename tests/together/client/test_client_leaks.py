@@ -274,7 +274,7 @@ class Engine:
 
 def found(engine):
     young = tensor(8)
-    walked = toolkit.lingering_tensors()
+    walked = toolkit.lingering_tensors(max_seconds=30)  # the default ends the search early on a slow machine
     groups = {group.bytes // MIB: [group.count, *group.referrers] for group in walked.groups}
     return groups, walked.complete, walked.hidden_objects, str(walked)
 
