@@ -218,7 +218,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             pods.start()
         runtime.poller.start()
         tasks = [
-            asyncio.ensure_future(keep_house(_chores(runtime))),
+            asyncio.ensure_future(keep_house(_chores(runtime), {"notice_findings": runtime.live.notice})),
             asyncio.ensure_future(release_free_memory()),
             asyncio.ensure_future(
                 restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
@@ -249,7 +249,6 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
-        "notice_findings": runtime.live.notice,
         "record_history": lambda: runtime.history.add(runtime.snapshot()),
     }
     if runtime.policies is not None:

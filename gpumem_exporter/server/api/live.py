@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ class Rendering(NamedTuple):
 
 
 class LiveNode:
-    """Renders the document, for pages once for all that poll at about the same time. Used on the event loop only."""
+    """Renders the document; for pages, once for all that poll at about the same time."""
 
     def __init__(
         self,
@@ -72,10 +71,9 @@ class LiveNode:
         self._clock, self._wall_clock = clock, wall_clock
         self._recent: dict[Rights, Rendering] = {}
         """The last rendering for pages whose viewers see every name, and for pages whose viewers see none."""
-        self._noticing: asyncio.Future[bytes] | None = None
 
     async def of(self, viewer: Caller | None, details: str) -> Rendering:
-        """Return the document as `viewer` may see it; None sees every name."""
+        """Return the document as `viewer` may see it; None sees every name. Used on the event loop only."""
         rights = Rights.ALL if viewer is None else viewer.rights
         # A command gets all details, and the state after all that its user has done.
         is_shared = rights is not Rights.OWN and not details
@@ -94,14 +92,9 @@ class LiveNode:
         return rendering
 
     def notice(self) -> None:
-        """Note since when each finding lasts, in the thread of the renderer; called once a second."""
-        if self._noticing is None or self._noticing.done():
-            self._noticing = asyncio.ensure_future(self._renderer.render(self._notice))
-
-    def _notice(self) -> bytes:
+        """Note since when each finding lasts; called once a second, in any thread."""
         snapshot = self._snapshot()
         self._view.notice(snapshot, _failed(self._health(snapshot)))
-        return b""
 
     def _render(self, viewer: Caller | None, details: str, now_unix: float) -> bytes:
         snapshot = self._snapshot()
