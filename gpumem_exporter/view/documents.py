@@ -133,14 +133,19 @@ def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = 
     return {"source": source, "processes": processes}
 
 
-def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[SeenProcess]:
-    """Return every process that reports, that is silent, or that the driver lists; see `processes_document`."""
+def seen_processes(
+    snapshot: Snapshot, viewer: Caller | None = None, shares: Mapping[str, Sequence[ProcessShare]] | None = None
+) -> list[SeenProcess]:
+    """Return every process that reports, that is silent, or that the driver lists; see `processes_document`.
+
+    `shares` is the result of `node_shares`, if it is known.
+    """
     node, names = snapshot.node, snapshot.names
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
     seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
     by_name = {str(process.pid): process for process in seen}
-    for uuid, shares in node_shares(snapshot).items():
-        for share in shares:
+    for uuid, of_device in (node_shares(snapshot) if shares is None else shares).items():
+        for share in of_device:
             process = by_name.get(share.pid)
             if process is None:  # only the driver lists it
                 process = by_name[share.pid] = SeenProcess(int(share.pid), int(share.pid))

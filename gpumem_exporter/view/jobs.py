@@ -62,7 +62,7 @@ class Job:
     @cached_property
     def parts(self) -> list[Part]:
         """The processes on each of their devices."""
-        return [part for process in self.processes for part in _parts(process)]
+        return [part for process in self.processes for part in parts_of(process)]
 
     @property
     def reporting(self) -> list[SeenProcess]:
@@ -159,10 +159,12 @@ class Job:
 _JOB_NUMBERS = ("slurm_job_id", "ray_job_id")
 
 
-def jobs_of(snapshot: Snapshot, viewer: Caller | None = None) -> list[Job]:
-    """Return the jobs of a node, the largest use first; see `documents.processes_document` for the viewer."""
+def jobs_of(
+    snapshot: Snapshot, viewer: Caller | None = None, shares: Mapping[str, Sequence[ProcessShare]] | None = None
+) -> list[Job]:
+    """Return the jobs of a node, the largest use first; see `documents.seen_processes`."""
     jobs: dict[str, Job] = {}
-    for process in seen_processes(snapshot, viewer):
+    for process in seen_processes(snapshot, viewer, shares):
         known = process.reporter or process.silent
         identity = process.reporter.report.process if process.reporter is not None else process.silent
         workload = identity.workload if identity is not None else ""
@@ -191,7 +193,8 @@ def _key() -> bytes:
         return os.urandom(16)
 
 
-def _parts(process: SeenProcess) -> Iterator[Part]:
+def parts_of(process: SeenProcess) -> Iterator[Part]:
+    """Yield a process on each of its devices."""
     samples = {sample.uuid: sample for sample in process.reporter.report.devices} if process.reporter else {}
     for uuid in dict.fromkeys([*samples, *process.shares]):
         yield Part(process, uuid, process.shares.get(uuid), samples.get(uuid))

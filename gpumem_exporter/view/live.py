@@ -6,22 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.core.ledger import DeviceLedger, node_ledgers, node_shares, sum_of_known
-from gpumem_exporter.core.samples import DeviceReading, Snapshot
-from gpumem_exporter.view.documents import device_document, process_document
+from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.view.documents import SeenProcess, device_document, process_document
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
 from gpumem_exporter.view.growth import Growth
-from gpumem_exporter.view.jobs import Job, job_uuids, jobs_of
+from gpumem_exporter.view.jobs import Job, Part, job_uuids, jobs_of, parts_of
 from gpumem_exporter.view.words import WORDS
 
-_PROCESS = (
-    *("pid", "own_pid", "state", "rank", "workload", "command", "user", "k8s_namespace", "k8s_pod"),
-    *("last_report_unix_seconds", "started_unix_seconds", "clears", "step"),
-)
-_PROCESS_DEVICE = (
-    *("gpu", "uuid", "used_bytes", "allocated_bytes", "reserved_bytes", "idle_cache_bytes", "reclaimable_bytes"),
-    *("fragmented_bytes", "non_torch_bytes", "unmapped_bytes", "nccl_bytes"),
-)
 ALL_DETAILS = "all"
 
 Document = dict[str, Any]
@@ -39,8 +31,9 @@ class NodeView:
 
     def notice(self, snapshot: Snapshot, failed_checks: Iterable[Mapping[str, str]]) -> None:
         """Note since when each finding lasts; called about once a second, also while nobody reads the document."""
-        jobs = jobs_of(snapshot)
-        self._findings(snapshot, jobs, node_ledgers(snapshot), self._growths(jobs), failed_checks)
+        shares = node_shares(snapshot)
+        jobs = jobs_of(snapshot, shares=shares)
+        self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growths(jobs), failed_checks)
 
     def document(
         self,
@@ -59,14 +52,15 @@ class NodeView:
         """
         shares = node_shares(snapshot)
         ledgers = node_ledgers(snapshot, shares)
-        jobs = jobs_of(snapshot, viewer)
+        jobs = jobs_of(snapshot, viewer, shares)
         growths = self._growths(jobs)
         reading = snapshot.node
+        users = _users(jobs)
         devices = [
             {
                 **device_document(device, ledgers.get(device.uuid), shares.get(device.uuid, [])),
                 "pressure_ratio": _pressure(ledgers.get(device.uuid)),
-                "jobs": _users(device, jobs),
+                "jobs": users.get(device.uuid, []),
             }
             for device in (reading.devices if reading is not None else ())
         ]
@@ -108,15 +102,20 @@ def _pressure(ledger: DeviceLedger | None) -> float | None:
     return round(1 - ledger.allocatable_bytes / ledger.total_bytes, 4)
 
 
-def _users(device: DeviceReading, jobs: Iterable[Job]) -> list[Document]:
-    used: list[Document] = []
+def _users(jobs: Iterable[Job]) -> dict[str, list[Document]]:
+    """Return the jobs on each device by uuid, the largest first."""
+    users: dict[str, list[Document]] = {}
     for job in jobs:
-        there = [part for part in job.parts if part.uuid == device.uuid]
-        if there:
-            idle = [part.sample.idle_cache_bytes if part.sample else None for part in there]
-            bytes_used = [part.share.used_bytes if part.share else None for part in there]
-            used.append({"job": job.id, "used_bytes": sum_of_known(bytes_used), "idle_cache_bytes": sum_of_known(idle)})
-    return sorted(used, key=lambda each: -(each["used_bytes"] or 0))
+        there: dict[str, list[Part]] = {}
+        for part in job.parts:
+            there.setdefault(part.uuid, []).append(part)
+        for uuid, parts in there.items():
+            used = sum_of_known([part.share.used_bytes if part.share else None for part in parts])
+            idle = sum_of_known([part.sample.idle_cache_bytes if part.sample else None for part in parts])
+            users.setdefault(uuid, []).append({"job": job.id, "used_bytes": used, "idle_cache_bytes": idle})
+    for of_device in users.values():
+        of_device.sort(key=lambda each: -(each["used_bytes"] or 0))
+    return users
 
 
 def _totals(devices: Sequence[Document], jobs: Sequence[Job]) -> Document:
@@ -155,7 +154,6 @@ def _job(
     *,
     whole: bool,
 ) -> Document:
-    documents = [process_document(process, snapshot) for process in job.processes]
     uuids = job_uuids(job, snapshot.gpus)
     full = full_in_seconds(job, grows, free) if grows is not None else None
     last_reports = [process.last_report_unix_seconds for process in job.processes]
@@ -184,14 +182,51 @@ def _job(
         **job.steps(snapshot, now_unix_seconds),
         "last_report_unix_seconds": min((last for last in last_reports if last is not None), default=None),
         "clear": _clear(job),
-        "processes": [document if whole else _process(document) for document in documents],
+        "processes": [
+            process_document(process, snapshot) if whole else _process(process, snapshot) for process in job.processes
+        ],
     }
 
 
-def _process(document: Document) -> Document:
-    """Return the values of a process that every reader needs."""
-    devices = [{name: device[name] for name in _PROCESS_DEVICE} for device in document["devices"]]
-    return {**{name: document[name] for name in _PROCESS}, "devices": devices}
+def _process(process: SeenProcess, snapshot: Snapshot) -> Document:
+    """Return the values of a process that every reader needs; the names are those of `process_document`."""
+    # Built by hand: a node has hundreds of processes, each second, and reports wait meanwhile.
+    reporter = process.reporter
+    report = reporter.report if reporter is not None else None
+    known = reporter or process.silent
+    return {
+        "pid": process.pid,
+        "own_pid": known.key.pid if known is not None else None,
+        "state": process.state,
+        "rank": process.rank,
+        "workload": report.process.workload if report else process.silent.workload if process.silent else None,
+        "command": process.command,
+        "user": process.identity("user"),
+        "k8s_namespace": process.identity("k8s_namespace"),
+        "k8s_pod": process.identity("k8s_pod"),
+        "last_report_unix_seconds": process.last_report_unix_seconds,
+        "started_unix_seconds": process.started_unix_seconds(snapshot.node),
+        "clears": reporter.clears if reporter is not None else False,
+        "step": report.step if report else None,
+        "devices": [_process_device(part, snapshot.gpus) for part in parts_of(process)],
+    }
+
+
+def _process_device(part: Part, gpus: Mapping[str, str]) -> Document:
+    share, sample = part.share, part.sample
+    return {
+        "gpu": gpus.get(part.uuid),
+        "uuid": part.uuid,
+        "used_bytes": share.used_bytes if share else None,
+        "non_torch_bytes": share.non_torch_bytes if share else None,
+        "allocated_bytes": sample.allocated_bytes if sample else None,
+        "reserved_bytes": sample.reserved_bytes if sample else None,
+        "idle_cache_bytes": sample.idle_cache_bytes if sample else None,
+        "reclaimable_bytes": sample.reclaimable_bytes if sample else None,
+        "fragmented_bytes": fragmented_bytes(sample) if sample else None,
+        "unmapped_bytes": sample.unmapped_bytes if sample else None,
+        "nccl_bytes": sample.nccl_bytes if sample else None,
+    }
 
 
 def _clear(job: Job) -> Document | None:
