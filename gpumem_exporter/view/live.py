@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.actions.suggestion import suggested_mode
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.view.documents import SeenProcess, device_document, process_document
@@ -181,7 +182,7 @@ def _job(
         "since_unix_seconds": job.started_unix_seconds(snapshot.node),
         **job.steps(snapshot, now_unix_seconds),
         "last_report_unix_seconds": min((last for last in last_reports if last is not None), default=None),
-        "clear": _clear(job),
+        "clear": _clear(job, snapshot.taken_seconds),
         "processes": [
             process_document(process, snapshot) if whole else _process(process, snapshot) for process in job.processes
         ],
@@ -229,40 +230,37 @@ def _process_device(part: Part, gpus: Mapping[str, str]) -> Document:
     }
 
 
-def _clear(job: Job) -> Document | None:
+def _clear(job: Job, now_seconds: float) -> Document | None:
     """Return the clear that harms the job least; None where nothing stays free."""
-    able = [process for process in job.reporting if process.reporter is not None and process.reporter.clears]
-    samples = [(each.pid, sample) for each in able if each.reporter for sample in each.reporter.report.devices]
-    idle = sum(sample.idle_cache_bytes or 0 for _, sample in samples)
+    able = [
+        (process.pid, process.reporter)
+        for process in job.processes
+        if process.reporter is not None and process.reporter.clears
+    ]
+    samples = [sample for _, reporter in able for sample in reporter.report.devices]
+    idle = sum(sample.idle_cache_bytes or 0 for sample in samples)
     if not idle:
         return None
     again = sum(
         sample.reclaimable_bytes - sample.idle_cache_bytes
-        for _, sample in samples
+        for sample in samples
         if sample.reclaimable_bytes is not None and sample.idle_cache_bytes is not None
     )
-    pids = [process.pid for process in able]
-    training = [
-        process
-        for process in able
-        if process.reporter is not None
-        and "step" in process.reporter.report.modes
-        and process.reporter.report.step is not None
-        and process.reporter.report.step_seconds
-    ]
+    pids = [pid for pid, _ in able]
+    mode, group = suggested_mode([reporter for _, reporter in able], now_seconds)
     return {
         "stays_free_bytes": idle,
         "again_bytes": max(0, again),
-        "at_least": any(sample.idle_cache_bytes is None for _, sample in samples),
+        "at_least": any(sample.idle_cache_bytes is None for sample in samples),
         "target": {"pid": pids[0] if len(pids) == 1 else pids},
-        "mode": "step" if training else "now",
-        "group": bool(job.workload) and len(able) > 1 and len(training) == len(able),
+        "mode": mode,
+        "group": group,
     }
 
 
 def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> Document:
     since = finding.since_seconds
-    clear = _clear(finding.clears) if finding.clears is not None else None
+    clear = _clear(finding.clears, snapshot.taken_seconds) if finding.clears is not None else None
     return {
         "id": finding.id,
         "kind": finding.kind,
