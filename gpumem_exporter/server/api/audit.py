@@ -1,7 +1,8 @@
 """Records actions: each before a process gets its command, and its end before the caller gets the reply.
 
-With `--storage.path`, the records are on disk by then. Otherwise only the ends are recorded, in memory. After a restart,
-an action without a recorded end has failed. Processes that keep its command forget it. It is unknown whether other processes have run it.
+With `--storage.path`, the records are on disk by then. Otherwise only ends are recorded, in memory. After a restart, an
+action without a recorded end has failed. Processes that keep its command forget it. It is unknown whether other
+processes have run it.
 """
 
 from __future__ import annotations
