@@ -13,6 +13,7 @@ from gpumem_exporter.view.documents import SeenProcess, device_document, process
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
 from gpumem_exporter.view.growth import Growth, growth
 from gpumem_exporter.view.jobs import Job, Part, job_uuids, jobs_of, parts_of
+from gpumem_exporter.view.sentences import stays_free
 from gpumem_exporter.view.words import WORDS
 
 ALL_DETAILS = "all"
@@ -272,10 +273,12 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
     )
     pids = [pid for pid, _ in able]
     mode, group = suggested_mode([reporter for _, reporter in able], now_seconds)
+    again, at_least = max(0, again), any(sample.idle_cache_bytes is None for sample in samples)
     return {
         "stays_free_bytes": idle,
-        "again_bytes": max(0, again),
-        "at_least": any(sample.idle_cache_bytes is None for sample in samples),
+        "again_bytes": again,
+        "at_least": at_least,
+        "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=mode == 'step')}.",
         "target": {"pid": pids[0] if len(pids) == 1 else pids},
         "mode": mode,
         "group": group,

@@ -41,6 +41,7 @@ def test_a_clear_says_what_stays_free_and_what_the_next_step_reserves_again() ->
         "stays_free_bytes": 3 * GIB,
         "again_bytes": 18 * GIB,
         "at_least": False,
+        "sentence": "Stays free 3.0 GiB; 18.0 GiB more would be reserved again.",
         "target": {"pid": [1, 2]},
         "mode": "now",
         "group": False,
