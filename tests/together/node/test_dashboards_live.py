@@ -295,7 +295,7 @@ def test_every_variable_has_choices_and_every_table_has_one_row_per_subject(
 ) -> None:
     dashboard = load(name)
     scope = scraped.scope(dashboard, node)
-    without = {(DEMO, "rank"), (DEMO, "namespace"), (EMULATED, "namespace")}
+    without = {(DEMO, "rank"), (EMULATED, "namespace")}
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query" and (node, variable["name"]) not in without:
             assert variable_values(variable, scraped.prometheus, scope, scope.variables), variable["name"]
