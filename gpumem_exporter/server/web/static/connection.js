@@ -1,6 +1,6 @@
 // Polls the state once a second while the page is visible. A browser has only six connections to one exporter.
 
-const LIVE = "/api/v1/live";
+const LIVE = "/api/v1/live-rows";
 const POLL_SECONDS = 1;
 const TIMEOUT_SECONDS = 6;
 const OLD_SECONDS = 6; // older values are hidden until the next reply: the page was hidden, or the machine slept

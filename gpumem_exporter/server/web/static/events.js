@@ -10,7 +10,6 @@ const EVENT_WORDS = {
   device_returned: () => "answers again",
   process_started: (event) => processName(event.workload, event.rank, event.pid),
   process_ended: (event) => `${processName(event.workload, event.rank, event.pid)}: ${event.detail.reason}`,
-  action_asked: ({ detail }) => actionInWords(detail, detail.processes.length + detail.processes_left_out, ""),
   action: ({ detail }) => {
     const counts = detail.freed_bytes !== null && detail.action !== "reset_peak";
     const freed = counts ? `, freed ${bytes(detail.freed_bytes)}` : "";
@@ -24,7 +23,6 @@ const EVENT_NAMES = {
   device_returned: "device returned",
   process_started: "process started",
   process_ended: "process ended",
-  action_asked: "action requested",
   action: "action finished",
   policy_stopped: "rule stopped",
 };
