@@ -170,6 +170,7 @@ def _facts(workload: Workload, index: int, identity: ProcessIdentity, rng: Rando
         k8s_namespace=namespace,
         k8s_pod=f"{pod}-{index}" if pod else "",
         k8s_container="main" if pod else "",
+        started_seconds=identity.session_started_seconds,
     )
 
 

@@ -25,6 +25,8 @@ from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.audit import Audit
+from gpumem_exporter.server.api.health import Health
+from gpumem_exporter.server.api.live import LiveNode
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
@@ -38,6 +40,7 @@ from gpumem_exporter.server.security.request_guard import OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History
+from gpumem_exporter.view.live import NodeView
 
 if TYPE_CHECKING:
     from gpumem_exporter.server.background.policy_runner import PolicyRunner
@@ -140,6 +143,24 @@ class Runtime:
         )
         self.history = History(reading_expiry_seconds=self.store.reading_expiry_seconds)
         self.renderer = Renderer()
+        self.health = Health(
+            self.poller,
+            self.events.log,
+            source=self.source,
+            version=self.version,
+            driver_pids=driver_pids,
+            socket_file=socket_file,
+        )
+        self.live = LiveNode(
+            NodeView(clock=clock, growth_of=lambda _: None),
+            self.renderer,
+            snapshot=self.snapshot,
+            health=self.health.document,
+            host=socket.gethostname(),
+            allowed_actions=settings.action_allow,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
         self.own_names = OwnNames(_own_names(settings))
         self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
         self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)

@@ -299,9 +299,10 @@ def test_hidden_identities_are_shown_to_their_owner_and_to_root() -> None:
             (shown[user.uid],) = [one["command"] for one in listed if one["pid"] == ada.pid]
             live = user.request(node.urls["loopback"], "GET", "/api/v1/live").document
             assert ("secret.py" in str(live)) == (user is not eve)
-            whole = user.request(node.urls["loopback"], "GET", "/api/v1/live?processes=documents").document
-            (in_one,) = [one["command"] for one in whole["state"]["processes"] if one["pid"] == ada.pid]
-            assert in_one == shown[user.uid], "`info` and `top` show what the page shows"
+            whole = user.request(node.urls["loopback"], "GET", "/api/v1/live?details=all").document
+            ones = [one for job in whole["jobs"] for one in job["processes"] if one["pid"] == ada.pid]
+            assert [one["command"] for one in ones] == [shown[user.uid]], "`info` shows what the page shows"
+            assert whole["node"]["identities_hidden"] == (user is not root)
         assert shown[EVE] is None
         assert shown[0] is not None
         assert shown[ADA] == shown[0]
