@@ -31,7 +31,7 @@ class NodeView:
         self._growth_of = growth_of
 
     def notice(self, snapshot: Snapshot, failed_checks: Iterable[Mapping[str, str]]) -> None:
-        """Note since when each finding lasts; called about once a second, also while nobody reads the document."""
+        """Note since when each finding lasts; called about once a second, also while no client reads the document."""
         shares = node_shares(snapshot)
         jobs = jobs_of(snapshot, shares=shares)
         self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growths(jobs), failed_checks)

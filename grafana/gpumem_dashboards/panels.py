@@ -88,7 +88,7 @@ def number(
     return panel if decimals is None else panel.decimals(decimals)
 
 
-def count(title: str, description: str, expression: str, *, bad: str = "red", span: int = 4) -> Any:
+def count(title: str, description: str, expression: str, *, bad: str = "orange", span: int = 4) -> Any:
     """Build a panel with a count that should be zero."""
     return number(title, description, "short", expression, limits=none_is_good(bad), decimals=0, span=span)
 
