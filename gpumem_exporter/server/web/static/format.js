@@ -70,9 +70,9 @@ export function gpuName({ gpu, uuid }) {
 }
 
 /** The question and the outcome of every clear: what stays free, and what the next step would reserve again. */
-export function staysFree({ stays_free_bytes: stays, again_bytes: again }) {
+export function staysFree({ stays_free_bytes: stays, again_bytes: again, at_least: atLeast }) {
   const rest = again >= 0.05 * (stays + again) ? `; ${bytes(again)} more would be reserved again in the next step` : "";
-  return `Stays free ${bytes(stays)}${rest}`;
+  return `Stays free ${atLeast ? "at least " : ""}${bytes(stays)}${rest}`;
 }
 
 // Control characters, and those that reverse the direction of the text that follows, such as a pid.

@@ -4,17 +4,18 @@ const HUES = 12; // --job-0 … --job-11 in theme.css
 
 const taken = new Map(); // the hue of each job that the page has shown
 
-/** Give each job a hue: the one of its id, or the next that no other job has. */
+/** Give each job a hue: the one of its id, or the next one that fewer jobs have. */
 export function assignHues(jobs) {
   const now = new Set(jobs.map(({ id }) => id));
   for (const id of taken.keys()) if (!now.has(id)) taken.delete(id);
-  const used = new Set(taken.values());
-  for (const { id } of [...jobs].sort((a, b) => (a.id < b.id ? -1 : 1))) {
-    if (taken.has(id)) continue;
+  const uses = new Array(HUES).fill(0);
+  for (const hue of taken.values()) uses[hue] += 1;
+  for (const id of [...now].filter((each) => !taken.has(each)).sort()) {
     const preferred = hash(id) % HUES;
-    const free = Array.from({ length: HUES }, (_, i) => (preferred + i) % HUES).find((hue) => !used.has(hue));
-    taken.set(id, free ?? preferred);
-    used.add(free ?? preferred);
+    const least = Math.min(...uses);
+    const hue = Array.from(uses, (_, i) => (preferred + i) % HUES).find((each) => uses[each] === least);
+    taken.set(id, hue);
+    uses[hue] += 1;
   }
 }
 

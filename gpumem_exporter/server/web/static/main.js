@@ -16,28 +16,33 @@ const PAGE = document.querySelector("meta[name=page]").content;
 
 let state = null;
 
-/** Return the job or the device of the URL: `?job=`, `?workload=` of one job, `?gpu=`, `?device=`; null for the node. */
+/** Return the job or the device of the URL: `?job=`, `?gpu=`, `?device=`; null for the node. */
 function selected() {
-  const [job, workload, gpu, uuid] = ["job", "workload", "gpu", "device"].map(param);
-  if (job) return { kind: "job", id: job, job: state?.jobs.find(({ id }) => id === job) ?? null };
-  if (gpu || uuid) return { kind: "device", id: gpu || uuid, device: state?.devices.find((device) => (gpu ? device.gpu === gpu : device.uuid === uuid)) ?? null };
-  if (workload && state) {
-    const jobs = state.jobs.filter((each) => each.workload === workload);
-    if (jobs.length === 1) go({ workload: null, job: jobs[0].id }, { replace: true });
-    else go({ workload: null, q: workload }, { replace: true });
-    return selected();
-  }
+  const [job, gpu, uuid] = ["job", "gpu", "device"].map(param);
+  if (job) return { kind: "job", id: job, job: state.jobs.find(({ id }) => id === job) ?? null };
+  if (gpu || uuid) return { kind: "device", id: gpu || uuid, device: state.devices.find((device) => (gpu ? device.gpu === gpu : device.uuid === uuid)) ?? null };
   return null;
+}
+
+/** Replace `?workload=`, which dashboards link to, by the job, or by a filter if there are several or none. */
+function resolveWorkload() {
+  const workload = param("workload");
+  const jobs = state.jobs.filter((each) => each.workload === workload);
+  go({ workload: null, ...(jobs.length === 1 ? { job: jobs[0].id } : { q: workload }) }, { replace: true });
 }
 
 function receive(reply) {
   if (reply !== null) state = { ...reply, receivedAt: Date.now() };
-  if (state.node.page !== PAGE && !$("dialog").open && isFirstTry(state.node.page)) location.reload();
+  if (state.page !== PAGE && !$("dialog").open && isFirstTry(state.page)) location.reload();
   else show();
 }
 
 function show() {
   if (document.hidden || state === null) return;
+  if (param("workload")) {
+    resolveWorkload(); // shows the page again
+    return;
+  }
   performance.clearMeasures("refresh");
   performance.mark("refresh started");
   refresh();
