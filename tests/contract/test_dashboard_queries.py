@@ -169,11 +169,12 @@ def test_equal_nodes_of_two_clusters_are_two_jobs_of_one_user(tmp_path: Path) ->
         ("Namespaces", "Used", {'{k8s_namespace="ml"}': 90, "{}": 5}),
     ):
         check(tmp_path, series, expression("fleet", title, letter_of("fleet", title, heading)), dict(expected))
-    for variables, shown in (
+    selections: tuple[tuple[dict[str, Any], dict[str, float]], ...] = (
         ({"user": "bob"}, {bob: 5}),
         ({"cluster": "east"}, {job("east"): 40}),
         ({"namespace": "none"}, {}),
-    ):
+    )
+    for variables, shown in selections:
         check(
             tmp_path, series, expression("fleet", "Jobs", letter_of("fleet", "Jobs", "Used"), **variables), dict(shown)
         )

@@ -39,7 +39,9 @@ class RunningPrometheus:
         binary = shutil.which("prometheus")
         assert binary, "prometheus is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
         folder.mkdir(parents=True, exist_ok=True)
-        jobs = [{"targets": [address], "labels": {"instance": name}} for name, address in targets.items()]
+        jobs: list[dict[str, Any]] = [
+            {"targets": [address], "labels": {"instance": name}} for name, address in targets.items()
+        ]
         for job in jobs:
             if cluster := (clusters or {}).get(job["labels"]["instance"]):
                 job["labels"]["cluster"] = cluster
