@@ -70,6 +70,7 @@ class NodeView:
         growths = self._growing(jobs)
         reading = snapshot.node
         users = _users(jobs)
+        listed = reading is not None and all(device.processes is not None for device in reading.devices)
         devices = [
             {
                 **device_document(device, ledgers.get(device.uuid), shares.get(device.uuid, [])),
@@ -85,7 +86,7 @@ class NodeView:
                 **node,
                 "taken_unix_seconds": reading.taken_unix_seconds if reading is not None else None,
                 "identities_hidden": viewer is not None and viewer.rights is not Rights.ALL,
-                "totals": _totals(devices, jobs),
+                "totals": _totals(devices, jobs, listed=listed),
             },
             "devices": devices,
             "jobs": [
@@ -144,7 +145,9 @@ def _users(jobs: Iterable[Job]) -> dict[str, list[Document]]:
     return users
 
 
-def _totals(devices: Sequence[Document], jobs: Sequence[Job]) -> Document:
+def _totals(devices: Sequence[Document], jobs: Sequence[Job], *, listed: bool) -> Document:
+    """Return the sums of the node; `listed` is whether the driver lists the processes of every device."""
+
     def over_devices(value: Callable[[Document], int | None]) -> int | None:
         return sum_of_known([value(device) for device in devices] or [None])
 
@@ -154,9 +157,10 @@ def _totals(devices: Sequence[Document], jobs: Sequence[Job]) -> Document:
     shares = [(part.process.reporter is not None, part.share) for job in jobs for part in job.parts]
     used = [(reports, share.used_bytes) for reports, share in shares if share is not None]
     by_processes = sum_of_known([size for _, size in used] or [None])
-    reported = sum_of_known([size for reports, size in used if reports] or [None])
-    if reported is None and by_processes is not None:
-        reported = 0
+    reported = sum(size or 0 for reports, size in used if reports) if by_processes is not None else None
+    # The use of a process that the driver does not show may be the larger part.
+    known = listed and all(size is not None for _, size in used)
+    coverage = round(reported / by_processes, 4) if known and by_processes and reported is not None else None
     return {
         "devices": len(devices),
         "jobs": len(jobs),
@@ -167,7 +171,7 @@ def _totals(devices: Sequence[Document], jobs: Sequence[Job]) -> Document:
         "idle_cache_bytes": over_devices(lambda device: device["idle_cache_bytes"]),
         "allocatable_bytes": over_devices(lambda device: device["allocatable_bytes"]),
         "reported_bytes": reported,
-        "coverage_ratio": round(reported / by_processes, 4) if reported is not None and by_processes else None,
+        "coverage_ratio": coverage,
     }
 
 

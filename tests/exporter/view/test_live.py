@@ -12,7 +12,6 @@ from hypothesis import given
 from gpumem_exporter.core.ledger import CATEGORIES
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
-from gpumem_exporter.view.live import NodeView
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 from tests.support.random_snapshots import SNAPSHOTS
 
@@ -26,13 +25,16 @@ def of(pid: int, idle: int | None, reclaimable: int, **changes: Any) -> Reportin
     return dataclasses.replace(process, key=ProcessKey(1, pid, 1001, HERE))
 
 
+def node_view(minima: Minima = ()) -> NodeView:
+    return NodeView(clock=lambda: 100.0, wall_clock=lambda: 1e9, minima_of=lambda _: minima)
+
+
 def document(
     *processes: ReportingProcess, others: int = 0, minima: Sequence[tuple[float, int]] = (), **changes: Any
 ) -> Any:
     used = {process.key.pid: process.report.devices[0].reserved_bytes for process in processes}
     reading = node(device(used=sum(map(int, filter(None, used.values()))) + others, processes={**used, 99: others}))
-    view = NodeView(clock=lambda: 100.0, wall_clock=lambda: 1e9, minima_of=lambda _: minima)
-    return view.document(Snapshot(100.0, reading, processes), {"failed_checks": []}, 1e9, **changes)
+    return node_view(minima).document(Snapshot(100.0, reading, processes), {"failed_checks": []}, 1e9, **changes)
 
 
 def test_a_clear_says_what_stays_free_and_what_the_next_step_reserves_again() -> None:
@@ -68,9 +70,11 @@ def test_coverage_is_the_share_of_the_use_of_processes_that_report() -> None:
     totals = document(of(1, 0, 0), others=30 * GIB)["node"]["totals"]
     assert (totals["reported_bytes"], totals["coverage_ratio"]) == (10 * GIB, 0.25)
     assert document(others=30 * GIB)["node"]["totals"]["coverage_ratio"] == 0
-    nothing = NodeView(clock=lambda: 1.0, wall_clock=lambda: 1e9, minima_of=lambda _: ()).document(
-        Snapshot(1.0, None, (of(1, 0, 0),)), {"failed_checks": []}, 1e9
-    )
+    for lists in ({1: 10 * GIB, 99: None}, None):
+        reading = node(device(used=20 * GIB, processes=lists))
+        partly = node_view().document(Snapshot(1.0, reading, (of(1, 0, 0),)), {"failed_checks": []}, 1e9)
+        assert partly["node"]["totals"]["coverage_ratio"] is None
+    nothing = node_view().document(Snapshot(1.0, None, (of(1, 0, 0),)), {"failed_checks": []}, 1e9)
     assert nothing["node"]["totals"]["coverage_ratio"] is None
     assert nothing["node"]["totals"]["free_bytes"] is None
     assert nothing["node"]["totals"]["jobs"] == 1
@@ -90,7 +94,7 @@ def test_the_growth_of_a_job_says_when_it_will_fail_and_since_when_it_grows() ->
 
 @given(SNAPSHOTS)
 def test_the_document_agrees_with_itself_on_any_node(snapshot: Snapshot) -> None:
-    view = NodeView(clock=lambda: 100.0, wall_clock=lambda: 1e9, minima_of=lambda _: ())
+    view = node_view()
     live = view.document(snapshot, {"failed_checks": []}, 1e9, details="all")
     assert live["node"]["totals"]["processes"] == sum(job["process_count"] for job in live["jobs"])
     pids = [process["pid"] for job in live["jobs"] for process in job["processes"]]
