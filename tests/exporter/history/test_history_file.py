@@ -56,7 +56,7 @@ def test_the_time_without_an_exporter_is_a_gap(bench: HistoryBench, tmp_path: Pa
     minutes = bench.values("used", seconds=600, points=10)
     assert [value is None for value in minutes.values()].count(True) == 2
     (job,) = [key for key in bench.history._series if "~" in key]
-    assert len(bench.history.job_minima(job, 3600)) == 10
+    assert len(bench.history.job_minima(job, 3600)) == 11
 
 
 def test_rows_that_the_wall_clock_has_not_reached_are_dropped(bench: HistoryBench, tmp_path: Path) -> None:
