@@ -93,7 +93,7 @@ def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: flo
             pid=str(event.pid),
             workload=event.workload or "",
             rank=event.rank or "",
-            session=event.subject.rpartition(":")[0],
+            session=event.subject.removeprefix("oom:").rpartition(":")[0],
             number=event.detail["number"],
             happened_seconds=now_seconds - max(0.0, now_unix_seconds - event.time_unix_seconds),
             happened_unix_seconds=event.time_unix_seconds,

@@ -104,11 +104,11 @@ class SeenProcess:
         return None if self.facts is None or self.hidden else getattr(self.facts, name)
 
     @property
-    def rank(self) -> str:
-        """The rank that the process reports; empty without one."""
+    def rank(self) -> str | None:
+        """The rank that the process reports, empty if it has none; None if the process never reported."""
         if self.reporter is not None:
             return self.reporter.report.process.rank
-        return self.silent.rank if self.silent is not None else ""
+        return self.silent.rank if self.silent is not None else None
 
     def started_unix_seconds(self, node: NodeReading | None) -> float | None:
         """Return when the process started; None if /proc does not show it."""

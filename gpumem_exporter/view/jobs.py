@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
@@ -19,6 +19,9 @@ from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.view.documents import SeenProcess, seen_processes
 
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+"""What a URL would have to escape."""
+_ID_CHARACTERS = 64
 ACTIVE_SECONDS = 60.0
 """A job whose memory and steps have not changed for this time is idle."""
 
@@ -179,14 +182,14 @@ def job_id(workload: str, owner: Owner) -> str:
     It fits into a URL, and shows nothing about the owner.
     """
     uid, place = owner
-    digest = hashlib.blake2b(f"{uid} {place!r}".encode(), digest_size=4, key=_key()).hexdigest()
-    return f"{quote(workload, safe='')}~{digest}"
+    digest = hashlib.blake2b(f"{uid} {place!r} {workload}".encode("utf-8", "replace"), digest_size=6, key=_key())
+    return f"{_UNSAFE.sub('-', workload)[:_ID_CHARACTERS]}~{digest.hexdigest()}"
 
 
 @cache
 def _key() -> bytes:
-    # Without a key, anybody could find the uid by hashing all of them. Each boot has another id, which is the same in
-    # all containers of the node and is never sent.
+    # Without a key, any client could find the uid by hashing all of them. Each boot has another id, which is the same
+    # in all containers of the node and is never sent.
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:

@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.actions.suggestion import suggested_mode
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.view.documents import SeenProcess, device_document, process_document
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
-from gpumem_exporter.view.growth import Growth
+from gpumem_exporter.view.growth import Growth, growth
 from gpumem_exporter.view.jobs import Job, Part, job_uuids, jobs_of, parts_of
+from gpumem_exporter.view.sentences import stays_free
 from gpumem_exporter.view.words import WORDS
 
 ALL_DETAILS = "all"
+_GROWTH_SECONDS = 30.0
+"""The minima of minutes change no more often."""
 
 Document = dict[str, Any]
 
@@ -22,18 +26,28 @@ Document = dict[str, Any]
 class NodeView:
     """Builds the document of the node. Thread-safe.
 
-    `growth_of` returns the growth of a job by its id, or None. `clock` is the monotonic clock of the snapshots.
+    `minima_of` returns the smallest allocated bytes of a job, by its id, in each minute of the last hour, with the end
+    of the minute in Unix seconds. `clock` is the monotonic clock of the snapshots.
     """
 
-    def __init__(self, *, clock: Callable[[], float], growth_of: Callable[[str], Growth | None]) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        minima_of: Callable[[str], Sequence[tuple[float, int]]],
+    ) -> None:
+        self._clock, self._wall_clock = clock, wall_clock
         self._since = Since(clock)
-        self._growth_of = growth_of
+        self._minima_of = minima_of
+        self._growths: dict[str, tuple[float, Growth | None]] = {}
+        """The growth of each job, by its id, and when it was computed. Replaced, never changed."""
 
     def notice(self, snapshot: Snapshot, failed_checks: Iterable[Mapping[str, str]]) -> None:
-        """Note since when each finding lasts; called about once a second, also while nobody reads the document."""
+        """Note since when each finding lasts; called about once a second, also while no client reads the document."""
         shares = node_shares(snapshot)
         jobs = jobs_of(snapshot, shares=shares)
-        self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growths(jobs), failed_checks)
+        self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growing(jobs), failed_checks)
 
     def document(
         self,
@@ -53,7 +67,7 @@ class NodeView:
         shares = node_shares(snapshot)
         ledgers = node_ledgers(snapshot, shares)
         jobs = jobs_of(snapshot, viewer, shares)
-        growths = self._growths(jobs)
+        growths = self._growing(jobs)
         reading = snapshot.node
         users = _users(jobs)
         devices = [
@@ -82,8 +96,20 @@ class NodeView:
             "words": WORDS,
         }
 
-    def _growths(self, jobs: Iterable[Job]) -> dict[str, Growth]:
-        return {job.id: grows for job in jobs if (grows := self._growth_of(job.id)) is not None}
+    def _growing(self, jobs: Iterable[Job]) -> dict[str, Growth]:
+        """Return the jobs that grow, by id, with the start on the monotonic clock."""
+        now, known = self._clock(), self._growths
+        computed: dict[str, tuple[float, Growth | None]] = {}
+        for job in jobs:
+            before = known.get(job.id)
+            if before is not None and now - before[0] < _GROWTH_SECONDS:
+                computed[job.id] = before
+            else:
+                to_monotonic = now - self._wall_clock()
+                minima = [(seconds + to_monotonic, size) for seconds, size in self._minima_of(job.id)]
+                computed[job.id] = now, growth(minima)
+        self._growths = computed
+        return {key: grows for key, (_, grows) in computed.items() if grows is not None}
 
     def _findings(
         self,
@@ -181,7 +207,7 @@ def _job(
         "since_unix_seconds": job.started_unix_seconds(snapshot.node),
         **job.steps(snapshot, now_unix_seconds),
         "last_report_unix_seconds": min((last for last in last_reports if last is not None), default=None),
-        "clear": _clear(job),
+        "clear": _clear(job, snapshot.taken_seconds),
         "processes": [
             process_document(process, snapshot) if whole else _process(process, snapshot) for process in job.processes
         ],
@@ -229,40 +255,39 @@ def _process_device(part: Part, gpus: Mapping[str, str]) -> Document:
     }
 
 
-def _clear(job: Job) -> Document | None:
+def _clear(job: Job, now_seconds: float) -> Document | None:
     """Return the clear that harms the job least; None where nothing stays free."""
-    able = [process for process in job.reporting if process.reporter is not None and process.reporter.clears]
-    samples = [(each.pid, sample) for each in able if each.reporter for sample in each.reporter.report.devices]
-    idle = sum(sample.idle_cache_bytes or 0 for _, sample in samples)
+    able = [
+        (process.pid, process.reporter)
+        for process in job.processes
+        if process.reporter is not None and process.reporter.clears
+    ]
+    samples = [sample for _, reporter in able for sample in reporter.report.devices]
+    idle = sum(sample.idle_cache_bytes or 0 for sample in samples)
     if not idle:
         return None
     again = sum(
         sample.reclaimable_bytes - sample.idle_cache_bytes
-        for _, sample in samples
+        for sample in samples
         if sample.reclaimable_bytes is not None and sample.idle_cache_bytes is not None
     )
-    pids = [process.pid for process in able]
-    training = [
-        process
-        for process in able
-        if process.reporter is not None
-        and "step" in process.reporter.report.modes
-        and process.reporter.report.step is not None
-        and process.reporter.report.step_seconds
-    ]
+    pids = [pid for pid, _ in able]
+    mode, group = suggested_mode([reporter for _, reporter in able], now_seconds)
+    again, at_least = max(0, again), any(sample.idle_cache_bytes is None for sample in samples)
     return {
         "stays_free_bytes": idle,
-        "again_bytes": max(0, again),
-        "at_least": any(sample.idle_cache_bytes is None for _, sample in samples),
+        "again_bytes": again,
+        "at_least": at_least,
+        "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=mode == 'step')}.",
         "target": {"pid": pids[0] if len(pids) == 1 else pids},
-        "mode": "step" if training else "now",
-        "group": bool(job.workload) and len(able) > 1 and len(training) == len(able),
+        "mode": mode,
+        "group": group,
     }
 
 
 def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> Document:
     since = finding.since_seconds
-    clear = _clear(finding.clears) if finding.clears is not None else None
+    clear = _clear(finding.clears, snapshot.taken_seconds) if finding.clears is not None else None
     return {
         "id": finding.id,
         "kind": finding.kind,
