@@ -26,8 +26,8 @@ from gpumem_exporter.history.history import MAX_BYTES, History
 from gpumem_exporter.view.live import NodeView
 
 DEVICES = 8
-STEP_SECONDS = 30
-"""One second in thirty is simulated. The seconds between take the same memory."""
+STEP_SECONDS = 60
+"""One second of each minute is simulated. The seconds between take the same memory."""
 START = 1.7e9
 MIB = 1 << 20
 
@@ -39,7 +39,7 @@ def main() -> int:
     ticks = int(given.hours * 3600 / STEP_SECONDS)
     nodes: dict[str, Callable[[int], Snapshot]] = {
         "256 processes, each a job": lambda tick: snapshot(tick, range(256), lambda pid: f"job {pid}"),
-        "192 new jobs every thirty seconds": lambda tick: snapshot(
+        "192 new jobs each minute": lambda tick: snapshot(
             tick, range(192 * tick, 192 * tick + 192), lambda pid: f"short job {pid}"
         ),
         "512 processes of one user, always with new names of 128 characters": lambda tick: snapshot(
