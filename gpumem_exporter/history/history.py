@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 from array import array
@@ -23,6 +24,8 @@ _FREED_SHARE = 0.05
 """The part of the budget that is freed at once when it is used up, so that this is seldom."""
 _LIVE_SECONDS = 60
 """A job without a row for this time has ended."""
+_SMALL_BYTES = 4096
+"""A smaller series is removed rather than shortened."""
 _MAX_POINTS = 64_000
 """The maximum number of points in a document, of all series together: then it has about 4 MB."""
 _CLOCK_STEP_SECONDS = 1.0
@@ -260,25 +263,28 @@ class History:
     def _make_room(self, now_seconds: float) -> None:
         """Free a part of the budget, from the owners with the most bytes."""
         target = _BUDGET_BYTES * (1 - _FREED_SHARE)
-        ended: dict[str, list[str]] = {}
-        live: dict[str, list[str]] = {}
-        by_end = sorted(self._series.items(), key=lambda item: -item[1].last_seconds)
-        for key, series in by_end:
-            is_live = not series.subject.job or now_seconds - series.last_seconds < _LIVE_SECONDS
-            (live if is_live else ended).setdefault(series.subject.owner, []).append(key)
+        by_end: dict[str, list[str]] = {}
+        """The series of each owner; the one that ended first is the last."""
+        for key, series in sorted(self._series.items(), key=lambda item: -item[1].last_seconds):
+            by_end.setdefault(series.subject.owner, []).append(key)
+        by_size: dict[str, list[tuple[int, str]]] = {}
+        """The running series of each owner as a heap; the largest one is the first."""
         while self.size_bytes > target:
             owner = self._largest_owner(target)
-            if ended.get(owner):
-                self._remove(ended[owner].pop())
+            keys = by_end[owner]
+            if owner and now_seconds - self._series[keys[-1]].last_seconds >= _LIVE_SECONDS:
+                self._remove(keys.pop())
                 continue
-            largest = max(live[owner], key=lambda key: self._sizes[key])
-            series = self._series[largest]
-            series.shorten()
-            if series.empty:
-                live[owner].remove(largest)
-                self._remove(largest)
-            else:
-                self._count(largest)
+            if owner not in by_size:
+                by_size[owner] = [(-self._sizes[key], key) for key in keys]
+                heapq.heapify(by_size[owner])
+            size, key = by_size[owner][0]
+            if -size < _SMALL_BYTES:
+                self._remove(keys.pop())  # names that a user invents: each has a few rows
+                continue
+            self._series[key].shorten()
+            self._count(key)
+            heapq.heapreplace(by_size[owner], (-self._sizes[key], key))
 
     def _largest_owner(self, target: float) -> str:
         owners = {owner: size for owner, size in self._bytes.items() if owner}

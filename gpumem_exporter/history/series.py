@@ -99,8 +99,10 @@ class Track:
 
     def append(self, later: Track) -> None:
         """Append all rows of another track, which replace rows of the same steps."""
+        if not later.values:
+            return
         self.drop_from(later.first)
-        if later.values and self._reach(later.first):
+        if self._reach(later.first):
             self.values.extend(later.values)
 
     def rows(self, start: int, end: int) -> tuple[int, array[int]]:

@@ -185,7 +185,7 @@ def test_a_peak_counts_in_the_second_in_which_it_is_new() -> None:
         bench.run(1, allocating(mib, peak_mib=peak), reading=reading)
     device_peaks = list(bench.values("in_use_peak", seconds=6).values())
     assert device_peaks == [10, 20, 90, 10, 10, 40]
-    job = {"uuids": (), "jobs": [job_of(allocating(1))]}
+    job: dict[str, Any] = {"uuids": (), "jobs": [job_of(allocating(1))]}
     assert list(bench.values("in_use_peak", seconds=6, **job).values()) == device_peaks
     bench.run(54)
     assert max(value or 0 for value in bench.values("in_use_peak", seconds=60, points=1).values()) == 90

@@ -85,7 +85,9 @@ def test_jobs_of_one_user_do_not_push_out_others(bench: Measured) -> None:
         bench.restore(job(number, "uid:1"), ended_seconds=5000 - 10 * number)
     assert bench.real_bytes() < MAX_BYTES
     assert {bench.minutes(subject.key) for subject in (*DEVICES, *others)} == {1440}
-    kept = [bool(bench.minutes(job(number, "uid:1").key)) for number in range(400)]
+    keys = [job(number, "uid:1").key for number in range(400)]
+    shown = {series["job"] for series in bench.document(DAY, uuids=(), jobs=keys)["series"]}
+    kept = [key in shown for key in keys]
     assert 100 < sum(kept) < 400
     assert kept == sorted(kept), "the job that ended first is removed first"
 
@@ -96,7 +98,7 @@ def test_jobs_that_run_lose_their_oldest_rows(bench: Measured) -> None:
     bench.restore(*DEVICES, *few, *many)
     assert bench.real_bytes() < MAX_BYTES
     assert {bench.minutes(subject.key) for subject in (*DEVICES, *few)} == {1440}
-    assert min(bench.minutes(subject.key) for subject in many) > 120
+    assert min(bench.minutes(subject.key) for subject in many[::64]) > 120
     shown = bench.document(600, uuids=(), jobs=[subject.key for subject in many[:60]])
     assert {None in series["used"]["max"] for series in shown["series"]} == {False}
 
@@ -106,7 +108,7 @@ def test_invented_names_push_out_names_of_their_user_only(bench: Measured) -> No
     bench.restore(*DEVICES, *others)
     names, peak = 0, 0
     taken = (sample(UUIDS[0], MIB),)
-    for second in range(40):
+    for second in range(32):
         invented = [
             reporting(pid, owner_uid=1, devices=taken, workload=f"\N{PILE OF POO}{names + pid:0>127}")
             for pid in range(1, 257)

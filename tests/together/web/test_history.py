@@ -1,0 +1,113 @@
+"""`GET /api/v1/history` on the real server, and over a restart of the real process."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.core.samples import ProcessMemory
+from tests.support.builders import MIB, UUIDS, report, sample
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.waiting import eventually
+
+HISTORY = "/api/v1/history"
+
+
+def known(document: Any) -> bool:
+    """Return whether a value of the first series is known."""
+    return any(value is not None for series in document["series"][:1] for value in series["used"]["max"])
+
+
+def test_devices_are_shown_without_parameters_and_jobs_by_their_id(exporter: RunningExporter) -> None:
+    exporter.report(report(4711, devices=(sample(UUIDS[0], 30 * MIB),)))
+    document = eventually(lambda: exporter.document(HISTORY), known)
+    assert [(series["device"], series["job"], series["gpu"]) for series in document["series"]] == [
+        (UUIDS[0], None, "0"),
+        (UUIDS[1], None, "1"),
+    ]
+    assert document["step_seconds"] == 1
+    assert {400 * MIB, None} >= set(document["series"][0]["used"]["max"])
+    (job,) = exporter.document("/api/v1/live")["jobs"]
+    of_job = eventually(lambda: exporter.document(f"{HISTORY}?job={job['id']}"), lambda found: found["series"])
+    (series,) = of_job["series"]
+    assert (series["device"], series["job"], series["name"]) == (None, job["id"], job["name"])
+    assert 30 * MIB in series["allocated"]["max"]
+    both = exporter.document(f"{HISTORY}?job={job['id']}&device={UUIDS[1]}&points=60")
+    assert [series["device"] for series in both["series"]] == [UUIDS[1], None]
+    assert both["step_seconds"] == 10
+    assert exporter.document(f"{HISTORY}?job=unknown~1")["series"] == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("points=0", "points=2001", "points=x", "from=-1", "from=nan", "from=inf", "from=1e300", "to=1e12", "to=x"),
+        *("from=20&to=10", "from=20&to=20", "device=", f"device={97 * 'x'}", f"job={2049 * 'x'}", "jobs=x"),
+        "&".join(["device=GPU-1"] * 129),
+        "&".join(["job=a~1"] * 65),
+    ],
+)
+def test_invalid_parameters_are_a_problem(exporter: RunningExporter, query: str) -> None:
+    errors = problem(exporter.get(f"{HISTORY}?{query}"), 422)["errors"]
+    assert errors[0]["field"].partition(".")[0] in query
+
+
+def test_any_range_has_at_most_the_requested_points(exporter: RunningExporter) -> None:
+    eventually(lambda: exporter.document(HISTORY), known)
+    for query in (
+        "from=0&to=253402300799&points=2000",
+        "from=0&points=7",
+        "from=253402300000&to=253402300799",
+        "to=1",
+        "points=1",
+    ):
+        document = exporter.document(f"{HISTORY}?{query}")
+        assert len(document["unix_seconds"]) <= 2000
+        assert document["from_unix_seconds"] <= document["to_unix_seconds"]
+        assert all(len(series["used"]["max"]) == len(document["unix_seconds"]) for series in document["series"])
+
+
+def test_another_sites_page_is_refused(exporter: RunningExporter) -> None:
+    problem(exporter.get(HISTORY, Sec_Fetch_Site="cross-site"), 403)
+
+
+def test_hidden_commands_are_shown_with_the_token_only(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-long-token\n")
+    token.chmod(0o600)
+    provider = ScriptedProvider()
+    provider.processes[UUIDS[0]] = (ProcessMemory(4711, 50 * MIB),)
+    with running_exporter(provider=provider, web_hide_identities=True, action_token_file=str(token)) as exporter:
+        path = f"{HISTORY}?job=pid~4711"
+        (hidden,) = eventually(lambda: exporter.document(path)["series"])
+        assert hidden["name"] == "pid 4711"
+        assert b"train.py" not in exporter.get(path).body
+        assert b"train.py" in exporter.get(path, Authorization="Bearer a-long-token").body
+
+
+def test_the_history_of_the_real_process_survives_a_restart(tmp_path: Path) -> None:
+    folder = tmp_path / "storage"
+    exporter = ExporterProcess(tmp_path, "--demo", "--storage.path", str(folder), *QUICK)
+
+    def shown() -> dict[int, int | None]:
+        document = exporter.get(HISTORY)
+        (series, *_) = document["series"] or [{"used": {"max": []}}]
+        used = series["used"]["max"]
+        return {unix: value for unix, value in zip(document["unix_seconds"], used, strict=False) if value is not None}
+
+    try:
+        before = eventually(shown, lambda values: len(values) > 2)
+        assert exporter.stop() == 0
+        assert [path.name for path in folder.glob("history*")] == ["history.gz"]
+        exporter.start()
+        after = eventually(shown, lambda values: max(values, default=0) > max(before) and min(values) <= min(before))
+        assert after.items() >= before.items()
+        assert exporter.stop(signal.SIGKILL) != 0
+        exporter.start()
+        assert eventually(shown, lambda values: min(values, default=2**40) <= min(before)).items() >= before.items()
+    finally:
+        exporter.close()
