@@ -26,6 +26,8 @@ _LIVE_SECONDS = 60
 _MAX_POINTS = 64_000
 """The maximum number of points in a document, of all series together: then it has about 4 MB."""
 _CLOCK_STEP_SECONDS = 1.0
+_LATE_SECONDS = 3.0
+"""A second without a row is a gap only if the next row is this late."""
 _FOLD_SECONDS = 10
 _EXPIRY_SECONDS = 60
 
@@ -71,6 +73,8 @@ class History:
         self._bytes: defaultdict[str, int] = defaultdict(int)
         """The bytes of the series of each owner; the devices' owner is empty."""
         self._sizes: dict[str, int] = {}
+        self._recorded_seconds = 0
+        """The end of the last second that has rows."""
         self._folded_step = self._expired_step = 0
 
     @property
@@ -85,16 +89,17 @@ class History:
 
     def add(self, snapshot: Snapshot) -> None:
         """Add a row for each device and job of a snapshot. Snapshots come in their order, about once a second."""
-        now_seconds = snapshot.taken_seconds + self._origin_seconds
+        second = int((snapshot.taken_seconds + self._origin_seconds) // 1)
         points = self._points.of(snapshot)
         with self._lock:
             self._follow_wall_clock()
-            self._fold(now_seconds)
             for subject, row in points:
-                self._series_of(subject).tracks[0].put(int(now_seconds), row)
+                self._series_of(subject).tracks[0].put(second, row)
                 self._count(subject.key)
+            self._recorded_seconds = second + 1
+            self._fold(second + 1)
             if self.size_bytes > _BUDGET_BYTES:
-                self._make_room(now_seconds)
+                self._make_room(second)
 
     def document(
         self,
@@ -111,15 +116,18 @@ class History:
         The steps are the shortest ones that reach back to the start and are at most `points`. `names` has the names of
         the jobs whose commands may be shown; None shows all.
         """
+        now_seconds = self.now_seconds
         with self._lock:
             shift_seconds = self._shift_seconds
+            # The present second is not a gap.
+            late = now_seconds - self._recorded_seconds
+            newest_seconds = self._recorded_seconds if 0 < late < _LATE_SECONDS else now_seconds
             keys = self._devices() if uuids is None else list(uuids)
         keys += jobs
         points = max(1, min(points, _MAX_POINTS // max(1, len(keys))))
-        now_seconds = self.now_seconds
         oldest_seconds = now_seconds - self._resolutions[-1].kept_seconds
         start_seconds = max(from_unix_seconds - shift_seconds, oldest_seconds)
-        end_seconds = max(start_seconds, min(to_unix_seconds - shift_seconds, now_seconds))
+        end_seconds = max(start_seconds, min(to_unix_seconds - shift_seconds, newest_seconds))
         steps = self._steps(start_seconds, end_seconds, now_seconds, points)
         step_seconds = self._resolutions[steps.track].step_seconds
         ends = [end * step_seconds + shift_seconds for _, end in _groups(steps)]
@@ -234,11 +242,11 @@ class History:
         if self._bytes[owner] <= 0:
             del self._bytes[owner]
 
-    def _fold(self, now_seconds: float) -> None:
-        if self._folded_step == (step := int(now_seconds // _FOLD_SECONDS)):
+    def _fold(self, now_seconds: int) -> None:
+        if self._folded_step == (step := now_seconds // _FOLD_SECONDS):
             return
         self._folded_step = step
-        expires = self._expired_step != (minute := int(now_seconds // _EXPIRY_SECONDS))
+        expires = self._expired_step != (minute := now_seconds // _EXPIRY_SECONDS)
         self._expired_step = minute
         for key, series in list(self._series.items()):
             series.fold(now_seconds)

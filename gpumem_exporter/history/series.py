@@ -16,7 +16,7 @@ VALUES = ("used", "allocated", "idle_cache", "in_use_peak")
 UNKNOWN = (1 << 32) - 1
 """No value. It is larger than every value, so `min` ignores it."""
 _UNIT_BITS = 10
-_FIXED_BYTES = 1024
+_FIXED_BYTES = 640
 """The Python objects of a series without its arrays and texts, as tracemalloc counts them."""
 
 
@@ -171,8 +171,8 @@ class Series:
             track.drop_before(int(now_seconds // track.resolution.step_seconds) - track.resolution.kept_steps)
 
     def shorten(self) -> None:
-        """Drop a quarter of the rows of the largest resolution, the oldest ones."""
-        largest = max(self.tracks, key=lambda track: len(track.values))
+        """Drop a quarter of the rows of the largest resolution, the oldest ones. Seconds are kept longest."""
+        largest = max(self.tracks, key=lambda track: len(track.values) / (2 if track is self.tracks[0] else 1))
         largest.drop_before(largest.first + max(1, (largest.end - largest.first) // 4))
 
 

@@ -42,7 +42,7 @@ from gpumem_exporter.server.security.request_guard import OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History as RowsHistory
-from gpumem_exporter.view.growth import SPAN_SECONDS, growth
+from gpumem_exporter.view.growth import SPAN_SECONDS
 from gpumem_exporter.view.live import NodeView
 
 if TYPE_CHECKING:
@@ -159,7 +159,11 @@ class Runtime:
             socket_file=socket_file,
         )
         self.live = LiveNode(
-            NodeView(clock=clock, growth_of=lambda job: growth(self.history.job_minima(job, SPAN_SECONDS))),
+            NodeView(
+                clock=clock,
+                wall_clock=wall_clock,
+                minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
+            ),
             self.renderer,
             snapshot=self.snapshot,
             health=self.health.document,

@@ -19,7 +19,17 @@ from gpumem_dashboards.frame import (
     with_rows,
 )
 from gpumem_dashboards.palette import PRESSURE, ledger_words, none_is_good
-from gpumem_dashboards.panels import colored, columns, count, graph, history, number, stacked
+from gpumem_dashboards.panels import (
+    colored,
+    columns,
+    count,
+    graph,
+    history,
+    idle_cache,
+    number,
+    share_reported,
+    stacked,
+)
 from gpumem_dashboards.promql import (
     ABOVE,
     CLUSTER,
@@ -30,7 +40,6 @@ from gpumem_dashboards.promql import (
     ON_PROCESS,
     PROCESS,
     above_seconds,
-    coverage,
     hard_used_ratio,
     largest_category,
     largest_process,
@@ -113,25 +122,8 @@ def _overview() -> list[Any]:
             units.Short,
             [(f"sum({nearly_full})", "devices"), (f"count({hard_used_ratio(GPU)})", "of")],
         ),
-        number(
-            "Coverage",
-            "Of the memory that processes use, the share of the processes that report. The memory of the other"
-            " processes is known only as a sum. Nodes where the driver does not list all processes are left out.",
-            units.PercentUnit,
-            coverage(NODE),
-            span=3,
-        ),
-        number(
-            "Idle cache",
-            "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
-            " good. A clear now: what torch.cuda.empty_cache() in every reporting process would release now. All"
-            " above the idle cache would be reserved again.",
-            units.BytesIEC,
-            [
-                (f"sum(gpumem_torch_idle_cache_bytes{{{WORKLOAD}}})", "idle cache"),
-                (f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})', "a clear now"),
-            ],
-        ),
+        share_reported(NODE),
+        idle_cache("reporting process", WORKLOAD, f'gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}}'),
         count(
             "Out-of-memory errors",
             "Out-of-memory errors that processes reported in the time range, including errors that the program caught.",

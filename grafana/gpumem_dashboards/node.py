@@ -21,14 +21,13 @@ from gpumem_dashboards.frame import (
     with_rows,
 )
 from gpumem_dashboards.palette import PRESSURE, UP
-from gpumem_dashboards.panels import bars, count, graph, ledger, number, stacked
+from gpumem_dashboards.panels import bars, count, graph, idle_cache, ledger, number, share_reported, stacked
 from gpumem_dashboards.promql import (
     CLUSTER,
     DEVICE,
     ON_PROCESS,
     ONE_NODE,
     above_seconds,
-    coverage,
     hard_used_ratio,
     process_used,
     seconds_to_full,
@@ -90,25 +89,8 @@ def _overview() -> list[Any]:
             limits=PRESSURE,
             span=3,
         ),
-        number(
-            "Coverage",
-            "Of the memory that processes use on this node, the share of the processes that report. The memory of the"
-            " other processes is known only as a sum. Unknown if the driver does not list the processes of a device.",
-            units.PercentUnit,
-            coverage(ONE_NODE),
-            span=3,
-        ),
-        number(
-            "Idle cache",
-            "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
-            " good. A clear now: what torch.cuda.empty_cache() in every reporting process would release now. All"
-            " above the idle cache would be reserved again.",
-            units.BytesIEC,
-            [
-                (f"sum(gpumem_torch_idle_cache_bytes{{{GPU}}})", "idle cache"),
-                (f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})', "a clear now"),
-            ],
-        ),
+        share_reported(ONE_NODE),
+        idle_cache("reporting process", GPU, f'gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}}'),
         number(
             "Fragmented",
             "Bytes of PyTorch's cache that torch.cuda.empty_cache() cannot release.",

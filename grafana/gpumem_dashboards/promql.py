@@ -8,7 +8,6 @@ CLUSTER = 'cluster=~"$cluster"'
 NODE = f'{CLUSTER}, instance=~"$node"'
 ONE_NODE = f'{CLUSTER}, instance="$node"'
 GPU = f'{NODE}, gpu=~"$gpu"'
-TORCH = f'{GPU}, workload=~"$workload", rank=~"$rank"'
 ONE_WORKLOAD = f'{GPU}, workload="$workload", rank=~"$rank"'
 
 # The identifying labels. Clusters may have nodes with equal names, and a pid is unique only within a node.

@@ -22,7 +22,19 @@ from gpumem_dashboards.frame import (
     with_rows,
 )
 from gpumem_dashboards.palette import PRESSURE, color
-from gpumem_dashboards.panels import bars, colored, count, dashed, described, graph, legend, number, query, stacked
+from gpumem_dashboards.panels import (
+    bars,
+    colored,
+    count,
+    dashed,
+    described,
+    graph,
+    idle_cache,
+    legend,
+    number,
+    query,
+    stacked,
+)
 from gpumem_dashboards.promql import (
     CLUSTER,
     GPU,
@@ -139,17 +151,8 @@ def _overview() -> list[Any]:
             f"max({HIGHEST}) - min({HIGHEST})",
             span=3,
         ),
-        number(
-            "Idle cache",
-            "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
-            " good. A clear now: what torch.cuda.empty_cache() in every process of the workload would release now. All"
-            " above the idle cache would be reserved again.",
-            units.BytesIEC,
-            [
-                (f"sum(gpumem_torch_idle_cache_bytes{{{ONE_WORKLOAD}}})", "idle cache"),
-                (f"sum(gpumem_torch_reclaimable_bytes{{{ONE_WORKLOAD}}})", "a clear now"),
-            ],
-            span=3,
+        idle_cache(
+            "process of the workload", ONE_WORKLOAD, f"gpumem_torch_reclaimable_bytes{{{ONE_WORKLOAD}}}", span=3
         ),
         count(
             "Out-of-memory errors",

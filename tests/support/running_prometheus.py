@@ -39,10 +39,11 @@ class RunningPrometheus:
         binary = shutil.which("prometheus")
         assert binary, "prometheus is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
         folder.mkdir(parents=True, exist_ok=True)
-        jobs = [{"targets": [address], "labels": {"instance": name}} for name, address in targets.items()]
-        for job in jobs:
-            if cluster := (clusters or {}).get(job["labels"]["instance"]):
-                job["labels"]["cluster"] = cluster
+        jobs = [
+            # Prometheus drops an empty label.
+            {"targets": [address], "labels": {"instance": name, "cluster": (clusters or {}).get(name, "")}}
+            for name, address in targets.items()
+        ]
         configuration = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
             "scrape_configs": [{"job_name": "gpumem", "static_configs": jobs, **(scrape or {})}],

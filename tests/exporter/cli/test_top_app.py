@@ -420,7 +420,12 @@ def _all_events() -> tuple[dict[str, Any], ...]:
         "limit_bytes": 40 * GIB,
         "allocator": {"reserved_bytes": 39 * GIB, "fragmented_bytes": GIB},
     }
-    done = {**action, "state": "done", "freed_bytes": 3 * GIB, "results": [{"pid": 7}, {"pid": 8}]}
+    done = {
+        **action,
+        "state": "done",
+        "freed_bytes": 3 * GIB,
+        "results": [{"pid": 7, "workload": "llm"}, {"pid": 8, "workload": "llm"}],
+    }
     types: tuple[tuple[str, Any], ...] = (
         ("oom", oom),
         ("oom", {"requested_bytes": None}),
@@ -428,7 +433,6 @@ def _all_events() -> tuple[dict[str, Any], ...]:
         ("device_returned", {}),
         ("process_started", {}),
         ("process_ended", {"reason": "its reporter stopped"}),
-        ("action_asked", {**action, "processes": [[7, "llm", "3"]]}),
         ("action", done),
         ("action", {**done, "action": "reset_peak", "reason": "", "state": "failed"}),
         ("policy_stopped", {"rule": "hoard", "reason": "in vain"}),
