@@ -254,7 +254,7 @@ def test_terminate_ends_the_target_process_and_releases_its_memory(
         lambda: terminating.metrics().values("gpumem_process_memory_used_bytes", pid=str(target.pid)), "the driver"
     )
     would = terminating.act("terminate", target={"pid": target.pid}, dry_run=True)
-    assert [(row["outcome"], row["freed_bytes"]) for row in would["results"]] == [("done", used)]
+    assert [(row["outcome"], row["freed_bytes"]) for row in would["results"]] == [("would_terminate", used)]
     assert node.books().used_by(target.pid) == used
     action = terminating.act("terminate", target={"pid": target.pid})
     assert [(row["outcome"], row["reason_code"]) for row in action["results"]] == [("done", "ended_by_sigterm")]
