@@ -12,6 +12,7 @@ from hypothesis import given
 from gpumem_exporter.core.ledger import CATEGORIES
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.view.live import NodeView
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 from tests.support.random_snapshots import SNAPSHOTS
 
