@@ -19,6 +19,8 @@ from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import EventLog, Recorder, Storage, last_ooms
+from gpumem_exporter.history.history import History
+from gpumem_exporter.history.recorder import HistoryRecorder
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
@@ -39,7 +41,8 @@ from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.request_guard import OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
-from gpumem_exporter.server.web.history import History
+from gpumem_exporter.server.web.history import History as RowsHistory
+from gpumem_exporter.view.growth import SPAN_SECONDS
 from gpumem_exporter.view.jobs import job_of_process
 from gpumem_exporter.view.live import NodeView
 
@@ -142,7 +145,11 @@ class Runtime:
             wall_clock=wall_clock,
             report_interval_seconds=settings.report_interval,
         )
-        self.history = History(reading_expiry_seconds=self.store.reading_expiry_seconds)
+        self.rows_history = RowsHistory(reading_expiry_seconds=self.store.reading_expiry_seconds)
+        self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
+        self.history_recorder = HistoryRecorder(
+            self.history, self.snapshot, Path(settings.storage_path) if settings.storage_path else None
+        )
         self.renderer = Renderer()
         self.health = Health(
             self.poller,
@@ -153,7 +160,11 @@ class Runtime:
             socket_file=socket_file,
         )
         self.live = LiveNode(
-            NodeView(clock=clock, growth_of=lambda _: None),
+            NodeView(
+                clock=clock,
+                wall_clock=wall_clock,
+                minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
+            ),
             self.renderer,
             snapshot=self.snapshot,
             health=self.health.document,

@@ -1,7 +1,7 @@
 """Findings: what on the node needs attention, with one definition of severity for page, terminal and commands.
 
 The severities are those of the alert rules. A full device is no finding: it is what it was bought for. `critical`: work
-is lost, or will be within an hour. `warning`: somebody should look at it today. `info`: worth knowing.
+is lost, or will be within an hour. `warning`: a person should look at it today. `info`: worth knowing.
 """
 
 from __future__ import annotations
@@ -172,7 +172,10 @@ def _request(oom: LastOom) -> str:
         had = f"it had reserved {human_bytes(reserved)} of its limit of {human_bytes(limit)}"
     else:
         had = f"{human_bytes(free)} was free"
-    fragmented = f", {human_bytes(oom.fragmented_bytes)} of it fragmented" if oom.fragmented_bytes else ""
+        had += f", it had reserved {human_bytes(reserved)}" if reserved else ""
+    fragmented = ""
+    if oom.fragmented_bytes and reserved is not None and oom.fragmented_bytes >= _FRAGMENTED * reserved:
+        fragmented = f", {human_bytes(oom.fragmented_bytes)} of it fragmented"
     return f"requested {requested}{place}; {had}{fragmented}"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+SPAN_SECONDS = 3600.0
+"""The time of which the minima count."""
 MIN_SECONDS = 300.0
 """A shorter rise is a start: a model loads, and its optimizer creates its state."""
 _MIN_BYTES = 64 << 20

@@ -194,8 +194,8 @@ def job_of_process(process: ReportingProcess) -> str:
 
 @cache
 def _key() -> bytes:
-    # Without a key, anybody could find the uid by hashing all of them. Each boot has another id, which is the same in
-    # all containers of the node and is never sent.
+    # Without a key, any client could find the uid by hashing all of them. Each boot has another id, which is the same
+    # in all containers of the node and is never sent.
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:

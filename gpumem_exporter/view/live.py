@@ -11,11 +11,14 @@ from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_led
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.view.documents import SeenProcess, device_document, process_document
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
-from gpumem_exporter.view.growth import Growth
+from gpumem_exporter.view.growth import Growth, growth
 from gpumem_exporter.view.jobs import Job, Part, job_uuids, jobs_of, parts_of
+from gpumem_exporter.view.sentences import stays_free
 from gpumem_exporter.view.words import WORDS
 
 ALL_DETAILS = "all"
+_GROWTH_SECONDS = 30.0
+"""The minima of minutes change no more often."""
 
 Document = dict[str, Any]
 
@@ -23,18 +26,28 @@ Document = dict[str, Any]
 class NodeView:
     """Builds the document of the node. Thread-safe.
 
-    `growth_of` returns the growth of a job by its id, or None. `clock` is the monotonic clock of the snapshots.
+    `minima_of` returns the smallest allocated bytes of a job, by its id, in each minute of the last hour, with the end
+    of the minute in Unix seconds. `clock` is the monotonic clock of the snapshots.
     """
 
-    def __init__(self, *, clock: Callable[[], float], growth_of: Callable[[str], Growth | None]) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        minima_of: Callable[[str], Sequence[tuple[float, int]]],
+    ) -> None:
+        self._clock, self._wall_clock = clock, wall_clock
         self._since = Since(clock)
-        self._growth_of = growth_of
+        self._minima_of = minima_of
+        self._growths: dict[str, tuple[float, Growth | None]] = {}
+        """The growth of each job, by its id, and when it was computed. Replaced, never changed."""
 
     def notice(self, snapshot: Snapshot, failed_checks: Iterable[Mapping[str, str]]) -> None:
-        """Note since when each finding lasts; called about once a second, also while nobody reads the document."""
+        """Note since when each finding lasts; called about once a second, also while no client reads the document."""
         shares = node_shares(snapshot)
         jobs = jobs_of(snapshot, shares=shares)
-        self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growths(jobs), failed_checks)
+        self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growing(jobs), failed_checks)
 
     def document(
         self,
@@ -54,7 +67,7 @@ class NodeView:
         shares = node_shares(snapshot)
         ledgers = node_ledgers(snapshot, shares)
         jobs = jobs_of(snapshot, viewer, shares)
-        growths = self._growths(jobs)
+        growths = self._growing(jobs)
         reading = snapshot.node
         users = _users(jobs)
         devices = [
@@ -83,8 +96,20 @@ class NodeView:
             "words": WORDS,
         }
 
-    def _growths(self, jobs: Iterable[Job]) -> dict[str, Growth]:
-        return {job.id: grows for job in jobs if (grows := self._growth_of(job.id)) is not None}
+    def _growing(self, jobs: Iterable[Job]) -> dict[str, Growth]:
+        """Return the jobs that grow, by id, with the start on the monotonic clock."""
+        now, known = self._clock(), self._growths
+        computed: dict[str, tuple[float, Growth | None]] = {}
+        for job in jobs:
+            before = known.get(job.id)
+            if before is not None and now - before[0] < _GROWTH_SECONDS:
+                computed[job.id] = before
+            else:
+                to_monotonic = now - self._wall_clock()
+                minima = [(seconds + to_monotonic, size) for seconds, size in self._minima_of(job.id)]
+                computed[job.id] = now, growth(minima)
+        self._growths = computed
+        return {key: grows for key, (_, grows) in computed.items() if grows is not None}
 
     def _findings(
         self,
@@ -248,10 +273,12 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
     )
     pids = [pid for pid, _ in able]
     mode, group = suggested_mode([reporter for _, reporter in able], now_seconds)
+    again, at_least = max(0, again), any(sample.idle_cache_bytes is None for sample in samples)
     return {
         "stays_free_bytes": idle,
-        "again_bytes": max(0, again),
-        "at_least": any(sample.idle_cache_bytes is None for sample in samples),
+        "again_bytes": again,
+        "at_least": at_least,
+        "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=mode == 'step')}.",
         "target": {"pid": pids[0] if len(pids) == 1 else pids},
         "mode": mode,
         "group": group,

@@ -8,7 +8,7 @@ import pytest
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.results import dry_run_results
+from gpumem_exporter.actions.results import NodeFacts, dry_run_results
 from gpumem_exporter.actions.selection import select, select_reporting
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears, suggested_mode
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
@@ -107,7 +107,7 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
     of_device = dataclasses.replace(sample(UUIDS[0], 1), idle_cache_bytes=idle, reclaimable_bytes=reclaimable)
     snapshot = Snapshot(0.0, None, (reporting(1, devices=(of_device,)),))
     (selected,) = select_reporting(EVERYTHING, snapshot)
-    (result,) = dry_run_results(selected, ActionRequest("empty_cache", EVERYTHING), {})
+    (result,) = dry_run_results(selected, ActionRequest("empty_cache", EVERYTHING), NodeFacts())
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
 
 

@@ -24,9 +24,9 @@ class NoAudit:
 async def test_requests_for_one_action_that_wait_build_its_document_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
 
-    def counted(action: Action) -> dict[str, Any]:
+    def counted(action: Action, *suggested: Any) -> dict[str, Any]:
         built.append(action.id)
-        return action_document(action)
+        return action_document(action, *suggested)
 
     monkeypatch.setattr(module, "action_document", counted)
     result = ActionResult(1, "llm", "0", "0", "GPU-1", "done")
@@ -36,7 +36,7 @@ async def test_requests_for_one_action_that_wait_build_its_document_once(monkeyp
     renderer, release = Renderer(), threading.Event()
     before = asyncio.ensure_future(renderer.render(lambda: b"%d" % release.wait()))
     routes: Any = ActionRoutes
-    replies = [routes(None, NoAudit(), None, renderer)._recorded(action) for _ in range(100)]
+    replies = [routes(None, NoAudit(), None, renderer, None)._recorded(action) for _ in range(100)]
     waiting = [asyncio.ensure_future(reply) for reply in replies]
     await asyncio.sleep(0)
     assert not built, "nothing is kept for a request that waits"
