@@ -46,6 +46,8 @@ class Event:
     """If not empty, the event is stored only if the subject's last event has this type."""
     owner: str = ""
     """The `ProcessKey.share` or `Caller.share` whose part of the storage it takes; empty for events of the node."""
+    job: str = ""
+    """The id of the process' job in `view.jobs`; empty if the event is not about a single process."""
 
     @property
     def items(self) -> int:
@@ -64,8 +66,8 @@ class Query:
     types: tuple[str, ...] = EVENT_TYPES
     pid: str | None = None
     """Only events about the process of this name. An action is about each of its target processes."""
-    workload: str | None = None
-    """Only events about processes of this workload."""
+    job: str | None = None
+    """Only events about the job of this id, or about this workload. An action is about each of its target processes."""
     device: str | None = None
     """Only events about the device of this uuid."""
     limit: int = 100

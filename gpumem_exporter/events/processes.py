@@ -113,11 +113,19 @@ class ProcessHistory:
     """Tracks reporting processes. Thread-safe.
 
     The driver's values that are older than the last report by more than `reading_expiry_seconds` are left out.
-    `on_left_out` receives the number of events that are left out, because a user starts too many processes.
+    `job_of` returns the id of a process' job. `on_left_out` receives the number of events that are left out, because a
+    user starts too many processes.
     """
 
-    def __init__(self, *, reading_expiry_seconds: float, on_left_out: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        *,
+        reading_expiry_seconds: float,
+        job_of: Callable[[ReportingProcess], str],
+        on_left_out: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._reading_expiry_seconds = reading_expiry_seconds
+        self._job_of = job_of
         self._on_left_out = on_left_out
         self._lock = threading.Lock()
         self._minute = 0
@@ -272,6 +280,7 @@ class ProcessHistory:
             "workload": identity.workload,
             "rank": identity.rank,
             "owner": process.key.share,
+            "job": self._job_of(process),
         }
 
 

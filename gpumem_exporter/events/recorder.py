@@ -101,7 +101,7 @@ class Recorder:
 
     The event loop calls all methods except `take_reading`, which the poller's thread calls. `on_ooms` receives each new
     out-of-memory error, even if it cannot be stored, and `on_left_out` the number of events beyond the limits of their
-    process or user.
+    process or user. `job_of` returns the id of a process' job.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class Recorder:
         reading_expiry_seconds: float,
         wall_clock: Callable[[], float],
         on_ooms: Callable[[Sequence[Event]], None],
+        job_of: Callable[[ReportingProcess], str],
         on_left_out: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.log = log
@@ -119,7 +120,10 @@ class Recorder:
         self._wall_clock = wall_clock
         self._on_ooms = on_ooms
         self._on_left_out = on_left_out
-        self._processes = ProcessHistory(reading_expiry_seconds=reading_expiry_seconds, on_left_out=on_left_out)
+        self._job_of = job_of
+        self._processes = ProcessHistory(
+            reading_expiry_seconds=reading_expiry_seconds, job_of=job_of, on_left_out=on_left_out
+        )
         self._ooms = OomDeduplicator()
         self._devices = DeviceHistory()
         self._uncommitted: dict[str, Future[bool]] = {}
@@ -142,7 +146,8 @@ class Recorder:
             stored = self._ooms.within_limit(process.key, events, now)
             self._on_left_out(len(events) - len(stored))
             if stored:
-                self._uncommitted[session] = self.log.put(stored)
+                job = self._job_of(process)
+                self._uncommitted[session] = self.log.put([replace(event, job=job) for event in stored])
         return self._uncommitted.get(session)
 
     def take_reading(self, reading: NodeReading) -> None:

@@ -54,11 +54,12 @@ CREATE TABLE events (
 CREATE INDEX events_time ON events (time);
 CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
 """
-_COLUMNS_OF_LATER_VERSIONS = {"owner": "TEXT", "stored": "REAL"}
+_COLUMNS_OF_LATER_VERSIONS = {"owner": "TEXT", "stored": "REAL", "job": "TEXT"}
 _LATER_SCHEMA = """
 CREATE TABLE IF NOT EXISTS running_time (seconds REAL NOT NULL, monotonic_seconds REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS events_owner ON events (owner);
 CREATE INDEX IF NOT EXISTS events_stored ON events (stored);
+CREATE INDEX IF NOT EXISTS events_job ON events (job) WHERE job != '';
 CREATE INDEX IF NOT EXISTS events_slurm_job ON events (json_extract(detail, '$.slurm_job_id'))
     WHERE type = 'process_ended';
 CREATE INDEX IF NOT EXISTS events_ray_job ON events (json_extract(detail, '$.ray_job_id'))
@@ -67,7 +68,10 @@ CREATE INDEX IF NOT EXISTS events_ray_job ON events (json_extract(detail, '$.ray
 """Added to a file of an earlier exporter, which can still use the file: the format stays 1."""
 _RUNNING_TIME_STEP_SECONDS = 60.0
 """The running time is written this often; so much may be lost if the machine loses power."""
-_COLUMNS = ("id", "type", "time", "gpu", "uuid", "pid", "workload", "rank", "detail", "subject", "owner", "stored")
+_COLUMNS = (
+    *("id", "type", "time", "gpu", "uuid", "pid", "workload", "rank"),
+    *("detail", "subject", "owner", "stored", "job"),
+)
 _INSERT = f"INSERT INTO events ({', '.join(_COLUMNS)}) VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
 _IS_AUDIT = f"type IN ({', '.join(map(repr, AUDIT_TYPES))})"
 _SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROUP BY 1, 2"  # noqa: S608 - constant names
@@ -80,9 +84,14 @@ _ABOUT = """({0} = :{0} OR (type = 'action' AND EXISTS (
 """Selects the events with a value in a column, and the actions with a result that has it."""
 _OF_DEVICE = f"""({_ABOUT.format("uuid")} OR (type = 'process_ended' AND EXISTS (
     SELECT 1 FROM json_each(detail, '$.devices') WHERE json_extract(value, '$.uuid') = :uuid)))"""  # noqa: S608 - constant names
-_OF_JOB = """id IN (
-    SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.slurm_job_id') = :job
-    UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job)"""
+_PIDS_OF_JOB = "(SELECT pid FROM events WHERE job = :job AND job != '')"
+_OF_JOB = f"""(job = :job OR workload = :job OR (type IN ('action', 'policy_stopped') AND (
+    pid IN {_PIDS_OF_JOB} OR EXISTS (
+        SELECT 1 FROM json_each(detail, '$.results') WHERE json_extract(value, '$.workload') = :job
+        OR CAST(json_extract(value, '$.pid') AS TEXT) IN {_PIDS_OF_JOB}))))"""  # noqa: S608 - constant names
+_OF_JOB_ID = """id IN (
+    SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.slurm_job_id') = :job_id
+    UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job_id)"""
 
 
 class Storage:
@@ -334,6 +343,7 @@ def _row(event: Event) -> dict[str, Any]:
         "detail": detail_json(event.detail),
         "subject": _text(event.subject or None),
         "owner": _text(event.owner),
+        "job": event.job,
     }
 
 
@@ -350,6 +360,7 @@ def _event(row: sqlite3.Row) -> Event:
         detail=json.loads(row["detail"]),
         subject=row["subject"] or "",
         owner=row["owner"] or "",
+        job=row["job"] or "",
     )
 
 
@@ -365,11 +376,14 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     conditions = [f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})"]
     if query.since_unix_seconds is not None:
         conditions.append("time >= :since")
-    conditions += [_ABOUT.format(name) for name in ("pid", "workload") if getattr(query, name) is not None]
+    if query.pid is not None:
+        conditions.append(_ABOUT.format("pid"))
+    if query.job is not None:
+        conditions.append(_OF_JOB)
     if query.device is not None:
         conditions.append(_OF_DEVICE)
     if query.job_id is not None:
-        conditions.append(_OF_JOB)
+        conditions.append(_OF_JOB_ID)
     if query.newest_of_each:
         earlier = " AND ".join(conditions)
         conditions.append(f"id IN (SELECT max(id) FROM events WHERE {earlier} GROUP BY uuid, pid)")  # noqa: S608
@@ -381,9 +395,9 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
             "after": after,
             "since": query.since_unix_seconds,
             "pid": query.pid,
-            "workload": query.workload,
+            "job": query.job,
             "uuid": query.device,
-            "job": query.job_id,
+            "job_id": query.job_id,
             "limit": query.limit + 1,
             **{f"type{i}": type_ for i, type_ in enumerate(query.types)},
         },

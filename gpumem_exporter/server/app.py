@@ -162,7 +162,13 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             hide_identities_from=runtime.callers if hide_identities else None,
         ),
         caller_router(callers=runtime.callers, allowed=runtime.settings.action_allow, snapshot=runtime.snapshot),
-        actions_router(dispatcher=dispatcher, audit=audit, held_requests=held_requests, renderer=runtime.renderer),
+        actions_router(
+            dispatcher=dispatcher,
+            audit=audit,
+            held_requests=held_requests,
+            renderer=runtime.renderer,
+            snapshot=runtime.snapshot,
+        ),
         alerts_router(
             dispatcher=dispatcher,
             audit=audit,

@@ -43,6 +43,7 @@ from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History as RowsHistory
 from gpumem_exporter.view.growth import SPAN_SECONDS
+from gpumem_exporter.view.jobs import job_of_process
 from gpumem_exporter.view.live import NodeView
 
 if TYPE_CHECKING:
@@ -204,6 +205,7 @@ class Runtime:
             reading_expiry_seconds=store.reading_expiry_seconds,
             wall_clock=wall_clock,
             on_ooms=lambda ooms: store.put_ooms(last_ooms(ooms, clock(), wall_clock())),
+            job_of=job_of_process,
             on_left_out=self.instruments.count_events_dropped,
         )
 

@@ -15,7 +15,7 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.core.ledger import ProcessShare, fragmented_bytes, sum_of_known
 from gpumem_exporter.core.place import Place
-from gpumem_exporter.core.samples import NodeReading, Snapshot
+from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.view.documents import SeenProcess, seen_processes
 
@@ -184,6 +184,12 @@ def job_id(workload: str, owner: Owner) -> str:
     uid, place = owner
     digest = hashlib.blake2b(f"{uid} {place!r} {workload}".encode("utf-8", "replace"), digest_size=6, key=_key())
     return f"{_UNSAFE.sub('-', workload)[:_ID_CHARACTERS]}~{digest.hexdigest()}"
+
+
+def job_of_process(process: ReportingProcess) -> str:
+    """Return the id of the job of a process that reports."""
+    workload = process.report.process.workload
+    return job_id(workload, process.key.owner) if workload else f"pid~{process.name}"
 
 
 @cache

@@ -49,6 +49,7 @@ class RecorderBench:
             reading_expiry_seconds=5,
             wall_clock=lambda: self.unix,
             on_ooms=lambda events: self.store.put_ooms(last_ooms(events, self.now, self.unix)),
+            job_of=lambda process: f"{process.report.process.workload}~1",
             on_left_out=self.left_out.append,
         )
 

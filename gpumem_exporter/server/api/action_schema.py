@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from typing_extensions import NotRequired, TypedDict
 
-from gpumem_client.wire.protocol import MAX_INTEGER
+from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.actions.request import (
@@ -60,6 +60,44 @@ class KnownFields(BaseModel):
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
         return value
+
+
+def words(values: object) -> object:
+    """Return the values of a repeatable parameter, each of which may be a list with commas."""
+    return [part.strip() for value in values for part in str(value).split(",")] if isinstance(values, list) else values
+
+
+_STATES = tuple(state.value for state in ActionState)
+
+
+class ListParameters(KnownFields):
+    """The parameters of a list of actions."""
+
+    limit: int = Field(100, ge=1, le=1000, description="the maximum number of actions")
+    action: Annotated[tuple[Literal[ACTIONS], ...], BeforeValidator(words)] = Field(  # type: ignore[valid-type]
+        (), description="only these actions, separated by commas"
+    )
+    state: Annotated[tuple[Literal[_STATES], ...], BeforeValidator(words)] = Field(  # type: ignore[valid-type]
+        (), description="only actions in these states, separated by commas"
+    )
+    job: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2 * MAX_LABEL_LENGTH,
+        description="only actions on processes of this job: its workload, or the id of a running job in `/api/v1/live`",
+    )
+    dry_run: bool | None = Field(None, description="only dry runs; or only other actions")
+
+    def admit(self, action: Action, of_job: Collection[str]) -> bool:
+        """Return whether the list has an action; `of_job` are the pids of the job."""
+        return (
+            (not self.action or action.action in self.action)
+            and (not self.state or action.state in self.state)
+            and self.dry_run in (None, action.dry_run)
+            and (
+                self.job is None or any(each.workload == self.job or str(each.pid) in of_job for each in action.results)
+            )
+        )
 
 
 class _Strict(KnownFields):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -33,6 +34,7 @@ from gpumem_exporter.server.api.action_schema import (
     ActionBody,
     ActionDocument,
     ActionsDocument,
+    ListParameters,
     action_document,
     listed_action_document,
 )
@@ -42,9 +44,9 @@ from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, j
 from gpumem_exporter.server.http.turns import HeldRequests
 from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH, CALLER_PATH
+from gpumem_exporter.view.jobs import job_of_process
 
 MAX_IDEMPOTENCY_KEY_LENGTH = 255
-MAX_LISTED = 1000
 MAX_LISTED_TEXT = 1 << 20
 INLINE_RESULTS = 16
 """The number of results that the event loop encodes itself, in less than 1 ms. Waking the thread takes as long."""
@@ -79,10 +81,15 @@ _CANCEL = _route("the processes forget their commands", 401, 403, 404)
 
 
 def actions_router(
-    *, dispatcher: Dispatcher, audit: Audit, held_requests: HeldRequests, renderer: Renderer
+    *,
+    dispatcher: Dispatcher,
+    audit: Audit,
+    held_requests: HeldRequests,
+    renderer: Renderer,
+    snapshot: Callable[[], Snapshot],
 ) -> APIRouter:
     """Return the routes of actions."""
-    routes = ActionRoutes(dispatcher, audit, held_requests, renderer)
+    routes = ActionRoutes(dispatcher, audit, held_requests, renderer, snapshot)
     path = ACTIONS_PATH + "/{action_id}"
     router = APIRouter(tags=["actions"])
     router.post(ACTIONS_PATH, **_SUBMIT)(routes.submit)
@@ -95,11 +102,19 @@ def actions_router(
 class ActionRoutes:
     """The handlers of the routes."""
 
-    def __init__(self, dispatcher: Dispatcher, audit: Audit, held_requests: HeldRequests, renderer: Renderer) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        audit: Audit,
+        held_requests: HeldRequests,
+        renderer: Renderer,
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
         self._dispatcher = dispatcher
         self._audit = audit
         self._held_requests = held_requests
         self._renderer = renderer
+        self._snapshot = snapshot
 
     async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
@@ -125,13 +140,19 @@ class ActionRoutes:
             reply.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
         return reply
 
-    async def recent(self, request: Request, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> Response:
+    async def recent(self, request: Request, parameters: Annotated[ListParameters, Query()]) -> Response:
         """The audit log: the last actions without their results, newest first.
 
         A caller without the rights to all sees its own actions. Long targets shorten the list, to about 1 MiB.
         """
         visible = [action for action in self._dispatcher.recent() if action.visible_to(request.state.caller)]
-        return json_response(await self._renderer.render(lambda: _listing(visible[:limit])))
+        names = self._snapshot().names
+
+        def listing() -> bytes:
+            of_job = {name for name, process in names.reporting if job_of_process(process) == parameters.job}
+            return _listing(islice((each for each in visible if parameters.admit(each, of_job)), parameters.limit))
+
+        return json_response(await self._renderer.render(listing))
 
     async def one(self, request: Request, action_id: str) -> Response:
         """One action."""
@@ -171,7 +192,7 @@ def _document(action: Action, suggested: Sequence[ActionRequest]) -> bytes:
     return encoded(action_document(action, suggested))
 
 
-def _listing(actions: Sequence[Action]) -> bytes:
+def _listing(actions: Iterable[Action]) -> bytes:
     texts: list[str] = []
     size = 0
     for action in actions:

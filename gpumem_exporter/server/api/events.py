@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
-from urllib.parse import unquote
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi import Query as QueryParameters
@@ -20,21 +18,15 @@ from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.events import AUDIT_TYPES, EVENT_TYPES, Event, EventLog, Page, Query, Recorder
 from gpumem_exporter.events.entries import Entry, fold
-from gpumem_exporter.server.api.action_schema import KnownFields
+from gpumem_exporter.server.api.action_schema import KnownFields, words
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH, JOBS_PATH
 
 MAX_LISTED = 1000
-_JOB_ID = re.compile(r"pid~(?P<pid>.+)|(?P<workload>.+)~[0-9a-f]{8}", re.DOTALL)
-"""An id of a job in `/api/v1/live`."""
 _JOB_PAGE = 1000
 _MAX_JOB_PAGES = 8
 """A page has at most 1000 processes and 1 MiB of events."""
-
-
-def _split(values: object) -> object:
-    return [part.strip() for value in values for part in str(value).split(",")] if isinstance(values, list) else values
 
 
 def _known_types(values: Sequence[str]) -> tuple[str, ...]:
@@ -55,7 +47,7 @@ class EventParameters(KnownFields):
     since: Annotated[AwareDatetime, BeforeValidator(_restore_plus)] | None = Field(
         None, description="only events at or after this time: Unix seconds, or RFC 3339"
     )
-    type: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_known_types)] = Field(
+    type: Annotated[tuple[str, ...], BeforeValidator(words), AfterValidator(_known_types)] = Field(
         (),
         description="only events of these types, separated by commas",
         json_schema_extra={"items": {"type": "string", "enum": list(EVENT_TYPES)}},
@@ -88,23 +80,14 @@ class EventParameters(KnownFields):
     def query(self) -> Query:
         """Return the query for the event log."""
         since = None if self.since is None else self.since.timestamp()
-        pid, workload = self.pid, None
-        if self.job is not None:
-            match = _JOB_ID.fullmatch(self.job)
-            if match is None:
-                workload = self.job
-            elif match["pid"] is not None:
-                pid = match["pid"]
-            else:
-                workload = unquote(match["workload"])
         # The last 100 entries may stand for many more events.
         limit = MAX_LISTED if self.fold and self.latest else self.limit
         return Query(
             after=self.after,
             since_unix_seconds=since,
             types=self.type or EVENT_TYPES,
-            pid=pid,
-            workload=workload,
+            pid=self.pid,
+            job=self.job,
             device=self.device,
             limit=limit,
         )
@@ -130,6 +113,7 @@ class EventDocument(TypedDict):
     pid: Annotated[int | str | None, Field(description="the `pid` label of the process' series")]
     workload: str | None
     rank: str | None
+    job: Annotated[str | None, Field(description="the id of the process' job in `/api/v1/live`")]
     detail: Annotated[dict[str, Any], Field(description="values that depend on the type")]
     title: Annotated[str, Field(description="what happened, in one or two words")]
     text: Annotated[str, Field(description="whose event it is, and its values, in one line")]
@@ -212,6 +196,7 @@ def _event(entry: Entry) -> EventDocument:
         "pid": event.pid,
         "workload": event.workload,
         "rank": event.rank,
+        "job": event.job or None,
         "detail": dict(event.detail),
         "title": entry.title,
         "text": entry.text,

@@ -368,3 +368,26 @@ def test_a_removed_file_is_created_again(on_disk: Bench, tmp_path: Path) -> None
     on_disk.storage.close()
     on_disk.again()
     assert on_disk.numbers() == [2]
+
+
+def test_events_about_a_job_are_found_by_its_id_and_by_its_workload(bench: Bench) -> None:
+    ada, eve = {"job": "llm~aa", "workload": "llm"}, {"job": "llm~ee", "workload": "llm"}
+    bench.put(1, type="process_started", pid=7, **ada)
+    bench.put(2, type="process_started", pid=8, **eve)
+    bench.put(3, type="process_started", pid=9, job="pid~9", workload="")
+    for number, pids in ((4, [7]), (5, [8]), (6, [9])):
+        results = [{"pid": pid, "workload": "" if pid == 9 else "llm"} for pid in pids]
+        bench.put(number, type="action", workload=None, detail={"number": number, "results": results})
+    bench.put(7, type="policy_stopped", pid=8, workload=None)
+    assert bench.numbers(job="llm~aa", after=0) == [1, 4]
+    assert bench.numbers(job="llm~ee", after=0) == [2, 5, 7]
+    assert bench.numbers(job="pid~9", after=0) == [3, 6]
+    assert bench.numbers(job="llm", after=0) == [1, 2, 4, 5]
+
+
+def test_events_about_a_device_are_found_by_its_uuid(bench: Bench) -> None:
+    bench.put(1, type="device_lost", uuid="GPU-1")
+    bench.put(2, type="action", uuid=None, detail={"number": 2, "results": [{"uuid": "GPU-0"}, {"uuid": "GPU-1"}]})
+    bench.put(3, type="process_ended", uuid=None, detail={"number": 3, "devices": [{"uuid": "GPU-1"}]})
+    bench.put(4, type="oom", uuid="GPU-0")
+    assert bench.numbers(device="GPU-1", after=0) == [1, 2, 3]

@@ -36,7 +36,7 @@ async def test_requests_for_one_action_that_wait_build_its_document_once(monkeyp
     renderer, release = Renderer(), threading.Event()
     before = asyncio.ensure_future(renderer.render(lambda: b"%d" % release.wait()))
     routes: Any = ActionRoutes
-    replies = [routes(None, NoAudit(), None, renderer)._recorded(action) for _ in range(100)]
+    replies = [routes(None, NoAudit(), None, renderer, None)._recorded(action) for _ in range(100)]
     waiting = [asyncio.ensure_future(reply) for reply in replies]
     await asyncio.sleep(0)
     assert not built, "nothing is kept for a request that waits"
