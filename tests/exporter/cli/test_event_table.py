@@ -10,7 +10,7 @@ from gpumem_exporter.cli.render.event_table import event_line, event_table
 from gpumem_exporter.events import Event, Page
 from gpumem_exporter.server.api.events import events_document
 from tests.support.golden import assert_golden, printed
-from tests.support.top_documents import GIB, event
+from tests.support.live_documents import GIB, event
 
 _NOON = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
 _OOM = {
