@@ -149,7 +149,7 @@ JOBS = (
     Column("fold", lambda row: row["fold"], own=" ", sorts=False, left=True, style_of=lambda row: row["color"]),
     _NODE,
     Column("job", _text("title"), key=lambda row: row["title"].casefold(), left=True, cut=12, style_of=_job_style),
-    Column("owner", _owner, 2, key=lambda row: row["owner"].casefold() or None, left=True, cut=7),
+    Column("owner", _owner, 2, key=lambda row: row["owner"].casefold() or None, left=True, cut=10),
     Column("devices", _devices, 3, key=lambda row: number(row["gpus"][0]) if row["gpus"] else None, left=True, cut=7),
     _size("used"),
     _size("allocated", 7, short="Alloc"),
@@ -167,7 +167,8 @@ JOBS = (
     Column("command", _text("command"), 15, own="Command", left=True, cut=20),
 )
 """`job_rows` makes the rows: of jobs, and of the processes on each device."""
-SORTS = tuple(column.name.replace("_", "-") for column in JOBS if column.sorts)
+_RARE_SORTS = ("node", "nccl", "step", "command")
+SORTS = tuple(column.name.replace("_", "-") for column in JOBS if column.sorts and column.name not in _RARE_SORTS)
 """The columns by which jobs can be sorted. Sizes are sorted from the largest, names and times from the smallest."""
 
 DEVICES = (
