@@ -13,7 +13,7 @@ from gpumem_exporter.cli.fleet.options import FleetOptions, fleet_options, overv
 from gpumem_exporter.cli.fleet.overview import FleetSource, overview_document
 from gpumem_exporter.cli.options import action_options, interval_option, pop_view, view_options, wide_option
 from gpumem_exporter.cli.program import FAILED
-from gpumem_exporter.cli.render.node_tables import node_tables, shared_devices
+from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 
 _EXAMPLES = """\b
@@ -91,8 +91,7 @@ def info(query: str, wide: bool, **values: Any) -> int:
         print_json(overview_document(source, nodes))
     else:
         console = open_console(wide=wide)
-        warnings = (*source.warnings, *shared_devices(nodes))
-        show(console, node_tables(nodes, view, console.width, wide=wide, warnings=warnings))
+        show(console, node_tables(nodes, view, console.width, wide=wide, warnings=source.warnings))
     return FAILED if any(node.error for node in nodes) else 0
 
 

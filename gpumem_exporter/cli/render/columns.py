@@ -183,16 +183,9 @@ DEVICES = (
     Column("total", _at("memory", "total_bytes"), 1, least=6),
     Column("busy", lambda row: human_ratio(row["utilization_ratio"]), 2, own="Busy", key=_at("utilization_ratio")),
 )
-LEDGER = (
-    _NODE,
-    _GPU,
-    *(
-        Column(name, _at("ledger", name), short=short)
-        for name, short in zip(
-            CATEGORIES, ("Alloc", "Reclaim", "Frag", "", "Other", "Driver", "Unattr", ""), strict=True
-        )
-    ),
-)
+_SHORT = ("Alloc", "Reclaim", "Frag", "", "Other", "Driver", "Unattr", "")
+_CATEGORIES = (Column(name, _at("ledger", name), short=short) for name, short in zip(CATEGORIES, _SHORT, strict=True))
+LEDGER = (_NODE, _GPU, *_CATEGORIES)
 """Rows are devices with a ledger."""
 FINDINGS = (
     Column("mark", lambda row: row["mark"], own=" ", left=True, least=2, style_of=lambda row: row["style"]),

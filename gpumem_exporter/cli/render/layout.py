@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpumem_client.wire.units import UNKNOWN, human_bytes, short_bytes
+from gpumem_client.wire.units import UNKNOWN, short_bytes
 from gpumem_exporter.cli.render.terminal import plain
 
 if TYPE_CHECKING:
@@ -81,9 +81,8 @@ class Order:
 class Layout:
     """The columns that fit in a width, and their cells. A cell has the width of its column and a gap.
 
-    All rows set the widths, so that the columns do not move when a list is scrolled or filtered. A size in the list
-    `incomplete` of its row is shown as a lower bound; a row with `dim` is dimmed. `compact` shows sizes such as `1.5G`
-    instead of `1.5 GiB`. The column of the order is always shown.
+    All rows set the widths, so that the columns do not move when a list is scrolled. A size in the list `incomplete` of
+    its row is shown as a lower bound; a row with `dim` is dimmed. The column of the order is always shown.
     """
 
     def __init__(
@@ -94,9 +93,8 @@ class Layout:
         *,
         words: Mapping[str, Any],
         order: Order | None = None,
-        compact: bool = False,
     ) -> None:
-        self._compact, self._width, self._words = compact, width, words
+        self._width, self._words = width, words
         sort = order.column if order else ""
         self._sort, self._mark = sort, "▼" if order and order.descends(columns) else "▲"
         known = [
@@ -180,7 +178,7 @@ class Layout:
         value = column.value(row)
         if isinstance(value, int):
             least = "≥" if f"{column.name}_bytes" in row.get("incomplete", ()) else ""
-            return least + (short_bytes(value) if self._compact else human_bytes(value))
+            return least + short_bytes(value)
         return UNKNOWN if value is None else value
 
 

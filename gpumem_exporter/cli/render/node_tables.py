@@ -9,7 +9,7 @@ from gpumem_client.wire.units import counted, short_bytes
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, LEDGER
 from gpumem_exporter.cli.render.layout import Column, Layout, Order
-from gpumem_exporter.cli.render.rows import Colors, Row, View, as_of, device_rows, finding_rows, job_rows
+from gpumem_exporter.cli.render.rows import BY_GPU, Row, View, arranged, as_of, rows_of
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.core.ledger import sum_of_known
 
@@ -30,13 +30,11 @@ def node_tables(
 ) -> Iterator[Text]:
     """Yield the nodes for a terminal of `width` columns. `wide` adds the processes and all columns."""
     yield heading(nodes)
-    colors, words = Colors(), words_of(nodes)
-    jobs = [row for row in job_rows(nodes, view, colors) if wide or row["level"] == 0]
-    devices = device_rows(nodes, view, colors)
+    findings, devices, jobs = rows_of(nodes, view.text, warnings=warnings)
     parts: tuple[tuple[str, Sequence[Column], Sequence[Row], Order | None], ...] = (
-        ("", FINDINGS, finding_rows(nodes, view, warnings), None),
-        ("", tuple(column for column in JOBS if column.name != "fold"), jobs, view.jobs),
-        ("", DEVICES, devices, view.devices),
+        ("", FINDINGS, findings, None),
+        ("", JOBS[1:], arranged(jobs, JOBS, view.order, None if wide else ()), view.order),
+        ("", DEVICES, arranged(devices, DEVICES, BY_GPU), BY_GPU),
         ("Ledger", LEDGER, [device for device in devices if ledger and device["ledger"]], None),
     )
     for title, columns, rows, order in parts:
@@ -44,10 +42,10 @@ def node_tables(
             yield plain("")
             if title:
                 yield plain(title, "bold")
-            layout = Layout(columns, rows, width, words=words, order=order, compact=True)
+            layout = Layout(columns, rows, width, words=words_of(nodes), order=order)
             yield from layout.lines(rows, heading=columns is not FINDINGS)
     if not jobs:
-        yield from (plain(""), plain(no_job(nodes, view)))
+        yield from (plain(""), plain(no_job(nodes, view.text)))
 
 
 def words_of(nodes: Sequence[Node]) -> Mapping[str, Any]:
@@ -55,12 +53,12 @@ def words_of(nodes: Sequence[Node]) -> Mapping[str, Any]:
     return next((node.live["words"] for node in nodes if node.live), {})
 
 
-def no_job(nodes: Sequence[Node], view: View) -> str:
+def no_job(nodes: Sequence[Node], words: str) -> str:
     """Return why no job is listed."""
     if not nodes:
         return "The query selects no exporter."
     jobs = any(node.live and node.live["node"]["totals"]["jobs"] for node in nodes)
-    return "No job matches." if jobs or view.text else "There is no process on a device, and no process that reports."
+    return "No job matches." if jobs or words else "There is no process on a device, and no process that reports."
 
 
 def heading(nodes: Sequence[Node]) -> Text:
@@ -86,25 +84,12 @@ def heading(nodes: Sequence[Node]) -> Text:
     return line.append(f"  {used} of {total} used, ").append(f"idle cache {idle}", style="yellow").append(f", {counts}")
 
 
-def shared_devices(nodes: Sequence[Node]) -> list[str]:
-    """Return which exporters report the same devices, which count once, as sentences."""
-    reporters: dict[str, dict[str, None]] = {}
-    for node in nodes:
-        for uuid in _uuids(node.live):
-            reporters.setdefault(uuid, {})[node.name] = None
-    both = sorted({" and ".join(names) for names in reporters.values() if len(names) > 1})
-    return [f"{names} report the same devices, which count once." for names in both]
-
-
 def _distinct(lives: Sequence[Row]) -> Iterator[Row]:
     """Yield the documents whose devices no other document has. Two exporters may see one device."""
     seen: set[str] = set()
     for live in sorted(lives, key=lambda live: -len(live["devices"])):
-        if not seen.intersection(uuids := _uuids(live)):
-            seen.update(uuids)
+        # Simulated devices have the same uuids on every node.
+        uuids = set() if live["node"]["source"] == "demo" else {device["uuid"] for device in live["devices"]}
+        if not seen & uuids:
+            seen |= uuids
             yield live
-
-
-def _uuids(live: Row | None) -> list[str]:
-    # Simulated devices have the same uuids on every node.
-    return [] if live is None or live["node"]["source"] == "demo" else [device["uuid"] for device in live["devices"]]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.cli.node import Node
-from gpumem_exporter.cli.render.columns import DEVICES, JOBS, SEVERITIES, clock, number
-from gpumem_exporter.cli.render.layout import Order
+from gpumem_exporter.cli.render.columns import JOBS, SEVERITIES, clock, number
+from gpumem_exporter.cli.render.layout import Column, Order
 
 Row = Mapping[str, Any]
 Key = tuple[str, ...]
@@ -25,16 +25,15 @@ PROCESS_FIELDS = (
     *("non_torch_bytes", "nccl_bytes", "unmapped_bytes", "step", "sample_age_seconds", "actions"),
 )
 """The fields of a row in `top --once --json`, in order."""
-_BY_USED, _BY_GPU = Order("used"), Order("gpu")
+_BY_USED, BY_GPU = Order("used"), Order("gpu")
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a person has chosen to see: words to filter by, and the orders of jobs and of devices."""
+    """What a person has chosen to see: words to filter by, and the order of jobs."""
 
     text: str = ""
-    jobs: Order = _BY_USED
-    devices: Order = _BY_GPU
+    order: Order = _BY_USED
 
 
 def matches(text: str, words: str) -> bool:
@@ -43,131 +42,56 @@ def matches(text: str, words: str) -> bool:
     return all(word in known for word in words.casefold().split())
 
 
-@dataclass(slots=True)
-class Colors:
-    """The color of each job, which it keeps as long as the program runs."""
+def rows_of(
+    nodes: Sequence[Node], words: str = "", colors: dict[Key, str] | None = None, warnings: Sequence[str] = ()
+) -> tuple[list[Row], list[Row], list[Row]]:
+    """Return the rows of findings, devices and jobs that have every one of some words, or whose job has them.
 
-    _known: dict[Key, str] = field(default_factory=dict)
-
-    def of(self, node: Node, job_id: str) -> str:
-        """Return the color of a job."""
-        return self._known.setdefault((node.name, job_id), _COLORS[len(self._known) % len(_COLORS)])
-
-
-def job_rows(nodes: Sequence[Node], view: View, colors: Colors) -> list[Row]:
-    """Return a row for each job, and after it a row for each of its processes on each device."""
-    rows: list[Row] = []
-    for node, live in _answered(nodes):
-        for job in live["jobs"]:
-            if not view.text or matches(f"{node.name} {_names(job)}", view.text):
-                key = (node.name, job["id"])
-                own = {
-                    "key": key,
-                    "level": 0,
-                    "fold": "▸",
-                    "title": job["name"],
-                    "color": colors.of(node, job["id"]),
-                    "text": f"{node.name} {_names({**job, 'processes': ()})}",
-                    "job": job,
-                }
-                rows.append({**job, **_common(node, live), **own})
-    return [row for job in view.jobs.sorted(rows, JOBS) for row in (job, *_processes(job))]
-
-
-def folded(rows: Sequence[Row], unfolded: Container[Key]) -> list[Row]:
-    """Return the rows of jobs, and of the processes of jobs that are unfolded."""
-    shown = [row for row in rows if row["level"] == 0 or row["key"][:2] in unfolded]
-    return [{**row, "fold": "▾"} if row["level"] == 0 and row["key"] in unfolded else row for row in shown]
+    Below each job are its processes on each device, with `level` 1. Nodes that do not answer and `warnings` are
+    findings. `colors` keeps the color of each job between two calls.
+    """
+    colors = {} if colors is None else colors
+    findings = [_own_finding(node, "critical", "No answer", node.error) for node in nodes if node.error]
+    findings += [_own_finding(Node(None), "warning", "Fleet", text) for text in warnings]
+    devices: list[Row] = []
+    jobs: list[Row] = []
+    for node in nodes:
+        if node.live is None:
+            continue
+        rows = {job["id"]: _job(node, job, colors) for job in node.live["jobs"]}
+        texts = {name: " ".join(row["text"] for row in of_job) for name, of_job in rows.items()}
+        jobs += [row for name, of_job in rows.items() if matches(texts[name], words) for row in of_job]
+        for device in node.live["devices"]:
+            on_it = [name for share in device["jobs"] if (name := share["job"]) in rows]
+            row = _device(node, device, [rows[name][0] for name in on_it])
+            if matches(" ".join((row["text"], *(texts[name] for name in on_it))), words):
+                devices.append(row)
+        for found in node.live["findings"]:
+            row = _finding(node, found, rows[found["job"]][0]["job"] if found["job"] in rows else None)
+            if matches(f"{row['text']} {texts.get(found['job'], '')}", words):
+                findings.append(row)
+    return findings, devices, jobs
 
 
-def _processes(job: Row) -> Iterator[Row]:
-    """Yield a row for each process of the row of a job, on each of its devices, by rank and pid."""
-    for process in sorted(job["processes"], key=lambda one: (number(one["rank"] or ""), number(one["pid"]))):
-        title = f"  rank {process['rank']} ({process['pid']})" if process["rank"] else f"  pid {process['pid']}"
-        for place in process["devices"] or ({"gpu": None, "uuid": ""},):
-            own = {
-                "key": (*job["key"], str(process["pid"]), place["uuid"]),
-                "level": 1,
-                "fold": "",
-                "title": title,
-                "color": "",
-                "owner": "" if process["user"] == job["user"] else process["user"] or "",
-                "gpus": [place["gpu"]],
-                "since_unix_seconds": process["started_unix_seconds"],
-                "text": f"{title} {process['command']} {process['user']} {process['state']}",
-            }
-            yield {**process, **place, **{name: job[name] for name in ("node", "from", "now", "dim", "job")}, **own}
-
-
-def device_rows(nodes: Sequence[Node], view: View, colors: Colors) -> list[Row]:
-    """Return a row for each device."""
-    rows: list[Row] = []
-    for node, live in _answered(nodes):
-        jobs = {job["id"]: job for job in live["jobs"]}
-        for device in live["devices"]:
-            on_it = [(jobs[share["job"]], share) for share in device["jobs"] if share["job"] in jobs]
-            text = f"{node.name} gpu {device['gpu']} {device['uuid']} {device['name']}"
-            if not view.text or matches(" ".join((text, *(_names(job) for job, _ in on_it))), view.text):
-                own = {
-                    "key": (node.name, device["uuid"] or str(device["gpu"])),
-                    "strip": [
-                        {**share, "name": job["name"], "color": colors.of(node, job["id"])}
-                        for job, share in on_it
-                        if share["used_bytes"] is not None
-                    ],
-                    "text": " ".join((text, *(job["name"] for job, _ in on_it))),
-                    "job": on_it[0][0] if on_it else None,
-                }
-                rows.append({**device, **_common(node, live), **own})
-    return view.devices.sorted(rows, DEVICES)
-
-
-def finding_rows(nodes: Sequence[Node], view: View, warnings: Sequence[str] = ()) -> Sequence[Row]:
-    """Return a row for each finding, after the nodes that do not answer and the `warnings` of the terminal itself."""
-    rows: list[dict[str, Any]] = []
-    own = [("critical", "No answer", _no_answer(node), node) for node in nodes if node.error]
-    own += [("warning", "Fleet", text, Node(None)) for text in warnings]
-    for severity, title, sentence, node in own:
-        found = {"severity": severity, "title": title, "sentence": sentence, "since_unix_seconds": None, "clear": None}
-        rows.append({**found, **_common(node, None), "key": (node.name, sentence), "job": None, "text": sentence})
-    for node, live in _answered(nodes):
-        jobs = {job["id"]: job for job in live["jobs"]}
-        for found in live["findings"]:
-            job = jobs.get(found["job"])
-            text = f"{node.name} {found['title']} {found['sentence']}"
-            if not view.text or matches(f"{text} {_names(job) if job else ''}", view.text):
-                rows.append({**found, **_common(node, live), "key": (node.name, found["id"]), "job": job, "text": text})
+def arranged(
+    rows: Sequence[Row], columns: Sequence[Column], order: Order | None, unfolded: Container[Key] | None = None
+) -> list[Row]:
+    """Return rows in order, each job with its processes if it is unfolded; None unfolds all."""
+    first: list[Row] = []
+    processes: dict[Key, list[Row]] = {}
     for row in rows:
-        row["mark"], row["style"] = SEVERITIES.get(row["severity"], ("", ""))
-        row["since"] = clock(row["since_unix_seconds"], row["now"]) if row["since_unix_seconds"] else ""
-    return rows
+        (processes.setdefault(row["key"][:2], []) if row.get("level") else first).append(row)
+    found: list[Row] = []
+    for row in order.sorted(first, columns) if order else first:
+        below = processes.get(row["key"], []) if unfolded is None or row["key"] in unfolded else []
+        found += [{**row, "fold": "▾"} if below else row, *below]
+    return found
 
 
 def process_documents(nodes: Sequence[Node], view: View) -> list[Row]:
     """Return each process on each device, in order, as JSON has it."""
-    rows = view.jobs.sorted((row for row in job_rows(nodes, view, Colors()) if row["level"]), JOBS)
+    rows = view.order.sorted((row for row in rows_of(nodes, view.text)[2] if row["level"]), JOBS)
     return [{name: row.get(name) for name in PROCESS_FIELDS} for row in rows]
-
-
-def _names(job: Row) -> str:
-    """Return the names of a job and of its processes."""
-    own = [job[name] for name in _IDENTITY]
-    of_processes = [process[name] for process in job["processes"] for name in _OF_PROCESS]
-    gpus = [f"gpu {gpu}" for gpu in job["gpus"]]
-    return " ".join(str(value) for value in (*own, *of_processes, *gpus, *job["uuids"]) if value is not None)
-
-
-def _answered(nodes: Sequence[Node]) -> Iterator[tuple[Node, Row]]:
-    return ((node, node.live) for node in nodes if node.live is not None)
-
-
-def _common(node: Node, live: Row | None) -> dict[str, Any]:
-    now = live["time"]["unix_seconds"] if live else None
-    return {"node": node.name, "from": node, "now": now, "dim": bool(node.error and live)}
-
-
-def _no_answer(node: Node) -> str:
-    return f"Values as of {as_of(node.live)}: {node.error}" if node.live else node.error
 
 
 def called(job: Row) -> str:
@@ -178,3 +102,76 @@ def called(job: Row) -> str:
 def as_of(live: Row) -> str:
     """Return the local time of a document."""
     return clock(live["time"]["unix_seconds"], form="%H:%M:%S")
+
+
+def _job(node: Node, job: Row, colors: dict[Key, str]) -> list[Row]:
+    """Return the row of a job, and one for each of its processes on each device, by rank and pid."""
+    key = (node.name, job["id"])
+    common = {**_common(node), "job": job}
+    gpus = [f"gpu {gpu}" for gpu in job["gpus"]]
+    own = {
+        "key": key,
+        "level": 0,
+        "fold": "▸",
+        "title": job["name"],
+        "color": colors.setdefault(key, _COLORS[len(colors) % len(_COLORS)]),
+        "text": _text(node.name, *(job[name] for name in _IDENTITY), *gpus, *job["uuids"]),
+    }
+    rows: list[Row] = [{**job, **common, **own}]
+    for process in sorted(job["processes"], key=lambda one: (number(one["rank"] or ""), number(one["pid"]))):
+        title = f"  rank {process['rank']} ({process['pid']})" if process["rank"] else f"  pid {process['pid']}"
+        for place in process["devices"] or ({"gpu": None, "uuid": ""},):
+            own = {
+                "key": (*key, str(process["pid"]), place["uuid"]),
+                "level": 1,
+                "fold": "",
+                "title": title,
+                "color": "",
+                "text": _text(title, *(process[name] for name in _OF_PROCESS)),
+                "owner": "" if process["user"] == job["user"] else process["user"] or "",
+                "gpus": [place["gpu"]],
+                "since_unix_seconds": process["started_unix_seconds"],
+            }
+            rows.append({**process, **place, **common, **own})
+    return rows
+
+
+def _device(node: Node, device: Row, jobs: Sequence[Row]) -> Row:
+    """Return the row of a device; `jobs` are the rows of the jobs on it, the largest first."""
+    shares = {share["job"]: share for share in device["jobs"] if share["used_bytes"] is not None}
+    own = {
+        "key": (node.name, device["uuid"] or str(device["gpu"])),
+        "strip": [
+            {**shares[job["id"]], "name": job["name"], "color": job["color"]} for job in jobs if job["id"] in shares
+        ],
+        "text": _text(
+            node.name, f"gpu {device['gpu']}", device["uuid"], device["name"], *(job["name"] for job in jobs)
+        ),
+        "job": jobs[0]["job"] if jobs else None,
+    }
+    return {**device, **_common(node), **own}
+
+
+def _finding(node: Node, found: Row, job: Row | None) -> Row:
+    mark, style = SEVERITIES.get(found["severity"], ("", ""))
+    row = {**found, **_common(node), "job": job, "mark": mark, "style": style}
+    since = clock(found["since_unix_seconds"], row["now"]) if found["since_unix_seconds"] else ""
+    text = _text(node.name, found["title"], found["sentence"], found["owner"])
+    return {**row, "key": (node.name, found["id"]), "since": since, "text": text}
+
+
+def _own_finding(node: Node, severity: str, title: str, sentence: str) -> Row:
+    """Return a finding of the terminal itself: no document has it."""
+    if node.live:
+        sentence = f"Values as of {as_of(node.live)}: {sentence}"
+    found = {"id": sentence, "severity": severity, "title": title, "sentence": sentence, "owner": ""}
+    return {**_finding(node, {**found, "since_unix_seconds": None, "clear": None}, None), "dim": False}
+
+
+def _common(node: Node) -> dict[str, Any]:
+    now = node.live["time"]["unix_seconds"] if node.live else None
+    return {"node": node.name, "from": node, "now": now, "dim": bool(node.error)}
+
+
+def _text(*values: object) -> str:
+    return " ".join(str(value) for value in values if value is not None)

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import ClassVar
 
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
-from textual.widgets import DataTable, Footer, Input, Static
+from textual.widgets import Footer, Input, Static
 
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.live import LiveApp
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
-from gpumem_exporter.cli.render.layout import Order
-from gpumem_exporter.cli.render.node_tables import heading, no_job, shared_devices, words_of
-from gpumem_exporter.cli.render.rows import (
-    Colors,
-    Key,
-    Row,
-    View,
-    called,
-    device_rows,
-    finding_rows,
-    folded,
-    job_rows,
-    matches,
-)
+from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
+from gpumem_exporter.cli.render.rows import BY_GPU, Key, Row, View, called, matches, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.clearing import Clearing
 from gpumem_exporter.cli.top.job import JobScreen
@@ -120,15 +107,10 @@ class Top(LiveApp):
     #words { height: 1; border: none; padding: 0; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "fold", "fold"),
-        Binding("a", "fold_all", show=False),
         Binding("slash", "ask_words('search')", "search"),
         Binding("n", "search_next(1)", show=False),
         Binding("N", "search_next(-1)", show=False),
         Binding("f", "ask_words('filter')", "filter"),
-        Binding("s", "sort(1)", "sort"),
-        Binding("S", "sort(-1)", show=False),
-        Binding("r", "reverse", show=False),
         Binding("c", "clear", "clear"),
         Binding("question_mark", "help", "help"),
         Binding("escape", "leave", show=False),
@@ -145,18 +127,18 @@ class Top(LiveApp):
         warnings: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
         super().__init__(read, first, interval_seconds=interval_seconds)
-        self.view = view
+        self.filter = view.text
         self._open_api, self._warnings = open_api, warnings
-        self._colors = Colors()
-        self._unfolded: set[Key] = set()
+        self._colors: dict[Key, str] = {}
         self._header = Static(id="header")
-        self._findings = RowTable(FINDINGS, id="findings", heading=False)
-        self._jobs, self._devices = RowTable(JOBS, id="jobs"), RowTable(DEVICES, id="devices")
+        self._findings = RowTable(FINDINGS, id="findings")
+        self._devices = RowTable(DEVICES, BY_GPU, id="devices")
+        self._jobs = RowTable(JOBS, view.order, id="jobs")
         self._note, self._noted = Static(id="note"), ""
         self._words = Input(id="words", select_on_focus=False)
         self._asks = ""
         """`search` or `filter` while the user types words, otherwise empty."""
-        self._searched, self._old_filter = "", view.text
+        self._searched, self._old_filter = "", self.filter
         self._found = self._jobs
         """The table with the row that was found last."""
         self._clearing = Clearing(open_api, lambda text: self.push_screen_wait(Question(text)), self.note)
@@ -173,18 +155,15 @@ class Top(LiveApp):
         nodes, width = self.nodes, self.size.width - _SCROLLBAR_WIDTH
         words = words_of(nodes)
         self._header.update(heading(nodes))
-        warnings = (*self._warnings(), *shared_devices(nodes))
-        findings = finding_rows(nodes, self.view, warnings) or [_NOTHING]
+        findings, devices, jobs = rows_of(nodes, self.filter, self._colors, self._warnings())
         # The slot keeps its height, so that nothing below moves when a finding comes or goes.
         self._findings.styles.height = 6 if self.size.height >= _TALL else 4
-        self._findings.show(findings, words, width)
-        all_rows = job_rows(nodes, self.view, self._colors)
-        jobs = folded(all_rows, self._unfolded)
-        self._jobs.show(jobs, words, width, self.view.jobs, all_rows)
-        self._devices.show(device_rows(nodes, self.view, self._colors), words, width, self.view.devices)
-        note = self._noted or (f"filter: {self.view.text}  (escape clears it)" if self.view.text else "")
+        self._findings.show(findings or [_NOTHING], words, width)
+        self._devices.show(devices, words, width)
+        self._jobs.show(jobs, words, width)
+        note = self._noted or (f"filter: {self.filter}  (escape clears it)" if self.filter else "")
         if not jobs:
-            note = note or no_job(nodes, self.view)
+            note = note or no_job(nodes, self.filter)
         self._note.update(plain(note, "bold"))
         self._note.display = bool(note) and not self._asks
 
@@ -217,57 +196,10 @@ class Top(LiveApp):
 
         self.push_screen(JobScreen(row["job"], node, self._open_api, clear))
 
-    def action_fold(self) -> None:
-        row = self._jobs.selected
-        if row is not None:
-            self.on_row_table_folded(RowTable.Folded(row, None))
-
-    def action_fold_all(self) -> None:
-        """Unfold every job, or fold all if one is unfolded."""
-        keys = {row["key"] for row in self._jobs.rows_shown if row["level"] == 0}
-        self._unfolded = set() if self._unfolded & keys else keys
-        self.show()
-
-    def on_row_table_folded(self, message: RowTable.Folded) -> None:
-        """Fold or unfold a job; from one of its processes, too."""
-        row = message.row
-        if "level" not in row:  # a finding or a device
-            return
-        key = row["key"][:2]
-        if key in self._unfolded if message.folded is None else message.folded:
-            self._unfolded.discard(key)
-            self._jobs.select(key)
-        else:
-            self._unfolded.add(key)
-        self.show()
-
-    def action_sort(self, step: int) -> None:
-        """Sort the table with the cursor by its next column."""
-        name, order = self._order()
-        layout = (self._devices if name == "devices" else self._jobs).layout_shown
-        names = [column.name for column, _ in layout.columns if column.sorts] if layout else []
-        at = names.index(order.column) if order.column in names else -1
-        self._sort(name, Order(names[(at + step) % len(names)]))
-
-    def action_reverse(self) -> None:
-        name, order = self._order()
-        self._sort(name, replace(order, reverse=not order.reverse))
-
-    def on_data_table_header_selected(self, event: DataTable.HeaderSelected) -> None:
-        """Sort by the column whose heading is clicked; reverse the order if it is the sort column."""
-        event.data_table.focus()
-        is_of_devices = event.data_table is self._devices
-        name, order = ("devices", self.view.devices) if is_of_devices else ("jobs", self.view.jobs)
-        column = str(event.column_key.value)
-        if column == order.column:
-            self._sort(name, replace(order, reverse=not order.reverse))
-        elif any(each.name == column and each.sorts for each in (DEVICES if is_of_devices else JOBS)):
-            self._sort(name, Order(column))
-
     def action_ask_words(self, asks: str) -> None:
         """Let the user type words to search for, or to filter by, which apply at once."""
-        self._asks, self._old_filter = asks, self.view.text
-        self._words.value = self.view.text if asks == "filter" else ""
+        self._asks, self._old_filter = asks, self.filter
+        self._words.value = self.filter if asks == "filter" else ""
         self._words.placeholder = f"words to {asks} {'by' if asks == 'filter' else 'for'}"
         self._words.cursor_position = len(self._words.value)
         self._words.display = True
@@ -276,7 +208,8 @@ class Top(LiveApp):
 
     def on_input_changed(self, event: Input.Changed) -> None:
         if self._asks == "filter":
-            self._look(replace(self.view, text=event.value))
+            self.filter = event.value
+            self.show()
         elif self._asks == "search":
             self._searched = event.value
             self._search(0)
@@ -297,7 +230,7 @@ class Top(LiveApp):
     def action_leave(self) -> None:
         """End the typing of words; restore the previous filter, or clear it."""
         if self._asks != "search":
-            self.view = replace(self.view, text=self._old_filter if self._asks else "")
+            self.filter = self._old_filter if self._asks else ""
         if self._asks:
             self.on_input_submitted()
         self.show()
@@ -317,30 +250,16 @@ class Top(LiveApp):
 
     def _search(self, step: int) -> None:
         """Select the next row with the words, from the selected one on; also a process of a folded job."""
-        jobs = job_rows(self.nodes, self.view, self._colors)
-        tables = ((self._findings, ()), (self._devices, ()), (self._jobs, jobs))
-        places = [(table, row) for table, rows in tables for row in rows or table.rows_shown]
+        tables = (self._findings, self._devices, self._jobs)
+        places = [(table, row) for table in tables for row in table.all_rows]
         selected = self._found.selected
         keys = [(table, row["key"]) for table, row in places]
-        here = (self._found, selected["key"]) if selected is not None else None
+        here = (self._found, selected["key"] if selected else None)
         start = keys.index(here) if here in keys else 0
         for offset in range(len(places)):
             table, row = places[(start + step + offset * (step or 1)) % len(places)]
             if matches(row["text"], self._searched):
-                if row.get("level"):
-                    self._unfolded.add(row["key"][:2])
-                    self.show()
                 self._found = table
                 table.select(row["key"])
                 return
         self.note(f"No row has {self._searched}.", _SHOWN_SECONDS)
-
-    def _order(self) -> tuple[str, Order]:
-        return ("devices", self.view.devices) if self._table is self._devices else ("jobs", self.view.jobs)
-
-    def _sort(self, name: str, order: Order) -> None:
-        self._look(replace(self.view, **{name: order}))  # type: ignore[arg-type]
-
-    def _look(self, view: View) -> None:
-        self.view = view
-        self.show()

@@ -9,33 +9,34 @@ from hypothesis import strategies as st
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, SORTS, device_ranges
 from gpumem_exporter.cli.render.layout import Layout, Order
-from gpumem_exporter.cli.render.rows import Colors, Row, View, device_rows, finding_rows, folded, job_rows, matches
+from gpumem_exporter.cli.render.rows import Row, arranged, matches, rows_of
 from gpumem_exporter.view.words import WORDS
 from tests.support.live_documents import GIB, device, finding, full_node, job, live, process, unreported
 
 _NAMES = st.text(max_size=40) | st.sampled_from(("漢字" * 20, "\x1b[2J\x1b]0;x\x07", "[bold]x[/bold]", "a\nb\rc\t"))
 
 
-def _jobs(*jobs: dict[str, Any], view: View | None = None) -> list[Row]:
-    return job_rows([Node(live([], list(jobs)))], view or View(), Colors())
+def _jobs(*jobs: dict[str, Any]) -> list[Row]:
+    return rows_of([Node(live([], list(jobs)))])[2]
 
 
-def _names(*jobs: dict[str, Any], **view: Any) -> list[str]:
-    return [row["name"] for row in folded(_jobs(*jobs, view=View(**view)), ())]
+def _folded(rows: list[Row], order: Order | None = None) -> list[Row]:
+    return arranged(rows, JOBS, order, ())
 
 
-@given(st.integers(1, 260), _NAMES, st.booleans())
-def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: str, compact: bool) -> None:
+def _names(*jobs: dict[str, Any], order: Order) -> list[str]:
+    return [row["name"] for row in _folded(_jobs(*jobs), order)]
+
+
+@given(st.integers(1, 260), _NAMES)
+def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: str) -> None:
     busy = job(name, process(1, "0", workload=name or None, user=name), owner=name)
     told = finding("oom", "warning", name, f"{name} {name}", job=busy["id"])
     nodes = [Node(live([device("0", busy, name=name), device("1", memory=None)], [busy], [told]), name="node-1")]
-    tables = (
-        (JOBS, job_rows(nodes, View(), Colors())),
-        (DEVICES, device_rows(nodes, View(), Colors())),
-        (FINDINGS, finding_rows(nodes, View())),
-    )
+    findings, devices, jobs = rows_of(nodes)
+    tables = ((JOBS, jobs), (DEVICES, devices), (FINDINGS, findings))
     for columns, rows in tables:
-        lines = list(Layout(columns, rows, width, words=WORDS, compact=compact).lines(rows))
+        lines = list(Layout(columns, rows, width, words=WORDS).lines(rows))
         assert len(lines) > len(rows)
         assert all(line.cell_len <= width and line.plain.isprintable() for line in lines)
 
@@ -43,16 +44,16 @@ def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: s
 @pytest.mark.parametrize("width", [80, 100, 200])
 @pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped"}))
 def test_the_sort_column_is_shown_at_any_width(width: int, sort: str) -> None:
-    rows = job_rows([Node(full_node())], View(), Colors())
+    rows = rows_of([Node(full_node())])[2]
     order = Order(sort.replace("-", "_"))
-    layout = Layout(JOBS, rows, width, words=WORDS, order=order, compact=True)
+    layout = Layout(JOBS, rows, width, words=WORDS, order=order)
     assert order.column in [column.name for column, _ in layout.columns]
     assert sum(cell.plain.rstrip()[-1:] in ("▼", "▲") for cell in layout.heading()) == 1
 
 
 def test_user_and_since_are_shown_at_80_columns() -> None:
-    rows = job_rows([Node(full_node())], View(), Colors())
-    layout = Layout(JOBS, rows, 79, words=WORDS, order=Order("used"), compact=True)
+    rows = rows_of([Node(full_node())])[2]
+    layout = Layout(JOBS, rows, 79, words=WORDS, order=Order("used"))
     shown = {column.name for column, _ in layout.columns}
     assert shown >= {"job", "owner", "devices", "used", "idle_cache", "growth", "state", "since"}
     (chat,) = [line.plain for line in layout.lines(rows) if "chat-70b" in line.plain]
@@ -64,22 +65,22 @@ def test_columns_that_few_jobs_need_are_shown_only_with_a_value() -> None:
     asleep = job("engine", process(8, "0", workload="engine", unmapped_bytes=12 * GIB))
     for jobs, shown in (((plain_job,), False), ((plain_job, asleep), True)):
         rows = _jobs(*jobs)
-        lines = [line.plain for line in Layout(JOBS, rows, 200, words=WORDS, compact=True).lines(rows)]
+        lines = [line.plain for line in Layout(JOBS, rows, 200, words=WORDS).lines(rows)]
         assert ("Unmapped" in lines[0]) is shown
         assert any("12.0G" in line for line in lines) is shown
 
 
 def test_a_sum_that_lacks_a_part_is_a_lower_bound_and_an_unknown_one_a_dash() -> None:
     partly = job("chat", process(7, "0", used_gib=10), incomplete=["allocated_bytes"])
-    rows = folded(_jobs(partly, job("triton", unreported(8, "1", 2))), ())
-    layout = Layout(JOBS, rows, 120, words=WORDS, compact=True)
+    rows = _folded(_jobs(partly, job("triton", unreported(8, "1", 2))))
+    layout = Layout(JOBS, rows, 120, words=WORDS)
     at = [column.name for column, _ in layout.columns].index("allocated")
     assert [layout.cells(row)[at].plain.strip() for row in rows] == ["≥6.0G", "-"]
 
 
 def test_values_that_are_no_longer_current_are_dimmed() -> None:
-    nodes = [Node(full_node(), error="no answer")]
-    for columns, rows in ((JOBS, job_rows(nodes, View(), Colors())), (DEVICES, device_rows(nodes, View(), Colors()))):
+    _, devices, jobs = rows_of([Node(full_node(), error="no answer")])
+    for columns, rows in ((JOBS, jobs), (DEVICES, devices)):
         layout = Layout(columns, rows, 120, words=WORDS)
         cells = [cell for cell in layout.cells(rows[0]) if cell.plain.strip()]
         assert all("dim" in str(cell.style) or any("dim" in str(span.style) for span in cell.spans) for cell in cells)
@@ -90,19 +91,25 @@ def test_unknown_values_are_last_in_both_orders(sort: str) -> None:
     column = sort.removesuffix("_bytes_per_hour")
     field = sort if column != sort else f"{sort}_bytes"
     jobs = [job(f"j{i}", process(i, "0"), **{field: size}) for i, size in enumerate((3, None, 1, 9))]
-    assert _names(*jobs, jobs=Order(column)) == ["j3", "j0", "j2", "j1"]
-    assert _names(*jobs, jobs=Order(column, reverse=True)) == ["j2", "j0", "j3", "j1"]
+    assert _names(*jobs, order=Order(column)) == ["j3", "j0", "j2", "j1"]
+    assert _names(*jobs, order=Order(column, reverse=True)) == ["j2", "j0", "j3", "j1"]
 
 
 def test_names_are_sorted_without_case_and_devices_as_numbers() -> None:
     jobs = [job(name, process(i, gpu)) for i, (name, gpu) in enumerate((("beta", "10"), ("Alpha", "0:9"), ("c", "2")))]
-    assert _names(*jobs, jobs=Order("job")) == ["Alpha", "beta", "c"]
-    assert _names(*jobs, jobs=Order("devices")) == ["Alpha", "c", "beta"]
+    assert _names(*jobs, order=Order("job")) == ["Alpha", "beta", "c"]
+    assert _names(*jobs, order=Order("devices")) == ["Alpha", "c", "beta"]
 
 
 def test_the_processes_of_a_job_are_sorted_by_rank_and_then_by_pid() -> None:
     ranks = [process(pid, "0", rank=rank) for pid, rank in ((1, "10"), (2, "9"), (3, "0"), ("1@4026532008", "0"))]
-    assert [row.get("pid") for row in _jobs(job("llm", *ranks))] == [None, "1@4026532008", 3, 2, 1]
+    assert [row.get("pid") for row in arranged(_jobs(job("llm", *ranks)), JOBS, None)] == [
+        None,
+        "1@4026532008",
+        3,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,11 +125,10 @@ def test_the_processes_of_a_job_are_sorted_by_rank_and_then_by_pid() -> None:
     ],
 )
 def test_a_filter_hides_jobs_devices_and_findings(text: str, jobs: Any, devices: Any, findings: int) -> None:
-    nodes, view = [Node(full_node())], View(text)
-    shown = [row["name"] for row in folded(job_rows(nodes, view, Colors()), ())]
-    gpus = [row["gpu"] for row in device_rows(nodes, view, Colors())]
+    found, on_devices, rows = rows_of([Node(full_node())], text)
+    shown, gpus = [row["name"] for row in _folded(rows)], [row["gpu"] for row in on_devices]
     assert (shown, gpus) == (jobs, devices) if text else (len(shown), len(gpus)) == (jobs, devices)
-    assert len(finding_rows(nodes, view)) == findings
+    assert len(found) == findings
 
 
 def test_every_word_must_match_and_case_is_ignored() -> None:

@@ -210,17 +210,17 @@ async def test_keys_and_clicks_sort_the_table_with_the_cursor() -> None:
         await pilot.press("r")
         assert world.titles[0] == "tritonserver"
         await pilot.press("r", "s")
-        assert world.app.view.jobs == Order("allocated")
+        assert world.table("jobs").order == Order("allocated")
         for reverse in (False, True):
             await pilot.click(offset=await world.place("Job"))
-            assert world.app.view.jobs == Order("job", reverse)
+            assert world.table("jobs").order == Order("job", reverse)
             assert world.titles == sorted(world.titles, reverse=reverse)
         await pilot.click(offset=await world.place("Free"))
-        assert world.app.view.devices == Order("free")
+        assert world.table("devices").order == Order("free")
         assert world.gpus[0] == "6"
         await pilot.press("s")
-        assert world.app.view.devices == Order("idle_cache")
-        assert world.app.view.jobs == Order("job", reverse=True)
+        assert world.table("devices").order == Order("idle_cache")
+        assert world.table("jobs").order == Order("job", reverse=True)
 
 
 async def test_ranks_are_folded_and_unfolded_by_keys_and_the_mouse() -> None:
@@ -527,7 +527,7 @@ def test_the_output_of_top_once() -> None:
     driver_alone = [Node(live([device("0", ledger=None, idle_cache_bytes=None)], []), "")]
     cases = {
         "80 columns": ([Node(node, URL)], View(), 80),
-        "demo, by idle cache": ([Node(demo, URL)], View(jobs=Order("idle_cache")), 120),
+        "demo, by idle cache": ([Node(demo, URL)], View(order=Order("idle_cache")), 120),
         "no match": ([Node(node, URL)], View("unknown"), 80),
         "driver alone": (driver_alone, View(), 80),
         "no exporter": ([], View(), 80),
