@@ -11,7 +11,7 @@ import click
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.node import Node, node_document
+from gpumem_exporter.cli.node import node_document
 from gpumem_exporter.cli.options import (
     action_token,
     connection_options,
@@ -23,7 +23,7 @@ from gpumem_exporter.cli.options import (
     view_options,
 )
 from gpumem_exporter.cli.render.node_tables import node_tables
-from gpumem_exporter.cli.render.rows import View, process_documents
+from gpumem_exporter.cli.render.rows import process_documents
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 from gpumem_exporter.cli.top.source import Source
 
@@ -90,8 +90,15 @@ def top(
     )
     with contextlib.closing(source) if once else contextlib.nullcontext():
         node = source.read()
+    if as_json:
+        described = node_document(node.live or {})
+        del described["processes"]
+        exporter = shown_url(node.url) if node.url else None
+        print_json({"exporter": exporter, **described, "rows": process_documents([node], view)})
+        return 0
     if once:
-        _print_once(node, view, as_json=as_json)
+        console = open_console()
+        show(console, node_tables([node], view, console.width))
         return 0
     from gpumem_exporter.cli.top.app import Top
 
@@ -100,17 +107,6 @@ def top(
 
     app = Top(lambda: [source.read()], [node], view, interval_seconds=interval_seconds, open_api=open_api)
     return app.run_to_end()
-
-
-def _print_once(node: Node, view: View, *, as_json: bool) -> None:
-    if as_json:
-        described = node_document(node.live or {})
-        del described["processes"]
-        exporter = shown_url(node.url) if node.url else None
-        print_json({"exporter": exporter, **described, "rows": process_documents([node], view)})
-        return
-    console = open_console()
-    show(console, node_tables([node], view, console.width))
 
 
 def _open_driver() -> DriverReader:

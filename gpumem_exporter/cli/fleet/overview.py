@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumem_client.wire.errors import ExporterError, GpumemError
+from gpumem_client.wire.errors import ExporterError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.fleet.options import FleetOptions
@@ -29,17 +29,11 @@ class FleetSource:
     def read(self) -> list[Node]:
         """Query Prometheus for exporters, and each exporter for its node. A node that does not answer keeps its values.
 
-        If the query cannot be evaluated, return the last nodes with the error. The first reading raises PrometheusError
-        instead. Raises ConfigurationError if the query is invalid, or its series do not give addresses of exporters.
+        Raises ConfigurationError if the query is invalid, or its series do not give addresses of exporters, and
+        PrometheusError if the query could not be evaluated.
         """
-        try:
-            found = self._prometheus.query(self._query)
-            exporters = exporters_of(found.series, self._options.instance_url)
-        except GpumemError as error:
-            if not self._last:
-                raise
-            self._last = [replace(node, error=str(error)) for node in self._last]
-            return self._last
+        found = self._prometheus.query(self._query)
+        exporters = exporters_of(found.series, self._options.instance_url)
         self.warnings = found.warnings
         before = {node.name: node for node in self._last}
         with self._options.fleet(exporters) as fleet:

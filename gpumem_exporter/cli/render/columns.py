@@ -101,11 +101,6 @@ def _text(name: str) -> Callable[[Row], str | None]:
     return lambda row: None if row.get(name) in (None, "") else str(row[name])
 
 
-def _part(name: str) -> Callable[[Row], int | str]:
-    """Return a function that reads a size that few rows have: blank for 0 and for an unknown size."""
-    return lambda row: row.get(name) or ""
-
-
 def _since(row: Row) -> str:
     return clock(row["since_unix_seconds"], row["now"])
 
@@ -119,8 +114,8 @@ def _owner(row: Row) -> str:
     return row["owner"] or ("" if row["level"] else UNKNOWN)
 
 
-def _devices(row: Row) -> str:
-    return device_ranges(row["gpus"])
+def _first_gpu(row: Row) -> Any:
+    return number(row["gpus"][0]) if row["gpus"] else None
 
 
 def _device_name(device: Row) -> str:
@@ -141,6 +136,12 @@ def _size(name: str, rank: int = 0, **more: Any) -> Column:
     return Column(name, _at(f"{name}_bytes"), rank, least=6, **more)
 
 
+def _part(name: str, rank: int, **more: Any) -> Column:
+    """Return the column of a size that few rows have: blank for 0 and for an unknown size."""
+    value = _at(f"{name}_bytes")
+    return Column(name, lambda row: value(row) or "", rank, key=value, sparse=True, **more)
+
+
 _NODE = Column("node", _text("node"), own="Node", left=True, cut=12, sparse=True)
 _GPU = Column(
     *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: number(row["gpu"]), left=True, cut=8
@@ -150,7 +151,14 @@ JOBS = (
     _NODE,
     Column("job", _text("title"), key=lambda row: row["title"].casefold(), left=True, cut=12, style_of=_job_style),
     Column("owner", _owner, 2, key=lambda row: row["owner"].casefold() or None, left=True, cut=10),
-    Column("devices", _devices, 3, key=lambda row: number(row["gpus"][0]) if row["gpus"] else None, left=True, cut=7),
+    Column(
+        "devices",
+        lambda row: device_ranges(row["gpus"]),
+        3,
+        key=lambda row: number(row["gpus"][0]) if row["gpus"] else None,
+        left=True,
+        cut=7,
+    ),
     _size("used"),
     _size("allocated", 7, short="Alloc"),
     _size("reserved", 14),
@@ -158,8 +166,8 @@ JOBS = (
     _size("reclaimable", 11, short="Reclaim"),
     _size("fragmented", 10, short="Frag"),
     _size("non_torch", 12),
-    Column("nccl", _part("nccl_bytes"), 13, key=_at("nccl_bytes"), own="NCCL", sparse=True),
-    Column("unmapped", _part("unmapped_bytes"), 8, key=_at("unmapped_bytes"), sparse=True),
+    _part("nccl", 13, own="NCCL"),
+    _part("unmapped", 8),
     Column("growth", _growth, 1, key=_at("growth_bytes_per_hour"), sparse=True, style_of=lambda _: "yellow"),
     Column("state", _text("state"), 4, left=True, style_of=_state_style),
     Column("since", _since, 5, key=_at("since_unix_seconds"), left=True),

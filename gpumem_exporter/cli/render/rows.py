@@ -70,6 +70,9 @@ def rows_of(
             row = _finding(node, found, rows[found["job"]][0]["job"] if found["job"] in rows else None)
             if matches(f"{row['text']} {texts.get(found['job'], '')}", words):
                 findings.append(row)
+    if nodes and not findings:
+        nothing = "No finding matches." if words else "Nothing needs attention."
+        findings.append(_own_finding(Node(None), "info", "", nothing))
     return findings, devices, jobs
 
 

@@ -42,13 +42,6 @@ _SHOWN_SECONDS = 5.0
 _SCROLLBAR_WIDTH = 1
 _TALL = 30
 """The number of lines from which more findings are shown."""
-_NOTHING: Row = {
-    **dict.fromkeys(("mark", "title", "node", "since", "text"), ""),
-    "key": ("",),
-    "sentence": "Nothing needs attention.",
-    "style": "dim",
-    "job": None,
-}
 
 
 class Question(ModalScreen[bool]):
@@ -158,7 +151,7 @@ class Top(LiveApp):
         findings, devices, jobs = rows_of(nodes, self.filter, self._colors, self._warnings())
         # The slot keeps its height, so that nothing below moves when a finding comes or goes.
         self._findings.styles.height = 6 if self.size.height >= _TALL else 4
-        self._findings.show(findings or [_NOTHING], words, width)
+        self._findings.show(findings, words, width)
         self._devices.show(devices, words, width)
         self._jobs.show(jobs, words, width)
         note = self._noted or (f"filter: {self.filter}  (escape clears it)" if self.filter else "")

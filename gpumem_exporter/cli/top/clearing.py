@@ -34,7 +34,6 @@ class Clearing:
         note: Callable[[str, float | None], None],
     ) -> None:
         self._open_api, self._ask, self._note = open_api, ask, note
-        self._busy = False
         self._stopped: threading.Event | None = None
         """Cancels the clear that runs; None while none does."""
 
@@ -46,14 +45,14 @@ class Clearing:
         """
         if self._stopped is not None:
             self._stopped.set()
-        elif not self._busy:
-            self._busy = True
-            try:
-                self._note(await self._clear(one_line(name), clear, url), _SHOWN_SECONDS)
-            finally:
-                self._busy, self._stopped = False, None
+            return
+        self._stopped = threading.Event()
+        try:
+            self._note(await self._clear(one_line(name), clear, url, self._stopped.is_set), _SHOWN_SECONDS)
+        finally:
+            self._stopped = None
 
-    async def _clear(self, name: str, clear: Document | None, url: str) -> str:
+    async def _clear(self, name: str, clear: Document | None, url: str, stopped: Callable[[], bool]) -> str:
         """Ask and clear. Return the note about the result; empty if the answer is no."""
         if not url:
             return "A clear needs an exporter, and no exporter answers."
@@ -64,8 +63,7 @@ class Clearing:
         if not await self._ask(f"Clear {name}? {clear['sentence']}{timing} y/n"):
             return ""
         self._note(f"Clearing {name} …", None)
-        self._stopped = threading.Event()
-        stopped, loop = self._stopped.is_set, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         body = {name: clear[name] for name in ("target", "mode", "group")}
         body |= {"action": "empty_cache", "reason": "requested in top", "deadline_seconds": DEFAULT_DEADLINE_SECONDS}
 

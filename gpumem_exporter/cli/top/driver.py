@@ -7,7 +7,6 @@ import socket
 import time
 from typing import Any
 
-from gpumem_exporter import __version__
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.host.linux import LinuxHost
@@ -39,13 +38,9 @@ class DriverReader:
         snapshot = Snapshot(taken_seconds=node.taken_seconds, node=node)
         facts = {
             "host": socket.gethostname(),
-            "version": __version__,
-            "mode": "node",
             "source": self._provider.source,
             "driver": {"up": True, "error": "", "version": node.driver_version},
-            "status": "degraded",
             "failed_checks": [{"part": "NVML ALONE", "status": "degraded", "detail": reason}],
-            "allowed_actions": [],
         }
         live = self._view.document(snapshot, facts, time.time(), details=ALL_DETAILS)
         live["time"] = {"unix_seconds": time.time(), "clock_seconds": node.taken_seconds}

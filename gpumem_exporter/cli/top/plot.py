@@ -31,12 +31,13 @@ def timeline(
     start, end = history["from_unix_seconds"], history["to_unix_seconds"]
     values = _highest(history, columns)
     top = max((used for *_, used in values if used is not None), default=0)
+    scale = height * _EIGHTHS / (top or 1)
     for row in range(height - 1, -1, -1):
         size = {height - 1: top, (height - 1) // 2: top * ((height - 1) // 2 + 1) // height, 0: 0}.get(row)
         label = short_bytes(size) if size is not None and top else ""
         line = plain("").append(f"{label:>{_AXIS_WIDTH - 2}} {'┤' if label else '│'}", style="dim")
         for column in values:
-            line.append(*_cell([_eighths(value, top, height) for value in _stacked(column)], row * _EIGHTHS))
+            line.append(*_cell([round(edge * scale) for edge in _stacked(column)], row * _EIGHTHS))
         yield line
     yield _marks(marks, start, end, columns)
     yield _times(start, end, columns)
@@ -76,10 +77,6 @@ def _stacked(values: Sequence[int | None]) -> list[int]:
     highest = used if used is not None else allocated or 0
     first = min(allocated or 0, highest)
     return [first, min(first + (idle or 0), highest), highest]
-
-
-def _eighths(value: int, top: int, height: int) -> int:
-    return round(value * height * _EIGHTHS / top) if top else 0
 
 
 def _cell(edges: Sequence[int], low: int) -> tuple[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpumem_client.wire.errors import ExporterError, ExporterUnreachableError
@@ -42,25 +41,19 @@ class Source:
         self._failure = ""
         """Why the exporter did not answer."""
         self._next_attempt = -float("inf")
-        self._last: Node | None = None
+        self._target_checked = False
 
     def read(self) -> Node:
         """Read the exporter. If it does not answer, read the driver, unless the user chose an exporter.
 
-        If neither answers, return the last values with the error. The first reading raises ExporterError instead, and
+        Raises ExporterError if the exporter does not answer, and the driver cannot replace it. The first reading raises
         TargetNotFoundError if a name of the target is unknown. Later, its process may exit.
         """
-        try:
-            live, url = self._read()
-        except ExporterError as error:
-            if self._last is None:
-                raise
-            self._last = replace(self._last, error=str(error))
-            return self._last
-        if self._last is None:
+        live, url = self._read()
+        if not self._target_checked:
             require_known(live, self._target)
-        self._last = Node(selected(live, self._target), url)
-        return self._last
+            self._target_checked = True
+        return Node(selected(live, self._target), url)
 
     def close(self) -> None:
         """Close the API and the driver."""

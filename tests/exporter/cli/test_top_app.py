@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +45,7 @@ class _World:
         self.paths: list[str] = []
         self.results: list[dict[str, Any]] = [dict(_RESULT)]
         self.error: Exception | None = None
+        self.lost: Exception | None = None
         self.waits = False
         self.engines: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
@@ -61,10 +61,9 @@ class _World:
 
     def read(self) -> list[Node]:
         self.hangs.wait()
+        if self.lost is not None:
+            raise self.lost
         return self.nodes
-
-    def lose(self, error: str) -> None:
-        self.nodes = [replace(node, error=error) for node in self.nodes]
 
     def __enter__(self) -> _World:
         return self
@@ -344,7 +343,7 @@ async def test_nothing_moves_when_findings_come_and_go() -> None:
 async def test_a_lost_exporter_leaves_the_last_values_dimmed_with_their_time() -> None:
     world = _World()
     async with world.on_screen(120) as pilot:
-        world.lose("no-answer\x1b[2J")
+        world.lost = ExporterUnreachableError("no-answer\x1b[2J")
         await _until(lambda: "no-answer?[2J" in world.text, "the reason")
         assert world.text.split("\n")[0].startswith("gpu-node-7  as of 03:42:04")
         assert len(world.titles) == 6
@@ -352,7 +351,7 @@ async def test_a_lost_exporter_leaves_the_last_values_dimmed_with_their_time() -
         assert any("dim" in str(cell.style) or "dim" in str(cell.spans) for cell in dimmed)
         await pilot.press("c")
         await _until(lambda: "no exporter answers" in world.text, "no question")
-        world.nodes = [Node(full_node(), URL)]
+        world.lost = None
         await _until(lambda: "as of" not in world.text, "current values")
         assert "no-answer" not in world.text
 
@@ -420,7 +419,7 @@ async def test_the_job_screen_says_that_the_job_has_ended_and_why_it_has_no_past
         await _until(lambda: "needs a token" in world.text, "the reason")
         world.nodes = [Node({**full_node(), "jobs": []}, URL)]
         await _until(lambda: "ended" in world.text.split("\n")[0], "the end")
-        world.lose("refused")
+        world.lost = ExporterUnreachableError("refused")
         await _until(lambda: "as of 03:42:04" in world.text.split("\n")[0], "the loss")
 
 

@@ -106,21 +106,13 @@ def test_the_exporter_is_tried_again_and_replaces_the_driver() -> None:
     assert (world.driver.opened, world.driver.released) == (1, 1)
 
 
-def test_the_last_values_of_a_named_exporter_stay_with_the_error() -> None:
-    world = _World(named=True)
-    known = world.source.read().live
-    world.api.error = ExporterUnreachableError("no-answer")
-    node = world.source.read()
-    assert (node.live, node.error) == (known, "no-answer")
-    world.api.error = None
-    assert world.read() == ("unix:///e.sock", "")
-
-
-def test_the_first_reading_raises_the_error() -> None:
+def test_the_driver_does_not_replace_a_named_exporter() -> None:
     world = _World(named=True)
     world.api.error = ExporterUnreachableError("no-answer")
     with pytest.raises(ExporterUnreachableError, match="no-answer"):
         world.source.read()
+    world.api.error = None
+    assert world.read() == ("unix:///e.sock", "")
 
 
 def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
@@ -204,24 +196,12 @@ def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_wh
     assert [len(exporter["devices"]) for exporter in document["exporters"]] == [8, 0]
 
 
-def test_a_failed_query_dims_every_node_and_raises_at_first(fleet: Any) -> None:
+@pytest.mark.parametrize("error", [PrometheusError("prometheus-is-down"), ConfigurationError("parse error")])
+def test_a_failed_query_is_an_error(fleet: Any, error: Exception) -> None:
     world, open_source = fleet
-    source = open_source()
-    world.error = PrometheusError("prometheus-is-down")
-    with pytest.raises(PrometheusError):
-        source.read()
-    world.error = None
-    source.read()
-    world.error = PrometheusError("prometheus-is-down")
-    assert [node.error for node in source.read()] == ["prometheus-is-down"] * 2
-
-
-def test_an_invalid_query_is_an_error_also_later(fleet: Any) -> None:
-    world, open_source = fleet
-    source = open_source()
-    world.error = ConfigurationError("parse error")
-    with pytest.raises(ConfigurationError):
-        source.read()
+    world.error = error
+    with pytest.raises(type(error)):
+        open_source().read()
 
 
 def test_devices_that_two_exporters_see_count_once_and_simulated_ones_do_not(fleet: Any) -> None:
