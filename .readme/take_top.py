@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from demo import demo
@@ -53,11 +54,18 @@ def main() -> None:
     print(target)
 
 
+def named(source: Source) -> Node:
+    """Return the exporter's values with another name than this machine's."""
+    node = source.read()
+    assert node.live is not None
+    return replace(node, live={**node.live, "node": {**node.live["node"], "host": "gpu-node-7"}})
+
+
 def settled(source: Source) -> Node:
     """Return the exporter's values once enough processes report."""
     while True:
         try:
-            node = source.read()
+            node = named(source)
             if node.live and sum(job["reporting_count"] for job in node.live["jobs"]) >= LEAST_REPORTING:
                 return node
         except ExporterError:
@@ -69,7 +77,7 @@ async def picture(url: str) -> str:
     """Draw the screen as an SVG without external resources."""
     source = Source(lambda: ExporterApi((url,)), Target())
     app = Top(
-        lambda: [source.read()],
+        lambda: [named(source)],
         [settled(source)],
         View(),
         interval_seconds=1.0,
@@ -77,8 +85,9 @@ async def picture(url: str) -> str:
     )
     app.ansi_theme_dark = THEME
     async with app.run_test(size=(COLUMNS, LINES)) as pilot:
-        await pilot.press("space")  # the ranks of the first job
         await pilot.pause(1.5)
+        await pilot.press("space")  # the ranks of the first job
+        await pilot.pause(0.5)
         svg = app.export_screenshot(title="gpumem-exporter top")
     return FONT_FACE.sub("", svg).replace("Fira Code, monospace", FONTS)
 

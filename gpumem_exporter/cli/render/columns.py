@@ -57,20 +57,22 @@ def draw_strip(device: Row, width: int) -> Text:
     memory = device["memory"]
     if memory is None:
         return plain(device["error"] or UNKNOWN, "bold red")
-    parts: list[tuple[int, str, str, str]] = []  # bytes, name, character, style
+    sizes: list[int] = []
     for job in device["strip"]:
         idle = min(job["idle_cache_bytes"] or 0, job["used_bytes"])
-        parts.append((job["used_bytes"] - idle, job["name"], "█", job["color"]))
-        parts.append((idle, "", _IDLE, job["color"]))
-    rest = memory["total_bytes"] - memory["free_bytes"] - sum(size for size, *_ in parts)
-    parts += [(max(0, rest), "", _OTHER, "dim"), (memory["free_bytes"], "", _FREE, "dim")]
+        sizes += [job["used_bytes"] - idle, idle]
+    rest = memory["total_bytes"] - memory["free_bytes"] - sum(sizes)
+    parts = lengths([*sizes, max(0, rest), memory["free_bytes"]], width)
     drawn = plain("")
-    for (_, name, character, style), length in zip(parts, lengths([size for size, *_ in parts], width), strict=True):
-        label = cell(plain(name), length) if name and length >= _LEAST_NAMED else plain("")
-        label.rstrip()
-        label.stylize(f"black on {style}")
-        drawn.append_text(label).append(character * (length - label.cell_len), style=style)
-    return drawn
+    for job, used, idle in zip(device["strip"], parts[::2], parts[1::2], strict=False):
+        name = cell(plain(job["name"]), used + idle) if used + idle >= _LEAST_NAMED else plain("")
+        name.rstrip()
+        name.stylize(job["color"], used)
+        name.stylize(f"black on {job['color']}", 0, used)
+        blank = name.cell_len
+        drawn.append_text(name).append("█" * max(0, used - blank), style=job["color"])
+        drawn.append(_IDLE * (idle - max(0, blank - used)), style=job["color"])
+    return drawn.append(_OTHER * parts[-2] + _FREE * parts[-1], style="dim")
 
 
 def lengths(sizes: Sequence[int], width: int) -> tuple[int, ...]:
@@ -124,8 +126,12 @@ def _device_name(device: Row) -> str:
     return (name if profile in name else f"{name} {profile}".lstrip()).removeprefix("NVIDIA ") or UNKNOWN
 
 
-def _job_style(row: Row) -> str:
-    return f"bold {row['color']}" if row["color"] else ""
+def _swatch(row: Row) -> str:
+    return f"black on {row['color']}" if row["color"] else ""
+
+
+def _name_style(row: Row) -> str:
+    return "" if row["level"] else "bold"
 
 
 def _state_style(row: Row) -> str:
@@ -147,9 +153,9 @@ _GPU = Column(
     *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: number(row["gpu"]), left=True, cut=8
 )
 JOBS = (
-    Column("fold", lambda row: row["fold"], own=" ", sorts=False, left=True, style_of=lambda row: row["color"]),
+    Column("fold", lambda row: row["fold"], own=" ", sorts=False, left=True, style_of=_swatch),
     _NODE,
-    Column("job", _text("title"), key=lambda row: row["title"].casefold(), left=True, cut=12, style_of=_job_style),
+    Column("job", _text("title"), key=lambda row: row["title"].casefold(), left=True, cut=12, style_of=_name_style),
     Column("owner", _owner, 2, key=lambda row: row["owner"].casefold() or None, left=True, cut=10),
     Column(
         "devices",

@@ -93,7 +93,7 @@ class RowTable(DataTable[Text]):
                 self.add_row(*cells, height=max(text.plain.count("\n") + 1 for text in cells))
                 continue
             for position, (old, new) in enumerate(zip(self.get_row_at(index), cells, strict=True)):
-                if old != new:
+                if old != new or old.style != new.style:  # the comparison of texts leaves out their own style
                     self.update_cell_at(Coordinate(index, position), new)
         self.rows_shown = rows
         known = [index for index, row in enumerate(rows) if row["key"] == self._chosen]

@@ -33,6 +33,12 @@ def test_a_strip_has_each_job_its_idle_cache_the_rest_and_what_is_free() -> None
     assert strip == "llm-pretrain" + "█" * 18 + "▒" * 10 + "xylem" + "█" * 5 + "░" * 10 + "·" * 20
 
 
+def test_a_name_may_continue_on_the_idle_cache() -> None:
+    strip = draw_strip(_device(40, 20, ("notebook", 20, 17)), 40)
+    assert strip.plain == "notebook" + "▒" * 12 + "·" * 20
+    assert [(span.start, span.end) for span in strip.spans if "on" in str(span.style)] == [(0, 3)]
+
+
 def test_a_short_part_has_no_name_and_a_long_name_is_cut() -> None:
     strip = draw_strip(_device(40, 0, ("abc", 4, 0), ("a-long-name", 8, 0), ("漢字漢字漢字", 28, 0)), 40)
     assert strip.plain.startswith("████a-long-…漢字漢字漢字")

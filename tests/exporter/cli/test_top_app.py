@@ -244,6 +244,25 @@ async def test_ranks_are_folded_and_unfolded_by_keys_and_the_mouse() -> None:
         assert len(world.titles) == 16
 
 
+async def test_each_job_keeps_its_color_in_both_tables_while_rows_move() -> None:
+    def colors() -> dict[str, str]:
+        rows = world.table("jobs").rows_shown
+        return {
+            row["title"]: str(world.table("jobs").get_row_at(at)[0].style)
+            for at, row in enumerate(rows)
+            if row["color"]
+        }
+
+    world = _World()
+    async with world.on_screen() as pilot:
+        before = colors()
+        assert len(set(before.values())) == 6
+        await pilot.press("space", "s")
+        assert colors() == before
+        strips = [row["strip"] for row in world.table("devices").rows_shown]
+        assert {f"black on {job['color']}" for strip in strips for job in strip} == set(before.values())
+
+
 async def test_the_columns_stay_where_they_are_while_jobs_are_unfolded() -> None:
     world = _World()
     async with world.on_screen() as pilot:
