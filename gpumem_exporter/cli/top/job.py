@@ -56,8 +56,8 @@ class JobScreen(ModalScreen[None]):
         super().__init__()
         self._job, self._node, self._open_api, self._clear = job, node, open_api, clear
         self._span = 0
-        self._processes: Sequence[Row] = ()
-        """The processes with all of their values; empty until they are read."""
+        self._live: Row | None = None
+        """The node, with all values of the job's processes; None until it is read."""
         self._history: Mapping[str, Any] | None = None
         self._events: Sequence[Mapping[str, Any]] = ()
         self._problem = ""
@@ -95,7 +95,7 @@ class JobScreen(ModalScreen[None]):
             try:
                 read = await in_daemon_thread(partial(self._read, node, _SPANS[span][1]))
                 if span == self._span:
-                    self._processes, self._history, self._events = read
+                    self._live, self._history, self._events = read
                 self._problem = ""
             except GpumemError as error:
                 self._problem = str(error)
@@ -108,20 +108,19 @@ class JobScreen(ModalScreen[None]):
 
     def _read(
         self, node: Node, seconds: float
-    ) -> tuple[Sequence[Row], Mapping[str, Any] | None, Sequence[Mapping[str, Any]]]:
+    ) -> tuple[Row | None, Mapping[str, Any] | None, Sequence[Mapping[str, Any]]]:
         if not node.url:
-            return (), None, ()
+            return None, None, ()
         name = quote(self._job["id"], safe="")
         with self._open_api(node.url) as api:
             live = read_live(api, name)
             now = live["time"]["unix_seconds"]
             past = api.get(f"/api/v1/history?job={name}&from={now - seconds:.0f}&to={now:.0f}&points={_POINTS}")
             events = api.get(f"/api/v1/events?job={name}&limit={_EVENTS}&fold=true")["events"]
-        processes = [one for job in live["jobs"] if job["id"] == self._job["id"] for one in job["processes"]]
-        return processes, past, events
+        return live, past, events
 
     def _parts(self, node: Node, width: int) -> Iterator[RenderableType]:
-        live: Row = node.live or {}
+        live: Row = self._live or node.live or {}
         now, words = live["time"]["unix_seconds"], live["words"]
         current = next((each for each in live["jobs"] if each["id"] == self._job["id"]), None)
         job = self._job = current or self._job
@@ -132,8 +131,7 @@ class JobScreen(ModalScreen[None]):
             title.append(f" ({human_seconds(job['step_seconds'])} each)" if job["step_seconds"] else "")
         lost = f"  as of {as_of(live)}" if node.error else "" if current else "  ended"
         yield title.append(lost, style="bold red")
-        whole = {**job, "processes": self._processes or job["processes"]}
-        findings, _, rows = rows_of([Node({**live, "jobs": [whole]})])
+        findings, _, rows = rows_of([Node({**live, "jobs": [job]})])
         for finding in findings:
             if finding["job"]:
                 yield plain(f"{finding['mark']:2} {finding['since']} {finding['sentence']}", finding["style"])
@@ -144,7 +142,7 @@ class JobScreen(ModalScreen[None]):
         yield plain("")
         columns = [column for column in JOBS if column.name not in _HIDDEN_COLUMNS]
         yield from Layout(columns, rows, width, words=words).lines(rows)
-        yield from _parts_of_memory(self._processes)
+        yield from _parts_of_memory(job["processes"])
         if self._events:
             yield from (plain(""), plain("Events", "bold"))
             newest_first = sorted(self._events, key=lambda event: -float(event["unix_seconds"]))
@@ -166,11 +164,11 @@ def _parts_of_memory(processes: Sequence[Row]) -> Iterator[RenderableType]:
     """Yield the components and the peaks of the phases of each process, as far as they are known."""
     places = [(process["rank"] or UNKNOWN, place) for process in processes for place in process["devices"]]
     for title, field in (("Components", "component_bytes"), ("Peaks of phases", "phase_peak_bytes")):
-        names = list(dict.fromkeys(name for _, place in places for name in place[field]))
+        names = list(dict.fromkeys(name for _, place in places for name in place.get(field) or ()))
         if names:
             columns = (("Rank", "right"), ("GPU", "left"), *((name, "right") for name in names))
             rows = [
-                (rank, place["gpu"] or UNKNOWN, *(short_bytes(place[field].get(name)) for name in names))
+                (rank, place["gpu"] or UNKNOWN, *(short_bytes((place.get(field) or {}).get(name)) for name in names))
                 for rank, place in places
             ]
             yield from (plain(""), table(title, columns, rows))

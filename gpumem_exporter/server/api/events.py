@@ -26,7 +26,7 @@ from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, jso
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH, JOBS_PATH
 
 MAX_LISTED = 1000
-_JOB_ID = re.compile(r"pid~(?P<pid>.+)|(?P<workload>.+)~[0-9a-f]{8}", re.DOTALL)
+_JOB_ID = re.compile(r"pid~(?P<pid>.+)|(?P<workload>.+)~[0-9a-f]{8,}", re.DOTALL)
 """An id of a job in `/api/v1/live`."""
 _JOB_PAGE = 1000
 _MAX_JOB_PAGES = 8

@@ -124,9 +124,9 @@ def test_a_broken_connection_ends_top(demo: ExporterProcess, open_top: OpenTop) 
 
 def test_the_terminal_is_restored_after_an_exception(demo: ExporterProcess, open_top: OpenTop) -> None:
     code = (
-        "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.top.app import Top\n"
+        "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.top.tables import RowTable\n"
         "def fails(self, token='s3' + 'cret'): 1 / 0\n"
-        "Top.action_reverse = fails\n"
+        "RowTable.action_reverse = fails\n"
         "sys.exit(main.main())"
     )
     terminal = open_top(command=[sys.executable, "-c", code, "top", "--url", demo.url])
@@ -291,6 +291,17 @@ def test_the_ranks_of_a_job_that_trains_clear_as_a_group(open_top: OpenTop) -> N
             (action,) = terminal.until(sent, "the request")
             assert (action["mode"], action["group"], sorted(action["target"]["pid"])) == ("step", True, sorted(ranks))
             terminal.until(lambda: "Freed" in terminal.text or "Stays free" in terminal.text, "the result")
+
+
+def test_the_screen_of_a_job_has_its_memory_and_its_events(open_top: OpenTop) -> None:
+    with still_demo() as demo:
+        terminal = open_top("--url", demo.url, "--filter", "demo-asr-varlen", columns=110, lines=50)
+        _until_rows(terminal)
+        terminal.type("\r")
+        terminal.until_shows("last 10 min", "Components", "Peaks of phases", "Events", "out of memory")
+        assert terminal.lines[0].startswith("demo-asr-varlen")
+        terminal.type("q")
+        terminal.until_shows("filter: demo-asr-varlen")
 
 
 def test_a_dumb_terminal_is_wrong_usage(demo: ExporterProcess, open_top: OpenTop) -> None:
