@@ -25,7 +25,7 @@ from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.app import Top
 from gpumem_exporter.cli.top.source import Source
 
-COLUMNS, LINES = 120, 32
+COLUMNS, LINES = 120, 34
 LEAST_REPORTING = 12
 
 THEME = TerminalTheme(

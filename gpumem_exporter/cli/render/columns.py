@@ -20,6 +20,8 @@ SEVERITIES = {"critical": ("!!", "bold red"), "warning": ("!", "bold yellow")}
 """The mark and the style of each severity that has one."""
 _DAY_SECONDS = 86400.0
 _OTHER, _IDLE, _FREE = "░", "▒", "·"
+_INK = "color(16)"
+"""Black also where a terminal's own black is another color."""
 _LEAST_NAMED = 5
 """The length of a part of a strip from which it has the job's name."""
 
@@ -68,7 +70,7 @@ def draw_strip(device: Row, width: int) -> Text:
         name = cell(plain(job["name"]), used + idle) if used + idle >= _LEAST_NAMED else plain("")
         name.rstrip()
         name.stylize(job["color"], used)
-        name.stylize(f"black on {job['color']}", 0, used)
+        name.stylize(f"{_INK} on {job['color']}", 0, used)
         blank = name.cell_len
         drawn.append_text(name).append("█" * max(0, used - blank), style=job["color"])
         drawn.append(_IDLE * (idle - max(0, blank - used)), style=job["color"])
@@ -127,7 +129,7 @@ def _device_name(device: Row) -> str:
 
 
 def _swatch(row: Row) -> str:
-    return f"black on {row['color']}" if row["color"] else ""
+    return f"{_INK} on {row['color']}" if row["color"] else ""
 
 
 def _name_style(row: Row) -> str:

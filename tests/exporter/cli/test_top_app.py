@@ -260,7 +260,7 @@ async def test_each_job_keeps_its_color_in_both_tables_while_rows_move() -> None
         await pilot.press("space", "s")
         assert colors() == before
         strips = [row["strip"] for row in world.table("devices").rows_shown]
-        assert {f"black on {job['color']}" for strip in strips for job in strip} == set(before.values())
+        assert {f"color(16) on {job['color']}" for strip in strips for job in strip} == set(before.values())
 
 
 async def test_the_columns_stay_where_they_are_while_jobs_are_unfolded() -> None:
