@@ -73,7 +73,7 @@ NORMAL = (
     (r"\b\d[\d.]* ?(?:ns|µs|ms|s|min|h|%)(?=\W|$)", "QUANTITY"),
     (r"\b\d\d:\d\d(:\d\d)?\b|\b[A-Z][a-z]{2} \d\d\b", "CLOCK"),
     (r"\b\d{4,}\b", "PID"),
-    (r"[█▓▒░·]{4,}", "BAR"),
+    (r"\S*[█▓▒░·]{2,}\S*", "BAR"),
     (r"[ \t]+", " "),  # widths of columns
 )
 """What varies between two runs: patterns and their replacements."""
