@@ -164,6 +164,9 @@ class Top(LiveApp):
         """Show a message at the bottom, for some seconds or until the next one."""
         self._noted = text
         self.show()
+        for screen in self.screen_stack:
+            if isinstance(screen, JobScreen):
+                screen.note(text)
         if seconds is not None:
             self.set_timer(seconds, lambda: self.note("") if self._noted == text else None)
 

@@ -60,7 +60,7 @@ class JobScreen(ModalScreen[None]):
         """The node, with all values of the job's processes; None until it is read."""
         self._history: Mapping[str, Any] | None = None
         self._events: Sequence[Mapping[str, Any]] = ()
-        self._problem = ""
+        self._problem = self._noted = ""
         self._body = Static()
         self._due = asyncio.Event()
 
@@ -79,6 +79,11 @@ class JobScreen(ModalScreen[None]):
     def show(self) -> None:
         """Draw the job as it was read last."""
         self._body.update(Group(*self._parts(self._node(), self.size.width - 1)))
+
+    def note(self, text: str) -> None:
+        """Show a message below the job's title, until the next one."""
+        self._noted = text
+        self.show()
 
     def action_zoom(self, step: int) -> None:
         self._span = max(0, min(len(_SPANS) - 1, self._span + step))
@@ -137,6 +142,8 @@ class JobScreen(ModalScreen[None]):
                 yield plain(f"{finding['mark']:2} {finding['since']} {finding['sentence']}", finding["style"])
         if job["clear"]:
             yield plain(job["clear"]["sentence"], "yellow")
+        if self._noted:
+            yield plain(self._noted, "bold")
         yield plain("")
         yield from self._past(words, width)
         yield plain("")

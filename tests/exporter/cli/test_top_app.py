@@ -477,6 +477,18 @@ async def test_a_clear_uses_the_proposed_mode_and_group_after_a_yes() -> None:
         }
 
 
+async def test_a_clear_from_the_job_screen_shows_its_result_there() -> None:
+    world = _World()
+    async with world.on_screen(120) as pilot:
+        await pilot.press("enter")
+        await _until(lambda: "last 10 min" in world.text, "the job")
+        await pilot.press("c")
+        await _until(lambda: "y/n" in world.text, "the question")
+        await pilot.press("y")
+        await _until(lambda: "Stays free 3.0 GiB in notebook" in world.text, "the result")
+        assert world.text.startswith("llm-pretrain")
+
+
 async def test_a_clear_from_a_finding_is_of_the_job_that_has_the_idle_cache() -> None:
     world = _World()
     async with world.on_screen() as pilot:
