@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from rich.table import Table
+from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -45,22 +47,22 @@ _TALL = 30
 
 
 class Question(ModalScreen[bool]):
-    """A question at the bottom of the screen. Any key except `y` is a no."""
+    """A question at the bottom of the screen, or a text that any key ends. Any key except `y` is a no."""
 
     DEFAULT_CSS = """
-    Question, Help { align: left bottom; background: transparent; }
-    Question Static { text-style: bold reverse; }
+    Question { align: left bottom; background: transparent; }
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, shown: Text | Table, seconds: float | None = None) -> None:
         super().__init__()
-        self._text = text
+        self._shown, self._seconds = shown, seconds
 
     def compose(self) -> ComposeResult:
-        yield Static(plain(self._text))
+        yield Static(self._shown)
 
     def on_mount(self) -> None:
-        self.set_timer(_QUESTION_SECONDS, self.action_no)
+        if self._seconds is not None:
+            self.set_timer(self._seconds, self.action_no)
 
     def action_no(self) -> None:  # a timer would wait for the result of a lambda
         self.dismiss(False)
@@ -68,22 +70,6 @@ class Question(ModalScreen[bool]):
     def on_key(self, event: events.Key) -> None:
         event.stop()
         self.dismiss(event.key in ("y", "Y"))
-
-
-class Help(ModalScreen[None]):
-    """The keys and the words. Any key returns."""
-
-    def __init__(self, words: Row) -> None:
-        super().__init__()
-        self._words = words
-
-    def compose(self) -> ComposeResult:
-        rows = [*_KEYS, ("", ""), *((word["label"], word["help"]) for word in self._words.values())]
-        yield Static(table("", (("any key returns", "left"), ("", "wrap")), dict.fromkeys(rows)))
-
-    def on_key(self, event: events.Key) -> None:
-        event.stop()
-        self.dismiss()
 
 
 class Top(LiveApp):
@@ -134,7 +120,7 @@ class Top(LiveApp):
         self._searched, self._old_filter = "", self.filter
         self._found = self._jobs
         """The table with the row that was found last."""
-        self._clearing = Clearing(open_api, lambda text: self.push_screen_wait(Question(text)), self.note)
+        self._clearing = Clearing(open_api, self._ask, self.note)
 
     def compose(self) -> ComposeResult:
         yield from (self._header, self._findings, self._devices, self._jobs, self._words, self._note, Footer())
@@ -170,12 +156,16 @@ class Top(LiveApp):
         if seconds is not None:
             self.set_timer(seconds, lambda: self.note("") if self._noted == text else None)
 
+    async def _ask(self, text: str) -> bool:
+        return await self.push_screen_wait(Question(plain(text, "bold reverse"), _QUESTION_SECONDS))
+
     @property
     def _table(self) -> RowTable:
         return self.focused if isinstance(self.focused, RowTable) else self._jobs
 
     def action_help(self) -> None:
-        self.push_screen(Help(words_of(self.nodes)))
+        rows = [*_KEYS, ("", ""), *((word["label"], word["help"]) for word in words_of(self.nodes).values())]
+        self.push_screen(Question(table("", (("any key returns", "left"), ("", "wrap")), dict.fromkeys(rows))))
 
     def on_data_table_row_selected(self) -> None:
         """Show the job of the selected row, for a device the job that uses most of it."""
