@@ -70,7 +70,7 @@ def draw_strip(device: Row, width: int) -> Text:
         name = cell(plain(job["name"]), used + idle) if used + idle >= _LEAST_NAMED else plain("")
         name.rstrip()
         name.stylize(job["color"], used)
-        name.stylize(f"{_INK} on {job['color']}", 0, used)
+        name.stylize(_on(job["color"], device), 0, used)
         blank = name.cell_len
         drawn.append_text(name).append("█" * max(0, used - blank), style=job["color"])
         drawn.append(_IDLE * (idle - max(0, blank - used)), style=job["color"])
@@ -129,7 +129,12 @@ def _device_name(device: Row) -> str:
 
 
 def _swatch(row: Row) -> str:
-    return f"{_INK} on {row['color']}" if row["color"] else ""
+    return _on(row["color"], row) if row["color"] else ""
+
+
+def _on(color: str, row: Row) -> str:
+    """Return the style of a name on the color of a job. A terminal does not dim a background."""
+    return color if row["dim"] else f"{_INK} on {color}"
 
 
 def _name_style(row: Row) -> str:

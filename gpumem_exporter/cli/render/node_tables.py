@@ -81,7 +81,9 @@ def heading(nodes: Sequence[Node]) -> Text:
     used, total, idle = map(short_bytes, sizes.values())
     jobs, devices = (sum(one[name] for one in totals) for name in ("jobs", "devices"))
     counts = f"{counted(jobs, 'job', 'jobs')} on {counted(devices, 'device', 'devices')}"
-    return line.append(f"  {used} of {total} used, ").append(f"idle cache {idle}", style="yellow").append(f", {counts}")
+    dim = "dim " if all(node.error for node in nodes) else ""
+    line.append(f"  {used} of {total} used, ", style=dim).append(f"idle cache {idle}", style=f"{dim}yellow")
+    return line.append(f", {counts}", style=dim)
 
 
 def _distinct(lives: Sequence[Row]) -> Iterator[Row]:

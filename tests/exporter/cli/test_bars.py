@@ -16,7 +16,7 @@ def _device(total: int, free: int, *jobs: tuple[str, int | None, int | None]) ->
     strip = [
         {"name": name, "color": "green", "used_bytes": used, "idle_cache_bytes": idle} for name, used, idle in jobs
     ]
-    return {"memory": {"total_bytes": total, "free_bytes": free}, "strip": strip, "error": ""}
+    return {"memory": {"total_bytes": total, "free_bytes": free}, "strip": strip, "error": "", "dim": False}
 
 
 @given(st.lists(st.integers(0, 1 << 50), max_size=12), st.integers(1, 80))
