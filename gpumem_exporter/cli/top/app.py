@@ -232,7 +232,8 @@ class Top(LiveApp):
             self._clear(called(row["job"]), row["job"]["clear"], row["from"])
 
     def _clear(self, name: str, clear: Row | None, node: Node) -> None:
-        self.run_worker(self._clearing.clear_or_cancel(name, clear, "" if node.error else node.url))
+        place = f" on {node.name}" if node.name else ""
+        self.run_worker(self._clearing.clear_or_cancel(f"{name}{place}", clear, "" if node.error else node.url))
 
     def _search(self, step: int) -> None:
         """Select the next row with the words, from the selected one on; also a process of a folded job."""

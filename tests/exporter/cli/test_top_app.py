@@ -399,6 +399,10 @@ async def test_a_fleet_has_a_column_for_the_node_and_says_why_a_node_has_no_rows
         assert [row["node"] for row in world.table("jobs").rows_shown].count("node2") == 1
         await pilot.press("f", *"node2", "enter")
         await _until(lambda: world.titles == ["llm-pretrain"], "the node's jobs")
+        await pilot.press("escape", "g", "c")
+        await _until(lambda: "Clear llm-pretrain (alice) on node1?" in world.text, "the question")
+        await pilot.press("n", "enter")
+        await _until(lambda: world.text.startswith("node1  llm-pretrain"), "the job")
 
 
 async def test_the_job_screen_has_timeline_ranks_memory_and_events() -> None:
