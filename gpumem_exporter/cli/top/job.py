@@ -129,7 +129,8 @@ class JobScreen(ModalScreen[None]):
         now, words = live["time"]["unix_seconds"], live["words"]
         current = next((each for each in live["jobs"] if each["id"] == self._job["id"]), None)
         job = self._job = current or self._job
-        title = plain(f"{node.name}  {job['name']}".lstrip(), "bold").append(f"  {job['owner']}  {job['state'] or ''}")
+        title = plain(f"{node.name}  {job['name']}".lstrip(), "bold")
+        title.append_text(plain(f"  {job['owner']}  {job['state'] or ''}"))
         title.append(f", since {clock(job['since_unix_seconds'], now)}")
         if job["step"] is not None:
             title.append(f", step {job['step']}")

@@ -446,6 +446,18 @@ async def test_the_job_screen_says_that_the_job_has_ended_and_why_it_has_no_past
         await _until(lambda: "as of 03:42:04" in world.text.split("\n")[0], "the loss")
 
 
+async def test_text_of_a_job_cannot_control_the_terminal() -> None:
+    hostile = "\x1b[2J\x1b]0;x\x07[bold]x[/bold]"
+    one = job(hostile, process(7, "0", workload=hostile, user=hostile, command=hostile), owner=hostile)
+    world = _World(live([device("0", one, name=hostile)], [one], [finding("oom", "warning", hostile, hostile)]))
+    async with world.on_screen(200, 50) as pilot:
+        assert all(line.isprintable() for line in world.text.split("\n"))
+        await pilot.press("enter")
+        await _until(lambda: "last 10 min" in world.text, "the job")
+        assert world.text.count("[bold]x[/bold]") >= 3
+        assert all(line.isprintable() for line in world.text.split("\n"))
+
+
 async def test_a_finding_and_a_device_open_their_job() -> None:
     world = _World()
     async with world.on_screen() as pilot:
