@@ -165,7 +165,7 @@ class JobScreen(ModalScreen[None]):
         marks = [(event["unix_seconds"], *_MARKS[event["type"]]) for event in self._events if event["type"] in _MARKS]
         yield from timeline(self._history, width, max(4, min(16, self.size.height // 3)), marks)
         line = legend(words).append(f"last {span}", style="bold").append("  ! out of memory  c action" if marks else "")
-        yield line.append(f"  {self._problem}", style="red")
+        yield line.append_text(plain(f"  {self._problem}", "red"))
 
 
 def _parts_of_memory(processes: Sequence[Row]) -> Iterator[RenderableType]:
