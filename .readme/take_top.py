@@ -11,18 +11,21 @@ import argparse
 import asyncio
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from demo import demo
 from rich.terminal_theme import TerminalTheme
 
 from gpumem_client.wire.errors import ExporterError
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.top.app import NodeTop
-from gpumem_exporter.cli.top.content import View
-from gpumem_exporter.cli.top.source import Reading, Source
+from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.render.rows import View
+from gpumem_exporter.cli.top.app import Top
+from gpumem_exporter.cli.top.source import Source
 
-COLUMNS, LINES = 134, 40
+COLUMNS, LINES = 120, 34
 LEAST_REPORTING = 12
 
 THEME = TerminalTheme(
@@ -51,13 +54,20 @@ def main() -> None:
     print(target)
 
 
-def settled(source: Source) -> Reading:
+def named(source: Source) -> Node:
+    """Return the exporter's values with another name than this machine's."""
+    node = source.read()
+    assert node.live is not None
+    return replace(node, live={**node.live, "node": {**node.live["node"], "host": "gpu-node-7"}})
+
+
+def settled(source: Source) -> Node:
     """Return the exporter's values once enough processes report."""
     while True:
         try:
-            reading = source.read()
-            if len({row["pid"] for row in reading.rows if row["state"] == "reporting"}) >= LEAST_REPORTING:
-                return reading
+            node = named(source)
+            if node.live and sum(job["reporting_count"] for job in node.live["jobs"]) >= LEAST_REPORTING:
+                return node
         except ExporterError:
             pass
         time.sleep(0.5)
@@ -65,14 +75,19 @@ def settled(source: Source) -> Reading:
 
 async def picture(url: str) -> str:
     """Draw the screen as an SVG without external resources."""
-    source = Source(lambda: ExporterApi((url,)))
-    view = View(sort="idle-cache")
-    app = NodeTop(
-        source.read, settled(source), view, interval_seconds=1.0, open_api=lambda address: ExporterApi((address,))
+    source = Source(lambda: ExporterApi((url,)), Target())
+    app = Top(
+        lambda: [named(source)],
+        [settled(source)],
+        View(),
+        interval_seconds=1.0,
+        open_api=lambda address: ExporterApi((address,)),
     )
     app.ansi_theme_dark = THEME
     async with app.run_test(size=(COLUMNS, LINES)) as pilot:
         await pilot.pause(1.5)
+        await pilot.press("space")  # the ranks of the first job
+        await pilot.pause(0.5)
         svg = app.export_screenshot(title="gpumem-exporter top")
     return FONT_FACE.sub("", svg).replace("Fira Code, monospace", FONTS)
 

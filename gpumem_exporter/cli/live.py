@@ -1,4 +1,4 @@
-"""A Textual application whose values a thread reads again and again: the base of `top` and `fleet top`."""
+"""A Textual application that shows nodes, which a thread reads again and again."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Generic, TypeVar
+from dataclasses import replace
+from typing import ClassVar, TypeVar
 
 from rich.traceback import Traceback
 from textual.app import App
 from textual.binding import Binding, BindingType
 
 from gpumem_client.wire.errors import GpumemError
+from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.program import INTERRUPTED
 from gpumem_exporter.cli.render.terminal import open_console
 
 T = TypeVar("T")
 
 _LATE_SECONDS = 4.0
-"""If an answer is later than this, the source counts as lost."""
+"""If a reading takes longer than this, its values are no longer current."""
 _TICK_SECONDS = 1.0
-"""Without a new reading, the screen is drawn this often, because the shown age changes."""
+"""Without a new reading, the screen is drawn this often, because the values may no longer be current."""
 
 
-class LiveApp(App[None], Generic[T]):
-    """Shows the last reading, and whether it is still valid.
-
-    `read` returns the values or raises GpumemError; it runs in a thread, because it may block.
-    """
+class LiveApp(App[None]):
+    """Shows the last reading of nodes. `read` runs in a thread, because it may block."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -42,28 +41,24 @@ class LiveApp(App[None], Generic[T]):
         Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
-    def __init__(self, read: Callable[[], T], first: T, *, interval_seconds: float) -> None:
+    def __init__(self, read: Callable[[], list[Node]], first: list[Node], *, interval_seconds: float) -> None:
         super().__init__()
         self.theme = "ansi-dark"  # the terminal's own colors
-        self.reading = first
+        self.interval_seconds = interval_seconds
         self.ended: int | None = None
         """The signal that ended the program; None for `q`."""
-        self._read = read
-        self._interval_seconds = interval_seconds
+        self._read, self._last_nodes = read, first
         self._answered_seconds = time.monotonic()
         self._failure = ""
 
     @property
-    def age_seconds(self) -> float:
-        """The seconds since the last answer."""
-        return time.monotonic() - self._answered_seconds
-
-    @property
-    def lost(self) -> str:
-        """Why the reading is no longer valid; empty while it is valid."""
-        if not self._failure and self.age_seconds > self._interval_seconds + _LATE_SECONDS:
-            return f"it has not answered for {self.age_seconds:.0f} s"
-        return self._failure
+    def nodes(self) -> list[Node]:
+        """The nodes, each with the reason why its values are no longer current."""
+        late_seconds = time.monotonic() - self._answered_seconds
+        failure = self._failure
+        if late_seconds > self.interval_seconds + _LATE_SECONDS:
+            failure = failure or f"no answer for {late_seconds:.0f} s"
+        return [replace(node, error=failure) for node in self._last_nodes] if failure else self._last_nodes
 
     @abstractmethod
     def show(self) -> None:
@@ -103,7 +98,7 @@ class LiveApp(App[None], Generic[T]):
         self.panic(Traceback(width=None))
 
     def _tick(self) -> None:
-        if self.age_seconds > _TICK_SECONDS:
+        if time.monotonic() - self._answered_seconds > _TICK_SECONDS:
             self.show()
 
     def _end(self, number: int) -> None:
@@ -115,10 +110,10 @@ class LiveApp(App[None], Generic[T]):
     async def _watch(self) -> None:
         due = self._answered_seconds
         while True:
-            due = max(due + self._interval_seconds, time.monotonic())
+            due = max(due + self.interval_seconds, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
             try:
-                self.reading = await in_daemon_thread(self._read)
+                self._last_nodes = await in_daemon_thread(self._read)
                 self._failure, self._answered_seconds = "", time.monotonic()
             except GpumemError as error:
                 self._failure = str(error)

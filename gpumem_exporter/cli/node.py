@@ -1,9 +1,9 @@
-"""The node at one time, as `info` and `top` show it, and the part of it that target options select."""
+"""Nodes as their exporters describe them in `/api/v1/live`, and the part of a node that target options select."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterUnreachableError
@@ -15,79 +15,105 @@ from gpumem_exporter.errors import TargetNotFoundError
 
 Document = Mapping[str, Any]
 
-# Documents of devices and of processes that are read one after the other may contradict each other.
-_PATH = "/api/v1/live-rows?processes=documents"
-_OF_DEVICES = ("source", "taken_unix_seconds", "nvml", "devices")
-_OF_PROCESSES = ("source", "processes")
+_PATH = "/api/v1/live"
 _OF_PROCESS = ("pid", "workload", "rank", "user")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Node:
-    """Devices and processes, as `/api/v1/devices` and `/api/v1/processes` have them."""
+    """The last description of a node."""
 
-    devices: Document
-    processes: Document
-
-    def require_known(self, target: Target) -> None:
-        """Check that each name of a target exists.
-
-        Raises TargetNotFoundError if no device and no process has one of the names; the text has the nearest names.
-        """
-        processes = self.processes["processes"]
-        on_devices = [*self.devices["devices"], *(device for process in processes for device in process["devices"])]
-        identities = [_identity(process) for process in processes]
-        known = {
-            "gpu": [name for device in self.devices["devices"] for name in _gpus(device)],
-            "uuid": [device["uuid"] for device in on_devices],
-            **{name: sorted(value for one in identities for value in one[name]) for name in _OF_PROCESS},
-        }
-        if unknown := unknown_names(target, known):
-            raise TargetNotFoundError(unknown)
-
-    def selected(self, target: Target) -> Node:
-        """Return what a target selects. A target that names processes selects the devices that they use."""
-        if not target.given():
-            return self
-        kept = list(_kept(target, self.processes["processes"]))
-        used = {device["uuid"] for process in kept for device in process["devices"]}
-        by_process = any(getattr(target, name) for name in _OF_PROCESS)
-        devices = [
-            device
-            for device in self.devices["devices"]
-            if _admits_device(target, device) and (not by_process or device["uuid"] in used)
-        ]
-        return replace(
-            self, devices={**self.devices, "devices": devices}, processes={**self.processes, "processes": kept}
-        )
+    live: Document | None
+    """The document of `/api/v1/live`; None if the exporter has never answered."""
+    url: str = ""
+    """The exporter's address; empty if only the driver was read."""
+    name: str = ""
+    """The `instance` of the exporter in a fleet; empty for a single node."""
+    error: str = ""
+    """Why `live` is not current; empty while it is."""
 
 
-def read_live(api: ExporterApi) -> tuple[Node, Document]:
-    """Read the node, and return it with the whole document of `/api/v1/live`.
+def read_live(api: ExporterApi, details: str = "none") -> dict[str, Any]:
+    """Read the node, with whole documents of the processes of a job or of `all`.
 
     Raises ExporterUnreachableError if no address answers, or the answer is not an exporter's, and
     ExporterAnswerError if the exporter answers with an error.
     """
-    live = api.get(_PATH)
+    live = api.get(f"{_PATH}?details={details}")
+    if all(name in live for name in ("node", "devices", "jobs", "findings", "words")):
+        return live
     problem = "is not a gpumem-exporter"
-    try:
-        state = live["state"]
-        if "columns" in state:  # the rows of the page: the exporter does not know the parameter
-            problem = f"is of version {state['version']}, which is too old for this command"
-        elif all("pid" in process for process in state["processes"]):
-            return Node(
-                {name: state[name] for name in _OF_DEVICES}, {name: state[name] for name in _OF_PROCESSES}
-            ), live
-    except (KeyError, TypeError):
-        pass
+    if isinstance(state := live.get("state"), dict) and "version" in state:  # version 0.2
+        problem = f"is of version {state['version']}, which is too old for this command"
     raise ExporterUnreachableError(f"the server at {shown_url(api.url)} {problem}")
 
 
-def concerns(target: Target, event: Document) -> bool:
-    """Return whether an event may be about the target: no value that it has is one that the target excludes."""
-    return _admits_device(target, event) and all(
-        event.get(name) is None or target.admits(name, str(event[name])) for name in ("pid", "workload", "rank")
-    )
+def processes_of(live: Document) -> list[Document]:
+    """Return the processes of all jobs."""
+    return [process for job in live["jobs"] for process in _processes(job)]
+
+
+def node_document(live: Document) -> dict[str, Any]:
+    """Return the node as `--json` prints it: devices and processes as in their own routes, jobs and findings."""
+    node = live["node"]
+    return {
+        "source": node["source"],
+        "taken_unix_seconds": node["taken_unix_seconds"],
+        "nvml": {
+            "up": node["driver"]["up"],
+            "error": node["driver"]["error"],
+            "driver_version": node["driver"]["version"],
+        },
+        "devices": live["devices"],
+        "processes": processes_of(live),
+        "jobs": [{**job, "processes": [process["pid"] for process in job["processes"]]} for job in live["jobs"]],
+        "findings": live["findings"],
+    }
+
+
+def require_known(live: Document, target: Target) -> None:
+    """Check that each name of a target exists.
+
+    Raises TargetNotFoundError if no device and no process has one of the names; the text has the nearest names.
+    """
+    processes = processes_of(live)
+    on_devices = [*live["devices"], *(device for process in processes for device in process["devices"])]
+    identities = [_identity(process) for process in processes]
+    known = {
+        "gpu": [name for device in live["devices"] for name in _gpus(device)],
+        "uuid": [device["uuid"] for device in on_devices],
+        **{name: sorted(value for one in identities for value in one[name]) for name in _OF_PROCESS},
+    }
+    if unknown := unknown_names(target, known):
+        raise TargetNotFoundError(unknown)
+
+
+def selected(live: Document, target: Target) -> Document:
+    """Return what a target selects: processes, their jobs, the devices that they use, and the findings about these.
+
+    The sizes of a job are the job's, also if the target selects only some of its processes.
+    """
+    if not target.given():
+        return live
+    jobs = [{**job, "processes": kept} for job in live["jobs"] if (kept := list(_kept(target, _processes(job))))]
+    used = {place["uuid"] for job in jobs for process in job["processes"] for place in process["devices"]}
+    by_process = any(getattr(target, name) for name in _OF_PROCESS)
+    devices = [
+        device
+        for device in live["devices"]
+        if _admits_device(target, device) and (not by_process or device["uuid"] in used)
+    ]
+    ids, uuids = {job["id"] for job in jobs}, {device["uuid"] for device in devices}
+    findings = [
+        finding
+        for finding in live["findings"]
+        if (finding["job"] in ids if finding["job"] else finding["uuid"] is None or finding["uuid"] in uuids)
+    ]
+    return {**live, "devices": devices, "jobs": jobs, "findings": findings}
+
+
+def _processes(job: Document) -> list[Document]:
+    return [{"uid": job["uid"], **process} for process in job["processes"]]  # without details, only the job has it
 
 
 def _kept(target: Target, processes: list[Document]) -> Iterator[Document]:
@@ -111,7 +137,7 @@ def _identity(process: Document) -> dict[str, tuple[str, ...]]:
 
 
 def _admits_device(target: Target, place: Document) -> bool:
-    """Whether a target selects a device, or the device of a sample or an event; also if that device is unknown."""
+    """Whether a target selects a device, or the device of a process; also if that device is unknown."""
     gpu, uuid = place.get("gpu"), place.get("uuid")
     return (gpu is None or target.admits("gpu", *_gpus(place))) and (uuid is None or target.admits("uuid", uuid))
 

@@ -16,6 +16,9 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import exporter_urls as default_urls
 from gpumem_exporter.actions.request import OPTIONS, SELECTORS, ActionRequest, RequestOption, Target, invalid_fields
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.render.columns import SORTS
+from gpumem_exporter.cli.render.layout import Order
+from gpumem_exporter.cli.render.rows import View
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
@@ -146,6 +149,42 @@ def pop_target(values: dict[str, Any]) -> Target:
 def split_list(texts: Sequence[str]) -> list[str]:
     """The values of a repeatable option, each of which may be a list with commas: `0,1` and `7`."""
     return [part.strip() for text in texts for part in text.split(",")]
+
+
+view_options = option_group(
+    click.option(
+        "--sort",
+        type=click.Choice(SORTS),
+        metavar="COLUMN",
+        default="used",
+        show_default=True,
+        help=f"Sort jobs by: {', '.join(SORTS)}.",
+    ),
+    click.option("--reverse", is_flag=True, help="Reverse the order."),
+    click.option(
+        "--filter",
+        "filter_text",
+        metavar="WORDS",
+        default="",
+        help="Only jobs that have every word in a name, owner, command, pod, state, pid or device, and their devices.",
+    ),
+)
+"""What a command shows of a node, and in which order."""
+
+wide_option = click.option(
+    "-o",
+    "wide",
+    type=click.Choice(["wide"]),
+    metavar="wide",
+    help="Show the processes of each job and all columns, in lines of any length.",
+    callback=lambda _context, _option, value: value == "wide",
+)
+
+
+def pop_view(values: dict[str, Any]) -> View:
+    """Remove the values of `view_options` from `values`, and return them."""
+    order = Order(values.pop("sort").replace("-", "_"), values.pop("reverse"))
+    return View(values.pop("filter_text"), order)
 
 
 def action_options(action: str) -> Callable[[_Command], _Command]:

@@ -10,10 +10,10 @@ import click
 from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
 from gpumem_exporter.cli.fleet.options import FleetOptions, fleet_options, overview_options, selection_options
-from gpumem_exporter.cli.fleet.overview import Overview, read_overview
-from gpumem_exporter.cli.fleet.prometheus import print_warnings
-from gpumem_exporter.cli.options import action_options, interval_option
+from gpumem_exporter.cli.fleet.overview import FleetSource, overview_document
+from gpumem_exporter.cli.options import action_options, interval_option, pop_view, view_options, wide_option
 from gpumem_exporter.cli.program import FAILED
+from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 
 _EXAMPLES = """\b
@@ -74,40 +74,52 @@ def fleet() -> None:
 
 
 @fleet.command
+@view_options
+@wide_option
 @overview_options
 @fleet_options
-def info(query: str, **values: Any) -> int:
-    """Show a row for each device of each exporter.
+def info(query: str, wide: bool, **values: Any) -> int:
+    """Show findings, jobs and devices of many nodes.
 
     Prometheus lists the exporters. Each exporter then reports its current values.
     """
+    view = pop_view(values)
     options = FleetOptions(**values)
-    overview = read_overview(options.connect(), query, options)
+    source = FleetSource(options.connect(), query, options)
+    nodes = source.read()
     if options.as_json:
-        print_json(overview.document())
+        print_json(overview_document(source, nodes))
     else:
-        print_warnings(overview.warnings)
-        console = open_console()
-        show(console, overview.parts(console.width))
-    return 0 if overview.complete else FAILED
+        console = open_console(wide=wide)
+        show(console, node_tables(nodes, view, console.width, wide=wide, warnings=source.warnings))
+    return FAILED if any(node.error for node in nodes) else 0
 
 
 @fleet.command
+@view_options
 @interval_option(5.0)
 @overview_options
 @fleet_options
 def top(interval_seconds: float, query: str, **values: Any) -> int:
-    """Show `fleet info` live; q quits."""
-    from gpumem_exporter.cli.fleet.live import FleetTop
+    """Show findings, jobs and devices of many nodes, live: `top` with a column for the node.
+
+    The last values of a node that does not answer stay, dimmed.
+    """
+    from gpumem_exporter.cli.top.app import Top
 
     require_terminal("fleet info")
+    view = pop_view(values)
     options = FleetOptions(**values)
-    prometheus = options.connect()
-
-    def read() -> Overview:
-        return read_overview(prometheus, query, options)
-
-    return FleetTop(read, read(), interval_seconds=interval_seconds).run_to_end()
+    source = FleetSource(options.connect(), query, options)
+    app = Top(
+        source.read,
+        source.read(),
+        view,
+        interval_seconds=interval_seconds,
+        open_api=options.api,
+        warnings=lambda: source.warnings,
+    )
+    return app.run_to_end()
 
 
 def _add_action(command: ActionCommand) -> None:

@@ -1,4 +1,4 @@
-"""`info`: devices, processes and the ledger, once."""
+"""`info`: jobs, devices and the ledger, once."""
 
 from __future__ import annotations
 
@@ -7,42 +7,54 @@ from typing import Any
 import click
 
 from gpumem_exporter.cli.api_client import read_rights, rights_line
-from gpumem_exporter.cli.node import read_live
-from gpumem_exporter.cli.options import connection_options, open_api, pop_target, target_options
+from gpumem_exporter.cli.node import Node, node_document, read_live, require_known, selected
+from gpumem_exporter.cli.options import (
+    connection_options,
+    open_api,
+    pop_target,
+    pop_view,
+    target_options,
+    view_options,
+    wide_option,
+)
+from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
 
 _EXAMPLES = """\b
 Examples:
   gpumem-exporter info
-  gpumem-exporter info --url http://gpu-node-7:9844
+  gpumem-exporter info --url http://gpu-node-7:9844 --sort idle-cache
   gpumem-exporter info --gpu 0,1 --workload llm
+  gpumem-exporter info -o wide                        # the processes of each job, and all columns
   gpumem-exporter info --json | jq '.processes[] | select(.reporting) | .workload'
+
+\b
+A dash is a value that is not known, and ≥ a lower bound. K, M and G are KiB, MiB and GiB.
 """
 
 
 @click.command(epilog=_EXAMPLES)
+@view_options
+@wide_option
 @target_options
 @connection_options
-def info(url: str | None, token_file: str | None, as_json: bool, **selectors: Any) -> int:
-    """Show devices, processes and where every byte is.
+def info(url: str | None, token_file: str | None, as_json: bool, wide: bool, **values: Any) -> int:
+    """Show jobs, devices and where every byte is.
 
-    The values are the latest of the driver and the reporters. A dash is a value that is not known. `info` takes
-    the same target options as actions: each is repeatable and takes a list. Only the devices that the selected
-    processes use are shown.
+    The values are the latest of the driver and the reporters. `info` takes the same target options as actions: each is
+    repeatable and takes a list. It shows the jobs of the selected processes, and the devices that they use.
     """
-    target = pop_target(selectors)
+    view, target = pop_view(values), pop_target(values)
     with open_api(url, token_file) as api:
-        node, _ = read_live(api)
+        live = read_live(api, "all" if as_json else "none")
         rights = {} if as_json else read_rights(api)
-    node.require_known(target)
-    shown = node.selected(target)
+    require_known(live, target)
+    shown = selected(live, target)
     if as_json:
-        print_json({**shown.devices, **shown.processes})
+        print_json(node_document(shown))
         return 0
-    from gpumem_exporter.cli.render.node_tables import node_tables
-
-    console = open_console()
-    show(console, node_tables(shown.devices, shown.processes, width=console.width))
+    console = open_console(wide=wide)
+    show(console, node_tables([Node(shown)], view, console.width, wide=wide, ledger=True))
     if line := rights_line(rights, "clear"):
-        print(line)
+        print(f"\n{line}")
     return 0

@@ -1,4 +1,4 @@
-"""`top`: devices and processes, live in a terminal, or once for scripts."""
+"""`top`: jobs and devices, live in a terminal, or once for scripts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import click
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.node import node_document
 from gpumem_exporter.cli.options import (
     action_token,
     connection_options,
     exporter_urls,
     interval_option,
     pop_target,
+    pop_view,
     target_options,
+    view_options,
 )
+from gpumem_exporter.cli.render.node_tables import node_tables
+from gpumem_exporter.cli.render.rows import process_documents
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
-from gpumem_exporter.cli.top import content
-from gpumem_exporter.cli.top.content import SORTS, View
-from gpumem_exporter.cli.top.source import Reading, Source
+from gpumem_exporter.cli.top.source import Source
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader
@@ -36,15 +39,14 @@ Examples:
   gpumem-exporter top --once --json | jq -r '.rows[] | select(.fragmented_bytes > 1e9) | .workload'
 
 \b
-Keys: arrows or j and k select, s sorts, r reverses, / filters, c clears after a question,
-e shows the events, ? helps, q quits.
+Keys: arrows or j and k select, enter shows the job, space folds, / searches, f filters, s sorts,
+r reverses, c clears after a question, ? helps, q quits. The mouse works, too.
 
 \b
 --once --json prints one document:
   exporter   the address that answered; null if only the driver was read
-  source     nvml, or demo for simulated devices
-  taken_unix_seconds, nvml, devices
-             as GET /api/v1/devices has them; a device's ledger is null without an exporter
+  source, taken_unix_seconds, nvml, devices, jobs, findings
+             as `info --json` has them; a device's ledger is null without an exporter
   rows       one for each process on each device, filtered and in order: pid, gpu, uuid, workload,
              rank, command, user, k8s_namespace, k8s_pod, state, used_bytes, allocated_bytes,
              reserved_bytes, idle_cache_bytes, reclaimable_bytes, fragmented_bytes, non_torch_bytes,
@@ -58,42 +60,23 @@ _ANSWER_SECONDS = 2.0
 
 
 @click.command(epilog=_EXAMPLES)
-@click.option("--sort", metavar="COLUMN", default="used", show_default=True, help=f"Sort rows by: {', '.join(SORTS)}.")
-@click.option("--reverse", is_flag=True, help="Reverse the order.")
-@click.option(
-    "--filter",
-    "filter_text",
-    metavar="WORDS",
-    default="",
-    help="Only rows that contain every word in their pid, uuid, workload, command, user, pod or state.",
-)
+@view_options
 @interval_option(1.0)
 @click.option("--once", is_flag=True, help="Print the current values once and exit.")
 @target_options
 @connection_options
 def top(
-    *,
-    sort: str,
-    reverse: bool,
-    filter_text: str,
-    interval_seconds: float,
-    once: bool,
-    url: str | None,
-    token_file: str | None,
-    as_json: bool,
-    **selectors: Any,
+    *, interval_seconds: float, once: bool, url: str | None, token_file: str | None, as_json: bool, **values: Any
 ) -> int:
-    """Show devices, their ledgers and the processes on them, live.
+    """Show findings, jobs and devices, live.
 
     If no exporter answers, and neither --url nor GPUMEM_EXPORTER_URL is set, `top` reads only the driver: devices and
-    the memory of each process. A dash is a value that is not known. `top` takes the same target options as actions:
-    each is repeatable and takes a list. Only the devices that the selected processes use are shown.
+    the memory of each process. If a later answer is missing, the last values stay, dimmed, with their time. `top` takes
+    the same target options as actions: each is repeatable and takes a list.
     """
-    if sort not in SORTS:
-        raise ConfigurationError(f"--sort {sort}: must be one of {', '.join(SORTS)}")
     if as_json and not once:
         raise ConfigurationError("--json prints one document; add --once")
-    view, target = View(text=filter_text, sort=sort, reverse=reverse), pop_target(selectors)
+    view, target = pop_view(values), pop_target(values)
     if not once:
         require_terminal("top --once")
     token = action_token(token_file)
@@ -101,29 +84,29 @@ def top(
     urls = exporter_urls(url)
     source = Source(
         lambda: ExporterApi(urls, token=token, timeout_seconds=_ANSWER_SECONDS),
+        target,
         open_driver=None if named else _open_driver,
-        target=target,
+        details="all" if as_json else "none",
     )
     with contextlib.closing(source) if once else contextlib.nullcontext():
-        reading = source.read(with_events=not as_json)
-    if once:
-        _print_once(reading, view, as_json=as_json)
+        node = source.read()
+    if as_json:
+        described = node_document(node.live or {})
+        del described["processes"]
+        exporter = shown_url(node.url) if node.url else None
+        print_json({"exporter": exporter, **described, "rows": process_documents([node], view)})
         return 0
-    from gpumem_exporter.cli.top.app import NodeTop
+    if once:
+        console = open_console()
+        show(console, node_tables([node], view, console.width))
+        return 0
+    from gpumem_exporter.cli.top.app import Top
 
     def open_api(address: str) -> ExporterApi:
         return ExporterApi((address,), token=token)
 
-    return NodeTop(source.read, reading, view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()
-
-
-def _print_once(reading: Reading, view: View, *, as_json: bool) -> None:
-    if as_json:
-        exporter = shown_url(reading.url) if reading.url else None
-        print_json({"exporter": exporter, **reading.node.devices, "rows": view.rows(reading.rows)})
-        return
-    console = open_console()
-    show(console, content.once(reading, view, console.width))
+    app = Top(lambda: [source.read()], [node], view, interval_seconds=interval_seconds, open_api=open_api)
+    return app.run_to_end()
 
 
 def _open_driver() -> DriverReader:

@@ -2,5 +2,5 @@
 
 There is no inventory and no coordinator.
 
-Other folders import: `action`, `live`, `options`, `overview`, `prometheus`.
+Other folders import: `action`, `options`, `overview`.
 """

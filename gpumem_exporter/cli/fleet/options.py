@@ -10,6 +10,7 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.trust import Trust
+from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.fleet.requests import Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter
@@ -112,6 +113,12 @@ class FleetOptions:
             trust=self.trust(),
             parallel=self.parallel,
             timeout_seconds=timeout_seconds,
+        )
+
+    def api(self, url: str) -> ExporterApi:
+        """Return the API of one exporter. Raises the errors of `fleet`."""
+        return ExporterApi(
+            (url,), token=action_token(self.token_file), token_for_reads=False, trust=self.trust(), advice=""
         )
 
     def trust(self, environ: Mapping[str, str] = os.environ) -> Trust:

@@ -86,6 +86,10 @@ class Fleet:
 
         return dict(zip(exporters, self._run(read_one, exporters), strict=True))
 
+    def ask(self, exporters: Sequence[Exporter], question: Callable[[ExporterApi], R]) -> dict[Exporter, R]:
+        """Return the answer of each exporter."""
+        return dict(zip(exporters, self._run(lambda one: question(self._apis[one.url]), exporters), strict=True))
+
     def submit(self, requests: Sequence[ExporterRequest], body: Mapping[str, Any]) -> None:
         """Submit requests without waiting for their end."""
         self._for_each(requests, lambda request, api: _submit(request, api, body))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.render.terminal import plain, table
+from gpumem_exporter.cli.render.terminal import plain
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
 Event = Mapping[str, Any]
@@ -20,18 +19,6 @@ _LONGEST_TITLE = 20
 _WORTH_SAYING_SECONDS = 60.0
 """Several events within this time, such as the starts of ranks, happened at once for people."""
 _STYLES = {"critical": "bold red", "warning": "bold yellow"}
-
-
-def event_table(
-    events: Sequence[Event], now_unix_seconds: float | None, *, most: int | None = None, wrap: bool = False
-) -> Table:
-    """Return up to `most` of the newest events, with local times. An event of another day has its date.
-
-    `wrap` shows a long text in several lines instead of cutting it.
-    """
-    newest_first = sorted(events, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
-    rows = [_cells(event, now_unix_seconds) for event in newest_first[:most]]
-    return table("last events", (("", "left"), ("", "left"), ("", "wrap" if wrap else "cut")), rows)
 
 
 def event_line(event: Event, now_unix_seconds: float, width: int) -> Text:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import operator
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpumem_client.wire.units import UNKNOWN, human_bytes, short_bytes
+from gpumem_client.wire.units import UNKNOWN, short_bytes
 from gpumem_exporter.cli.render.terminal import plain
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-Document = Mapping[str, Any]
+Row = Mapping[str, Any]
 
+_NARROW = 100
+"""The width below which headings are short."""
 _READABLE_WIDTH = 22
 """Columns that are cut get this width before optional columns are added."""
 
@@ -23,52 +27,92 @@ class Column:
     """A column: its heading, the value of a row, and its place in a narrow terminal."""
 
     name: str
-    value: Callable[[Document], int | str | None]
+    """The key of its heading in the exporter's `words`."""
+    value: Callable[[Row], int | str | None]
     """A number of bytes, or a text; None if it is unknown, and an empty text for a blank cell."""
     rank: int = 0
     """Columns with rank 0 are always shown. The others are added in the order of their ranks while there is space."""
-    left: bool = False
+    own: str = ""
+    """The heading of a column that `words` does not have."""
     short: str = ""
-    """The heading if the terminal is too narrow for all headings, if it is another one."""
+    """The heading in a narrow terminal, if it is another one."""
+    key: Callable[[Row], Any] | None = None
+    """The value by which rows are sorted, if it is another one."""
+    sorts: bool = True
+    left: bool = False
     style: str = ""
-    """The style of the heading: the color of this memory in the bars."""
-    cell_style: Callable[[Document], str] = lambda _: ""
+    """The style of the heading and of sizes that are not 0."""
+    style_of: Callable[[Row], str] = lambda _: ""
     cut: int = 0
     """The width to which longer values are cut if the terminal has no space for them; 0 if they are not cut."""
     sparse: bool = False
     """The column is shown only if a row has a value."""
-    draw: Callable[[Document, int], Text] | None = None
+    draw: Callable[[Row, int], Text] | None = None
     """Draws the cell of a row, which has a width from `least` to `most`, instead of its value."""
     least: int = 0
     most: int = 0
+    lines: int = 1
+    """The number of lines that a longer text may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The order of rows: by a column, names and times from the smallest, sizes from the largest, or the reverse."""
+
+    column: str
+    reverse: bool = False
+
+    def descends(self, columns: Iterable[Column]) -> bool:
+        """Return whether the largest value is first."""
+        return (not self._column(columns).left) is not self.reverse
+
+    def sorted(self, rows: Iterable[Row], columns: Iterable[Column]) -> list[Row]:
+        """Return rows in order. Rows without a value are last; equal rows keep their order."""
+        column = self._column(columns)
+        keyed = [((column.key or column.value)(row), row) for row in rows]
+        known = [pair for pair in keyed if pair[0] is not None]
+        known.sort(key=operator.itemgetter(0), reverse=self.descends(columns))
+        return [row for _, row in (*known, *(pair for pair in keyed if pair[0] is None))]
+
+    def _column(self, columns: Iterable[Column]) -> Column:
+        return next(column for column in columns if column.name == self.column)
 
 
 class Layout:
     """The columns that fit in a width, and their cells. A cell has the width of its column and a gap.
 
-    All rows set the widths, so that the columns do not move when a list is scrolled or filtered. `compact` shows sizes
-    such as `1.5G` instead of `1.5 GiB`. `keep` is the name of a column that is always shown.
+    All rows set the widths, so that the columns do not move when a list is scrolled. A size in the list `incomplete` of
+    its row is shown as a lower bound; a row with `dim` is dimmed. The column of the order is always shown.
     """
 
     def __init__(
-        self, columns: Sequence[Column], rows: Sequence[Document], width: int, *, compact: bool = False, keep: str = ""
+        self,
+        columns: Sequence[Column],
+        rows: Sequence[Row],
+        width: int,
+        *,
+        words: Mapping[str, Any],
+        order: Order | None = None,
     ) -> None:
-        self._compact, self._width = compact, width
+        self._width, self._words = width, words
+        sort = order.column if order else ""
+        self._sort, self._mark = sort, "▼" if order and order.descends(columns) else "▲"
         known = [
             column
             for column in columns
             if not column.sparse or any(column.value(row) not in (None, "") for row in rows)
         ]
-        for self._short in (False, True):
-            natural = {column.name: self._natural_width(column, rows) for column in known}
-            least = {
-                column.name: column.least if column.draw else min(column.cut or 1000, natural[column.name])
-                for column in known
-            }
-            shown = {column.name: least[column.name] for column in known if not column.rank or column.name == keep}
-            left = width + 1 - sum(shown.values()) - len(shown)  # no gap is needed after the last column
-            if left >= 0:
-                break
+        self._short = width < _NARROW
+        natural = {column.name: self._natural_width(column, rows) for column in known}
+        least = {
+            column.name: column.least if column.draw else min(column.cut or 1000, natural[column.name])
+            for column in known
+        }
+        shown = {column.name: least[column.name] for column in known if not column.rank or column.name == sort}
+        left = width + 1 - sum(shown.values()) - len(shown)  # no gap is needed after the last column
+        if left < 0:
+            widest = max(shown, key=lambda name: shown[name])
+            shown[widest] = max(1, shown[widest] + left)
         # A name that can be read is worth more than another column.
         left = _grow(shown, {name: min(natural[name], _READABLE_WIDTH) for name in shown}, left)
         for column in sorted(known, key=lambda column: column.rank):
@@ -79,48 +123,62 @@ class Layout:
         self.columns = [(column, shown[column.name]) for column in known if column.name in shown]
         """The shown columns and their widths, without the gap."""
 
-    def heading(self, sort: str = "", mark: str = "") -> list[Text]:
-        """Return the cells of the heading. The column named `sort` has a mark."""
+    def heading(self) -> list[Text]:
+        """Return the cells of the heading. The column of the order has a mark."""
         cells = []
         for column, width in self.columns:
-            name = self._name(column)
+            name, sorts = self._name(column), column.name == self._sort
             text = name if column.left else name.rjust(width)
-            style = f"bold {column.style}{' underline' if column.name == sort else ''}"
-            cells.append(cell(plain(f"{text}{mark if column.name == sort else ''}", style), width + 1))
+            style = f"bold {column.style}{' underline' if sorts else ''}"
+            cells.append(cell(plain(f"{text}{self._mark if sorts else ''}", style), width + 1))
         return cells
 
-    def cells(self, row: Document) -> list[Text]:
-        """Return the cells of a row."""
-        return [
-            cell(
-                column.draw(row, width) if column.draw else plain(self._text(column, row), column.cell_style(row)),
-                width,
-                right=not column.left,
-                gap=1,
-            )
-            for column, width in self.columns
-        ]
+    def cells(self, row: Row) -> list[Text]:
+        """Return the cells of a row, which have several lines if a text has."""
+        found = []
+        for column, width in self.columns:
+            style = column.style_of(row) or (column.style if column.value(row) else "")
+            if column.draw:
+                texts = [column.draw(row, width)]
+            else:
+                text = plain(self._text(column, row), style)
+                texts = [text]
+                if column.lines > 1 and text.cell_len > width:
+                    parts = textwrap.wrap(text.plain, width, max_lines=column.lines, placeholder=" …")
+                    texts = [plain(part, style) for part in parts]
+            for text in texts:
+                if row.get("dim"):
+                    text.stylize("dim")
+                cell(text, width, right=not column.left, gap=1)
+            found.append(plain("").append("\n").join(texts) if len(texts) > 1 else texts[0])
+        return found
 
-    def lines(self, rows: Iterable[Document], sort: str = "", mark: str = "") -> Iterator[Text]:
-        """Yield the heading, and a line for each row."""
-        for cells in (self.heading(sort, mark), *map(self.cells, rows)):
-            line = plain("").join(cells)
-            line.truncate(self._width, overflow="crop")
-            yield line
+    def lines(self, rows: Iterable[Row], *, heading: bool = True) -> Iterator[Text]:
+        """Yield the heading, and the lines of each row."""
+        for cells in (*([self.heading()] if heading else []), *map(self.cells, rows)):
+            parts = [text.split("\n") for text in cells]
+            for number in range(max(map(len, parts))):
+                line = plain("")
+                for lines, (_, width) in zip(parts, self.columns, strict=True):
+                    line.append_text(lines[number] if number < len(lines) else plain(" " * (width + 1)))
+                line.truncate(self._width, overflow="crop")
+                yield line
 
-    def _natural_width(self, column: Column, rows: Sequence[Document]) -> int:
+    def _natural_width(self, column: Column, rows: Sequence[Row]) -> int:
         texts = () if column.draw else (self._text(column, row) for row in rows)
         # Nearly all are plain ASCII, and a node may have hundreds of rows.
         widths = (len(text) if text.isascii() else plain(text).cell_len for text in texts)
         return max(len(self._name(column)), column.least, column.most, *widths)
 
     def _name(self, column: Column) -> str:
-        return column.short if self._short and column.short else column.name
+        label = column.own or self._words.get(column.name, {}).get("label") or column.name
+        return column.short if self._short and column.short else label
 
-    def _text(self, column: Column, row: Document) -> str:
+    def _text(self, column: Column, row: Row) -> str:
         value = column.value(row)
         if isinstance(value, int):
-            return short_bytes(value) if self._compact else human_bytes(value)
+            least = "≥" if f"{column.name}_bytes" in row.get("incomplete", ()) else ""
+            return least + short_bytes(value)
         return UNKNOWN if value is None else value
 
 
@@ -140,9 +198,3 @@ def cell(text: Text, width: int, *, right: bool = False, gap: int = 0) -> Text:
     text.pad_left(missing if right else 0)
     text.pad_right(gap + (0 if right else missing))
     return text
-
-
-def chosen(among: Sequence[Column], *names: str) -> list[Column]:
-    """Return the columns with these names, in this order. All of them are always shown."""
-    by_name = {column.name: replace(column, rank=0) for column in among}
-    return [by_name[name] for name in names]

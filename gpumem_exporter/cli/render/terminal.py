@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNLIMITED_WIDTH = 10_000
-_SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼…→µ", "#+%-.1234567^v~>u", strict=True))
+_SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼▸▾…→µ≥", "#+%-.1234567^v>v~>u>", strict=True))
 """The ASCII character for each character that bars, arrows and units use."""
 
 
@@ -39,18 +39,19 @@ def _replace_missing(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("gpumem", _replace_missing)
 
 
-def open_console(file: IO[str] | None = None, **settings: Any) -> Console:
+def open_console(file: IO[str] | None = None, *, wide: bool = False) -> Console:
     """Return a console on standard output or on a file. Rich reads NO_COLOR and FORCE_COLOR.
 
-    If the file's encoding lacks a character, the console writes a similar ASCII character.
+    A file, and a terminal with `wide`, gets lines of any length. If the file's encoding lacks a character, the console
+    writes a similar ASCII character.
     """
     from rich.console import Console
 
     target = file if file is not None else sys.stdout
     if isinstance(target, io.TextIOWrapper):
         target.reconfigure(errors="gpumem")
-    width = None if target.isatty() else _UNLIMITED_WIDTH
-    return Console(file=target, width=width, highlight=False, markup=False, emoji=False, **settings)
+    width = None if target.isatty() and not wide else _UNLIMITED_WIDTH
+    return Console(file=target, width=width, highlight=False, markup=False, emoji=False)
 
 
 def show(console: Console, renderables: Iterable[RenderableType]) -> None:

@@ -1,4 +1,4 @@
-"""The parts of `top`: the source of its values, their display, and the terminal.
+"""The parts of `top`: the source of its values, its screens, and the clears that it requests.
 
-Other folders import: `app`, `content`, `driver`, `source`.
+Other folders import: `app`, `driver`, `source`.
 """

@@ -1,17 +1,20 @@
-"""Reads the driver directly, into the exporter's documents. Values that only reporters know are null."""
+"""Reads the driver directly, into the exporter's document. Values that only an exporter knows are null."""
 
 from __future__ import annotations
 
 import logging
+import socket
 import time
+from typing import Any
 
-from gpumem_exporter.cli.node import Node
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.host.linux import LinuxHost
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 from gpumem_exporter.nvml.reader import NodeReader
-from gpumem_exporter.view.documents import devices_document, processes_document
+from gpumem_exporter.view.live import ALL_DETAILS, NodeView
+
+_UNKNOWN = ("ledger", "idle_cache_bytes", "allocatable_bytes", "pressure_ratio")
 
 
 class DriverReader:
@@ -22,9 +25,10 @@ class DriverReader:
         logging.getLogger("gpumem_exporter").addHandler(logging.NullHandler())
         self._provider = PynvmlProvider()
         self._reader = NodeReader(self._provider, LinuxHost(), clock=time.monotonic, wall_clock=time.time)
+        self._view = NodeView(clock=time.monotonic, wall_clock=time.time, minima_of=lambda _: ())
 
-    def read(self) -> Node:
-        """Return devices without ledgers, and processes without states.
+    def read(self, reason: str) -> dict[str, Any]:
+        """Return the document, with a finding that has the `reason` why no exporter was read.
 
         Raises NvmlUnavailableError if there is no driver, or it does not answer.
         """
@@ -32,13 +36,23 @@ class DriverReader:
         if not node.up:
             raise NvmlUnavailableError(node.error)
         snapshot = Snapshot(taken_seconds=node.taken_seconds, node=node)
-        devices = devices_document(snapshot, self._provider.source)
-        processes = processes_document(snapshot, self._provider.source)
-        for device in devices["devices"]:
-            device["ledger"] = device["allocatable_bytes"] = None
-        for process in processes["processes"]:
-            process["reporting"] = process["state"] = None  # unknown without reports
-        return Node(devices, processes)
+        facts = {
+            "host": socket.gethostname(),
+            "source": self._provider.source,
+            "driver": {"up": True, "error": "", "version": node.driver_version},
+            "failed_checks": [{"part": "NVML ALONE", "status": "degraded", "detail": reason}],
+        }
+        live = self._view.document(snapshot, facts, time.time(), details=ALL_DETAILS)
+        live["time"] = {"unix_seconds": time.time(), "clock_seconds": node.taken_seconds}
+        for device in live["devices"]:
+            device.update(dict.fromkeys(_UNKNOWN))
+        for name in ("idle_cache_bytes", "allocatable_bytes", "reported_bytes", "coverage_ratio"):
+            live["node"]["totals"][name] = None
+        for job in live["jobs"]:  # unknown without reports
+            job["state"] = None
+            for process in job["processes"]:
+                process["reporting"] = process["state"] = None
+        return live
 
     def release(self) -> None:
         """Release NVML and unload its library."""

@@ -1,76 +1,101 @@
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli.render.columns import SEGMENTS, bar_lengths, draw_past, segments_of
-from gpumem_exporter.core.ledger import CATEGORIES
-from tests.support.top_documents import GIB
-
-_SIZES = st.integers(min_value=-(1 << 40), max_value=1 << 50)
-_NOW = 10_030.0
-_TOTAL = 80 * GIB
+from gpumem_exporter.cli.render.columns import draw_strip, lengths
+from gpumem_exporter.cli.top.plot import timeline
+from tests.support.live_documents import GIB, NOW, history
 
 
-def test_every_category_is_in_exactly_one_segment() -> None:
-    assert sorted(category for segment in SEGMENTS for category in segment.categories) == sorted(CATEGORIES)
+def _device(total: int, free: int, *jobs: tuple[str, int | None, int | None]) -> dict[str, Any]:
+    strip = [
+        {"name": name, "color": "green", "used_bytes": used, "idle_cache_bytes": idle} for name, used, idle in jobs
+    ]
+    return {"memory": {"total_bytes": total, "free_bytes": free}, "strip": strip, "error": "", "dim": False}
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(CATEGORIES, _SIZES)), st.integers(1, 80))
-def test_the_bar_is_filled_and_each_segment_is_within_one_character_of_its_share(
-    ledger: dict[str, int], width: int
-) -> None:
-    sizes = [max(0, sum(ledger.get(name, 0) for name in segment.categories)) for segment in SEGMENTS]
-    lengths = bar_lengths(ledger, width)
-    if sum(sizes) == 0:
-        assert lengths == (0,) * len(SEGMENTS)
-        return
-    assert sum(lengths) == width
-    for size, length in zip(sizes, lengths, strict=True):
-        assert abs(length - size * width / sum(sizes)) < 1
+@given(st.lists(st.integers(0, 1 << 50), max_size=12), st.integers(1, 80))
+def test_the_lengths_add_up_and_each_is_within_one_character_of_its_share(sizes: list[int], width: int) -> None:
+    found = lengths(sizes, width)
+    total = sum(sizes)
+    assert sum(found) == (width if total else 0)
+    for size, length in zip(sizes, found, strict=True):
+        assert abs(length - (size * width / total if total else 0)) < 1
 
 
-def test_a_cache_of_which_nothing_is_known_is_not_called_fragmented() -> None:
-    unknown, known = {"torch_fragmented": 5}, {"torch_fragmented": 5, "torch_reclaimable": 0}
-    names = [segment.name for segment in segments_of([unknown, {"free": 1}])]
-    assert "fragmented" not in names
-    assert "cache, may be released" in names
-    assert segments_of([unknown, known]) == segments_of([known]) == segments_of([]) == SEGMENTS
+def test_a_strip_has_each_job_its_idle_cache_the_rest_and_what_is_free() -> None:
+    strip = draw_strip(_device(80, 20, ("llm-pretrain", 40, 10), ("xylem", 10, None)), 80).plain
+    assert strip == "llm-pretrain" + "█" * 18 + "▒" * 10 + "xylem" + "█" * 5 + "░" * 10 + "·" * 20
 
 
-def test_a_negative_segment_has_no_characters() -> None:
-    assert bar_lengths({"torch_allocated": 50, "unattributed": -3, "free": 50}, 10) == (5, 0, 0, 0, 5)
+def test_a_name_may_continue_on_the_idle_cache() -> None:
+    strip = draw_strip(_device(40, 20, ("notebook", 20, 17)), 40)
+    assert strip.plain == "notebook" + "▒" * 12 + "·" * 20
+    assert [(span.start, span.end) for span in strip.spans if "on" in str(span.style)] == [(0, 3)]
 
 
-def _past(*points: tuple[float, float], width: int = 15, now: float = _NOW) -> str:
-    """Draw points, given as seconds ago and part of the total."""
-    return draw_past([(_NOW - ago, int(part * _TOTAL)) for ago, part in points], now, _TOTAL, width).plain
+def test_a_short_part_has_no_name_and_a_long_name_is_cut() -> None:
+    strip = draw_strip(_device(40, 0, ("abc", 4, 0), ("a-long-name", 8, 0), ("漢字漢字漢字", 28, 0)), 40)
+    assert strip.plain.startswith("████a-long-…漢字漢字漢字")
+    assert strip.cell_len == 40
 
 
-def test_the_height_of_a_block_is_the_part_in_use() -> None:
-    parts = (0.0, 0.01, 0.19, 0.25, 0.375, 0.5, 0.625, 0.75, 0.88, 0.95, 1.0)
-    points = [(40.0 * (len(parts) - index), part) for index, part in enumerate(parts)]
-    assert _past(*points).strip() == "▁▁▂▂▃▄▅▆▇██"
+def test_a_device_without_a_reading_shows_its_error() -> None:
+    assert draw_strip({"memory": None, "error": "GPU is lost", "strip": []}, 20).plain == "GPU is lost"
 
 
-def test_a_block_shows_the_highest_use_of_its_time() -> None:
-    assert _past((1, 0.1), (10, 1.0), (20, 0.1)) == " " * 14 + "█"
+def _flat(*points: int | None, step: int = 1) -> dict[str, Any]:
+    """The history of a job that has nothing but tensors."""
+    past = history("a", step=step, points=[0] * len(points))
+    values = {"used": points, "allocated": points, "idle_cache": [0] * len(points)}
+    past["series"][0] |= {name: {"max": list(series)} for name, series in values.items()}
+    return past
 
 
-def test_missing_points_are_blank_and_old_ones_are_not_shown() -> None:
-    assert _past((700, 1.0), (585, 0.5), (1, 0.5)) == "▄" + " " * 13 + "▄"
-    assert _past() == " " * 15
-    assert draw_past([(_NOW, GIB)], _NOW, None, 15).plain == ""
+def _plot(past: dict[str, Any], width: int = 68, height: int = 6, **marks: Any) -> list[str]:
+    return [line.plain for line in timeline(past, width, height, **marks)]
 
 
-def test_time_moves_the_line_to_the_left_unchanged() -> None:
-    points = [(float(ago), ago % 97 / 97) for ago in range(0, 600, 2)]
-    before = _past(*points)
-    for part in range(1, 15):
-        assert _past(*points, now=_NOW + 40 * part).rstrip() == before[part:]
+def test_the_timeline_has_the_highest_use_the_times_and_one_column_for_each_part() -> None:
+    lines = _plot(_flat(*[60 * GIB] * 300, *[30 * GIB] * 300))
+    assert lines[0].split("┤") == [" 60.0G ", "█" * 30 + " " * 30]
+    assert lines[5].split("┤") == ["    0B ", "█" * 60]
+    assert (lines[-1].split(), {len(line) for line in lines}) == (["03:32", "03:37", "03:42"], {68})
 
 
-def test_a_nearly_full_device_has_the_color_of_scarce_memory() -> None:
-    for part, style in ((0.96, "bold red"), (0.92, "bold yellow"), (0.5, "dim")):
-        drawn = draw_past([(_NOW, int(part * _TOTAL))], _NOW, _TOTAL, 15)
-        assert {str(span.style) for span in drawn.spans} == {style}
+def test_a_part_without_a_reading_is_blank_and_its_neighbors_are_not() -> None:
+    past = _flat(*[60 * GIB] * 200, *[None] * 200, *[60 * GIB] * 200)
+    assert _plot(past)[0].split("┤")[1] == "█" * 20 + " " * 20 + "█" * 20
+
+
+@pytest.mark.parametrize(("step", "width"), [(60, 188), (10, 188), (1, 30)])
+def test_the_columns_are_filled_with_few_and_with_many_points(step: int, width: int) -> None:
+    past = _flat(*[60 * GIB] * (600 // step), step=step)
+    assert _plot(past, width)[2].count("█") == width - 8
+
+
+def test_the_parts_are_stacked_in_their_order_and_never_exceed_the_used_memory() -> None:
+    past = _flat(*[60 * GIB] * 600)
+    past["series"][0] |= {"allocated": {"max": [30 * GIB] * 600}, "idle_cache": {"max": [50 * GIB] * 600}}
+    styles: Counter[str] = Counter()
+    for line in timeline(past, 68, 6):
+        for span in line.spans:
+            if set(line.plain[span.start : span.end]) == {"█"}:
+                styles[str(span.style)] += span.end - span.start
+    assert styles == {"green": 180, "yellow": 180}
+
+
+def test_what_happened_is_marked_at_its_time() -> None:
+    marks = [(NOW - 300, "!", "red"), (NOW - 900, "c", "")]
+    line = _plot(history("a"), marks=marks)[-2]
+    assert line == " " * 7 + "└" + "─" * 30 + "!" + "─" * 29
+
+
+def test_a_job_of_which_nothing_is_known_has_an_empty_timeline() -> None:
+    past = {**history("a"), "series": []}
+    assert set("".join(_plot(past)[:6])) <= {" ", "│"}

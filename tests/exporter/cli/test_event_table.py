@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import re
 import time
 from typing import Any
 
-import pytest
-
-from gpumem_exporter.cli.render.event_table import event_line, event_table
+from gpumem_exporter.cli.render.event_table import event_line
 from gpumem_exporter.events import Event, Page
 from gpumem_exporter.server.api.events import events_document
-from tests.support.golden import assert_golden, printed
-from tests.support.top_documents import GIB, event
+from tests.support.golden import assert_golden
+from tests.support.live_documents import GIB, event
 
 _NOON = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
 _OOM = {
@@ -21,31 +18,11 @@ _OOM = {
 }
 
 
-def _lines(events: list[dict[str, Any]], width: int = 200, *, wrap: bool = False) -> list[str]:
-    heading, *lines = printed(event_table(events, _NOON, wrap=wrap), width=width)
-    assert heading == "last events"
-    return lines
-
-
-def test_the_newest_event_is_first_and_another_day_has_its_date() -> None:
-    listed = [event(1, "a", _NOON + 9), event(2, "b", _NOON - 86400), event(3, "c", _NOON)]
-    assert [re.split(" +", line) for line in _lines(listed)] == [
-        ["12:00:09", "a"],
-        ["12:00:00", "c"],
-        ["03-03", "12:00:00", "b"],
-    ]
-
-
-def test_a_long_event_is_cut_or_has_several_lines() -> None:
-    oom = event(1, "oom", _NOON, detail=_OOM)
-    lines = _lines([oom], 60, wrap=True)
-    assert len(lines) > 1
-    assert "1.0 GiB fragmented" in " ".join(" ".join(lines).split())
-    (cut,) = _lines([oom], 60)
-    assert cut.endswith("…")
-    line = event_line(oom, _NOON, 60).plain
+def test_a_long_event_is_cut_and_one_of_another_day_has_its_date() -> None:
+    line = event_line(event(1, "oom", _NOON, detail=_OOM), _NOON, 60).plain
     assert len(line) == 60
     assert line.endswith("…")
+    assert event_line(event(2, "b", _NOON - 86400), _NOON, 60).plain.split() == ["03-03", "12:00:00", "b"]
 
 
 def test_an_event_of_version_0_2_has_its_time_and_type() -> None:
@@ -53,8 +30,7 @@ def test_an_event_of_version_0_2_has_its_time_and_type() -> None:
     assert event_line(old, _NOON, 80).plain.split() == ["12:00:00", "device_lost"]
 
 
-@pytest.mark.parametrize("wrap", [True, False])
-def test_text_of_an_event_cannot_control_the_terminal(wrap: bool) -> None:
+def test_text_of_an_event_cannot_control_the_terminal() -> None:
     hostile = "\x1b[2J\x1b]0;x\x07\r\n\u202e[red]x[/red]\x9b"
     detail = {
         **_OOM,
@@ -65,8 +41,7 @@ def test_text_of_an_event_cannot_control_the_terminal(wrap: bool) -> None:
     identity = dict.fromkeys(("gpu", "uuid", "workload", "rank", "pid"), hostile)
     types = ("oom", "device_lost", "process_ended", "action", hostile)
     listed = [event(number, type_, _NOON, **identity, detail=detail) for number, type_ in enumerate(types)]
-    lines = [*_lines(listed, 100, wrap=wrap), *(event_line(each, _NOON, 100).plain for each in listed)]
-    assert all(line.isprintable() for line in lines)
+    assert all(event_line(each, _NOON, 100).plain.isprintable() for each in listed)
 
 
 def _day() -> list[Event]:

@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.cli.fleet.action import FleetResult
-from gpumem_exporter.cli.fleet.overview import Overview
-from gpumem_exporter.cli.fleet.selection import Failure
-from gpumem_exporter.cli.render.terminal import open_console, show
-from tests.support.fleet_builders import A, B, C, row
+from tests.support.fleet_builders import row
 from tests.support.golden import assert_golden
 
 
@@ -67,43 +64,6 @@ def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["freed_bytes"] is None
 
 
-def devices(*known: dict[str, Any], source: str = "nvml") -> dict[str, Any]:
-    return {"source": source, "nvml": {"up": True, "error": ""}, "devices": list(known)}
-
-
-GPU = {
-    "gpu": "0",
-    "name": "Some GPU",
-    "mig_profile": "",
-    "up": True,
-    "memory": {"total_bytes": 80 << 30, "used_bytes": 60 << 30, "free_bytes": 20 << 30},
-    "utilization_ratio": 0.5,
-    "ledger": {"torch_reclaimable": 8 << 30, "torch_fragmented": 1 << 30},
-    "idle_cache_bytes": 6 << 30,
-    "allocatable_bytes": 26 << 30,
-}
-LOST = {**GPU, "gpu": "1", "up": False, "error": "lost", "memory": None, "utilization_ratio": None}
-LOST |= {"ledger": None, "idle_cache_bytes": None, "allocatable_bytes": None}
-
-
-def shared_devices(source: str) -> Overview:
-    """Return an overview of two exporters that know the same two devices."""
-    first, second = {**GPU, "uuid": "GPU-1"}, {**GPU, "gpu": "1", "uuid": "GPU-2"}
-    unknown = {**first, "memory": None, "ledger": None}
-    return Overview({A: devices(unknown, second, source=source), C: devices(first, second, source=source)})
-
-
-def test_the_document_of_an_overview_names_exporters_that_do_not_answer() -> None:
-    overview = Overview({A: devices(GPU, LOST), B: Failure("failed", "no-answer")})
-    assert not overview.complete
-    assert overview.document()["exporters"][1] == {
-        "instance": "node2:9844",
-        "url": "http://node2:9844",
-        "error": "no-answer",
-        "devices": [],
-    }
-
-
 def test_the_output_of_fleet_commands(capsys: pytest.CaptureFixture[str]) -> None:
     actions = {
         "clear": FleetResult(CLEAR, [on("node1"), on("node2"), on("node2", gpu="1")]),
@@ -114,22 +74,9 @@ def test_the_output_of_fleet_commands(capsys: pytest.CaptureFixture[str]) -> Non
         "clear of a group, half done": FleetResult(CLEAR, HALF_DONE, 90, "node2: refused: no-token"),
         "clear of a group, not done": FleetResult(CLEAR, HALF_DONE[1:], 90, "node2: refused: no-token"),
     }
-    overviews = {
-        "info": Overview({A: devices(GPU, LOST), B: Failure("failed", "no-answer"), C: devices(GPU)}),
-        "info, reclaimable not known": Overview(
-            {A: devices({**GPU, "ledger": {"torch_fragmented": 9 << 30}, "idle_cache_bytes": None})}
-        ),
-        "info, shared devices": shared_devices("nvml"),
-        "info, demo": shared_devices("demo"),
-        "info, no driver": Overview({A: {"source": "nvml", "nvml": {"up": False, "error": ""}, "devices": []}}),
-        "info, nothing selected": Overview({}),
-    }
     parts = []
     for name, result in actions.items():
         result.print(["store b is down"] if name == "clear" else [], query="q", as_json=False)
         captured = capsys.readouterr()
         parts.append(f"== {name}\n{captured.err}{captured.out}")
-    for name, overview in overviews.items():
-        show(open_console(), overview.parts(10_000))
-        parts.append(f"== {name}\n{capsys.readouterr().out}")
     assert_golden("fleet.txt", "\n".join(parts))

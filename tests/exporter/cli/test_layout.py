@@ -6,72 +6,145 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli.render.columns import DEVICE_COLUMNS, PROCESS_COLUMNS, rows_of
-from gpumem_exporter.cli.render.layout import Layout
-from gpumem_exporter.cli.top.content import SORTS, View
-from tests.support.top_documents import GIB, device, process, unreported
+from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS, SORTS, device_ranges
+from gpumem_exporter.cli.render.layout import Layout, Order
+from gpumem_exporter.cli.render.rows import Row, arranged, matches, rows_of
+from gpumem_exporter.view.words import WORDS
+from tests.support.live_documents import GIB, device, finding, full_node, job, live, process, unreported
 
 _NAMES = st.text(max_size=40) | st.sampled_from(("漢字" * 20, "\x1b[2J\x1b]0;x\x07", "[bold]x[/bold]", "a\nb\rc\t"))
 
 
-def _lines(width: int, *processes: dict[str, Any], keep: str = "") -> list[str]:
-    rows = rows_of({"processes": processes or [process(7, "0")]})
-    layout = Layout(PROCESS_COLUMNS, rows, width, compact=True, keep=keep)
-    return [line.plain.rstrip() for line in layout.lines(rows, keep, "▼")]
+def _jobs(*jobs: dict[str, Any]) -> list[Row]:
+    return rows_of([Node(live([], list(jobs)))])[2]
 
 
-@given(st.integers(1, 260), _NAMES, st.booleans())
-def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: str, compact: bool) -> None:
-    processes = rows_of({"processes": [process(1, "0", workload=name, user=name), unreported(5, "0", 7)]})
-    past = {"past": [(float(second), second * GIB) for second in range(80)], "now": 80.0}
-    devices = [device("0", name=name, **past), device("1", memory=None, ledger=None)]
-    for columns, rows in ((PROCESS_COLUMNS, processes), (DEVICE_COLUMNS, devices)):
-        lines = list(Layout(columns, rows, width, compact=compact).lines(rows))
-        assert len(lines) == len(rows) + 1
+def _folded(rows: list[Row], order: Order | None = None) -> list[Row]:
+    return arranged(rows, JOBS, order, ())
+
+
+def _names(*jobs: dict[str, Any], order: Order) -> list[str]:
+    return [row["name"] for row in _folded(_jobs(*jobs), order)]
+
+
+@given(st.integers(1, 260), _NAMES)
+def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: str) -> None:
+    busy = job(name, process(1, "0", workload=name or None, user=name), owner=name)
+    told = finding("oom", "warning", name, f"{name} {name}", job=busy["id"])
+    nodes = [Node(live([device("0", busy, name=name), device("1", memory=None)], [busy], [told]), name="node-1")]
+    findings, devices, jobs = rows_of(nodes)
+    tables = ((JOBS, jobs), (DEVICES, devices), (FINDINGS, findings))
+    for columns, rows in tables:
+        lines = list(Layout(columns, rows, width, words=WORDS).lines(rows))
+        assert len(lines) > len(rows)
         assert all(line.cell_len <= width and line.plain.isprintable() for line in lines)
 
 
-@pytest.mark.parametrize("width", [80, 100, 120, 200])
-@pytest.mark.parametrize("sort", SORTS)
+@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped"}))
 def test_the_sort_column_is_shown_at_any_width(width: int, sort: str) -> None:
-    column = View(sort=sort).column
-    heading, _ = _lines(width, keep=column)
-    assert "▼" in heading
-    assert column.split()[0][:4] in heading
+    rows = rows_of([Node(full_node())])[2]
+    order = Order(sort.replace("-", "_"))
+    layout = Layout(JOBS, rows, width, words=WORDS, order=order)
+    assert order.column in [column.name for column, _ in layout.columns]
+    assert sum(cell.plain.rstrip()[-1:] in ("▼", "▲") for cell in layout.heading()) == 1
 
 
-def test_columns_that_few_processes_need_are_shown_only_with_a_value() -> None:
-    assert not any(name in _lines(200)[0] for name in ("NCCL", "unmapped"))
-    asleep, rank = process(7, "0", workload="engine", reserved_bytes=0), process(8, "0")
-    asleep["devices"][0] |= {"unmapped_bytes": 12 * GIB, "nccl_bytes": 0}
-    rank["devices"][0] |= {"unmapped_bytes": 0, "nccl_bytes": 256 << 20}
-    for width in (80, 120, 200):
-        heading, engine, other = _lines(width, asleep, rank)
-        end = heading.index("unmapped") + len("unmapped")
-        assert engine[:end].endswith(" 12.0G")
-        assert other[heading.index("unmapped") : end].strip() == "", "no dash where nothing is unmapped"
-        assert ("NCCL" in heading) is ("256M" in other)
+def test_user_and_since_are_shown_at_80_columns() -> None:
+    rows = rows_of([Node(full_node())])[2]
+    layout = Layout(JOBS, rows, 79, words=WORDS, order=Order("used"))
+    shown = {column.name for column, _ in layout.columns}
+    assert shown >= {"job", "owner", "devices", "used", "idle_cache", "growth", "state", "since"}
+    (chat,) = [line.plain for line in layout.lines(rows) if "chat-70b" in line.plain]
+    assert "carol" in chat
 
 
-def test_scarce_memory_is_marked_and_a_mig_profile_is_shown_once() -> None:
-    def free_style(**changes: Any) -> str:
-        rows = [device("0", **changes)]
-        layout = Layout(DEVICE_COLUMNS, rows, 120)
-        names = [column.name for column, _ in layout.columns]
-        return str(layout.cells(rows[0])[names.index("free")].style)
-
-    memory = device("0")["memory"]
-    for free, style in ((3 * GIB, "bold red"), (7 * GIB, "bold yellow"), (9 * GIB, "")):
-        ledger = {"torch_allocated": 79 * GIB - free, "driver_reserved": GIB, "free": free}
-        assert free_style(memory={**memory, "free_bytes": free}, ledger=ledger) == style
-    mig = [device("0:1", name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", mig_profile="1g.10gb")]
-    assert "\n".join(line.plain for line in Layout(DEVICE_COLUMNS, mig, 200).lines(mig)).count("1g.10gb") == 1
+def test_columns_that_few_jobs_need_are_shown_only_with_a_value() -> None:
+    plain_job = job("train", process(7, "0", unmapped_bytes=0))
+    asleep = job("engine", process(8, "0", workload="engine", unmapped_bytes=12 * GIB))
+    for jobs, shown in (((plain_job,), False), ((plain_job, asleep), True)):
+        rows = _jobs(*jobs)
+        lines = [line.plain for line in Layout(JOBS, rows, 200, words=WORDS).lines(rows)]
+        assert ("Unmapped" in lines[0]) is shown
+        assert any("12.0G" in line for line in lines) is shown
 
 
-def test_a_wide_terminal_has_the_last_ten_minutes_of_devices_with_two_points() -> None:
-    points = tuple((1e4 - ago, 40 * GIB) for ago in range(598, -1, -2))
-    for past, shown in ((points, True), (points[:1], False)):
-        rows = [device("0", past=past, now=1e4)]
-        heading, line = (line.plain for line in Layout(DEVICE_COLUMNS, rows, 120, compact=True).lines(rows))
-        assert ("10 min" in heading) is ("▄" * 15 in line) is shown
-        assert line.rstrip().endswith("80.0G")
+def test_a_sum_that_lacks_a_part_is_a_lower_bound_and_an_unknown_one_a_dash() -> None:
+    partly = job("chat", process(7, "0", used_gib=10), incomplete=["allocated_bytes"])
+    rows = _folded(_jobs(partly, job("triton", unreported(8, "1", 2))))
+    layout = Layout(JOBS, rows, 120, words=WORDS)
+    at = [column.name for column, _ in layout.columns].index("allocated")
+    assert [layout.cells(row)[at].plain.strip() for row in rows] == ["≥6.0G", "-"]
+
+
+def test_values_that_are_no_longer_current_are_dimmed() -> None:
+    _, devices, jobs = rows_of([Node(full_node(), error="no answer")])
+    for columns, rows in ((JOBS, jobs), (DEVICES, devices)):
+        layout = Layout(columns, rows, 120, words=WORDS)
+        cells = [cell for cell in layout.cells(rows[0]) if cell.plain.strip()]
+        assert all("dim" in str(cell.style) or any("dim" in str(span.style) for span in cell.spans) for cell in cells)
+
+
+@pytest.mark.parametrize("sort", ["used", "allocated", "idle_cache", "reclaimable", "growth_bytes_per_hour"])
+def test_unknown_values_are_last_in_both_orders(sort: str) -> None:
+    column = sort.removesuffix("_bytes_per_hour")
+    field = sort if column != sort else f"{sort}_bytes"
+    jobs = [job(f"j{i}", process(i, "0"), **{field: size}) for i, size in enumerate((3, None, 1, 9))]
+    assert _names(*jobs, order=Order(column)) == ["j3", "j0", "j2", "j1"]
+    assert _names(*jobs, order=Order(column, reverse=True)) == ["j2", "j0", "j3", "j1"]
+
+
+def test_names_are_sorted_without_case_and_devices_as_numbers() -> None:
+    jobs = [job(name, process(i, gpu)) for i, (name, gpu) in enumerate((("beta", "10"), ("Alpha", "0:9"), ("c", "2")))]
+    assert _names(*jobs, order=Order("job")) == ["Alpha", "beta", "c"]
+    assert _names(*jobs, order=Order("devices")) == ["Alpha", "c", "beta"]
+
+
+def test_the_processes_of_a_job_are_sorted_by_rank_and_then_by_pid() -> None:
+    ranks = [process(pid, "0", rank=rank) for pid, rank in ((1, "10"), (2, "9"), (3, "0"), ("1@4026532008", "0"))]
+    assert [row.get("pid") for row in arranged(_jobs(job("llm", *ranks)), JOBS, None)] == [
+        None,
+        "1@4026532008",
+        3,
+        2,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "jobs", "devices", "findings"),
+    [
+        ("", 6, 8, 3),
+        ("ALICE finetune", ["moe-finetune"], ["6", "7"], 1),
+        ("51145", ["moe-finetune"], ["6", "7"], 1),
+        ("serving/chat-0", ["chat-70b"], ["5"], 0),
+        ("GPU-4", ["rag-indexer", "tritonserver"], ["4"], 1),
+        ("grows", [], [], 1),
+        ("alice eval", [], [], 0),
+    ],
+)
+def test_a_filter_hides_jobs_devices_and_findings(text: str, jobs: Any, devices: Any, findings: int) -> None:
+    found, on_devices, rows = rows_of([Node(full_node())], text)
+    shown, gpus = [row["name"] for row in _folded(rows)], [row["gpu"] for row in on_devices]
+    assert (shown, gpus) == (jobs, devices) if text else (len(shown), len(gpus)) == (jobs, devices)
+    assert sum(row["since"] != "" for row in found) == findings
+
+
+def test_every_word_must_match_and_case_is_ignored() -> None:
+    assert matches("Llm alice", "ALICE llm")
+    assert not matches("llm alice", "alice bob")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shown"),
+    [
+        ([], ""),
+        (["3"], "3"),
+        (["2", "0", "1", "6"], "0-2,6"),
+        (["10", "9"], "9-10"),
+        (["0:1", "0:0", "1"], "0:0,0:1,1"),
+    ],
+)
+def test_neighboring_devices_are_one_range(gpus: list[str], shown: str) -> None:
+    assert device_ranges(gpus) == shown

@@ -5,43 +5,68 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.cli.node import Node, concerns
+from gpumem_exporter.cli.node import node_document, require_known, selected
 from gpumem_exporter.errors import TargetNotFoundError
-from tests.support.top_documents import GIB, device, event, process, unreported
+from tests.support.live_documents import GIB, device, finding, job, live, process, unreported
 
-_DEVICES = {"devices": [device("0"), device("1:0"), device("1:1"), device("2")]}
-_PROCESSES = {
-    "processes": [
-        process(1, "0", "2", workload="llm", rank="0", uid=1000),
-        process(2, "1:0", workload="llm", rank="1", user=None, uid=None),
-        process("3@4026532007", "1:1", workload="demo-notebook", rank="", user="bob"),
-        unreported(4, "0", GIB),
-    ]
-}
-_NODE = Node(_DEVICES, _PROCESSES)
+_LLM = job("llm", process(1, "0", "2", workload="llm", rank="0"), process(2, "1:0", workload="llm", rank="1", uid=1000))
+_NOTE = job("demo-notebook", process("3@4026532007", "1:1", workload="demo-notebook", user="bob", uid=None))
+_SERVER = job("tritonserver", unreported(4, "0", 6, uid=None), uid=None)
+_NODE = live(
+    [device("0", _LLM, _SERVER), device("1:0", _LLM), device("1:1", _NOTE), device("2", _LLM)],
+    [_LLM, _NOTE, _SERVER],
+    [
+        finding("growth", "warning", "Growing", "llm grows.", job=_LLM["id"]),
+        finding("device_lost", "critical", "Lost device", "GPU 2 is lost.", gpu="2", uuid="GPU-2"),
+        finding("check", "warning", "Exporter", "storage: full."),
+    ],
+)
 
 
 @pytest.mark.parametrize(
     ("target", "shown"),
     [
-        ({}, ["0 1:0 1:1 2", "1: 0 2", "2: 1:0", "3@4026532007: 1:1", "4: 0"]),
-        ({"gpu": ["0"]}, ["0", "1: 0", "4: 0"]),
-        ({"gpu": ["1"]}, ["1:0 1:1", "2: 1:0", "3@4026532007: 1:1"]),
-        ({"gpu": ["1:1", "2"]}, ["1:1 2", "1: 2", "3@4026532007: 1:1"]),
-        ({"uuid": ["GPU-2"]}, ["2", "1: 2"]),
-        ({"workload": ["llm"], "rank": ["0"]}, ["0 2", "1: 0 2"]),
-        ({"workload": [""]}, ["0", "4: 0"]),
-        ({"pid": ["3@4026532007", "4"]}, ["0 1:1", "3@4026532007: 1:1", "4: 0"]),
-        ({"user": ["1000", "bob"]}, ["0 1:1 2", "1: 0 2", "3@4026532007: 1:1"]),
+        ({}, ["0 1:0 1:1 2", "llm: 1 0 2, 2 1:0", "demo-notebook: 3@4026532007 1:1", "tritonserver: 4 0"]),
+        ({"gpu": ["0"]}, ["0", "llm: 1 0", "tritonserver: 4 0"]),
+        ({"gpu": ["1"]}, ["1:0 1:1", "llm: 2 1:0", "demo-notebook: 3@4026532007 1:1"]),
+        ({"uuid": ["GPU-2"]}, ["2", "llm: 1 2"]),
+        ({"workload": ["llm"], "rank": ["0"]}, ["0 2", "llm: 1 0 2"]),
+        ({"workload": [""]}, ["0", "tritonserver: 4 0"]),
+        ({"pid": ["3@4026532007", "4"]}, ["0 1:1", "demo-notebook: 3@4026532007 1:1", "tritonserver: 4 0"]),
+        ({"user": ["1000", "bob"]}, ["1:0 1:1", "llm: 2 1:0", "demo-notebook: 3@4026532007 1:1"]),
         ({"gpu": ["2"], "workload": ["demo-notebook"]}, [""]),
     ],
 )
-def test_a_target_selects_processes_and_the_devices_that_they_use(target: dict[str, Any], shown: list[str]) -> None:
-    node = _NODE.selected(Target(**target))
-    assert [
-        " ".join(one["gpu"] for one in node.devices["devices"]),
-        *(f"{p['pid']}: {' '.join(d['gpu'] for d in p['devices'])}" for p in node.processes["processes"]),
-    ] == shown
+def test_a_target_selects_processes_their_jobs_and_the_devices_that_they_use(
+    target: dict[str, Any], shown: list[str]
+) -> None:
+    node = selected(_NODE, Target(**target))
+    jobs = [
+        f"{one['name']}: "
+        + ", ".join(" ".join([str(p["pid"]), *(d["gpu"] for d in p["devices"])]) for p in one["processes"])
+        for one in node["jobs"]
+    ]
+    assert [" ".join(one["gpu"] for one in node["devices"]), *jobs] == shown
+
+
+def test_without_details_the_uid_of_a_process_is_that_of_its_job() -> None:
+    one = process(1, "0")
+    del one["uid"]
+    node = live([device("0")], [job("llm", process(2, "0")) | {"processes": [one], "uid": 1001}])
+    assert selected(node, Target(user="1001"))["jobs"]
+    assert not selected(node, Target(user="1002"))["jobs"]
+
+
+@pytest.mark.parametrize(
+    ("target", "kinds"),
+    [
+        ({"workload": ["llm"]}, {"growth", "device_lost", "check"}),
+        ({"gpu": ["1"]}, {"growth", "check"}),
+        ({"workload": ["demo-notebook"]}, {"check"}),
+    ],
+)
+def test_findings_about_other_jobs_and_devices_are_left_out(target: dict[str, Any], kinds: set[str]) -> None:
+    assert {one["kind"] for one in selected(_NODE, Target(**target))["findings"]} == kinds
 
 
 @pytest.mark.parametrize(
@@ -55,26 +80,18 @@ def test_a_target_selects_processes_and_the_devices_that_they_use(target: dict[s
 )
 def test_an_unknown_name_is_an_error_with_the_nearest_known_one(target: dict[str, Any], message: str) -> None:
     with pytest.raises(TargetNotFoundError) as error:
-        _NODE.require_known(Target(**target))
+        require_known(_NODE, Target(**target))
     assert message in str(error.value)
 
 
 def test_a_gpu_stands_for_its_mig_devices_and_names_that_match_together_nothing_are_no_error() -> None:
-    _NODE.require_known(Target(gpu="1", workload="llm", user="alice"))
+    require_known(_NODE, Target(gpu="1", workload="llm", user="alice"))
 
 
-def test_an_event_is_left_out_if_one_of_its_values_is_not_selected() -> None:
-    events = [
-        event(1, "x", 0.0),
-        event(2, "x", 0.0, gpu="1:0"),
-        event(3, "x", 0.0, gpu=None, uuid=None, pid=None, workload=None),
-        event(4, "x", 0.0, workload="eval", pid=8),
-    ]
-
-    def ids(**target: Any) -> list[int]:
-        return [one["id"] for one in events if concerns(Target(**target), one)]
-
-    assert ids() == [1, 2, 3, 4]
-    assert ids(gpu="1") == [2, 3]
-    assert ids(workload="llm") == [1, 2, 3]
-    assert ids(pid="8") == [3, 4]
+def test_the_json_of_a_node_has_devices_processes_jobs_and_findings() -> None:
+    document = node_document(_NODE)
+    assert list(document) == ["source", "taken_unix_seconds", "nvml", "devices", "processes", "jobs", "findings"]
+    assert document["nvml"] == {"up": True, "error": "", "driver_version": "570.1"}
+    assert [one["pid"] for one in document["processes"]] == [1, 2, "3@4026532007", 4]
+    assert [one["processes"] for one in document["jobs"]] == [[1, 2], ["3@4026532007"], [4]]
+    assert document["processes"][0]["devices"][0]["used_bytes"] == 10 * GIB

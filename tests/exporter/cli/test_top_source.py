@@ -1,49 +1,41 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError
+from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterError, ExporterUnreachableError
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.fleet.options import FleetOptions
+from gpumem_exporter.cli.fleet.overview import FleetSource, overview_document
+from gpumem_exporter.cli.fleet.prometheus import QueryResult
+from gpumem_exporter.cli.render.node_tables import heading, node_tables
+from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.top.source import Source
-from gpumem_exporter.errors import NvmlUnavailableError, TargetNotFoundError
-from tests.support.top_documents import device, event, live, process
-
-_DEVICES = {"source": "nvml", "taken_unix_seconds": 1e9, "nvml": {"up": True}, "devices": [device("0")]}
-_PROCESSES = {"source": "nvml", "processes": [process(7, "0")]}
-_NODE = "/api/v1/live-rows?processes=documents"
+from gpumem_exporter.errors import NvmlUnavailableError, PrometheusError, TargetNotFoundError
+from tests.support.live_documents import device, full_node, job, live, process
 
 
 class _Api:
     """An exporter that answers or raises an error."""
 
+    url = "unix:///e.sock"
+
     def __init__(self) -> None:
-        self.url = "unix:///e.sock"
         self.error: Exception | None = None
-        self.read_count = 0
-        self.closed = 0
-        self.devices: Any = _DEVICES
-        self.processes: Any = _PROCESSES
-        self.past: Any = {}
-        self.events: Any = ExporterAnswerError(404, "no such route")
+        self.live: Any = live([device("0")], [job("llm", process(7, "0", workload="llm"))])
         self.paths: list[str] = []
 
     def get(self, path: str) -> Any:
-        self.read_count += 1
         self.paths.append(path)
         if self.error is not None:
             raise self.error
-        if path == _NODE:
-            return {**self.past, "state": {**self.devices, **self.processes, "version": "1"}}
-        assert path.startswith("/api/v1/events")
-        if isinstance(self.events, Exception):
-            raise self.events
-        return self.events
+        return self.live
 
     def close(self) -> None:
-        self.closed += 1
+        return None
 
 
 class _Driver:
@@ -51,17 +43,16 @@ class _Driver:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.opened = 0
-        self.released = 0
+        self.opened = self.released = 0
 
     def open(self) -> _Driver:
         self.opened += 1
         return self
 
-    def read(self) -> Any:
+    def read(self, reason: str) -> Any:
         if self.error is not None:
             raise self.error
-        return Node(_DEVICES, _PROCESSES)
+        return live([device("0")], [], host=reason)
 
     def release(self) -> None:
         self.released += 1
@@ -70,19 +61,25 @@ class _Driver:
 class _World:
     """A source with a clock that the test moves."""
 
-    def __init__(self, *, named: bool = False) -> None:
+    def __init__(self, *, named: bool = False, **target: Any) -> None:
         self.api, self.driver, self.now = _Api(), _Driver(), 100.0
         self.source = Source(
             lambda: self.api,  # type: ignore[arg-type,return-value]
+            Target(**target),
             open_driver=None if named else self.driver.open,  # type: ignore[arg-type]
             clock=lambda: self.now,
         )
 
+    def read(self) -> tuple[str, str]:
+        """The address that was read, and the error."""
+        node = self.source.read()
+        return node.url, node.error
 
-def test_with_an_exporter_the_driver_is_not_opened() -> None:
+
+def test_a_reading_is_one_request_to_the_exporter_and_the_driver_is_not_opened() -> None:
     world = _World()
-    read = world.source.read()
-    assert (read.url, read.without_exporter, [row["pid"] for row in read.rows]) == ("unix:///e.sock", "", [7])
+    assert world.read() == ("unix:///e.sock", "")
+    assert world.api.paths == ["/api/v1/live?details=none"]
     assert world.driver.opened == 0
 
 
@@ -90,21 +87,22 @@ def test_with_an_exporter_the_driver_is_not_opened() -> None:
 def test_the_driver_replaces_an_exporter_that_does_not_answer(error: ExporterError) -> None:
     world = _World()
     world.api.error = error
-    read = world.source.read()
-    assert read.url == ""
-    assert "no-answer" in read.without_exporter
+    node = world.source.read()
+    assert (node.url, node.error) == ("", "")
+    assert node.live is not None
+    assert "no-answer" in node.live["node"]["host"], "the reason"
 
 
 def test_the_exporter_is_tried_again_and_replaces_the_driver() -> None:
     world = _World()
     world.api.error = ExporterUnreachableError("no-answer")
-    world.source.read()
+    world.read()
     world.api.error = None
     world.now += 2.9
-    assert world.source.read().url == ""
-    assert world.api.read_count == 1
+    assert world.read() == ("", "")
+    assert len(world.api.paths) == 1
     world.now += 0.1
-    assert world.source.read().url == "unix:///e.sock"
+    assert world.read() == ("unix:///e.sock", "")
     assert (world.driver.opened, world.driver.released) == (1, 1)
 
 
@@ -114,7 +112,7 @@ def test_the_driver_does_not_replace_a_named_exporter() -> None:
     with pytest.raises(ExporterUnreachableError, match="no-answer"):
         world.source.read()
     world.api.error = None
-    assert world.source.read().url == "unix:///e.sock"
+    assert world.read() == ("unix:///e.sock", "")
 
 
 def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
@@ -126,98 +124,91 @@ def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
     assert world.driver.released == 1
 
 
-@pytest.mark.parametrize("processes", [{"processes": [{}]}, {"processes": ["x"]}, {"processes": 7}])
-def test_a_document_of_another_server_is_an_error(processes: Any) -> None:
-    world = _World(named=True)
-    world.api.processes = processes
-    with pytest.raises(ExporterUnreachableError, match="gpumem-exporter"):
-        world.source.read()
-
-
-_PAST = live({"GPU-0": [1, 2]}, [90.0, 95.0], clock_seconds=96.0)
-_EVENTS = {"events": [event(3, "oom", 1e9)], "next_after": 3, "more": False}
-
-
-def test_a_reading_is_one_request_and_the_events_are_read_every_three_seconds() -> None:
-    world = _World()
-    world.api.past, world.api.events = _PAST, _EVENTS
-    read = world.source.read()
-    assert (read.past, read.now) == ({"GPU-0": ((90.0, 1 << 20), (95.0, 2 << 20))}, 96.0)
-    assert (len(read.events or ()), read.no_events) == (1, "")
-    world.api.paths.clear()
-    for _ in range(30):
-        world.now += 1.0
-        world.source.read()
-    assert world.api.paths.count(_NODE) == 30
-    assert [path for path in world.api.paths if path != _NODE] == ["/api/v1/events?limit=100"] * 10
-
-
-def test_a_past_in_another_format_is_unknown() -> None:
-    for past in ({"moment": 1}, {"moment": {"clock_seconds": 1}, "history": {"seconds": [1], "devices": 7}}):
-        world = _World()
-        world.api.past = past
-        assert world.source.read().past == {}
-
-
 @pytest.mark.parametrize(
-    "error", [ExporterAnswerError(404, "no such route"), ExporterAnswerError(403, "no"), ExporterUnreachableError("x")]
+    ("document", "message"),
+    [({"jobs": []}, "is not a gpumem-exporter"), ({"state": {"version": "0.2.1"}}, r"version 0\.2\.1\b")],
 )
-def test_an_exporter_without_events_is_a_source(error: ExporterError) -> None:
-    world = _World()
-    world.api.events = error
-    for _ in range(5):
-        read = world.source.read()
-        assert ([row["pid"] for row in read.rows], read.events) == ([7], None)
-        world.now += 1.0
-    assert len(world.api.paths) == 5 + 1, "no new attempt follows immediately"
-
-
-@pytest.mark.parametrize("status", [401, 403, 404, 422])
-def test_refused_events_are_unknown_and_queried_again_after_a_minute(status: int) -> None:
-    world = _World()
-    world.api.events = _EVENTS
-    world.source.read()
-    world.api.events = ExporterAnswerError(status, "token-needed")
-    world.now += 3.0
-    read = world.source.read()
-    assert read.events is None
-    assert ("token-needed" in read.no_events) is (status in (401, 403))
-    world.api.events = _EVENTS
-    world.now += 60.0
-    assert world.source.read().events is None
-    world.now += 3.0
-    read = world.source.read()
-    assert (len(read.events or ()), read.no_events) == (1, "")
-
-
-def test_known_events_survive_a_server_error_and_not_the_loss_of_the_exporter() -> None:
-    world = _World()
-    world.api.past, world.api.events = _PAST, _EVENTS
-    world.source.read()
-    world.api.events = ExporterAnswerError(503, "disk")
-    world.now += 3.0
-    assert len(world.source.read().events or ()) == 1
-    world.api.error = ExporterUnreachableError("no-answer")
-    world.now += 10.0
-    read = world.source.read()
-    assert (read.events, read.past) == (None, {})
+def test_another_server_and_an_old_exporter_are_errors(document: Any, message: str) -> None:
+    world = _World(named=True)
+    world.api.live = document
+    with pytest.raises(ExporterUnreachableError, match=message):
+        world.source.read()
 
 
 def test_a_name_must_exist_in_the_first_reading_only() -> None:
-    api = _Api()
-    source = Source(lambda: api, target=Target(workload="llm"))  # type: ignore[arg-type,return-value]
-    api.processes = {"source": "nvml", "processes": [process(7, "0", workload="eval")]}
+    world = _World(named=True, workload="llm")
+    running, world.api.live = world.api.live, live([device("0")], [job("eval", process(7, "0", workload="eval"))])
     with pytest.raises(TargetNotFoundError, match="no such workload 'llm'"):
-        source.read()
-    api.processes = _PROCESSES
-    assert [row["pid"] for row in source.read().rows] == [7]
-    api.processes = {"source": "nvml", "processes": []}
-    later = source.read()
-    assert (later.rows, later.devices) == ((), [])
-
-
-def test_an_exporter_that_is_too_old_is_named_with_its_version() -> None:
-    world = _World(named=True)
-    world.api.processes = {**_PROCESSES, "columns": ["pid"], "processes": [[7]]}
-    with pytest.raises(ExporterUnreachableError, match=r"version 1\b"):
         world.source.read()
+    world.api.live = running
+    world.source.read()
+    world.api.live = live([], [])
+    later = world.source.read().live
+    assert later is not None
+    assert later["jobs"] == []
+
+
+class _Fleet:
+    """Prometheus and the exporters of three nodes; `answers` has what an exporter returns or raises, by its URL."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.instances = ["node1", "node2"]
+        self.answers: dict[str, Any] = {f"http://node{i}": full_node() for i in (1, 2, 3)}
+
+    def query(self, _: str) -> QueryResult:
+        if self.error is not None:
+            raise self.error
+        return QueryResult(tuple({"instance": name} for name in self.instances), ("a store is down",))
+
+    def get(self, url: str) -> Any:
+        if isinstance(self.answers[url], Exception):
+            raise self.answers[url]
+        return self.answers[url]
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> tuple[_Fleet, Callable[[], FleetSource]]:
+    world = _Fleet()
+    monkeypatch.setattr(ExporterApi, "get", lambda api, _: world.get(api.url))
+    return world, lambda: FleetSource(world, "up", FleetOptions())  # type: ignore[arg-type]
+
+
+def test_a_node_that_does_not_answer_keeps_its_last_values_and_a_new_one_says_why_it_has_none(fleet: Any) -> None:
+    world, open_source = fleet
+    source = open_source()
+    first = source.read()
+    assert [(node.name, node.error) for node in first] == [("node1", ""), ("node2", "")]
+    assert source.warnings == ("a store is down",)
+    world.instances = ["node2", "node3"]
+    world.answers |= {f"http://node{i}": ExporterUnreachableError(f"node{i}-is-down") for i in (2, 3)}
+    nodes = source.read()
+    assert [(node.name, node.error) for node in nodes] == [("node2", "node2-is-down"), ("node3", "node3-is-down")]
+    assert nodes[0].live == first[1].live
+    assert nodes[1].live is None
+    lines = [line.plain for line in node_tables(nodes, View(), 120, warnings=source.warnings)]
+    assert any("node2" in line and "as of 03:42:04" in line and "node2-is-down" in line for line in lines)
+    assert any("node3" in line and "node3-is-down" in line for line in lines)
+    assert any("a store is down" in line for line in lines)
+    assert sum("node2" in line and "llm-pretrain" in line for line in lines) > 1
+    document = overview_document(source, nodes)
+    assert [exporter["error"] for exporter in document["exporters"]] == ["node2-is-down", "node3-is-down"]
+    assert [len(exporter["devices"]) for exporter in document["exporters"]] == [8, 0]
+
+
+@pytest.mark.parametrize("error", [PrometheusError("prometheus-is-down"), ConfigurationError("parse error")])
+def test_a_failed_query_is_an_error(fleet: Any, error: Exception) -> None:
+    world, open_source = fleet
+    world.error = error
+    with pytest.raises(type(error)):
+        open_source().read()
+
+
+def test_devices_that_two_exporters_see_count_once_and_simulated_ones_do_not(fleet: Any) -> None:
+    world, open_source = fleet
+    nodes = open_source().read()
+    assert "6 jobs on 8 devices" in heading(nodes).plain
+    for url in ("http://node1", "http://node2"):
+        world.answers[url] = {**full_node(), "node": {**full_node()["node"], "source": "demo"}}
+    nodes = open_source().read()
+    assert "12 jobs on 16 devices" in heading(nodes).plain

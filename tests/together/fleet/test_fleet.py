@@ -162,9 +162,9 @@ def test_exporters_that_refuse_or_are_down_are_named_and_the_others_act(fleet: F
 
     info = fleet.command("info")
     assert info.returncode == 1
-    *_, failure, sums = info.stdout.splitlines()
-    assert failure.startswith(f"{third_is_down}: ")
-    assert re.search(r"\b2\b.*\b3\b.*\b16\b", sums)
+    totals, *lines = info.stdout.splitlines()
+    assert re.search(r"\b2\b.*\b3\b.*\b16\b", totals)
+    assert any("No answer" in line and third_is_down in line for line in lines)
 
 
 def test_a_process_that_exited_since_the_query_is_gone(fleet: Fleet) -> None:
@@ -199,7 +199,8 @@ def test_info_has_every_device_of_every_exporter(fleet: Fleet) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     for instance in fleet.instances:
         rows = [line.split() for line in ended.stdout.splitlines() if line.startswith(f"{instance} ")]
-        assert [row[1] for row in rows] == [str(gpu) for gpu in range(8)]
+        assert [row[1] for row in rows if row[1].isdecimal()] == [str(gpu) for gpu in range(8)]
+        assert [row[1] for row in rows].count("demo-llm-pretrain") == 1
     document = fleet.json("info", "--query", f'gpumem_device_up{{instance="{fleet.instances[0]}"}}')
     (exporter,) = document["exporters"]
     assert (exporter["instance"], exporter["error"], len(exporter["devices"])) == (fleet.instances[0], None, 8)

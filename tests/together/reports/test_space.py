@@ -60,7 +60,7 @@ def test_the_idle_cache_of_a_process_that_accepts_a_clear_is_allocatable(
     report_this_process(exporter, 2, idle, actions=("empty_cache",))
     assert allocatable() == free + GIB
     assert exporter.get("/api/v1/devices")["devices"][0]["allocatable_bytes"] == free + GIB
-    rows = re.findall(r"^(\d) .* 8\.0 GiB +(\S+) GiB +(\S+) GiB", command(exporter.url, "info"), re.MULTILINE)
+    rows = re.findall(r"^(\d) .* (\S+)G +\S+ +(\S+)G +8\.0G", command(exporter.url, "info"), re.MULTILINE)
     assert rows == [("0", "3.8", "4.8"), ("1", "7.8", "7.8")], "free and allocatable memory of each device"
     report_this_process(exporter, 3, idle, actions=("reset_peak",))
     assert allocatable() == free, "this process accepts no clear"

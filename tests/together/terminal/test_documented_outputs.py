@@ -25,6 +25,8 @@ DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md
 MARK = "<!-- output: demo -->"
 BLOCK = re.compile(r"^(<!-- [^\n]* -->\n)?```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ADDRESS = "http://127.0.0.1:9844"
+HOST = re.compile(r"^\S+(?=  \d\d:\d\d:\d\d  DEMO)", re.MULTILINE)
+"""The name of this machine in an output of `info`."""
 READS = re.compile(r"gpumem-exporter (info|events|doctor|report)\b")
 """Commands that request nothing, so that time may stand still."""
 
@@ -67,10 +69,11 @@ NORMAL = (
     (r"\d{4}-\d\d-\d\dT[\d:.]+Z", "TIME"),
     (r"\buid=\d+", "uid=UID"),
     (r'(?<=": )-?\d[\d.e+-]*', "NUMBER"),
-    (r"\b\d[\d.]* ?(?:[KMGT]i)?B\b", "SIZE"),
+    (r"\b\d[\d.]* ?(?:[KMGT]i)?B\b|\b\d[\d.]*[KMGT]\b", "SIZE"),
     (r"\b\d[\d.]* ?(?:ns|µs|ms|s|min|h|%)(?=\W|$)", "QUANTITY"),
+    (r"\b\d\d:\d\d(:\d\d)?\b|\b[A-Z][a-z]{2} \d\d\b", "CLOCK"),
     (r"\b\d{4,}\b", "PID"),
-    (r"[█▓▒░·]{4,}", "BAR"),
+    (r"\S*[█▓▒░·]{2,}\S*", "BAR"),
     (r"[ \t]+", " "),  # widths of columns
 )
 """What varies between two runs: patterns and their replacements."""
@@ -119,7 +122,7 @@ def output_of(command: str, demo: StillDemo, folder: Path) -> str:
             check=False,
         )
         assert ended.returncode == 0, (command, ended.stdout)
-        return ended.stdout.replace(demo.url, ADDRESS)
+        return HOST.sub("gpu-node-7", ended.stdout.replace(demo.url, ADDRESS))
 
     if READS.match(command):
         return run()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +12,11 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.units import short_bytes
+from gpumem_exporter.cli.api_client import ExporterApi
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.still_demo import still_demo
 from tests.support.terminal_program import TerminalProgram
 from tests.support.top_program import (
     FOREIGN,
@@ -29,17 +30,15 @@ from tests.support.waiting import wait_for
 
 __all__ = ["demo"]
 
+_START = """
+from dataclasses import replace
+from gpumem_client.reporter.reporter import process_reporter
+from gpumem_client.reporter.settings import ReporterSettings
+process_reporter().start(replace(ReporterSettings.resolve(workload=workload, rank=3), idle_cache_seconds=3.0))
+"""
+"""Starts the reporter of a process whose idle cache is known after some seconds."""
 OpenTop = Callable[..., TerminalProgram]
 StartExporter = Callable[..., ExporterProcess]
-
-_FIELDS = {
-    "used": "used_bytes",
-    "allocated": "allocated_bytes",
-    "reclaimable": "reclaimable_bytes",
-    "fragmented": "fragmented_bytes",
-    "non-torch": "non_torch_bytes",
-}
-_SHORT = {"allocated": "alloc", "reclaimable": "reclaim", "fragmented": "frag"}
 
 
 @pytest.fixture
@@ -58,58 +57,31 @@ def open_top() -> Iterator[OpenTop]:
         program.close()
 
 
-def _process_rows(terminal: TerminalProgram) -> dict[tuple[str, str], dict[str, str]]:
-    """The sizes on the screen by pid and device, read below their headings; empty while there are none."""
-    lines = terminal.lines
-    top = next((i for i, line in enumerate(lines) if re.match(r" *pid[▲▼]? ?gpu", line)), None)
-    if top is None:
-        return {}
-    ends = {}
-    for name in _FIELDS:
-        word = name if re.search(rf"\b{name}\b", lines[top]) else _SHORT.get(name, name)
-        if word in lines[top]:  # a narrow screen leaves out less important sizes
-            ends[name] = lines[top].index(word) + len(word)
-    rows = {}
-    for line in lines[top + 1 :]:
-        if re.match(r" *\d+ \d", line) and len(line) >= max(ends.values()):
-            pid, gpu = line.split()[:2]
-            rows[pid, gpu] = {name: line[:end].split()[-1] for name, end in ends.items()}
-    return rows
-
-
 def _until_rows(terminal: TerminalProgram) -> None:
-    """Return once the screen lists processes."""
-    terminal.until(lambda: _process_rows(terminal), "rows of processes")
+    """Return once the screen lists jobs."""
+    terminal.until_shows("Since", "▸")
 
 
 def _until_written(terminal: TerminalProgram, text: bytes, times: int) -> None:
     terminal.until(lambda: terminal.output.count(text) >= times, f"{text!r}, {times} times")
 
 
-def _api_rows(document: Any) -> dict[tuple[str, str], dict[str, str]]:
-    """The same sizes from `/api/v1/processes`."""
-    return {
-        (str(process["pid"]), device["gpu"]): {name: short_bytes(device[field]) for name, field in _FIELDS.items()}
-        for process in document["processes"]
-        for device in process["devices"]
-    }
-
-
 def test_the_sizes_on_the_screen_are_those_of_the_exporter(demo: ExporterProcess, open_top: OpenTop) -> None:
     terminal = open_top("--url", demo.url, "--interval", "0.2", columns=80, lines=24)
 
     def agrees() -> bool:
-        reported = _api_rows(demo.get("/api/v1/processes"))
+        document = demo.get("/api/v1/live")
         terminal.pump(0.25)
-        shown = _process_rows(terminal)
-        return len(shown) >= 8 and all(sizes.items() <= reported.get(key, {}).items() for key, sizes in shown.items())
+        of_jobs = [(job["name"], short_bytes(job["used_bytes"])) for job in document["jobs"][:3]]
+        of_devices = [(device["gpu"], short_bytes(device["memory"]["free_bytes"])) for device in document["devices"]]
+        return all(
+            any(line.lstrip("▸ ").startswith(name) and f" {size} " in line for line in terminal.lines)
+            for name, size in (*of_jobs, *of_devices)
+        )
 
     terminal.until(agrees, "the screen to show the exporter's values")
-    for device in demo.get("/api/v1/devices")["devices"]:
-        (line,) = [line for line in terminal.lines if re.match(rf"{device['gpu']} +[HA]100", line)]
-        assert line.endswith(short_bytes(device["memory"]["total_bytes"]))
-    assert terminal.lines[1].startswith("DEMO")
-    terminal.until(lambda: terminal.lines[-1].startswith(" q quit"), "the keys")
+    assert "DEMO" in terminal.lines[0]
+    terminal.until(lambda: "q quit" in terminal.lines[-1], "the keys")
     assert max(map(len, terminal.lines)) <= 80
 
 
@@ -152,9 +124,9 @@ def test_a_broken_connection_ends_top(demo: ExporterProcess, open_top: OpenTop) 
 
 def test_the_terminal_is_restored_after_an_exception(demo: ExporterProcess, open_top: OpenTop) -> None:
     code = (
-        "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.top.app import NodeTop\n"
+        "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.top.tables import RowTable\n"
         "def fails(self, token='s3' + 'cret'): 1 / 0\n"
-        "NodeTop.action_reverse = fails\n"
+        "RowTable.action_reverse = fails\n"
         "sys.exit(main.main())"
     )
     terminal = open_top(command=[sys.executable, "-c", code, "top", "--url", demo.url])
@@ -187,24 +159,23 @@ def test_ctrl_z_restores_the_terminal_and_fg_continues(demo: ExporterProcess, op
     assert terminal.output.count(b"\x1b[?1049l") == 3
 
 
-def test_without_an_exporter_no_sizes_are_shown_until_it_answers_again(
+def test_without_an_exporter_the_last_values_stay_with_their_time(
     node: EmulatedNode, start_exporter: StartExporter, open_top: OpenTop
 ) -> None:
     node.set_process(FOREIGN, 0, 3 * GIB)
     exporter = start_exporter(node, *QUICK)
     terminal = open_top("--url", exporter.url, "--interval", "0.2", columns=200)
-    terminal.until_shows(str(FOREIGN), "3.0G")
+    terminal.until_shows(f"pid {FOREIGN}", "3.0G")
     for stop, start in (
         (lambda: exporter.stop(signal.SIGKILL), exporter.start),
         (lambda: exporter.signal(signal.SIGSTOP), lambda: exporter.signal(signal.SIGCONT)),
     ):
         stop()
-        terminal.until_shows("LOST", exporter.url)
-        assert "3.0G" not in terminal.text
-        assert str(FOREIGN) not in terminal.text
+        terminal.until_shows("as of ", "No answer", exporter.url)
+        assert "3.0G" in terminal.text
         start()
-        terminal.until_shows(str(FOREIGN), "3.0G")
-        assert "LOST" not in terminal.text
+        terminal.until(lambda: "as of " not in terminal.text, "current values")
+        assert "3.0G" in terminal.text
 
 
 def test_the_driver_replaces_the_exporter_until_it_answers(
@@ -222,15 +193,16 @@ def test_the_driver_replaces_the_exporter_until_it_answers(
     terminal.until_shows("NVML ALONE", str(FOREIGN), "3.0G", "GPU is lost")
     (device,) = [line for line in terminal.lines if line.startswith("0 ")]
     book = node.books()[0]
-    assert device.split()[-3:] == [short_bytes(n) for n in (book.used_bytes, book.free_bytes, book.total_bytes)]
-    row = terminal.until(lambda: _process_rows(terminal).get((str(FOREIGN), "0")), "its row")
-    assert row == {"used": "3.0G", "allocated": "-", "reclaimable": "-", "fragmented": "-", "non-torch": "-"}
+    sizes = [short_bytes(size) for size in (book.used_bytes, book.free_bytes, None, None, book.total_bytes)]
+    assert device.split()[-len(sizes) - 2 : -2] == sizes
+    (job,) = [line for line in terminal.lines if f"pid {FOREIGN} " in line]
+    assert job.split().count("-") >= 3, "what only an exporter knows"
     assert str(socket) in terminal.text
 
     exporter = start_exporter(node, *QUICK)
     assert exporter.socket == socket
     terminal.until(lambda: "NVML ALONE" not in terminal.text, "the exporter to take over")
-    terminal.until_shows(str(socket), str(FOREIGN))
+    terminal.until_shows("not reporting", str(FOREIGN))
 
     exporter.stop(signal.SIGKILL)
     terminal.until_shows("NVML ALONE", str(FOREIGN), "3.0G")
@@ -244,14 +216,14 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False")
     process.exec("kept = torch.empty(100 << 20, device='cuda', dtype=torch.uint8)", given=1)
     process.exec("torch.empty(300 << 20, device='cuda', dtype=torch.uint8)", given=1)
-    process.call("start_client", workload=name, rank=3)
+    process.exec(_START, workload=name)
     exporter.wait_for_processes(process.pid)
 
     def reported() -> Any:
         return exporter.processes()[process.pid]["devices"][0]
 
     wait_for(
-        lambda: reported()["reclaimable_bytes"] == 300 * MIB and reported()["non_torch_bytes"] is not None,
+        lambda: reported()["idle_cache_bytes"] == 300 * MIB and reported()["non_torch_bytes"] is not None,
         "a sample and a poll that belong together",
     )
     document = json.loads(top_once("--json", "--url", exporter.url).stdout)
@@ -263,48 +235,73 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     assert json.loads(top_once("--json", "--url", exporter.url, "--gpu", "1").stdout)["rows"] == []
     assert json.loads(top_once("--json", "--url", exporter.url, "--workload", name).stdout)["rows"]
 
-    terminal = open_top("--url", exporter.url, "--interval", "0.2", columns=120)
-    terminal.until_shows(f"{process.pid} 0", "?]0;owned?[red]x[/red]", "300M")
+    terminal = open_top("--url", exporter.url, "--interval", "0.2", columns=200)
+    terminal.until_shows("?]0;owned?[red]x[/red]", "300M")
     assert b"\x1b]0;" not in terminal.output
-    sizes = {name: short_bytes(reported()[field]) for name, field in _FIELDS.items()}
-    terminal.until(lambda: _process_rows(terminal) == {(str(process.pid), "0"): sizes}, f"its row: {sizes}")
+    terminal.type(" ")
+    terminal.until_shows(f"rank 3 ({process.pid})")
+    names = ("used", "allocated", "reserved", "reclaimable", "fragmented", "non_torch")
+    sizes = {short_bytes(reported()[f"{name}_bytes"]) for name in names}
+
+    def row_of_process() -> set[str]:
+        (row,) = [line for line in terminal.lines if f"rank 3 ({process.pid})" in line]
+        return set(row.split())
+
+    terminal.until(lambda: sizes <= row_of_process(), f"its row: {sizes}")
 
     def asks() -> bool:
         return "y/n" in terminal.text
 
     def note() -> str:
-        return " ".join(" ".join(terminal.lines[-4:]).split())
+        return " ".join(" ".join(terminal.lines[-3:]).split())
 
     terminal.type("c")
     terminal.until(asks, "the question")
-    assert "rank 3?" in note()
-    assert "300 MiB" in note()
+    assert "?]0;owned?[red]x[/red]" in note()
+    assert "Stays free 300 MiB." in note()
     terminal.type("n")
     terminal.until(lambda: not asks(), "the end of the question")
     assert reported()["reclaimable_bytes"] == 300 * MIB
     terminal.type("c")
     terminal.until(asks, "the question")
     terminal.type("y")
-    terminal.until(lambda: not asks() and "Freed 300 MiB in " in note(), "the result")
-    after = {**sizes, "used": "612M", "reclaimable": "0B"}
-    terminal.until(lambda: [*_process_rows(terminal).values()] == [after], f"the row without what was freed: {after}")
+    terminal.until(lambda: not asks() and "300 MiB" in note(), "the result")
+    terminal.until(lambda: {"612M", "0B"} <= row_of_process(), "the row without what was freed")
 
 
-def test_the_ranks_of_a_job_that_trains_clear_as_a_group(demo: ExporterProcess, open_top: OpenTop) -> None:
-    def sent() -> list[Any]:
-        actions = demo.get("/api/v1/actions?limit=20")["actions"]
-        return [it for it in actions if it["reason"] == "requested in top" and not it["dry_run"]]
+def test_the_ranks_of_a_job_that_trains_clear_as_a_group(open_top: OpenTop) -> None:
+    with still_demo() as demo, ExporterApi((demo.url,)) as api:
 
-    ranks = [pid for pid, it in demo.processes().items() if it["workload"] == "demo-llm-pretrain"]
-    terminal = open_top("--url", demo.url, "--filter", "demo-llm-pretrain", columns=80)
-    _until_rows(terminal)
-    terminal.type("jc")
-    terminal.until(lambda: "Clear demo-llm-pretrain (4 ranks)?" in terminal.text, "the question")
-    assert "At the end of a step" in " ".join(terminal.lines[-4:])
-    assert sent() == []
-    terminal.type("y")
-    (action,) = terminal.until(sent, "the request")
-    assert (action["mode"], action["group"], sorted(action["target"]["pid"])) == ("step", True, sorted(ranks))
+        def sent() -> list[Any]:
+            actions = api.get("/api/v1/actions?limit=20")["actions"]
+            return [it for it in actions if it["reason"] == "requested in top" and not it["dry_run"]]
+
+        (job,) = [job for job in api.get("/api/v1/live")["jobs"] if job["name"] == "demo-llm-pretrain"]
+        ranks = [process["pid"] for process in job["processes"]]
+        terminal = open_top("--url", demo.url, "--filter", "demo-llm-pretrain", columns=80)
+        _until_rows(terminal)
+        terminal.type("c")
+        terminal.until(lambda: "y/n" in terminal.text, "the question")
+        question = " ".join(" ".join(terminal.lines[-3:]).split())
+        assert "Clear demo-llm-pretrain (ml-train)? Stays free" in question
+        assert "would be reserved again in the next step. Its ranks clear together at the end of a step." in question
+        assert sent() == []
+        with demo.time_passes():
+            terminal.type("y")
+            (action,) = terminal.until(sent, "the request")
+            assert (action["mode"], action["group"], sorted(action["target"]["pid"])) == ("step", True, sorted(ranks))
+            terminal.until(lambda: "Freed" in terminal.text or "Stays free" in terminal.text, "the result")
+
+
+def test_the_screen_of_a_job_has_its_memory_and_its_events(open_top: OpenTop) -> None:
+    with still_demo() as demo:
+        terminal = open_top("--url", demo.url, "--filter", "demo-asr-varlen", columns=110, lines=50)
+        _until_rows(terminal)
+        terminal.type("\r")
+        terminal.until_shows("last 10 min", "Components", "Peaks of phases", "Events", "out of memory")
+        assert terminal.lines[0].startswith("demo-asr-varlen")
+        terminal.type("q")
+        terminal.until_shows("filter: demo-asr-varlen")
 
 
 def test_a_dumb_terminal_is_wrong_usage(demo: ExporterProcess, open_top: OpenTop) -> None:
