@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.builders import MIB
 from tests.support.exporter_process import ExporterProcess
-from tests.support.live_page import OpenPage, browser, open_page, send
+from tests.support.live_page import OpenPage, browser, open_page, send, serving
 
 __all__ = ["browser", "open_page"]
 
@@ -82,9 +83,10 @@ def test_a_training_job_clears_with_all_ranks_after_the_same_step(demo: Exporter
     ]
 
 
-def test_names_are_inserted_as_text(demo: ExporterProcess, open_page: OpenPage) -> None:
-    send(demo, 502, MIB, workload="<img src=x onerror=alert(1)>\u202e")
-    live = open_page(demo)
-    live.until("document.querySelector('#jobs').textContent.includes('onerror')")
-    assert live.page.evaluate("document.querySelectorAll('body img').length") == 0
-    assert live.page.evaluate("document.body.textContent.includes('\\u202e')") is False
+def test_names_are_inserted_as_text(tmp_path: Path, open_page: OpenPage) -> None:
+    with serving(tmp_path, "--report.expiry", "3600") as exporter:
+        send(exporter, 502, MIB, workload="<img src=x onerror=alert(1)>\u202e")
+        live = open_page(exporter)
+        live.until("document.querySelector('#jobs').textContent.includes('onerror')")
+        assert live.page.evaluate("document.querySelectorAll('body img').length") == 0
+        assert live.page.evaluate("document.body.textContent.includes('\\u202e')") is False
