@@ -4,7 +4,7 @@
 import { ACTIONS, Refusal, request, setToken } from "./api.js";
 import { $, h, setHidden, setText } from "./dom.js";
 import { happened } from "./events.js";
-import { bytes, count, safe, staysFree, UNKNOWN } from "./format.js";
+import { bytes, safe, UNKNOWN } from "./format.js";
 
 const WAIT_SECONDS = 10;
 const SETTLE_SECONDS = 10;
@@ -57,7 +57,7 @@ async function preview() {
   try {
     const { document: action } = await request(ACTIONS, { method: "POST", body: bodyOf({ dry_run: true }) });
     if (own !== attempt) return;
-    show({ status: `${staysFree(clear)}.`, when: when(action), action, confirm: "Clear", then: run });
+    show({ status: safe(action.sentence), when: when(action), action, confirm: "Clear", then: run });
     $("dialog-confirm").focus();
   } catch (error) {
     if (own === attempt) explain(error, preview);
@@ -66,15 +66,14 @@ async function preview() {
 
 /** Say when the processes clear, and what the job notices. */
 function when({ results }) {
-  const processes = new Set(results.map(({ pid }) => pid)).size;
   if (clear.mode !== "step") return "The job continues. It clears at once.";
-  if (clear.group) return `The job continues. All ${processes} ranks clear after the same step, so that none waits for another.`;
+  if (clear.group) return `The job continues. Its ${new Set(results.map(({ pid }) => pid)).size} ranks clear after the same step, so that none waits for another.`;
   return "The job continues. It clears at the end of its next step.";
 }
 
 async function run() {
   const own = attempt;
-  show({ status: clear.mode === "step" ? "Waiting for the end of a step…" : "Clearing…", cancel: "Close" });
+  show({ status: "Clearing…", cancel: "Close" });
   $("dialog-title").focus();
   try {
     const wait = clear.mode === "step" ? 0 : WAIT_SECONDS;
@@ -83,14 +82,14 @@ async function run() {
     const path = `${ACTIONS}/${encodeURIComponent(action.id)}`;
     const cancel = () => request(path, { method: "DELETE" }).catch(() => {});
     while (own === attempt && (isRunning(action) || action.settling)) {
-      if (isRunning(action)) show({ status: waitingFor(action), confirm: "Cancel the clear", cancel: "Close", then: cancel });
-      else show({ status: `Freed ${bytes(action.freed_bytes)}. Checking how much of it stays free…`, action, cancel: "Close" });
+      if (isRunning(action)) show({ status: safe(action.sentence), confirm: "Cancel the clear", cancel: "Close", then: cancel });
+      else show({ status: `${safe(action.sentence)} Checking how much of it stays free…`, action, cancel: "Close" });
       await new Promise((resolve) => setTimeout(resolve, 500));
       action = (await request(path)).document;
     }
     happened.refresh(true);
     if (own !== attempt) return;
-    show({ status: outcome(action), action, cancel: "Close" });
+    show({ status: safe(action.sentence), action, cancel: "Close" });
     $("dialog-cancel").focus();
   } catch (error) {
     if (own === attempt) explain(error, run);
@@ -99,19 +98,6 @@ async function run() {
 
 function isRunning({ state }) {
   return state === "queued" || state === "running";
-}
-
-function waitingFor({ waits_for: [engine] }) {
-  if (engine) return `Waiting until the engine in pid ${engine.pid} (${safe(engine.title)}) has started on GPU ${engine.gpu}…`;
-  return clear.mode === "step" ? "Waiting for the end of a step…" : "Clearing…";
-}
-
-function outcome({ state, freed_bytes: freed, still_free_bytes: stays, settle_seconds: seconds, results }) {
-  const failed = results.filter((result) => result.outcome !== "done").length;
-  const rest = failed > 0 ? ` ${count(failed, "result is", "results are")} not done.` : "";
-  if (freed === null) return state === "done" ? `Cleared; the freed memory is unknown.${rest}` : `Nothing was freed.${rest}`;
-  const kept = stays === null ? "" : `; ${bytes(stays)} of it is still free after ${seconds} s`;
-  return `Freed ${bytes(freed)}${kept}.${rest}`;
 }
 
 function explain(error, again) {
@@ -146,11 +132,11 @@ function randomKey() {
 function resultsTable({ results, dry_run: dry }) {
   const head = ["Process", "GPU", dry ? "Reclaimable now" : "Freed", dry ? "Stays free" : "Still free", "Outcome"];
   const row = ({ pid, workload, rank, gpu, freed_bytes: freed, still_free_bytes: stays, outcome: end, reason }) => [
-    `${workload ? safe(workload) : ""}${rank ? ` rank ${safe(rank)}` : ""} pid ${pid}`,
+    `${safe([workload, rank && `rank ${rank}`].filter(Boolean).join(" "))} pid ${pid}`.trim(),
     gpu ?? UNKNOWN,
     bytes(freed),
     bytes(stays),
-    reason ? `${end}: ${safe(reason)}` : end,
+    `${end.replaceAll("_", " ")}${reason ? `: ${safe(reason)}` : ""}`,
   ];
   return h(
     "table",

@@ -4,7 +4,7 @@ import { openClear } from "./clear.js";
 import { Bar, stripOf } from "./devices.js";
 import { $, arrange, h, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { EventList, happened, jobFinder, typeFilter } from "./events.js";
-import { bytes, dayAndTime, duration, gpuList, gpuName, percent, safe, staysFree, UNKNOWN } from "./format.js";
+import { bytes, dayAndTime, duration, gpuList, gpuName, percent, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { sumOf } from "./jobs.js";
 import { OomView } from "./oom.js";
@@ -43,8 +43,8 @@ class Detail {
       this.facts,
       this.oom.element,
       this.timeline.element,
-      h("section", {}, h("h3", {}, "Memory"), this.strip.element, this.bar.element, this.parts),
-      this.jobs,
+      (this.users = h("section", {}, h("h3", {}, "Jobs"), this.strip.element, this.jobs)),
+      (this.memory = h("section", {}, h("h3", {}, "Memory"), this.bar.element, this.parts)),
       this.processes.element,
       h("section", {}, h("div", { class: "title" }, h("h3", {}, "Events and actions"), this.filter), this.events),
     );
@@ -87,11 +87,10 @@ class Detail {
     setAttribute(this.title, "data-hue", hueOf(id));
     setText(this.owner, known ? safe(job.owner) : "This job does not run. Its history and its events remain.");
     setHidden(this.clear, !job?.clear);
-    setText(this.keeps, job?.clear ? `${staysFree(job.clear)}.` : "");
+    setText(this.keeps, job?.clear?.sentence ?? "");
     setHidden(this.keeps, !job?.clear);
-    for (const element of [this.facts, this.bar.element, this.parts, this.processes.element]) setHidden(element, !known);
-    setHidden(this.jobs, true);
-    setHidden(this.strip.element, true);
+    for (const element of [this.facts, this.memory, this.processes.element]) setHidden(element, !known);
+    setHidden(this.users, true);
     if (!known) return;
     this.noteStep(job);
     facts(this.facts, [
@@ -118,7 +117,7 @@ class Detail {
     setHidden(this.clear, true);
     setHidden(this.keeps, device?.up !== false);
     setText(this.keeps, device?.up === false ? `The device does not answer: ${safe(device.error)}. Its last values are not shown.` : "");
-    for (const element of [this.facts, this.bar.element, this.parts, this.jobs, this.strip.element]) setHidden(element, !known);
+    for (const element of [this.facts, this.memory, this.users]) setHidden(element, !known);
     setHidden(this.processes.element, true);
     if (!known) return;
     const { memory, ledger } = device;

@@ -74,7 +74,8 @@ class EventRow {
     setAttribute(this.time, "datetime", event.time);
     setText(this.time, dayAndTime(event.unix_seconds)); // the day may end meanwhile
     setText(this.kind, event.title);
-    const since = event.folded ? `, for ${duration(event.unix_seconds - event.folded.first_unix_seconds)}` : "";
+    const seconds = event.folded ? event.unix_seconds - event.folded.first_unix_seconds : 0;
+    const since = seconds >= 1 ? `, in ${duration(seconds)}` : "";
     if (event.type === "oom" && this.link === undefined) this.words.append((this.link = h("a", {})));
     setText(this.link ?? this.words, safe(event.text) + since);
     if (this.link) setAttribute(this.link, "href", `?${new URLSearchParams({ ...(event.job ? { job: event.job } : { device: event.uuid }), event: event.id })}`);
@@ -90,7 +91,7 @@ export class EventList {
 
   /** `jobOf`: the id of an event's job, if the job is known. */
   update(events, refusal, jobOf) {
-    const rows = this.rows.update(events.map((event) => ({ ...event, job: jobOf(event) })), ({ id }) => id);
+    const rows = this.rows.update(events.map((event) => ({ ...event, job: event.job ?? jobOf(event) })), ({ id }) => id);
     setText(this.none, refusal ? `Events need the same rights as actions: ${refusal}` : "No events.");
     arrange(this.element, rows.length > 0 ? rows.map(({ element }) => element) : [this.none]);
   }

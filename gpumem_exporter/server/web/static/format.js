@@ -69,12 +69,6 @@ export function gpuName({ gpu, uuid }) {
   return gpu ? `GPU ${gpu}` : uuid || "an unknown device";
 }
 
-/** The question and the outcome of every clear: what stays free, and what the next step would reserve again. */
-export function staysFree({ stays_free_bytes: stays, again_bytes: again, at_least: atLeast }) {
-  const rest = again >= 0.05 * (stays + again) ? `; ${bytes(again)} more would be reserved again in the next step` : "";
-  return `Stays free ${atLeast ? "at least " : ""}${bytes(stays)}${rest}`;
-}
-
 // Control characters, and those that reverse the direction of the text that follows, such as a pid.
 const UNSAFE = /[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu;
 

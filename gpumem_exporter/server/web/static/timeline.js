@@ -137,6 +137,7 @@ export class Timeline {
     return {
       width: Math.max(200, this.plot.clientWidth),
       height: HEIGHT,
+      padding: [8, 24, 0, 0],
       legend: { show: false },
       cursor: { y: false, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => go({ from: null, to: null }) } },
       scales: {
@@ -144,7 +145,7 @@ export class Timeline {
         y: { range: (_, __, max) => [0, this.top ?? Math.max(2 ** 20, (max ?? 0) * 1.08)] },
       },
       axes: [
-        { ...axis, values: (_, splits, __, ___, step) => splits.map((time) => (step >= 86400 ? day(time) : timeOfDay(time, step < 60))) },
+        { ...axis, size: 30, values: (_, splits, __, ___, step) => splits.map((time) => (step >= 86400 ? day(time) : timeOfDay(time, step < 60))) },
         { ...axis, size: 72, incrs: Array.from({ length: 30 }, (_, power) => 2 ** (power + 16)), values: (_, splits) => splits.map((value) => bytes(value)) },
       ],
       series: [{}, ...SERIES.map(line), { stroke: "transparent", points: { show: false } }],
