@@ -8,8 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-
 from gpumem_client.wire.protocol import OUTCOMES
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.values import RESULTS
@@ -23,13 +21,6 @@ ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignore
 _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BUCKET = catalog.ACTION_DURATION.part("_bucket", "le")
 _COUNT, _SUM = catalog.ACTION_DURATION.part("_count"), catalog.ACTION_DURATION.part("_sum")
-
-
-def process_registry() -> CollectorRegistry:
-    """Create a registry with the `process_` metrics of this process: memory, CPU time and open files."""
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    return registry
 
 
 class Instruments:

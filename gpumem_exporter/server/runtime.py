@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
-
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.registry import RateLimits
@@ -59,7 +57,6 @@ class Runtime:
         host: Host,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        registry: CollectorRegistry,
         pods: PodResources | None = None,
         driver_pids: DriverPids | None = None,
         socket_file: SocketFile | None = None,
@@ -120,7 +117,6 @@ class Runtime:
         )
         self.exposition = Exposition(
             self.instruments,
-            registry,
             version=__version__,
             source=provider.source,
             hide_identities=settings.web_hide_identities,
