@@ -42,7 +42,7 @@ def main() -> int:
         snapshot = snapshot_at(turn + 1)
         spent["usual"].append(timed(usual.evaluate, snapshot, frozenset)[0])
         spent["worst"].append(timed(worst.evaluate, snapshot, frozenset)[0])
-        spent["scrape"].append(timed(exposition.render, snapshot, openmetrics=False)[0])
+        spent["scrape"].append(timed(list, exposition.render(snapshot, openmetrics=False))[0])
     ms = {name: 1e3 * statistics.median(values) for name, values in spent.items()}
     what = f"{PROCESSES} processes × {RULES} rules"
     rows = [

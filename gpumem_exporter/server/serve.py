@@ -150,7 +150,7 @@ def serve(
     # loop.
     gc.collect()
     gc.freeze()
-    # The longest time that another thread, such as the renderer of pages, keeps the event loop waiting for
+    # The longest time that another thread, such as the renderer of replies, keeps the event loop waiting for
     # Python's lock. The default is 5 ms, for each of the ten callbacks of a request.
     sys.setswitchinterval(0.001)
     try:

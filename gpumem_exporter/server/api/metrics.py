@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -20,8 +18,9 @@ from gpumem_exporter.server.http.problems import ProblemError, problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 from gpumem_exporter.server.http.turns import Turns, cut
 
-_INLINE_SECONDS = 0.002
-"""If the last page took less time, the event loop renders the next one itself: a thread would take longer to start."""
+_STEP_SECONDS = 0.0005
+"""The time for which a page keeps other requests waiting. A page of 64 processes on 8 devices takes ten such steps. In
+a thread it would take longer: the thread and the event loop would wait for each other at Python's lock."""
 _SCRAPES, _SCRAPES_OF_OWNER = 256, 8
 """The number of pages that are sent at the same time, in all and to one user or machine. Others wait."""
 _INLINE_GZIP_BYTES = 64 << 10
@@ -36,7 +35,10 @@ class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
-        self._pages = SharedPages(lambda openmetrics: exposition.render(snapshot(), openmetrics=openmetrics))
+        def page(*, openmetrics: bool) -> Iterator[Sequence[bytes]]:
+            yield from exposition.render(snapshot(), openmetrics=openmetrics)
+
+        self._pages = SharedPages(page)
         self._turns = Turns(_SCRAPES, running_of_owner=_SCRAPES_OF_OWNER)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,17 +70,14 @@ class MetricsRoute:
             await problem.response()(scope, receive, send)
 
 
-Pieces: TypeAlias = "tuple[bytes, ...]"
-
-
 @dataclass(slots=True)
 class Page:
     """A rendered page, shared by its readers."""
 
-    pieces: Pieces
-    _compressed: asyncio.Future[Pieces] | None = None
+    pieces: tuple[bytes, ...]
+    _compressed: asyncio.Future[tuple[bytes, ...]] | None = None
 
-    async def compressed(self) -> Pieces:
+    async def compressed(self) -> tuple[bytes, ...]:
         """Return the page as gzip, which is compressed once."""
         if self._compressed is None:
             if sum(map(len, self.pieces)) <= _INLINE_GZIP_BYTES:
@@ -92,16 +91,16 @@ class Page:
 class SharedPages:
     """Renders pages, each for all readers that wait for it. Used on the event loop only.
 
-    A reader gets a page that was rendered after its request. After a page, as much time as it took on the CPU is left
-    for other work; readers that come meanwhile share the next one. Pages are rendered in a thread, unless they take
-    little time, and one at a time.
+    A reader gets a page that was rendered after its request. After a page, as much time as it took is left for other
+    work; readers that come meanwhile share the next one. Pages are rendered one at a time and in short steps, between
+    which the event loop answers other requests.
     """
 
-    def __init__(self, render: Callable[..., list[bytes]], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, render: Callable[..., Iterable[Sequence[bytes]]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._render = render
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self._took_seconds = _INLINE_SECONDS  # unknown: the first page renders the lines of every subject
         self._due_seconds = 0.0
         self._waiting: dict[bool, asyncio.Future[Page]] = {}
         """The next page of each format: OpenMetrics or not."""
@@ -109,59 +108,61 @@ class SharedPages:
 
     async def next(self, *, openmetrics: bool) -> Page:
         """Return the next page in OpenMetrics or in Prometheus' text format."""
-        if self._rendering is None:
-            if self._took_seconds < _INLINE_SECONDS and self._clock() >= self._due_seconds:
-                return self._page(openmetrics)
-            self._rendering = asyncio.ensure_future(self._render_waiting())
         waiting = self._waiting.get(openmetrics)
         if waiting is None:
             waiting = self._waiting[openmetrics] = asyncio.get_running_loop().create_future()
+        if self._rendering is None:
+            self._rendering = asyncio.ensure_future(self._render_waiting())
         return await asyncio.shield(waiting)
 
     async def _render_waiting(self) -> None:
         """Render pages until no reader waits."""
-        loop = asyncio.get_running_loop()
         try:
             while self._waiting:
                 await asyncio.sleep(max(0.0, self._due_seconds - self._clock()))
                 openmetrics = next(iter(self._waiting))
                 waiting = self._waiting.pop(openmetrics)
                 try:
-                    page = await loop.run_in_executor(self._thread, self._page, openmetrics)
+                    waiting.set_result(await self._page(openmetrics))
                 except Exception as error:  # noqa: BLE001 - its readers get it
                     waiting.set_exception(error)
-                else:
-                    waiting.set_result(page)
         finally:
             self._rendering = None
 
-    def _page(self, openmetrics: bool) -> Page:
-        """Render a page, in either thread, and note the CPU time that it took."""
-        started = time.thread_time()
-        page = Page(_joined(self._render(openmetrics=openmetrics)))
-        self._took_seconds = time.thread_time() - started
-        self._due_seconds = self._clock() + self._took_seconds
-        return page
+    async def _page(self, openmetrics: bool) -> Page:
+        pieces: list[bytes] = []
+        spent_seconds, started_seconds = 0.0, self._clock()
+        for piece in _joined(self._render(openmetrics=openmetrics)):
+            if piece:
+                pieces.append(piece)
+            if (step_seconds := self._clock() - started_seconds) > _STEP_SECONDS:
+                spent_seconds += step_seconds
+                await asyncio.sleep(0)
+                started_seconds = self._clock()
+        now = self._clock()
+        self._due_seconds = now + spent_seconds + now - started_seconds
+        return Page(tuple(pieces))
 
 
-def _joined(lines: Iterable[bytes]) -> Pieces:
-    """Join lines to pieces of the size in which they are sent.
+def _joined(page: Iterable[Sequence[bytes]]) -> Iterator[bytes]:
+    """Join the lines of a page to pieces of the size in which they are sent, and yield b"" after other steps.
 
     The pieces are as short as that for their memory, too: the heap has room for them, while a block for the whole page
     would be mapped and cleared by the kernel for each page, which takes three times as long as joining the lines.
     """
-    pieces: list[bytes] = []
     piece: list[bytes] = []
     size = 0
-    for block in lines:
-        if size + len(block) > PIECE_BYTES:
-            pieces += cut(b"".join(piece))
-            piece, size = [], 0
-        piece.append(block)
-        size += len(block)
-    return (*pieces, *cut(b"".join(piece)))
+    for lines in page:
+        for line in lines:
+            if size + len(line) > PIECE_BYTES:
+                yield from cut(b"".join(piece))
+                piece, size = [], 0
+            piece.append(line)
+            size += len(line)
+        yield b""
+    yield from cut(b"".join(piece))
 
 
-def _gzip(pieces: Pieces) -> Pieces:
+def _gzip(page: tuple[bytes, ...]) -> tuple[bytes, ...]:
     compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    return _joined((*map(compressor.compress, pieces), compressor.flush()))
+    return tuple(filter(None, _joined([[*map(compressor.compress, page), compressor.flush()]])))
