@@ -27,6 +27,7 @@ ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignore
 _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BUCKET = catalog.ACTION_DURATION.part("_bucket", "le")
 _PAGE_BYTES = resource.getpagesize()
+_FILES = Path("/proc/self/fd")
 _process_series = one_of_each(catalog.OWN_PROCESS)
 _COUNT, _SUM = catalog.ACTION_DURATION.part("_count"), catalog.ACTION_DURATION.part("_sum")
 
@@ -140,7 +141,7 @@ def own_process() -> Iterator[Subject]:
         int(resident) * _PAGE_BYTES,
         _started_unix_seconds(),
         time.process_time(),
-        len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - ten times as fast
+        _FILES.stat().st_size or sum(1 for _ in _FILES.iterdir()),  # before Linux 6.2, the size is 0
         None if most_files == resource.RLIM_INFINITY else most_files,
     )
     yield "process", Samples((), _process_series, values)
