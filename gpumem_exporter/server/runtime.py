@@ -30,9 +30,8 @@ from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_addre
 from gpumem_exporter.server.http.peer import PeerPlaces
 from gpumem_exporter.server.http.replies import Renderer
 from gpumem_exporter.server.http.turns import HeldRequests
-from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.report_sender import ReportSenders
-from gpumem_exporter.server.security.request_guard import OwnNames, Rule
+from gpumem_exporter.server.security.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History

@@ -12,7 +12,7 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
 from gpumem_exporter.server.api.documents import devices_document, processes_document
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
-from gpumem_exporter.server.security.callers import Callers
+from gpumem_exporter.server.security.request_guard import Callers
 
 
 def _document(name: str, fields: dict[str, Any]) -> Any:
