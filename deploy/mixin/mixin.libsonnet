@@ -10,14 +10,27 @@ local recording = std.parseYaml(importstr '../prometheus/rules/recording.yml');
   _config+:: {
     // The folder of the runbooks, with the final slash. null keeps the URLs of the rules.
     runbookURL: null,
+    // The URL at which a browser reaches the live page of a node; `{node}` is the label `instance`.
+    livePageURL: 'http://{node}/',
+  },
+
+  local live = std.split($._config.livePageURL, '{node}'),
+  local values = { live_page: live[0], live_page_end: live[1] },
+  local withLivePage(dashboard) = dashboard {
+    templating+: {
+      list: [
+        variable + (if variable.name in values then { query: values[variable.name] } else {})
+        for variable in super.list
+      ],
+    },
   },
 
   grafanaDashboards+:: {
-    'gpumem-exporter.json': import '../../grafana/dashboards/exporter.json',
-    'gpumem-fleet.json': import '../../grafana/dashboards/fleet.json',
-    'gpumem-node.json': import '../../grafana/dashboards/node.json',
-    'gpumem-oom.json': import '../../grafana/dashboards/oom.json',
-    'gpumem-workload.json': import '../../grafana/dashboards/workload.json',
+    'gpumem-exporter.json': withLivePage(import '../../grafana/dashboards/exporter.json'),
+    'gpumem-fleet.json': withLivePage(import '../../grafana/dashboards/fleet.json'),
+    'gpumem-node.json': withLivePage(import '../../grafana/dashboards/node.json'),
+    'gpumem-oom.json': withLivePage(import '../../grafana/dashboards/oom.json'),
+    'gpumem-workload.json': withLivePage(import '../../grafana/dashboards/workload.json'),
   },
 
   local folder = $._config.runbookURL,

@@ -25,10 +25,16 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, starts_of_selection, starts_on
 from gpumem_exporter.actions.group import whole_group
 from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, Part, PartState, RunningAction, TerminationPart
-from gpumem_exporter.actions.model import Action, SubmittedAction
+from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action, SubmittedAction
 from gpumem_exporter.actions.registry import ActionRegistry, RateLimits, Settlements
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.results import command_results, dry_run_results, expected_refusal, termination_results
+from gpumem_exporter.actions.results import (
+    NodeFacts,
+    command_results,
+    dry_run_results,
+    expected_refusal,
+    termination_results,
+)
 from gpumem_exporter.actions.selection import (
     SelectedProcess,
     Selection,
@@ -179,8 +185,8 @@ class Dispatcher:
             caller=caller.key,
             settle_seconds=request.settle_seconds,
         )
-        gpus = selection.snapshot.gpus
-        running = RunningAction(action, now, request, caller, share, gpus, offered_seconds=now)
+        facts = NodeFacts.of(selection, request)
+        running = RunningAction(action, now, request, caller, share, facts, offered_seconds=now)
         if self._record is None or request.dry_run:
             running.recorded.set()
         return running
@@ -193,14 +199,14 @@ class Dispatcher:
         every_device = request.action not in _DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
         if every_device:
             selected = selected._replace(samples=selected.process.report.devices)
-        result = expected_refusal(selected, request, snapshot) if request.dry_run else selected.refusal(request)
+        result = expected_refusal(selected, request, running.facts) if request.dry_run else selected.refusal(request)
         if result is None and request.dry_run and starting:
             result = self._engine_starts.refusal(running, starting, snapshot)
         if result is not None:
-            running.add(command_results(selected, result, running.gpus))
+            running.add(command_results(selected, result, running.facts))
             return
         if request.dry_run:
-            running.add(dry_run_results(selected, request, running.gpus))
+            running.add(dry_run_results(selected, request, running.facts))
             return
         command = Command(
             id=running.action.id,
@@ -374,10 +380,10 @@ class Dispatcher:
         action_id = running.action.id
         result = self._terminator.refusal(action_id, target)
         if result is None and running.action.dry_run:
-            would = CommandResult(action_id, "done", "would be terminated", ReasonCode.WOULD_TERMINATE)
+            would = CommandResult(action_id, DRY_RUN_OUTCOMES["terminate"], "", ReasonCode.WOULD_TERMINATE)
             result = self._engine_starts.refusal(running, starting, snapshot) if starting else would
         if result is not None:
-            running.add(termination_results(target, result, running.gpus))
+            running.add(termination_results(target, result, running.facts))
             return
         deadline_seconds = running.started_seconds + running.request.deadline_seconds
         state = PartState.BLOCKED if starting else PartState.TERMINATING

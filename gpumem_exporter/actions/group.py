@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.selection import SelectedProcess, Selection, select_reporting
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
 
 GROUP_LEAD_SECONDS = 5.0
@@ -29,6 +30,13 @@ class StepRate:
     """The duration of a step; greater than 0."""
     since_seconds: float
     """The age of the last report."""
+
+    @classmethod
+    def of(cls, process: ReportingProcess, now_seconds: float) -> StepRate:
+        """Return the rate of a process that ends steps."""
+        report = process.report
+        age_seconds = max(0.0, now_seconds - process.sampled_seconds)
+        return cls(report.step or 0, report.step_seconds or 0.0, age_seconds)
 
 
 def first_common_step(rates: Iterable[StepRate], lead_seconds: float) -> int:
@@ -101,8 +109,7 @@ def group_step(request: ActionRequest, ranks: Sequence[SelectedProcess], now_sec
         elif request.at_step is not None and report.step >= request.at_step:
             obstacles.append(f"{rank} has ended {report.step} steps: step {request.at_step} has passed")
         else:
-            age_seconds = max(0.0, now_seconds - rank.process.sampled_seconds)
-            rates.append(StepRate(report.step, report.step_seconds, age_seconds))
+            rates.append(StepRate.of(rank.process, now_seconds))
     if obstacles:
         raise GroupIncompleteError("not every rank can take part: " + "; ".join(obstacles))
     at_step = request.at_step if request.at_step is not None else first_common_step(rates, GROUP_LEAD_SECONDS)

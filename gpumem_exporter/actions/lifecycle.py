@@ -28,9 +28,9 @@ from typing import TypeAlias, TypeVar
 
 from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.model import Action, ActionResult, is_done
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.results import GpuLabels, as_shown, command_results, termination_results
+from gpumem_exporter.actions.results import NodeFacts, as_shown, command_results, termination_results
 from gpumem_exporter.actions.selection import SelectedProcess, TerminationTarget
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 
@@ -214,7 +214,7 @@ class RunningAction:
     caller: Caller
     share: str
     """Of the caller."""
-    gpus: GpuLabels = field(default_factory=dict)
+    facts: NodeFacts = field(default_factory=NodeFacts)
     commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
     terminations: list[TerminationPart] = field(default_factory=list)
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
@@ -259,13 +259,13 @@ class RunningAction:
         part.end()
         _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
         result = as_shown(result, part.selected.samples, process.report.devices)
-        self.add(command_results(part.selected._replace(process=process), result, self.gpus))
+        self.add(command_results(part.selected._replace(process=process), result, self.facts))
 
     def end_termination(self, part: TerminationPart, result: CommandResult) -> None:
         """End a terminated process's part with its result."""
         self.terminations.remove(part)
         part.end()
-        self.add(termination_results(part.target, result, self.gpus))
+        self.add(termination_results(part.target, result, self.facts))
 
     def finish(self, now_seconds: float) -> Action:
         """End the action, in the state that its results have in common."""
@@ -277,12 +277,12 @@ class RunningAction:
 
     def _final_state(self) -> ActionState:
         """Return the state for the outcomes of all parts; a cancelled action is done only if every part is done."""
-        outcomes = {result.outcome for result in self.action.results}
-        if outcomes <= {"done"}:
+        outcomes = {result.outcome for result in self.action.results if not is_done(result.outcome)}
+        if not outcomes:
             return ActionState.DONE
         if self.withdrawal is not None and self.withdrawal.reason_code == ReasonCode.CANCELLED:
             return ActionState.CANCELLED
-        return ActionState.EXPIRED if outcomes <= {"done", "expired"} else ActionState.FAILED
+        return ActionState.EXPIRED if outcomes == {"expired"} else ActionState.FAILED
 
     def _advance(self, to: ActionState) -> None:
         self.action = replace(self.action, state=advanced(ActionState(self.action.state), to).value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import SnapshotFile
@@ -10,11 +11,25 @@ from gpumem_exporter.actions.caller import Caller, Rights, share_of
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.ledger import sum_of_known
 
+DRY_RUN_OUTCOMES: Mapping[str, str] = {
+    "empty_cache": "would_clear",
+    "collect_garbage": "would_collect",
+    "reset_peak": "would_reset",
+    "snapshot": "would_write",
+    "set_memory_fraction": "would_set",
+    "terminate": "would_terminate",
+}
+"""The outcome in a dry run of each action, in a process that would do it."""
 _RESULT_BYTES = 1024
 """About the memory of a result with its numbers and names, or of an action without results."""
 _BLOCK_BYTES = 512
 _TEXT_BYTES = 64
 """A string without its characters."""
+
+
+def is_done(outcome: str) -> bool:
+    """Return whether an outcome is `done`, or in a dry run would be."""
+    return outcome == "done" or outcome in DRY_RUN_OUTCOMES.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +43,7 @@ class ActionResult:
     gpu: str
     uuid: str
     outcome: str
-    """One of `protocol.OUTCOMES`."""
+    """One of `protocol.OUTCOMES`, or in a dry run of `DRY_RUN_OUTCOMES`."""
     reason: str = ""
     """The reason for the outcome, for people."""
     reason_code: str | None = None
@@ -46,10 +61,14 @@ class ActionResult:
     device_free_after_bytes: int | None = None
     duration_seconds: float | None = None
     step: int | None = None
-    """The process's step after which it ran."""
+    """The process's step after which it ran. In a dry run, the last step of a process that trains."""
     thread_id: int | None = None
     """The native id of the thread in which it ran."""
     snapshot: SnapshotFile | None = None
+    job: str = ""
+    """The name of the job: its workload, otherwise its command, otherwise its pid."""
+    limit_bytes: int | None = None
+    """With `set_memory_fraction`, the most that the process may reserve on the device."""
 
     @property
     def kept_bytes(self) -> int:

@@ -3,23 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, ReasonCode
 from gpumem_client.wire.units import human_bytes
-from gpumem_exporter.actions.model import ActionResult
+from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, ActionResult, is_done
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.selection import SelectedProcess, TerminationTarget
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.actions.selection import SelectedProcess, Selection, TerminationTarget
 
-GpuLabels = Mapping[str, str]
-"""The NVML index of each device, by uuid."""
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
 _MEASURED = (*_RESERVED, "freed_bytes", "device_free_before_bytes", "device_free_after_bytes")
 """What a process measures on each device."""
 
 
-def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What results have from the snapshot of their request: names and limits."""
+
+    gpus: Mapping[str, str] = field(default_factory=dict)
+    """The NVML index of each device, by uuid."""
+    commands: Mapping[int, str] = field(default_factory=dict)
+    """The program of each process without a workload, by its pid on the host."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """With `set_memory_fraction`, the bytes that a process may reserve on each device, by uuid."""
+
+    @classmethod
+    def of(cls, selection: Selection, request: ActionRequest) -> NodeFacts:
+        """Return the facts about the selected processes and their devices."""
+        gpus, node = selection.snapshot.gpus, selection.snapshot.node
+        if node is None:
+            return cls(gpus)
+        limits = {}
+        for device in node.devices:
+            if device.memory is not None and request.fraction is not None:
+                # PyTorch's total is what the driver does not reserve for itself.
+                total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
+                limits[device.uuid] = int(request.fraction * total_bytes)
+        unnamed = (one.process for one in selection.reporting if not one.process.report.process.workload)
+        found = [*map(node.facts_of, unnamed), *(node.facts.get(one.host_pid or 0) for one in selection.listed)]
+        return cls(gpus, {facts.pid: facts.command for facts in found if facts is not None}, limits)
+
+    def job(self, workload: str, host_pid: int | None, pid: int | str) -> str:
+        """Return the name of the job of a process."""
+        return workload or (self.commands.get(host_pid, "") if host_pid is not None else "") or f"pid {pid}"
+
+
+def command_results(selected: SelectedProcess, result: CommandResult, facts: NodeFacts) -> Iterator[ActionResult]:
     """Yield the result for each measured device, otherwise for each target device, otherwise one for the process.
 
     Only the first one has the summary of a snapshot, which is the same for all devices of the process. A device that
@@ -35,7 +64,7 @@ def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuL
             pid=selected.pid,
             workload=identity.workload,
             rank=identity.rank,
-            gpu=gpus.get(device.uuid, ""),
+            gpu=facts.gpus.get(device.uuid, ""),
             uuid=device.uuid,
             outcome=result.outcome,
             reason=result.reason,
@@ -45,6 +74,8 @@ def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuL
             step=result.step,
             thread_id=result.thread_id,
             snapshot=result.snapshot if number == 0 else None,
+            job=facts.job(identity.workload, selected.process.host_pid, selected.pid),
+            limit_bytes=facts.limits.get(device.uuid) if is_done(result.outcome) else None,
         )
 
 
@@ -61,11 +92,12 @@ def _without(device: DeviceResult, unmapped_bytes: int) -> DeviceResult:
     return replace(device, **{name: max(0, value - unmapped_bytes) for name, value in known.items()})
 
 
-def dry_run_results(selected: SelectedProcess, request: ActionRequest, gpus: GpuLabels) -> Iterator[ActionResult]:
+def dry_run_results(selected: SelectedProcess, request: ActionRequest, facts: NodeFacts) -> Iterator[ActionResult]:
     """Yield the expected results, from the last report. The effect of a garbage collection is unknown."""
+    clears = request.action == "empty_cache"
     devices = []
     for sample in selected.samples:
-        freed = {"empty_cache": sample.reclaimable_bytes, "reset_peak": 0}.get(request.action)
+        freed = sample.reclaimable_bytes if clears else None
         reserved = sample.reserved_bytes
         devices.append(
             DeviceResult(
@@ -77,47 +109,46 @@ def dry_run_results(selected: SelectedProcess, request: ActionRequest, gpus: Gpu
             )
         )
     idle = {sample.uuid: sample.idle_cache_bytes for sample in selected.samples}
-    for result in command_results(selected, CommandResult("", "done", devices=tuple(devices)), gpus):
-        still_free = None
-        if request.action == "empty_cache" and result.freed_bytes is not None:
-            # What the process did not need for a minute. The rest is reserved again, as in every minute before.
-            idle_bytes = idle.get(result.uuid)
-            still_free = None if idle_bytes is None else min(idle_bytes, result.freed_bytes)
-        yield replace(result, still_free_bytes=still_free)
+    report = selected.process.report
+    step = report.step if report.step_seconds else None
+    would = CommandResult("", DRY_RUN_OUTCOMES[request.action], devices=tuple(devices), step=step)
+    for result in command_results(selected, would, facts):
+        # What the process did not need for a minute. The rest is reserved again, as in every minute before.
+        idle_bytes, freed = idle.get(result.uuid), result.freed_bytes
+        if idle_bytes is not None and freed is not None:
+            result = replace(result, still_free_bytes=min(idle_bytes, freed))
+        yield result
 
 
-def expected_refusal(selected: SelectedProcess, request: ActionRequest, snapshot: Snapshot) -> CommandResult | None:
+def expected_refusal(selected: SelectedProcess, request: ActionRequest, facts: NodeFacts) -> CommandResult | None:
     """Return the result of a command that the process would not run, from its last report; None if it would."""
     refusal = selected.refusal(request)
-    if refusal is not None or request.fraction is None or request.force:
+    if refusal is not None or request.force:
         return refusal
-    for device in snapshot.node.devices if snapshot.node is not None else ():
-        sample = next((each for each in selected.samples if each.uuid == device.uuid), None)
-        if device.memory is None or sample is None or sample.reserved_bytes is None:
-            continue
-        # PyTorch's total is what the driver does not reserve for itself.
-        cap_bytes = int(request.fraction * (device.memory.total_bytes - (device.memory.reserved_bytes or 0)))
-        if sample.reserved_bytes > cap_bytes:
+    for sample in selected.samples:
+        limit_bytes = facts.limits.get(sample.uuid)
+        if limit_bytes is not None and sample.reserved_bytes is not None and sample.reserved_bytes > limit_bytes:
             reason = (
                 f"{sample.uuid}: {human_bytes(sample.reserved_bytes)} are reserved, which is more than "
-                f"{request.fraction:g} of the device ({human_bytes(cap_bytes)}); clear the cache first, or use force"
+                f"{request.fraction:g} of the device ({human_bytes(limit_bytes)}); clear the cache first, or use force"
             )
             return CommandResult("", "refused", reason, ReasonCode.RESERVED_EXCEEDS_FRACTION)
     return None
 
 
-def termination_results(target: TerminationTarget, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:
+def termination_results(target: TerminationTarget, result: CommandResult, facts: NodeFacts) -> Iterator[ActionResult]:
     """Yield the result for each device. A process that exited has released the memory that the driver listed."""
     for uuid, used_bytes in target.used_bytes or (("", None),):
         yield ActionResult(
             pid=target.pid,
             workload=target.workload,
             rank=target.rank,
-            gpu=gpus.get(uuid, ""),
+            gpu=facts.gpus.get(uuid, ""),
             uuid=uuid,
             outcome=result.outcome,
             reason=result.reason,
             reason_code=result.reason_code,
-            freed_bytes=used_bytes if result.outcome == "done" else None,
+            freed_bytes=used_bytes if is_done(result.outcome) else None,
             duration_seconds=result.duration_seconds,
+            job=facts.job(target.workload, target.host_pid, target.pid),
         )

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, group_step
-from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS, ActionRequest, Target
+from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, StepRate, first_common_step, seconds_until_step_ends
+from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.selection import SelectedProcess, select_reporting
-from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.errors import GroupIncompleteError
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 
 _DEADLINE_STEPS = 4
 """A job that trains has the time of this number of its steps, because a step may take longer than the last ones."""
@@ -29,6 +28,33 @@ class Suggestion:
     """The processes of all requests: the given target, and the other ranks of its groups."""
 
 
+def suggested_mode(
+    job: Sequence[ReportingProcess], now_seconds: float, *, deadline_seconds: float | None = None
+) -> tuple[str, bool]:
+    """Return the mode in which all processes of a job clear with the least harm, and whether they clear as a group.
+
+    `job` are all processes of a workload and owner that report. Without `deadline_seconds`, the deadline is chosen.
+    """
+    training = [process for process in job if trains(process)]
+    if not training:
+        return "now", False
+    if len(job) == 1 or len(training) < len(job):
+        return "step", False
+    if deadline_seconds is None:
+        deadline_seconds = _deadline_seconds(job, DEFAULT_DEADLINE_SECONDS)
+    rates = [StepRate.of(process, now_seconds) for process in job]
+    at_step = first_common_step(rates, GROUP_LEAD_SECONDS)
+    return "step", seconds_until_step_ends(rates, at_step) <= deadline_seconds
+
+
+def trains(process: ReportingProcess) -> bool:
+    """Return whether a process ends steps, and can clear at the end of a step."""
+    report = process.report
+    # A reporter whose process ends no more steps reports no duration of a step.
+    steps = report.step is not None and bool(report.step_seconds)
+    return steps and "step" in report.modes and (not report.actions or "empty_cache" in report.actions)
+
+
 def suggest_clears(
     request: ActionRequest,
     selected: Sequence[SelectedProcess],
@@ -41,23 +67,20 @@ def suggest_clears(
 
     With `free_deadline`, a job with long steps may have a later deadline than the request.
     """
+    deadline_seconds = None if free_deadline else request.deadline_seconds
     whole = _jobs(select_reporting(Target(), snapshot))
     at_once: list[SelectedProcess] = []
     alone: list[SelectedProcess] = []
-    groups: list[tuple[SelectedProcess, ...]] = []
+    groups: list[list[SelectedProcess]] = []
     for key, job in _jobs(selected).items():
-        training = [one for one in job if _trains(one, request)]
         # Also the ranks that the target does not name. They have the same owner, so the caller may act on them as well.
         ranks = whole[key]
-        if (
-            training
-            and len(ranks) > 1
-            and _acts_together(job, ranks, request, now_seconds, free_deadline=free_deadline)
-        ):
-            groups.append(tuple(ranks))
+        _, group = suggested_mode([one.process for one in ranks], now_seconds, deadline_seconds=deadline_seconds)
+        if group:
+            groups.append(ranks)
         else:
-            alone += training
-            at_once += [one for one in job if one not in training]
+            alone += [one for one in job if trains(one.process)]
+            at_once += [one for one in job if not trains(one.process)]
     if not alone and not groups:
         return Suggestion((replace(request, dry_run=False),), request.target)
     requests = [replace(request, dry_run=False, target=_target(at_once))] if at_once else []
@@ -77,38 +100,12 @@ def _jobs(selected: Iterable[SelectedProcess]) -> dict[Hashable, list[SelectedPr
     return jobs
 
 
-def _trains(one: SelectedProcess, request: ActionRequest) -> bool:
-    report = one.process.report
-    # A reporter whose process ends no more steps reports no duration of a step.
-    counts = report.step is not None and bool(report.step_seconds)
-    return counts and one.refusal(replace(request, mode="step")) is None
-
-
-def _acts_together(
-    job: Sequence[SelectedProcess],
-    ranks: Sequence[SelectedProcess],
-    request: ActionRequest,
-    now_seconds: float,
-    *,
-    free_deadline: bool,
-) -> bool:
-    """Return whether all ranks of a job can act after the same step, within the deadline of the selected ones."""
-    group = _at_step(request, job, group=True, free_deadline=free_deadline)
-    try:
-        group_step(group, ranks, now_seconds)
-    except GroupIncompleteError:
-        return False
-    return True
-
-
 def _at_step(
     request: ActionRequest, processes: Sequence[SelectedProcess], *, group: bool = False, free_deadline: bool
 ) -> ActionRequest:
     deadline_seconds = request.deadline_seconds
     if free_deadline:
-        longest = max(one.process.report.step_seconds or 0.0 for one in processes)
-        needed = GROUP_LEAD_SECONDS + _DEADLINE_STEPS * longest
-        deadline_seconds = min(MAX_DEADLINE_SECONDS, max(deadline_seconds, round(needed, 1)))
+        deadline_seconds = _deadline_seconds([one.process for one in processes], deadline_seconds)
     return replace(
         request,
         dry_run=False,
@@ -117,6 +114,11 @@ def _at_step(
         group=group,
         deadline_seconds=deadline_seconds,
     )
+
+
+def _deadline_seconds(processes: Iterable[ReportingProcess], least_seconds: float) -> float:
+    longest = max(process.report.step_seconds or 0.0 for process in processes)
+    return min(MAX_DEADLINE_SECONDS, max(least_seconds, round(GROUP_LEAD_SECONDS + _DEADLINE_STEPS * longest, 1)))
 
 
 def _target(processes: Iterable[SelectedProcess]) -> Target:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
@@ -16,13 +15,9 @@ from gpumem_client.wire.units import counted
 from gpumem_exporter.cli.program import one_line
 
 _ACTIONS = "/api/v1/actions"
-_PUBLIC = ("/health", "/api/v1/devices", "/api/v1/live", "/api/v1/processes")
+_PUBLIC = ("/health", "/api/v1/devices", "/api/v1/history", "/api/v1/live", "/api/v1/live-rows", "/api/v1/processes")
 """Routes that every client may read, unless the exporter has passwords."""
 _FINAL_STATES = ("done", "failed", "expired", "cancelled")
-_POLL_SECONDS = 0.25
-_LONGEST_HOLD_SECONDS = 3.0
-"""How long the exporter may delay the answer to one request. A longer wait polls for the rest, and can show what the
-action waits for."""
 
 Document = Mapping[str, Any]
 
@@ -106,33 +101,6 @@ class ExporterApi:
         Raises the errors of `get`. The exporter may have received the request although no address answers.
         """
         return self.post(_ACTIONS, {**request, "wait_seconds": hold_seconds}, hold_seconds=hold_seconds)
-
-    def act(
-        self, request: Document, *, wait_seconds: float, observe: Callable[[Document], None] = lambda _: None
-    ) -> dict[str, Any]:
-        """Request an action and wait for it. Returns the action in its final state, or as it is after the wait."""
-        end = time.monotonic() + wait_seconds
-        action = self.submit(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
-        return self.wait(action, until=has_ended, wait_seconds=end - time.monotonic(), observe=observe)
-
-    def wait(
-        self,
-        action: dict[str, Any],
-        *,
-        until: Callable[[Document], bool],
-        wait_seconds: float,
-        observe: Callable[[Document], None],
-    ) -> dict[str, Any]:
-        """Read an action about four times a second until a condition is met or the wait is over, and return it.
-
-        `observe` is called with the action before each read. Raises the errors of `get`.
-        """
-        end = time.monotonic() + wait_seconds
-        while not until(action) and (left := end - time.monotonic()) > 0:
-            observe(action)
-            time.sleep(min(left, _POLL_SECONDS))
-            action = self.action(action["id"])
-        return action
 
     def action(self, action_id: str) -> dict[str, Any]:
         """Read an action. Raises the errors of `get`."""

@@ -1,8 +1,7 @@
-"""A clear as the exporter suggests it: what it would free, the question to a person, and the requests.
+"""An action from a question to its end: `clear --all` on a terminal, `top`, and every command that requests an action.
 
-The exporter decides in its reply to a dry run without a mode which processes clear at once, which at the end of a step,
-and which ranks clear as a group. `clear --all` on a terminal and `top` send what it suggests. So does the live page,
-which asks the same question in `clear.js`.
+For a clear, the exporter decides in its reply to a dry run without a mode which processes clear at once, which at the
+end of a step, and which ranks clear as a group.
 """
 
 from __future__ import annotations
@@ -12,63 +11,80 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError
-from gpumem_client.wire.units import counted, human_bytes
+from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
-from gpumem_exporter.cli.api_client import ExporterApi, has_ended
+from gpumem_exporter.cli.api_client import ExporterApi, has_ended, has_settled
+from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons
-from gpumem_exporter.cli.render.node_tables import WORTH_SAYING
 from gpumem_exporter.core.ledger import sum_of_known
+from gpumem_exporter.view import sentences
 
 Document = Mapping[str, Any]
 
-_NAMED_JOBS_MAX = 8
+_HOLD_SECONDS = 1.0
 _POLL_SECONDS = 0.25
 _REFUSALS = (http.client.NOT_FOUND, http.client.CONFLICT, http.client.TOO_MANY_REQUESTS)
 """A part of a clear is refused if its processes exited, its ranks cannot act together, or a limit is reached."""
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedClear:
-    """A request for a clear, and the exporter's reply to its dry run."""
+class Plan:
+    """A request for an action, and for a clear the exporter's reply to its dry run."""
 
     body: Document
-    action: Document
+    expected: Document = field(default_factory=dict)
 
     @property
     def results(self) -> Sequence[Document]:
         """The expected results."""
-        return self.action.get("results") or ()
+        return self.expected.get("results") or ()
 
     @property
     def requests(self) -> list[dict[str, Any]]:
         """The suggested requests, or the request itself."""
-        return [{**self.body, **suggested} for suggested in self.action.get("suggested") or ()] or [dict(self.body)]
+        return [{**self.body, **suggested} for suggested in self.expected.get("suggested") or ()] or [dict(self.body)]
 
     @property
-    def waiting(self) -> list[dict[str, Any]]:
-        """The requests for processes that clear at the end of a step."""
-        return [request for request in self.requests if request["mode"] == "step"]
+    def subject(self) -> str:
+        """The job that would act, or the number of processes."""
+        return sentences.subject(result for result in self.results if is_done(result["outcome"]))
 
-    def results_of(self, request: Document) -> list[Document]:
-        """Return the expected results of one of the requests."""
-        pids = request["target"].get("pid")
-        chosen = pids if isinstance(pids, list) else [pids]
-        return [result for result in self.results if pids is None or result["pid"] in chosen]
+    @property
+    def wait_seconds(self) -> float:
+        """How long the action may take."""
+        return max(float(request["deadline_seconds"]) for request in self.requests) + ANSWER_GRACE_SECONDS
+
+    def as_given(self) -> Plan:
+        """Return the plan with the request itself in place of the suggested ones."""
+        return Plan(self.body, {**self.expected, "suggested": []})
 
 
-def expect(api: ExporterApi, body: Document) -> ExpectedClear:
+def plan_clear(api: ExporterApi, body: Document) -> Plan:
     """Request the dry run of a clear. Its mode, and the default deadline, are left to the exporter."""
     left_open = {"mode", "settle_seconds"}
     if body["deadline_seconds"] == DEFAULT_DEADLINE_SECONDS:
         left_open.add("deadline_seconds")
     dry_run = {name: value for name, value in body.items() if name not in left_open}
-    return ExpectedClear(body, api.act({**dry_run, "dry_run": True}, wait_seconds=0))
+    return Plan(body, api.submit({**dry_run, "dry_run": True}))
+
+
+def question(plan: Plan, *, free_mode: bool = True) -> str:
+    """Return `Clear demo-notebook? Stays free 2.2 GiB.`, and when the jobs clear, in one line.
+
+    Without `free_mode`, the mode of the plan's request is in force, and not the suggested ones.
+    """
+    at_step = sentences.at_step_requests(plan.expected)
+    timing = sentences.when(plan.expected) if free_mode else ""
+    if not free_mode and at_step and plan.body["mode"] == "now":
+        timing = f"In the middle of a step, which may stall: {sentences.subjects(at_step, plan.results)}."
+    parts = (f"Clear {plan.subject}?", sentences.sentence(plan.expected), timing, *reasons(plan.results))
+    return " ".join(map(one_line, filter(None, parts)))
 
 
 def can_ask() -> bool:
@@ -76,151 +92,59 @@ def can_ask() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> ExpectedClear | None:
-    """Ask whether to clear every process. Returns what to clear; None if the answer is no.
+def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> Plan | None:
+    """Ask whether to clear. Returns what to clear; None if the answer is no.
 
     With `free_mode`, the exporter chooses the mode of each process. Otherwise, the mode of `body` is in force.
     """
-    expected = expect(api, body)
-    given = ExpectedClear(body, {**expected.action, "suggested": []})
-    lines = [stays_free(expected), *notes(expected)]
-    if free_mode and (then := when(expected)):
-        lines.append(then)
-    elif body["mode"] == "now" and expected.waiting:
-        lines.append(f"In the middle of a step, which may stall: {_jobs(expected, expected.waiting)}.")
-    for line in lines:
-        print(textwrap.fill(line, shutil.get_terminal_size().columns))
-    others = "/now" if free_mode and expected.waiting else ""
+    plan = plan_clear(api, body)
+    others = "/now" if free_mode and sentences.at_step_requests(plan.expected) else ""
+    text = f"{question(plan, free_mode=free_mode)} [y/N{others}]"
+    *lines, last = textwrap.wrap(text, shutil.get_terminal_size().columns - len(" now"))
+    print("\n".join([*lines, ""]), end="")
     try:
-        answer = input(f"Clear {processes_named(expected.results)}? [y/N{others}] ").strip().lower()
+        answer = input(f"{last} ").strip().lower()
     except EOFError:
         answer = ""
     if others and answer == "now":
-        return given
+        return plan.as_given()
     if answer not in ("y", "yes"):
         print("Nothing was cleared.")
         return None
     # The jobs may have changed since the question was printed.
-    return expect(api, body) if free_mode else given
+    return plan_clear(api, body) if free_mode else plan.as_given()
 
 
-def stays_free(expected: ExpectedClear) -> str:
-    """Return how much of the freed memory stays free, as a sentence."""
-    known = [result for result in expected.results if result.get("freed_bytes") is not None]
-    hidden = any(result["outcome"] == "done" and result.get("freed_bytes") is None for result in expected.results)
-    if not known:
-        return "It is not known how much memory a clear would free."
-    freed = sum(result["freed_bytes"] for result in known)
-    settled = [result for result in known if result.get("still_free_bytes") is not None]
-    if freed == 0 and not hidden:
-        return "A clear would free nothing."
-    if not settled:
-        least = "at least " if hidden else ""
-        return f"Would free {least}{human_bytes(freed)} now; how much of it stays free is not known yet."
-    still_free = sum(result["still_free_bytes"] for result in settled)
-    rests = {result["pid"]: result["freed_bytes"] - result["still_free_bytes"] for result in settled}
-    least = "at least " if hidden or len(settled) < len(known) else ""
-    text = f"Stays free {least}{human_bytes(still_free)}"
-    rest = sum(result["freed_bytes"] - result["still_free_bytes"] for result in settled)
-    if rest >= WORTH_SAYING * freed:
-        waiting = {result["pid"] for request in expected.waiting for result in expected.results_of(request)}
-        at_step = all(pid in waiting for pid, size in rests.items() if size > 0)
-        text += f"; {human_bytes(rest)} more would be reserved again{' in the next step' if at_step else ''}"
-    return f"{text}."
-
-
-def when(expected: ExpectedClear) -> str:
-    """Return which jobs clear at the end of a step, and how many processes at once; empty if all clear at once."""
-    waiting = expected.waiting
-    if not waiting:
-        return ""
-    at_once = [
-        result for request in expected.requests if request["mode"] == "now" for result in expected.results_of(request)
-    ]
-    text = f"At the end of a step, within {_deadline_seconds(waiting):.0f} s: {_jobs(expected, waiting)}."
-    return f"{text} At once: {processes_named(at_once)}." if at_once else text
-
-
-def waits_for(expected: ExpectedClear) -> str:
-    """Return what a clear waits for, as long as processes have not ended their steps."""
-    waiting = expected.waiting
-    return f"Waiting for the end of a step of {_jobs(expected, waiting)}, at most {_deadline_seconds(waiting):.0f} s"
-
-
-def engine_waits(action: Document) -> list[str]:
-    """Return for which inference engines an action waits, a sentence each."""
-    sentences = []
-    for wait in action.get("waits_for") or ():
-        engine = f"pid {wait['pid']}" + (f" ({wait['title']})" if wait["title"] else "")
-        until = time.strftime("%H:%M:%S UTC", time.gmtime(wait["until_unix_seconds"]))
-        gpu = wait["gpu"] or wait["uuid"]
-        sentences.append(f"Waiting until the engine in {engine} has started on GPU {gpu}, at the latest until {until}.")
-    return [one_line(sentence) for sentence in sentences]
-
-
-def notes(expected: ExpectedClear) -> Iterator[str]:
-    """Yield the reasons in the expected results: of processes that would not clear, and of a clear that would wait."""
-    yield from map(one_line, reasons(expected.results))
-    done = [result for result in expected.results if result["outcome"] == "done" and result.get("reason")]
-    for reason in dict.fromkeys(result["reason"] for result in done):
-        pids = dict.fromkeys(str(result["pid"]) for result in done if result["reason"] == reason)
-        yield one_line(f"pid {', '.join(pids)}: {reason}")
-
-
-def processes_named(results: Sequence[Document]) -> str:
-    """Return the job of some results, or the number of their processes: "llm (4 ranks)", "12 processes"."""
-    by_pid = {result["pid"]: result for result in results}
-    workloads = {result["workload"] for result in results}
-    first = next(iter(by_pid.values()), None)
-    if first is None or (len(by_pid) > 1 and (len(workloads) > 1 or not first["workload"])):
-        return counted(len(by_pid), "process", "processes")
-    name = one_line(first["workload"] or f"pid {first['pid']}")
-    if len(by_pid) == 1:
-        rank = one_line(first["rank"] or "")
-        return f"{name} rank {rank}" if rank and first["workload"] else name
-    unit = "ranks" if all(result["rank"] for result in by_pid.values()) else "processes"
-    return f"{name} ({len(by_pid)} {unit})"
-
-
-def _jobs(expected: ExpectedClear, requests: Sequence[Document]) -> str:
-    """The jobs of some requests, by name."""
-    jobs: dict[object, list[Document]] = {}
-    for number, request in enumerate(requests):
-        for result in expected.results_of(request):
-            # A group is a job. Of other processes, another user may have the same workload.
-            jobs.setdefault(number if request["group"] else result["workload"] or result["pid"], []).append(result)
-    names = [processes_named(results) for results in jobs.values()]
-    more = len(names) - _NAMED_JOBS_MAX
-    return ", ".join([*names[:_NAMED_JOBS_MAX], *([f"and {more} more"] if more > 0 else [])])
-
-
-def _deadline_seconds(requests: Sequence[Document]) -> float:
-    return float(max(request["deadline_seconds"] for request in requests))
-
-
-def send_all(
+def act(
     api: ExporterApi,
-    expected: ExpectedClear,
+    plan: Plan,
     *,
-    wait_seconds: float,
-    observe: Callable[[Document], None] = lambda _: None,
+    wait_seconds: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
     stopped: Callable[[], bool] = lambda: False,
-) -> list[dict[str, Any]]:
-    """Send the suggested requests and wait for their ends. Returns the actions as they are then.
+) -> dict[str, Any]:
+    """Send the requests, wait for their ends and for what stays free, and return one document for all of them.
 
-    What has not started is canceled on KeyboardInterrupt, and once `stopped` returns true. `observe` is called about
-    four times a second with each action that has not ended. Raises ExporterAnswerError if the exporter rejects the only
-    request, and ExporterUnreachableError if no address answers.
+    What has not started is canceled on KeyboardInterrupt, and once `stopped` returns true. `say` is called about four
+    times a second with what the action waits for. Without `wait_seconds`, the wait ends with the action.
+
+    Raises ExporterAnswerError if the exporter rejects the only request, and ExporterUnreachableError if no address
+    answers.
     """
+    if wait_seconds is None:
+        wait_seconds = plan.wait_seconds
     end = time.monotonic() + wait_seconds
-    actions = [_sent(api, expected, request) for request in expected.requests]
+    requests = plan.requests
+    hold_seconds = min(wait_seconds, _HOLD_SECONDS) if len(requests) == 1 else 0.0
+    actions = [_sent(api, plan, request, hold_seconds) for request in requests]
     canceled = False
-    while time.monotonic() < end and not all(map(has_ended, actions)):
+    while (left := end - time.monotonic()) > 0 and not all(map(has_ended, actions)):
         try:
-            for action in actions:
-                if not has_ended(action):
-                    observe(action)
-            time.sleep(min(_POLL_SECONDS, max(0.0, end - time.monotonic())))
+            for request, action in zip(requests, actions, strict=True):
+                if not has_ended(action) and (action.get("waits_for") or request.get("mode", "now") != "now"):
+                    name = sentences.subjects([request], plan.results) if plan.results else ""
+                    say(sentences.waiting(action, name=name, deadline_seconds=request["deadline_seconds"]))
+            time.sleep(min(_POLL_SECONDS, left))
             stops = stopped()
         except KeyboardInterrupt:
             if canceled:
@@ -229,31 +153,50 @@ def send_all(
         read = api.cancel if stops and not canceled else api.action
         canceled = canceled or stops
         actions = [action if has_ended(action) else read(action["id"]) for action in actions]
-    return actions
+    return _settled(api, actions, say) if wait_seconds > 0 else _joined(actions)
 
 
-def joined(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _settled(api: ExporterApi, actions: Sequence[dict[str, Any]], say: Callable[[str], None]) -> dict[str, Any]:
+    """Wait until it is known how much of the freed memory stays free. KeyboardInterrupt ends the wait."""
+    document = _joined(actions)
+    end = time.monotonic() + document["settle_seconds"] + ANSWER_GRACE_SECONDS
+    if document.get("settling") and document["freed_bytes"]:
+        say(f"{sentences.sentence(document)} Measuring for {document['settle_seconds']:g} s how much of it stays free.")
+    try:
+        while document.get("settling") and document["freed_bytes"] and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+            actions = [action if has_settled(action) else api.action(action["id"]) for action in actions]
+            document = _joined(actions)
+    except KeyboardInterrupt:
+        pass
+    return document
+
+
+def _joined(actions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one document for the parts of an action, with the state of the first part that is not done."""
-    if len(documents) == 1:
-        return documents[0]
-    first = next((document for document in documents if document.get("state") != "done"), documents[0])
-    return {
+    if len(actions) == 1:
+        return actions[0]
+    first = next((action for action in actions if action["state"] != "done"), actions[0])
+    results = [result for action in actions for result in action["results"]]
+    joined = {
         **first,
-        "freed_bytes": sum_of_known([document.get("freed_bytes") for document in documents]),
-        "still_free_bytes": sum_of_known([document.get("still_free_bytes") for document in documents]),
-        "settle_seconds": max(document.get("settle_seconds") or 0.0 for document in documents),
-        "results": [result for document in documents for result in document.get("results") or ()],
+        "freed_bytes": sum_of_known([action.get("freed_bytes") for action in actions]),
+        "still_free_bytes": sum_of_known([action.get("still_free_bytes") for action in actions]),
+        "settle_seconds": max(action.get("settle_seconds") or 0.0 for action in actions),
+        "settling": any(action.get("settling") for action in actions),
+        "results": results,
     }
+    return {**joined, "subject": sentences.subject(results), "sentence": sentences.sentence(joined)}
 
 
-def _sent(api: ExporterApi, expected: ExpectedClear, request: Mapping[str, Any]) -> dict[str, Any]:
+def _sent(api: ExporterApi, plan: Plan, request: Document, hold_seconds: float) -> dict[str, Any]:
     """Send a request. If only this part of the clear is refused, return its refusal, because the others may run."""
     try:
-        return api.submit(request)
+        return api.submit(request, hold_seconds=hold_seconds)
     except ExporterAnswerError as error:
-        if len(expected.requests) == 1 or error.status not in _REFUSALS:
+        if len(plan.requests) == 1 or error.status not in _REFUSALS:
             raise
         unknown = dict.fromkeys(("reserved_after_bytes", "freed_bytes", "still_free_bytes"))
         refused = {"outcome": "refused", "reason": error.detail, **unknown}
-        results = [{**result, **refused} for result in expected.results_of(request)]
-        return {**expected.action, "state": "failed", "dry_run": False, "freed_bytes": None, "results": results}
+        results = [{**result, **refused} for result in sentences.results_of(request, plan.results)]
+        return {**plan.expected, "state": "failed", "dry_run": False, **unknown, "results": results}

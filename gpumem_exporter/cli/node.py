@@ -16,7 +16,7 @@ from gpumem_exporter.errors import TargetNotFoundError
 Document = Mapping[str, Any]
 
 # Documents of devices and of processes that are read one after the other may contradict each other.
-_PATH = "/api/v1/live?processes=documents"
+_PATH = "/api/v1/live-rows?processes=documents"
 _OF_DEVICES = ("source", "taken_unix_seconds", "nvml", "devices")
 _OF_PROCESSES = ("source", "processes")
 _OF_PROCESS = ("pid", "workload", "rank", "user")

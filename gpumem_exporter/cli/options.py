@@ -135,7 +135,7 @@ def pop_target(values: dict[str, Any]) -> Target:
     Raises ConfigurationError if a value is invalid, or `--all` contradicts another option.
     """
     everything = values.pop("all")
-    given: dict[str, Any] = {name: _split(texts) for name in SELECTORS if (texts := values.pop(name))}
+    given: dict[str, Any] = {name: split_list(texts) for name in SELECTORS if (texts := values.pop(name))}
     if everything and given:
         names = ", ".join(f"--{name}" for name in given)
         raise ConfigurationError(f"--all selects every process; leave out --all or {names}")
@@ -143,7 +143,7 @@ def pop_target(values: dict[str, Any]) -> Target:
     return Target(**given, all=everything)
 
 
-def _split(texts: Sequence[str]) -> list[str]:
+def split_list(texts: Sequence[str]) -> list[str]:
     """The values of a repeatable option, each of which may be a list with commas: `0,1` and `7`."""
     return [part.strip() for text in texts for part in text.split(",")]
 

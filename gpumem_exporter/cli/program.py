@@ -10,6 +10,7 @@ _MODULES = {
     "info": ("info",),
     "top": ("top",),
     "actions": ("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
+    "events": ("events",),
     "plan": ("plan",),
     "nvml": ("release-nvml", "attach-nvml"),
     "report": ("report",),

@@ -75,9 +75,10 @@ class Instruments:
         self._add(catalog.PROCESSES_DROPPED)
 
     def count_events(self, events: Iterable[Event]) -> None:
-        """Count new events."""
+        """Count new events, without records that are no events."""
         for event in events:
-            self._add(catalog.EVENTS, event.type)
+            if event.type in EVENT_TYPES:
+                self._add(catalog.EVENTS, event.type)
 
     def count_events_dropped(self, count: int) -> None:
         """Count events that could not be stored."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 SHOWN_SECONDS = 3600.0
 """Seconds for which an error is shown: long enough for a scrape, an alert and a person."""
+FATAL_SECONDS = 60.0
+"""An error is taken for the cause of an end that follows within this time: a program that does not catch the error
+exits as soon as its threads, loggers and checkpoints let it."""
 MAX_SHOWN = 256
 """The maximum number of errors that are shown; the owner with the most loses its oldest first."""
 
@@ -44,6 +47,8 @@ class LastOom:
     fragmented_bytes: int | None = None
     owner: str = ""
     """The holder of one share of the errors that are shown; see `core.samples.ProcessKey.share`."""
+    ended_process: bool = False
+    """Whether the process ended within `FATAL_SECONDS` after the error. False if its end was not seen."""
 
 
 class LastOoms:
@@ -61,6 +66,16 @@ class LastOoms:
             if known is None or known.session != oom.session or known.number < oom.number:
                 self._ooms[oom.uuid, oom.pid] = oom
         self._keep(self._ooms.values())
+
+    def process_ended(self, session: str, last_seconds: float) -> None:
+        """Note that the process of a reporter's session has ended; `last_seconds` is the time of its last report."""
+        ended = {
+            key: replace(oom, ended_process=True)
+            for key, oom in self._ooms.items()
+            if oom.session == session and last_seconds - oom.happened_seconds <= FATAL_SECONDS
+        }
+        if ended:
+            self._keep((self._ooms | ended).values())
 
     def restore(self, ooms: Iterable[LastOom]) -> None:
         """Add the stored errors of an earlier run, the last of each process and device.

@@ -166,6 +166,10 @@ class ReportingProcess:
     received_unix_seconds: float
     unmatched: frozenset[str] = frozenset()
     """The devices whose sample does not fit the reading of the snapshot; see `core.pairing`."""
+    stepped_seconds: float = 0.0
+    """When the exporter first saw the last step, on its monotonic clock; of no meaning without a step."""
+    active_seconds: float = 0.0
+    """When the exporter first saw the present use: allocated and reserved bytes, and the step."""
 
     @property
     def name(self) -> str:

@@ -29,7 +29,8 @@ large models; then the cache follows. An engine that serves blocks clears for th
 GROWTH_BYTES = 64 << 20
 """Less is not growth: an engine that serves loads kernels and takes workspaces of some MiB with its first requests."""
 
-_TITLES = ("VLLM::", "sglang::")
+ENGINE_TITLES = ("VLLM::", "sglang::")
+"""The starts of the titles that inference engines give their processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class StartingEngines:
 
 def _is_young_engine(facts: ProcessFacts, now: float) -> bool:
     return (
-        facts.command.startswith(_TITLES)
+        facts.command.startswith(ENGINE_TITLES)
         and facts.started_seconds is not None
         and now - facts.started_seconds < TITLED_START_SECONDS
     )

@@ -135,7 +135,7 @@ class Store:
                 del self._entries[lost]
                 self._pairing.forget(lost)
             self._displaced += displaced
-            kept = process.without_messages()
+            kept = _with_activity(process.without_messages(), entry.process if entry is not None else None)
             self._entries[key] = _Entry(kept, seniority, size, starting_since_seconds)
             self._silent.pop(key, None)
             self._pairing.put_report(kept)
@@ -160,7 +160,9 @@ class Store:
     def forget(self, key: ProcessKey) -> None:
         """Remove a process that exited or stopped its reporter; an unknown key is ignored."""
         with self._lock:
-            self._entries.pop(key, None)
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self._ooms.process_ended(entry.process.report.process.session, entry.process.received_seconds)
             self._silent.pop(key, None)
             self._pairing.forget(key)
 
@@ -272,6 +274,24 @@ class Store:
         if not devices:
             raise UnknownDeviceError(f"the driver has no device {report.devices[0].uuid!r}")
         return replace(report, devices=devices)
+
+
+def _with_activity(process: ReportingProcess, before: ReportingProcess | None) -> ReportingProcess:
+    """Return the process with the times at which its last step and its last use of the allocator were first seen."""
+    report, sampled_seconds = process.report, process.sampled_seconds
+    stepped_seconds = active_seconds = sampled_seconds
+    if before is not None and before.report.process.session == report.process.session:
+        if before.report.step == report.step:
+            stepped_seconds = before.stepped_seconds
+        if _use(before.report) == _use(report):
+            active_seconds = before.active_seconds
+    return replace(process, stepped_seconds=stepped_seconds, active_seconds=active_seconds)
+
+
+def _use(report: Report) -> tuple[object, ...]:
+    """Return the values that change when a program allocates, frees or steps."""
+    samples = report.devices
+    return (report.step, *[(each.allocated_bytes, each.reserved_bytes, each.segments_allocated) for each in samples])
 
 
 def _rank(process: ReportingProcess) -> int:

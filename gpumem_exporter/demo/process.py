@@ -153,7 +153,7 @@ class SimulatedProcess:
     """One process and its memory, with one slot for each of its devices, in the order of their CUDA indexes.
 
     Without enough memory, the methods raise `SimulatedOutOfMemoryError`; `tensor` also reports it. `clock` is the
-    simulation's time in seconds.
+    simulation's time in seconds. The sizes of the program are multiplied by `scale`.
     """
 
     capturing = flushing = False
@@ -169,8 +169,10 @@ class SimulatedProcess:
         rng: Random,
         clock: Callable[[], float],
         planned_bytes: int | None = None,
+        scale: float = 1.0,
     ) -> None:
         self.identity = identity
+        self.scale = scale
         self.torch_version = identity.torch_version
         self.facts = facts
         self.reports = reports
@@ -211,6 +213,7 @@ class SimulatedProcess:
     def load_libraries(self, size_bytes: int, *, device: int = 0) -> None:
         """Allocate memory outside the allocator: the CUDA context, NCCL's buffers, another runtime's memory."""
         slot = self.slots[device]
+        size_bytes = int(size_bytes * self.scale)
         if not slot.device.allocate(size_bytes):
             raise SimulatedOutOfMemoryError(f"tried to allocate {size_bytes} bytes from the driver", size_bytes)
         slot.non_torch_bytes += size_bytes
@@ -219,7 +222,7 @@ class SimulatedProcess:
         """Create a tensor; `device` is the index among the devices of the process."""
         slot = self.slots[device]
         try:
-            tensor = slot.allocate(size_bytes, component)
+            tensor = slot.allocate(int(size_bytes * self.scale), component)
         except SimulatedOutOfMemoryError as error:
             limit_bytes = slot.allocator.limit_bytes or slot.device.usable_bytes
             self.loop.note_oom(device, error.driver_bytes, limit_bytes, slot.device.free_bytes)

@@ -133,7 +133,7 @@ def diffusion_server(process: SimulatedProcess) -> Iterator[None]:
     rng = process.rng
     process.keep(24, 212 * MIB)
     for gigabytes in (1, 1, 2):
-        process.slots[0].allocator.capture_graph(gigabytes * GIB - 300 * MIB)
+        process.slots[0].allocator.capture_graph(int(process.scale * (gigabytes * GIB - 300 * MIB)))
     while True:
         process.busy_ratio = 0.9
         images = [process.tensor(rng.choice((96, 192)) * MIB) for _ in range(6)]
@@ -185,7 +185,7 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
     """
     rng = process.rng
     process.pinned_bytes = 96 * MIB
-    process.slots[0].allocator.limit_bytes = int(0.58 * process.slots[0].device.usable_bytes)
+    process.slots[0].allocator.limit_bytes = int(process.scale * 0.58 * process.slots[0].device.usable_bytes)
     process.keep(6, 512 * MIB, "parameters")
     process.keep(6, 1024 * MIB, "optimizer_state")  # loaded from a checkpoint
     sizes_mib = [4096.0] * 14  # the longest recordings come first, and do not fit

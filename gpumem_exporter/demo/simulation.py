@@ -18,7 +18,7 @@ from gpumem_exporter import __version__
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.process import SimulatedDevice, SimulatedProcess
 from gpumem_exporter.demo.programs import MIB
-from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, DEVICES, Workload
 from gpumem_exporter.nvml.provider import DeviceIdentity
 
 TICK_SECONDS = 0.5
@@ -125,10 +125,11 @@ class Simulation:
         )
         process = SimulatedProcess(
             identity,
-            _facts(workload, index, identity, rng),
+            _facts(workload, index, identity, rng, self._origin_seconds + self._tick * TICK_SECONDS),
             [self.devices[number] for number in workload.placements[index]],
             reports=workload.reports,
             planned_bytes=workload.planned_bytes,
+            scale=workload.scale,
             rng=rng,
             clock=lambda: self._tick * TICK_SECONDS,
         )
@@ -137,7 +138,8 @@ class Simulation:
         try:
             for device in range(len(workload.placements[index])):
                 process.load_libraries(workload.context_bytes, device=device)
-                process.slots[device].nccl_bytes = workload.nccl_bytes
+                if workload.nccl_bytes is not None:
+                    process.slots[device].nccl_bytes = int(workload.nccl_bytes * workload.scale)
         except SimulatedOutOfMemoryError:
             self._end(instance, process, crashed=True)
 
@@ -159,7 +161,9 @@ class Simulation:
             device.utilization_ratio = round(smoothed, 2)
 
 
-def _facts(workload: Workload, index: int, identity: ProcessIdentity, rng: Random) -> ProcessFacts:
+def _facts(
+    workload: Workload, index: int, identity: ProcessIdentity, rng: Random, started_seconds: float
+) -> ProcessFacts:
     namespace, _, pod = workload.k8s_pod.partition("/")
     return ProcessFacts(
         identity.pid,
@@ -170,13 +174,14 @@ def _facts(workload: Workload, index: int, identity: ProcessIdentity, rng: Rando
         k8s_namespace=namespace,
         k8s_pod=f"{pod}-{index}" if pod else "",
         k8s_container="main" if pod else "",
+        started_seconds=started_seconds,
     )
 
 
 def _devices(rng: Random) -> tuple[SimulatedDevice, ...]:
     """Create the eight devices of the node: seven of one model, and one of another model."""
     devices = []
-    for index in range(8):
+    for index in range(DEVICES):
         digits = f"{rng.getrandbits(128):032x}"
         uuid = f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
         bus_id = f"00000000:{0x1A + 0x11 * index:02X}:00.0"

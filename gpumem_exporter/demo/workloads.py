@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumem_exporter.demo import programs
 from gpumem_exporter.demo.programs import MIB, Program
+
+DEVICES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Workload:
     k8s_pod: str = ""
     """The namespace and the name of the pod without its ordinal: `namespace/name`; empty outside of pods."""
     slurm_job_id: str = ""
+    scale: float = 1.0
+    """The factor of all its sizes."""
 
 
 DEMO_WORKLOADS = (
@@ -108,3 +112,35 @@ DEMO_WORKLOADS = (
 """Devices 0 to 3 are full without problems. On device 4, a leak takes the memory that three other processes leave.
 Device 5 has much more memory than its workloads need. On device 6, a fragmented heap stays within its memory fraction.
 On device 7, the notebook's cache is the memory that the larger rank of the mixture of experts lacks."""
+
+
+def workloads_of(processes: int) -> tuple[Workload, ...]:
+    """Return the demo's workloads with this number of processes.
+
+    For more processes than the demo has, each copy of the workloads has its own names and is one device further, and
+    all sizes are smaller by the number of copies.
+    """
+    left = processes
+    found: list[Workload] = []
+    copies = max(1, -(-processes // sum(len(workload.placements) for workload in DEMO_WORKLOADS)))
+    for copy in range(copies):
+        for workload in DEMO_WORKLOADS:
+            placements = workload.placements[:left]
+            left -= len(placements)
+            if placements:
+                found.append(_copy(workload, copy, placements, 1 / copies))
+    return tuple(found)
+
+
+def _copy(workload: Workload, copy: int, placements: tuple[tuple[int, ...], ...], scale: float) -> Workload:
+    suffix = f"-{copy + 1}" if copy else ""
+    planned = workload.planned_bytes
+    return replace(
+        workload,
+        name=workload.name and workload.name + suffix,
+        placements=tuple(tuple((device + copy) % DEVICES for device in each) for each in placements),
+        scale=scale,
+        planned_bytes=None if planned is None else int(planned * scale),
+        k8s_pod=workload.k8s_pod and workload.k8s_pod + suffix,
+        slurm_job_id=workload.slurm_job_id and str(int(workload.slurm_job_id) + 100 * copy),
+    )

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-AUDIT_TYPES = ("action_asked", "action", "policy_stopped")
+ACTION_REQUESTED = "action_asked"
+"""The type of a record that a restarted exporter reads, and no event: the event `action` of its end says the same. The
+name is from an earlier version, whose files have it."""
+EVENT_TYPES = ("oom", "device_lost", "device_returned", "process_started", "process_ended", "action", "policy_stopped")
+AUDIT_TYPES = (ACTION_REQUESTED, "action", "policy_stopped")
 """The types of the audit trail: who requested what. It has half of the storage, and all other events the other half."""
 MAX_DETAIL_BYTES = 60 << 10
 """The maximum size of `Event.detail` as JSON. With its other columns, an event has at most 64 KiB."""
-EVENT_TYPES = ("oom", "device_lost", "device_returned", "process_started", "process_ended", *AUDIT_TYPES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Event:
     """
 
     type: str
-    """One of `EVENT_TYPES`."""
+    """One of `EVENT_TYPES`, or `ACTION_REQUESTED`."""
     time_unix_seconds: float
     """When it happened. Events are stored in the order in which the exporter received them."""
     gpu: str | None = None
@@ -42,8 +45,7 @@ class Event:
     only_after: str = ""
     """If not empty, the event is stored only if the subject's last event has this type."""
     owner: str = ""
-    """The `ProcessKey.share` or `Caller.share` whose part of the storage it takes; empty for events of the node. It is
-    not part of a query's result."""
+    """The `ProcessKey.share` or `Caller.share` whose part of the storage it takes; empty for events of the node."""
 
     @property
     def items(self) -> int:
@@ -59,10 +61,13 @@ class Query:
     """Only events with a greater id."""
     since_unix_seconds: float | None = None
     """Only events that happened at or after this time."""
-    types: tuple[str, ...] = ()
-    """Only events of these types; empty for all types."""
+    types: tuple[str, ...] = EVENT_TYPES
     pid: str | None = None
     """Only events about the process of this name. An action is about each of its target processes."""
+    workload: str | None = None
+    """Only events about processes of this workload."""
+    device: str | None = None
+    """Only events about the device of this uuid."""
     limit: int = 100
     newest_of_each: bool = False
     """Only the newest event of each process on each device."""

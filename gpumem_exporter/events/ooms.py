@@ -93,17 +93,21 @@ def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: flo
             pid=str(event.pid),
             workload=event.workload or "",
             rank=event.rank or "",
-            session=event.subject.rpartition(":")[0],
+            session=event.subject.removeprefix("oom:").rpartition(":")[0],
             number=event.detail["number"],
             happened_seconds=now_seconds - max(0.0, now_unix_seconds - event.time_unix_seconds),
             happened_unix_seconds=event.time_unix_seconds,
             owner=event.owner,
-            **{name: event.detail[name] for name in _ERROR_VALUES},
-            **{name: (event.detail["allocator"] or {}).get(name) for name in _ALLOCATOR_VALUES},
+            **_values(event.detail, _ERROR_VALUES),
+            **_values(event.detail["allocator"] or {}, _ALLOCATOR_VALUES),
         )
         for event in events
         if event.uuid is not None and event.pid is not None
     ]
+
+
+def _values(detail: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: detail.get(name) for name in names}
 
 
 def _event(process: ReportingProcess, oom: OutOfMemory, gpu: str | None, received_unix_seconds: float) -> Event:

@@ -11,7 +11,7 @@ from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.log import EventLog
-from gpumem_exporter.events.model import Event
+from gpumem_exporter.events.model import ACTION_REQUESTED, Event
 from gpumem_exporter.events.ooms import OomDeduplicator
 from gpumem_exporter.events.processes import ProcessHistory
 
@@ -169,7 +169,7 @@ class Recorder:
         self._put(self._processes.remove([(key, self._silent_reason) for key in silent], self._wall_clock()))
 
     def action_requested(self, submitted: SubmittedAction) -> Future[bool]:
-        """Record a requested action; the future is true once the event is committed."""
+        """Record a requested action; the future is true once the record is committed."""
         return self.log.put([requested_event(submitted)])
 
     def action_finished(self, action: Action) -> Future[bool] | None:
@@ -204,10 +204,10 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
 
 
 def requested_event(submitted: SubmittedAction) -> Event:
-    """Build the event of a requested action."""
+    """Build the record of a requested action."""
     request = {name: value for name, value in asdict(submitted.request).items() if name != "target"}
     return Event(
-        "action_asked",
+        ACTION_REQUESTED,
         submitted.action.created_unix_seconds,
         pid=_one_of([pid for pid, _, _ in submitted.processes]),
         workload=_one_of(workload for _, workload, _ in submitted.processes),
@@ -224,7 +224,7 @@ def requested_event(submitted: SubmittedAction) -> Event:
 
 
 def read_requested(event: Event) -> SubmittedAction:
-    """Restore the requested action from an `action_asked` event."""
+    """Restore a requested action from its record."""
     detail = event.detail
     action = _action(detail, "queued")
     return SubmittedAction(

@@ -75,8 +75,11 @@ _SIZES = f"SELECT {_IS_AUDIT}, owner, sum(length(detail) + 256) FROM events GROU
 _OLDEST_OF_OWNER = f"""SELECT id, length(detail) + 256 FROM events
     WHERE owner = ? AND ({_IS_AUDIT}) = ? ORDER BY id"""  # noqa: S608 - constant names
 _EXPIRED = f"SELECT id, {_IS_AUDIT}, owner, length(detail) + 256 FROM events WHERE stored < ?"  # noqa: S608
-_OF_PID = """(pid = :pid OR (type = 'action' AND EXISTS (
-    SELECT 1 FROM json_each(detail, '$.results') WHERE CAST(json_extract(value, '$.pid') AS TEXT) = :pid)))"""
+_ABOUT = """({0} = :{0} OR (type = 'action' AND EXISTS (
+    SELECT 1 FROM json_each(detail, '$.results') WHERE CAST(json_extract(value, '$.{0}') AS TEXT) = :{0})))"""
+"""Selects the events with a value in a column, and the actions with a result that has it."""
+_OF_DEVICE = f"""({_ABOUT.format("uuid")} OR (type = 'process_ended' AND EXISTS (
+    SELECT 1 FROM json_each(detail, '$.devices') WHERE json_extract(value, '$.uuid') = :uuid)))"""  # noqa: S608 - constant names
 _OF_JOB = """id IN (
     SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.slurm_job_id') = :job
     UNION SELECT id FROM events WHERE type = 'process_ended' AND json_extract(detail, '$.ray_job_id') = :job)"""
@@ -346,6 +349,7 @@ def _event(row: sqlite3.Row) -> Event:
         rank=row["rank"],
         detail=json.loads(row["detail"]),
         subject=row["subject"] or "",
+        owner=row["owner"] or "",
     )
 
 
@@ -358,17 +362,16 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     (newest,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
     latest = query.after is None and query.since_unix_seconds is None
     after = query.after or 0
-    conditions = []
+    conditions = [f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})"]
     if query.since_unix_seconds is not None:
         conditions.append("time >= :since")
-    if query.types:
-        conditions.append(f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})")
-    if query.pid is not None:
-        conditions.append(_OF_PID)
+    conditions += [_ABOUT.format(name) for name in ("pid", "workload") if getattr(query, name) is not None]
+    if query.device is not None:
+        conditions.append(_OF_DEVICE)
     if query.job_id is not None:
         conditions.append(_OF_JOB)
     if query.newest_of_each:
-        earlier = " AND ".join(conditions) or "TRUE"
+        earlier = " AND ".join(conditions)
         conditions.append(f"id IN (SELECT max(id) FROM events WHERE {earlier} GROUP BY uuid, pid)")  # noqa: S608
     conditions.append("id > :after")
     order = "DESC" if latest else "ASC"
@@ -378,6 +381,8 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
             "after": after,
             "since": query.since_unix_seconds,
             "pid": query.pid,
+            "workload": query.workload,
+            "uuid": query.device,
             "job": query.job_id,
             "limit": query.limit + 1,
             **{f"type{i}": type_ for i, type_ in enumerate(query.types)},

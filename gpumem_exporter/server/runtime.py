@@ -17,12 +17,16 @@ from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import EventLog, Recorder, Storage, last_ooms
+from gpumem_exporter.history.history import History
+from gpumem_exporter.history.recorder import HistoryRecorder
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.audit import Audit
+from gpumem_exporter.server.api.health import Health
+from gpumem_exporter.server.api.live import LiveNode
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
@@ -34,7 +38,9 @@ from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
-from gpumem_exporter.server.web.history import History
+from gpumem_exporter.server.web.history import History as RowsHistory
+from gpumem_exporter.view.growth import SPAN_SECONDS
+from gpumem_exporter.view.live import NodeView
 
 if TYPE_CHECKING:
     from gpumem_exporter.server.background.policy_runner import PolicyRunner
@@ -133,8 +139,34 @@ class Runtime:
             wall_clock=wall_clock,
             report_interval_seconds=settings.report_interval,
         )
-        self.history = History(reading_expiry_seconds=self.store.reading_expiry_seconds)
+        self.rows_history = RowsHistory(reading_expiry_seconds=self.store.reading_expiry_seconds)
+        self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
+        self.history_recorder = HistoryRecorder(
+            self.history, self.snapshot, Path(settings.storage_path) if settings.storage_path else None
+        )
         self.renderer = Renderer()
+        self.health = Health(
+            self.poller,
+            self.events.log,
+            source=self.source,
+            version=self.version,
+            driver_pids=driver_pids,
+            socket_file=socket_file,
+        )
+        self.live = LiveNode(
+            NodeView(
+                clock=clock,
+                wall_clock=wall_clock,
+                minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
+            ),
+            self.renderer,
+            snapshot=self.snapshot,
+            health=self.health.document,
+            host=socket.gethostname(),
+            allowed_actions=settings.action_allow,
+            clock=clock,
+            wall_clock=wall_clock,
+        )
         self.own_names = OwnNames(_own_names(settings))
         self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
         self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)

@@ -53,8 +53,10 @@ _HEADERS = [
 _log = logging.getLogger(__name__)
 
 
-def run(settings: Settings, *, demo: bool = False) -> int:
+def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = None) -> int:
     """Run the exporter until SIGTERM or SIGINT. Return 0 after a signal, 1 if it cannot start.
+
+    `demo` simulates a node, with `demo_processes` processes, or with its own number for None.
 
     Configures the logging and the signals of the process: call it from the main thread.
     """
@@ -71,7 +73,7 @@ def run(settings: Settings, *, demo: bool = False) -> int:
         return 1
     with listeners:
         if demo:
-            return _run_demo(settings, listeners)
+            return _run_demo(settings, listeners, demo_processes)
         from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 
         return serve(
@@ -93,10 +95,10 @@ def _listen(settings: Settings) -> tuple[Listeners, Settings]:
     return listeners, settings.model_copy(update=found)
 
 
-def _run_demo(settings: Settings, listeners: Listeners) -> int:
-    from gpumem_exporter.demo import DemoNode
+def _run_demo(settings: Settings, listeners: Listeners, processes: int | None) -> int:
+    from gpumem_exporter.demo import DemoNode, workloads_of
 
-    node = DemoNode()
+    node = DemoNode() if processes is None else DemoNode(workloads=workloads_of(processes))
     token = TokenFile(Path(settings.report_token_file)).read().decode() if settings.report_token_file else None
     with demo_url(listeners) as url:
         try:

@@ -143,7 +143,7 @@ class Settings(BaseModel):
         description="maximum number of actions per minute for one process, from all callers",
     )
     storage_path: str = Field(
-        default="", description="folder in which events survive a restart; created if it is missing"
+        default="", description="folder in which events and history survive a restart; created if it is missing"
     )
     storage_retention: float = Field(
         default=604800.0, ge=1, le=10 * 365 * 86400, description="seconds after which an event is deleted"
@@ -153,6 +153,9 @@ class Settings(BaseModel):
         ge=8 << 20,
         le=1 << 40,
         description="maximum size of the stored events in bytes; the oldest are deleted",
+    )
+    history_retention: float = Field(
+        default=86400.0, ge=600, le=7 * 86400, description="seconds of the history of devices and jobs"
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],

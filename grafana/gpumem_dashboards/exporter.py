@@ -6,11 +6,13 @@ from typing import Any
 
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards.frame import actions_annotation, board, first_of, variable, with_rows
+from gpumem_dashboards.frame import actions_annotation, board, first_of, live_page, variable, with_rows
 from gpumem_dashboards.palette import UP, none_is_good
 from gpumem_dashboards.panels import columns, count, graph, history, number
-from gpumem_dashboards.promql import EXPORTER_UP, IS_EXPORTER, NODE
+from gpumem_dashboards.promql import CLUSTER, EXPORTER_UP, IS_EXPORTER, NODE
 from gpumem_dashboards.tables import Column, table
+
+TO_PAGE = ("Live page", live_page("__data.fields.instance"))
 
 
 def exporter() -> Any:
@@ -24,7 +26,7 @@ def exporter() -> Any:
             time="now-1h",
             refresh="30s",
         )
-        .with_variable(variable("node", "Node", "gpumem_exporter_build_info", "instance"))
+        .with_variable(variable("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"))
         .with_variable(first_of("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"))
         .annotation(actions_annotation())
     )
@@ -46,19 +48,21 @@ def _overview() -> list[Any]:
             "Exporters that Prometheus knew in the time range and cannot scrape now. Nothing is known about"
             " their nodes.",
             f"sum(1 - ({EXPORTER_UP}))",
+            bad="red",
         ),
         count(
             "Drivers not answering",
             "Exporters whose driver does not answer, or whose last poll has expired. They show reports of"
             " processes and no devices.",
             f"sum(1 - gpumem_nvml_up{{{NODE}}})",
+            bad="red",
         ),
         number(
             "Oldest reading",
             "The age of the oldest driver reading. If it is more than a few seconds, the driver is slow or hangs.",
             units.Seconds,
             f"max(time() - gpumem_poll_timestamp_seconds{{{NODE}}})",
-            limits=((None, "green"), (30, "yellow"), (60, "red")),
+            limits=((None, "green"), (30, "yellow"), (60, "orange")),
         ),
         count(
             "Rejected processes",
@@ -76,16 +80,15 @@ def _overview() -> list[Any]:
             "Target processes whose action in the time range did not end as done: refused, failed, expired,"
             " unsupported, or the process exited.",
             f'round(sum(increase(gpumem_actions_total{{{NODE}, outcome!="done"}}[$__range])))',
-            bad="orange",
         ),
     ]
 
 
 def _exporters() -> Any:
     def per_exporter(expression: str) -> str:
-        return f"sum by (instance) ({expression})"
+        return f"sum by (cluster, instance) ({expression})"
 
-    described = f"group by (instance, version, source, python) (gpumem_exporter_build_info{{{NODE}}})"
+    described = f"group by (cluster, instance, version, source, python) (gpumem_exporter_build_info{{{NODE}}})"
 
     return table(
         "Exporters",
@@ -93,7 +96,8 @@ def _exporters() -> Any:
         " whether Prometheus can scrape it; if not, the other cells are empty.",
         units.Short,
         [
-            Column("instance", heading="Node"),
+            Column("cluster", heading="Cluster"),
+            Column("instance", heading="Node", links=[TO_PAGE]),
             Column("version", heading="Version"),
             Column("source", heading="Source"),
             Column("python", heading="Python"),
@@ -101,7 +105,7 @@ def _exporters() -> Any:
             Column("Up", per_exporter(EXPORTER_UP), limits=UP, width=60),
             Column("Driver up", per_exporter(f"gpumem_nvml_up{{{NODE}}}"), limits=UP, width=90),
             Column("Devices up", per_exporter(f"gpumem_device_up{{{NODE}}}"), width=100),
-            Column("Devices down", per_exporter(f"1 - gpumem_device_up{{{NODE}}}"), limits=none_is_good(), width=110),
+            Column("Devices down", per_exporter(f"1 - gpumem_device_up{{{NODE}}}"), "", none_is_good("red"), width=110),
             Column("Reporters", per_exporter(f"gpumem_reporter_up{{{NODE}}}"), width=100),
             Column("Series", per_exporter(f"scrape_samples_scraped{{{NODE}}} {IS_EXPORTER}"), width=90),
             Column("Scrape", per_exporter(f"scrape_duration_seconds{{{NODE}}} {IS_EXPORTER}"), units.Seconds, width=90),

@@ -1,4 +1,4 @@
-"""Fleet: the fullest devices, the processes that use their memory, and the reclaimable bytes."""
+"""Fleet: the fullest devices, the jobs, users and namespaces that use their memory, and the idle cache."""
 
 from __future__ import annotations
 
@@ -8,31 +8,62 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable, with_rows
-from gpumem_dashboards.palette import PRESSURE, ledger_words, none_is_good, shares
-from gpumem_dashboards.panels import colored, columns, count, graph, history, number, stacked
+from gpumem_dashboards.frame import (
+    actions_annotation,
+    board,
+    first_of,
+    link,
+    live_page,
+    ooms_annotation,
+    variable,
+    with_rows,
+)
+from gpumem_dashboards.palette import PRESSURE, ledger_words, none_is_good
+from gpumem_dashboards.panels import (
+    colored,
+    columns,
+    count,
+    graph,
+    history,
+    idle_cache,
+    number,
+    share_reported,
+    stacked,
+)
 from gpumem_dashboards.promql import (
     ABOVE,
+    CLUSTER,
     DEVICE,
     EXPORTER_UP,
     GPU,
     NODE,
+    ON_PROCESS,
+    PROCESS,
     above_seconds,
     hard_used_ratio,
     largest_category,
     largest_process,
+    process_used,
     seconds_to_full,
     with_info,
 )
 from gpumem_dashboards.tables import Column, matrix, table
 
 WORKLOAD = f'{GPU}, workload=~"$workload"'
+OWNERS = f'{NODE}, workload=~"$workload", user=~"$user", k8s_namespace=~"$namespace"'
 SHOWN = 20
-"""The maximum number of devices and workloads in a panel."""
+"""The maximum number of devices and jobs in a panel."""
 
-TO_NODE = ("This node", link("gpumem-node", node="__data.fields.instance", gpu="__data.fields.gpu"))
-TO_EXPORTERS = "/d/gpumem-exporter?${datasource:queryparam}&${__url_time_range}&${node:queryparam}"
-TO_WORKLOAD = ("This workload", link("gpumem-workload", workload="__data.fields.workload"))
+CELL = {"cluster": "__data.fields.cluster", "node": "__data.fields.instance"}
+TO_NODE = ("This node", link("gpumem-node", **CELL))
+TO_DEVICE = ("This device", link("gpumem-node", **CELL, gpu="__data.fields.gpu"))
+TO_DEVICE_PAGE = ("This device on the live page", live_page(CELL["node"], gpu="__data.fields.gpu"))
+TO_EXPORTERS = link("gpumem-exporter", "cluster", "node")
+TO_WORKLOAD = (
+    "This workload",
+    link("gpumem-workload", cluster=CELL["cluster"], workload="__data.fields.workload"),
+)
+TO_JOB = ("This job on the live page", live_page(CELL["node"], workload="__data.fields.workload"))
 
 
 def fleet() -> Any:
@@ -41,13 +72,15 @@ def fleet() -> Any:
         board(
             "GPU memory: fleet",
             "gpumem-fleet",
-            "The fullest devices, the processes that use their memory, and the reclaimable bytes. Rows link to"
-            " the node, the workload or the post-mortem.",
+            "The fullest devices, the jobs, users and namespaces that use their memory, and the idle cache. Rows link"
+            " to the node, the workload, the live page or the post-mortem.",
             time="now-1h",
             refresh="30s",
         )
-        .with_variable(variable("node", "Node", "gpumem_exporter_build_info", "instance"))
+        .with_variable(variable("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"))
         .with_variable(variable("gpu", "GPU", f"gpumem_device_up{{{NODE}}}", "gpu"))
+        .with_variable(variable("user", "User", f"gpumem_process_info{{{NODE}}}", "user"))
+        .with_variable(variable("namespace", "Namespace", f"gpumem_process_info{{{NODE}}}", "k8s_namespace"))
         .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{NODE}}}", "workload"))
         .with_variable(first_of("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"))
         .with_variable(first_of("workload", f'gpumem_reporter_up{{{NODE}, workload=~"$workload"}}', "workload"))
@@ -58,47 +91,57 @@ def fleet() -> Any:
     return with_rows(
         made,
         ("Devices", [*_overview(), _devices(), _matrix(), _history()]),
-        ("Cache: reserved and in no tensor", [_wasted_workloads(), _wasted_over_time()]),
+        (
+            "Jobs of the selected users, namespaces and workloads",
+            [
+                _jobs(),
+                _owners("Users", "user", "user", "The row without a name has processes of unknown or hidden users."),
+                _owners(
+                    "Namespaces",
+                    "k8s_namespace",
+                    "namespace",
+                    "The row without a name has processes outside Kubernetes.",
+                ),
+                _users_over_time(),
+                _wasted_over_time(),
+            ],
+        ),
         ("Out of memory", [_errors_over_the_day(), _retries_over_the_day(), errors]),
         ("Silent reporters and unused capacity", [_silent(), _idle()]),
+        open_rows=3,
     )
 
 
 def _overview() -> list[Any]:
+    nearly_full = f"({hard_used_ratio(GPU)}) > bool {ABOVE}"
     return [
-        count(
+        number(
             "Devices above 90 %",
             "Devices with less than a tenth of their memory free or reclaimable: the next large allocation"
-            " fails there. The table below lists them.",
-            f"sum(({hard_used_ratio(GPU)}) > bool {ABOVE})",
+            " fails there. Some jobs fill a device on purpose. The table below lists them.",
+            units.Short,
+            [(f"sum({nearly_full})", "devices"), (f"count({hard_used_ratio(GPU)})", "of")],
         ),
-        number(
-            "Idle cache",
-            "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
-            " good. A clear now: what torch.cuda.empty_cache() in every reporting process would release now. All"
-            " above the idle cache would be reserved again.",
-            units.BytesIEC,
-            [
-                (f"sum(gpumem_torch_idle_cache_bytes{{{WORKLOAD}}})", "idle cache"),
-                (f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})', "a clear now"),
-            ],
-        ),
+        share_reported(NODE),
+        idle_cache("reporting process", WORKLOAD, f'gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}}'),
         count(
             "Out-of-memory errors",
             "Out-of-memory errors that processes reported in the time range, including errors that the program caught.",
             f'round(sum(increase(gpumem_events_total{{{NODE}, type="oom"}}[$__range])))',
+            span=3,
         ),
         count(
             "Allocation retries",
             "Allocations in the time range that succeeded only after PyTorch flushed its cache. Each retry"
             " stalls its program and often precedes an out-of-memory error.",
             f"round(sum(increase(gpumem_torch_alloc_retries_total{{{WORKLOAD}}}[$__range])))",
-            bad="orange",
+            span=3,
         ),
         count(
             "Silent reporters",
             "Processes that stopped reporting and are not known to have exited. The table at the bottom lists them.",
             f'sum(1 - gpumem_reporter_up{{{NODE}, workload=~"$workload"}})',
+            span=3,
         ),
         number(
             "Down",
@@ -128,7 +171,8 @@ def _devices() -> Any:
         " Click a node to see the device.",
         units.BytesIEC,
         [
-            Column("instance", heading="Node", link=TO_NODE),
+            Column("cluster", heading="Cluster"),
+            Column("instance", heading="Node", links=[TO_DEVICE, TO_DEVICE_PAGE]),
             Column("gpu", heading="GPU", width=60),
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
@@ -137,7 +181,7 @@ def _devices() -> Any:
             Column("Idle cache", f"sum by ({DEVICE}) (gpumem_torch_idle_cache_bytes{{{GPU}}})", width=110),
             Column("Reclaimable", by_device % '"torch_reclaimable"', width=140),
             Column("Fragmented", by_device % '"torch_fragmented"', width=110),
-            Column("workload", heading="Largest process", link=TO_WORKLOAD),
+            Column("workload", heading="Largest process", links=[TO_WORKLOAD, TO_JOB]),
             Column("command", heading="command"),
             Column("user", heading="user"),
             Column("Its bytes", largest_process(GPU, "workload, command, user"), width=100),
@@ -153,10 +197,10 @@ def _matrix() -> Any:
     return matrix(
         "Pressure by node and device",
         "One row per node, one column per device: the share of its memory that is neither free nor reclaimable."
-        " Click a cell to see the device.",
-        f"sum by (instance, gpu) ({hard_used_ratio(GPU)})",
+        " Click a cell to see the device. Of nodes with equal names in different clusters, the fuller device is shown.",
+        f"max by (instance, gpu) ({hard_used_ratio(GPU)})",
         # Grafana resolves names before numbers, and the column of GPU 0 is named 0.
-        ("This device", link("gpumem-node", node="__data.fields.Node", gpu="__field.name")),
+        ("This device", link("gpumem-node", "cluster", node="__data.fields.Node", gpu="__field.name")),
         span=24,
         height=7,
     )
@@ -168,8 +212,8 @@ def _history() -> Any:
     return (
         history(
             "Pressure over time",
-            f"One row per device, for the {SHOWN} devices with the highest pressure. A row that turns red and stays red"
-            " is a leak or a job that does not fit; stripes are steps.",
+            f"One row per device, for the {SHOWN} devices with the highest pressure. A row that turns orange and stays"
+            " orange is a leak or a job that does not fit; stripes are steps.",
             units.PercentUnit,
             [(f"({pressure}) and on ({DEVICE}) {worst}", "{{instance}} GPU {{gpu}}")],
             PRESSURE,
@@ -179,47 +223,75 @@ def _history() -> Any:
     )
 
 
-def _wasted_workloads() -> Any:
-    def total(metric: str) -> str:
-        return f"sum by (workload) ({metric}{{{WORKLOAD}}})"
+def _of_owners(expression: str, by: str) -> str:
+    """Return the sum of a value of processes on devices by labels of the selected processes."""
+    return f"sum by ({by}) ({with_info(expression, 'workload, user, k8s_namespace', OWNERS)})"
 
-    reclaimable, fragmented = total("gpumem_torch_reclaimable_bytes"), total("gpumem_torch_fragmented_bytes")
-    wasted = f"{reclaimable} + {fragmented}"
 
-    def top(expression: str) -> str:
-        return f"({expression}) and on (workload) topk({SHOWN}, {wasted} > 0)"
+def _counts_and_bytes(by: str, only: str = "") -> list[Column]:
+    """Return the columns of the processes, devices and bytes by labels; `only` restricts the rows."""
 
+    def of_torch(name: str) -> str:
+        return _of_owners(f"sum by ({PROCESS}) (gpumem_torch_{name}_bytes{{{GPU}}})", by) + only
+
+    def number_of(what: str) -> str:
+        return f"count by ({by}) ({_of_owners(process_used(GPU), f'{by}, {what}')}){only}"
+
+    processes, devices = ("pid", "uuid") if "instance" in by else ("cluster, instance, pid", "cluster, instance, uuid")
+    return [
+        Column("Processes", number_of(processes), units.Short, width=90),
+        Column("Devices", number_of(devices), units.Short, width=80),
+        Column("Used", _of_owners(process_used(GPU), by) + only, width=110),
+        Column("Idle cache", of_torch("idle_cache"), width=110),
+        Column("Reclaimable", of_torch("reclaimable"), width=110),
+        Column("Fragmented", of_torch("fragmented"), width=110),
+    ]
+
+
+def _jobs() -> Any:
+    by = "cluster, instance, workload, user, k8s_namespace"
+    largest = f" and on ({by}) topk({SHOWN}, {_of_owners(process_used(GPU), by)})"
     return table(
-        "Workloads by cache",
-        "Cache is memory that PyTorch reserved and no tensor uses. A clear releases the reclaimable part to the"
-        " driver, of which only the idle cache stays free; the fragmented part needs expandable segments or other"
-        " sizes. The row without a name has the processes without a workload. Click a workload to see its ranks.",
+        "Jobs",
+        f"The {SHOWN} jobs with the most used memory: the processes of one workload and one user on one node. A clear"
+        " releases the idle cache for good; the job reserves the rest of the reclaimable bytes again. The processes of"
+        " a user without a workload are one row. Click a workload to see its ranks, or its page on the node.",
         units.BytesIEC,
         [
-            Column("workload", heading="Workload", link=TO_WORKLOAD),
-            Column(
-                "Processes",
-                top(f'count by (workload) (gpumem_reporter_up{{{NODE}, workload=~"$workload"}} == 1)'),
-                units.Short,
-                width=100,
-            ),
-            Column("Reserved", top(total("gpumem_torch_reserved_bytes")), width=120),
-            Column("Idle cache", top(total("gpumem_torch_idle_cache_bytes")), width=120),
-            Column("Reclaimable", top(reclaimable), width=150),
-            Column("Fragmented", top(fragmented), width=120),
-            Column("Cache", top(wasted), width=120),
-            Column(
-                "Share of reserved",
-                top(f"({wasted}) / {total('gpumem_torch_reserved_bytes')}"),
-                units.PercentUnit,
-                shares(0.25, 0.5),
-                gauge=True,
-            ),
+            Column("workload", heading="Workload", links=[TO_WORKLOAD, TO_JOB]),
+            Column("user", heading="User"),
+            Column("k8s_namespace", heading="Namespace"),
+            Column("cluster", heading="Cluster"),
+            Column("instance", heading="Node", links=[TO_NODE]),
+            *_counts_and_bytes(by, largest),
         ],
-        sort_by="Cache",
-        span=14,
+        sort_by="Used",
+    )
+
+
+def _owners(title: str, label: str, name: str, unnamed: str) -> Any:
+    here = link("gpumem-fleet", "cluster", "node", **{name: f"__data.fields.{label}"})
+    return table(
+        title,
+        f"The memory that processes use, and their cache, by {name}. {unnamed} Click a name to see its jobs.",
+        units.BytesIEC,
+        [Column(label, heading=title[:-1], links=[("Its jobs", here)]), *_counts_and_bytes(label)],
+        sort_by="Used",
+        span=12,
+        height=8,
+    )
+
+
+def _users_over_time() -> Any:
+    panel = graph(
+        "Used over time, by user",
+        "The memory that the processes of each user use, stacked. The line without a name has the processes of unknown"
+        " or hidden users.",
+        units.BytesIEC,
+        [(_of_owners(process_used(GPU), "user"), "{{user}}")],
         height=9,
     )
+    return stacked(panel, 50).min(0)
 
 
 def _wasted_over_time() -> Any:
@@ -233,7 +305,6 @@ def _wasted_over_time() -> Any:
         " after a peak; fragmented bytes that keep growing show that fragmentation builds up.",
         units.BytesIEC,
         [(expression, name) for expression, name, _ in series],
-        span=10,
         height=9,
     ).min(0)
     return colored(stacked(panel), series)
@@ -245,7 +316,7 @@ def _errors_over_the_day() -> Any:
         "Out-of-memory errors in the last day, by node",
         "Errors per ten minutes in the last day, independent of the time range of the dashboard.",
         units.Short,
-        [(f"sum by (instance) ({increase})", "{{instance}}")],
+        [(f"sum by (cluster, instance) ({increase})", "{{instance}}")],
     )
     return columns(panel, "10m").time_from("24h").min(0)
 
@@ -266,9 +337,9 @@ def _silent() -> Any:
     chosen = f'{NODE}, workload=~"$workload"'
     # The sum removes the target's labels; those of Kubernetes include another `pod`.
     silent = (
-        "sum by (instance, pid, workload, rank)"
+        "sum by (cluster, instance, pid, workload, rank)"
         f" (time() - gpumem_reporter_last_report_timestamp_seconds{{{chosen}}})"
-        f" and on (instance, pid) gpumem_reporter_up{{{chosen}}} == 0"
+        f" and {ON_PROCESS} gpumem_reporter_up{{{chosen}}} == 0"
     )
     return table(
         "Silent processes",
@@ -276,8 +347,9 @@ def _silent() -> Any:
         " reach the exporter. Their memory counts as other processes until they report again.",
         units.Seconds,
         [
-            Column("instance", heading="Node"),
-            Column("workload", heading="Workload", link=TO_WORKLOAD),
+            Column("cluster", heading="Cluster"),
+            Column("instance", heading="Node", links=[TO_NODE]),
+            Column("workload", heading="Workload", links=[TO_WORKLOAD, TO_JOB]),
             Column("rank", heading="Rank"),
             Column("pid"),
             Column("user"),
@@ -303,7 +375,8 @@ def _idle() -> Any:
         " take another job.",
         units.BytesIEC,
         [
-            Column("instance", heading="Node", link=TO_NODE),
+            Column("cluster", heading="Cluster"),
+            Column("instance", heading="Node", links=[TO_DEVICE, TO_DEVICE_PAGE]),
             Column("gpu", heading="GPU", width=60),
             Column("Never used", never),
             Column("Used while idle", f"{held} * (1 - {busy})"),
@@ -313,7 +386,7 @@ def _idle() -> Any:
                 busy,
                 units.PercentUnit,
                 gauge=True,
-                limits=((None, "red"), (0.2, "yellow"), (0.5, "green")),
+                limits=((None, "yellow"), (0.5, "green")),
             ),
         ],
         sort_by="Never used",

@@ -22,21 +22,30 @@ from gpumem_dashboards.promql import NODE
 TAGS = ["gpu", "pytorch", "gpumem"]
 # Sorted, and before the added labels: Prometheus up to 2.42 sorts the list of a count_values in place, including the
 # new label, and groups differently at each further point.
-_OOM = "gpu, instance, pid, rank, uuid, workload"
+_OOM = "cluster, gpu, instance, pid, rank, uuid, workload"
 BOARDS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
-    "gpumem-fleet": ("Fleet", {"node": True, "gpu": True, "workload": True}),
-    "gpumem-node": ("Node", {"node": False, "gpu": True, "workload": True, "rank": True}),
-    "gpumem-workload": ("Workload", {"node": True, "workload": False, "rank": True, "gpu": True}),
-    "gpumem-oom": ("OOM post-mortem", {"node": False, "gpu": True, "workload": True, "rank": True, "pid": False}),
-    "gpumem-exporter": ("Exporter", {"node": True}),
+    "gpumem-fleet": ("Fleet", {"cluster": True, "node": True, "gpu": True, "workload": True}),
+    "gpumem-node": ("Node", {"cluster": True, "node": False, "gpu": True, "workload": True, "rank": True}),
+    "gpumem-workload": ("Workload", {"cluster": True, "node": True, "workload": False, "rank": True, "gpu": True}),
+    "gpumem-oom": (
+        "OOM post-mortem",
+        {"cluster": True, "node": False, "gpu": True, "workload": True, "rank": True, "pid": False},
+    ),
+    "gpumem-exporter": ("Exporter", {"cluster": True, "node": True}),
 }
 """Each dashboard by uid: the title of links to it, and for each variable whether it has multiple values."""
+_LIVE_PAGE = {"live_page": "http://", "live_page_end": "/"}
+"""The URL of a node's live page before and after the label `instance`. The Helm chart and the mixin replace both."""
 _FROM, _TO = "x_from", "x_to"
 _BEFORE_SECONDS, _AFTER_SECONDS = 600, 60
 
 
 def board(title: str, uid: str, description: str, *, time: str, refresh: str) -> Any:
-    """Build an empty dashboard with its data source and links to the others, which keep time range and variables."""
+    """Build an empty dashboard with the variables of all dashboards, and links to the others.
+
+    The links keep time range and variables. The URL of a node's live page is `live_page`, the label `instance` and
+    `live_page_end`.
+    """
     made = (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -47,7 +56,10 @@ def board(title: str, uid: str, description: str, *, time: str, refresh: str) ->
         .time(time, "now")
         .refresh(refresh)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .with_variable(variable("cluster", "Cluster", "gpumem_exporter_build_info", "cluster"))
     )
+    for name, value in _LIVE_PAGE.items():
+        made = made.with_variable(dashboard.ConstantVariable(name).value(value))
     for other in BOARDS:
         if other != uid:
             made = made.link(_link_to(other, uid))
@@ -78,13 +90,15 @@ def collapsed_row(title: str, panels: Iterable[Any]) -> Any:
 
 
 def with_live_page(made: Any) -> Any:
-    """Add a link to the live page of the dashboard's node.
-
-    The hidden variable `live_page` is the start of the URL; the rest is the label `instance`.
-    """
-    start = dashboard.TextBoxVariable("live_page").label("Start of the live page's URL").default_value("http://")
+    """Add a link to the live page of the dashboard's node."""
     link_ = dashboard.DashboardLink("Live page").type(DashboardLinkType.LINK).icon("external link").target_blank(True)
-    return made.with_variable(start.hide(VariableHide.HIDE_VARIABLE)).link(link_.url("${live_page}${node}/"))
+    return made.link(link_.url(live_page("node")))
+
+
+def live_page(node: str, **values: str) -> str:
+    """Return the URL of the live page of a node, with what it selects: Grafana's expressions, as in `link`."""
+    chosen = "&".join(f"{name}=${{{value}:percentencode}}" for name, value in values.items())
+    return f"${{live_page}}${{{node}}}${{live_page_end}}{'?' if chosen else ''}{chosen}"
 
 
 def first_of(name: str, metric: str, value_of: str) -> Any:
@@ -117,12 +131,14 @@ def variable(name: str, label: str, metric: str, value_of: str, *, several: bool
     return made.multi(True).include_all(True).all_value(".*").current(everything)
 
 
-def link(uid: str, **values: str) -> str:
+def link(uid: str, *kept: str, **values: str) -> str:
     """Return the URL of another dashboard with the same data source and time range, and these variables.
 
-    Values are Grafana's expressions, such as `__field.labels.gpu`; other variables keep their defaults.
+    `kept` are variables of both dashboards. Values are Grafana's expressions, such as `__field.labels.gpu`; other
+    variables keep their defaults.
     """
-    chosen = "".join(f"&var-{name}=${{{value}:percentencode}}" for name, value in values.items())
+    chosen = "".join(f"&${{{name}:queryparam}}" for name in kept)
+    chosen += "".join(f"&var-{name}=${{{value}:percentencode}}" for name, value in values.items())
     return f"/d/{uid}?${{datasource:queryparam}}&${{__url_time_range}}{chosen}"
 
 
@@ -141,12 +157,12 @@ def ooms_annotation(selector: str) -> Any:
     # Links can only use labels, so both ends of the time range become labels.
     for name, moment in zip((_FROM, _TO), post_mortem_times(happened), strict=True):
         expression += f' * on ({_OOM}) group_left ({name}) count_values by ({_OOM}) ("{name}", {moment})'
-    values = {"node": "instance", "gpu": "gpu", "workload": "workload", "pid": "pid"}
+    values = {"cluster": "cluster", "node": "instance", "gpu": "gpu", "workload": "workload", "pid": "pid"}
     address = f"/d/gpumem-oom?from={{{{{_FROM}}}}}&to={{{{{_TO}}}}}" + "".join(
         f"&var-{name}={{{{{label}}}}}" for name, label in values.items()
     )
     return (
-        _annotation("Out of memory", "red", expression)
+        _annotation("Out of memory", "orange", expression)
         .title_format("Out of memory: {{workload}} {{rank}} (pid {{pid}})")
         .text_format(f'GPU {{{{gpu}}}} of {{{{instance}}}}. <a href="{address}">Post-mortem</a>')
         .tag_keys("workload,rank")
@@ -158,7 +174,7 @@ def actions_annotation(selector: str = NODE) -> Any:
     """Build the annotation of actions by outcome; they are not counted by device or process."""
     increase = f"increase(gpumem_actions_total{{{selector}}}[$__rate_interval])"
     return (
-        _annotation("Actions", "blue", f"sum by (instance, action, outcome) ({increase}) > 0")
+        _annotation("Actions", "blue", f"sum by (cluster, instance, action, outcome) ({increase}) > 0")
         .title_format("{{action}}: {{outcome}}")
         .text_format("On {{instance}}.")
         .tag_keys("action,outcome")

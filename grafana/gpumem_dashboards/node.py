@@ -14,15 +14,18 @@ from gpumem_dashboards.frame import (
     collapsed_row,
     first_of,
     link,
+    live_page,
     ooms_annotation,
     variable,
     with_live_page,
     with_rows,
 )
 from gpumem_dashboards.palette import PRESSURE, UP
-from gpumem_dashboards.panels import bars, count, graph, ledger, number, stacked
+from gpumem_dashboards.panels import bars, count, graph, idle_cache, ledger, number, share_reported, stacked
 from gpumem_dashboards.promql import (
+    CLUSTER,
     DEVICE,
+    ON_PROCESS,
     ONE_NODE,
     above_seconds,
     hard_used_ratio,
@@ -38,10 +41,11 @@ TORCH = f"{GPU}, {OF_PROCESSES}"
 LEGEND = "GPU {{gpu}} {{workload}} {{rank}} (pid {{pid}})"
 TO_WORKLOAD = (
     "This workload",
-    "/d/gpumem-workload?${datasource:queryparam}&${__url_time_range}&${gpu:queryparam}"
-    "&var-node=${node:percentencode}&var-workload=${__data.fields.workload:percentencode}",
+    link("gpumem-workload", "cluster", "gpu", node="node", workload="__data.fields.workload"),
 )
-TO_THIS_WORKLOAD = link("gpumem-workload", node="node", workload="__field.labels.workload")
+TO_JOB = ("This job on the live page", live_page("node", workload="__data.fields.workload"))
+TO_DEVICE = ("This device on the live page", live_page("node", gpu="__data.fields.gpu"))
+TO_THIS_WORKLOAD = link("gpumem-workload", "cluster", node="node", workload="__field.labels.workload")
 
 
 def node() -> Any:
@@ -54,7 +58,7 @@ def node() -> Any:
             time="now-1h",
             refresh="10s",
         )
-        .with_variable(variable("node", "Node", "gpumem_exporter_build_info", "instance", several=False))
+        .with_variable(variable("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance", several=False))
         .with_variable(variable("gpu", "GPU", f"gpumem_device_up{{{ONE_NODE}}}", "gpu"))
         .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{ONE_NODE}}}", "workload"))
         .with_variable(variable("rank", "Rank", f'gpumem_reporter_up{{{ONE_NODE}, workload=~"$workload"}}', "rank"))
@@ -75,6 +79,7 @@ def _overview() -> list[Any]:
             " down has no memory values.",
             units.Short,
             [(f"sum(gpumem_device_up{{{GPU}}})", "up"), (f"sum(1 - gpumem_device_up{{{GPU}}})", "down")],
+            span=3,
         ),
         number(
             "Highest pressure",
@@ -82,18 +87,10 @@ def _overview() -> list[Any]:
             units.PercentUnit,
             f"max({hard_used_ratio(GPU)})",
             limits=PRESSURE,
+            span=3,
         ),
-        number(
-            "Idle cache",
-            "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
-            " good. A clear now: what torch.cuda.empty_cache() in every reporting process would release now. All"
-            " above the idle cache would be reserved again.",
-            units.BytesIEC,
-            [
-                (f"sum(gpumem_torch_idle_cache_bytes{{{GPU}}})", "idle cache"),
-                (f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})', "a clear now"),
-            ],
-        ),
+        share_reported(ONE_NODE),
+        idle_cache("reporting process", GPU, f'gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}}'),
         number(
             "Fragmented",
             "Bytes of PyTorch's cache that torch.cuda.empty_cache() cannot release.",
@@ -105,6 +102,7 @@ def _overview() -> list[Any]:
             "Out-of-memory errors that processes of this node reported in the time range, including errors that"
             " the program caught.",
             f'round(sum(increase(gpumem_events_total{{{ONE_NODE}, type="oom"}}[$__range])))',
+            span=3,
         ),
         number(
             "Source",
@@ -133,7 +131,7 @@ def _devices() -> Any:
         units.BytesIEC,
         [
             Column("gpu", heading="GPU", width=60),
-            Column("name", heading="Device"),
+            Column("name", heading="Device", links=[TO_DEVICE]),
             Column("mig_profile", heading="MIG", width=90),
             Column(
                 "What",
@@ -164,7 +162,7 @@ def _devices() -> Any:
 
 
 def _processes() -> Any:
-    by = "instance, gpu, pid"
+    by = "cluster, instance, gpu, pid"
     shown = "workload, rank, command, user, k8s_namespace, k8s_pod, reporting"
     # Only the info series is filtered by workload and rank; the other columns are joined to its rows.
     listed = f"group by ({by}) ({process_used(GPU)})"
@@ -184,14 +182,18 @@ def _processes() -> Any:
         units.BytesIEC,
         [
             Column("gpu", heading="GPU", width=60),
-            Column("workload", heading="Workload", link=TO_WORKLOAD),
+            Column("workload", heading="Workload", links=[TO_WORKLOAD, TO_JOB]),
             Column("rank", heading="Rank", width=70),
             Column("user", heading="User"),
             Column("k8s_pod", heading="Pod"),
-            Column("Who", f"{listed} * on (instance, pid) group_left ({shown}) {known}", hidden=True),
-            Column("Used", f"sum by ({by}) (gpumem_process_memory_used_bytes{{{GPU}}}) and on (instance, pid) {known}"),
+            Column("Who", f"{listed} * {ON_PROCESS} group_left ({shown}) {known}", hidden=True),
             Column(
-                "Limit", f"sum by ({by}) (gpumem_process_memory_limit_bytes{{{GPU}}}) and on (instance, pid) {known}"
+                "Used",
+                f"sum by ({by}) (gpumem_process_memory_used_bytes{{{GPU}}}) and {ON_PROCESS} {known}",
+            ),
+            Column(
+                "Limit",
+                f"sum by ({by}) (gpumem_process_memory_limit_bytes{{{GPU}}}) and {ON_PROCESS} {known}",
             ),
             Column("Allocated", value_of("allocated_bytes")),
             Column("Reserved", value_of("reserved_bytes")),
@@ -203,9 +205,9 @@ def _processes() -> Any:
             Column("Unmapped", f"{value_of('unmapped_bytes')} > 0"),
             Column(
                 "Last report",
-                f"{reported} * on (instance, pid) group_left () ({age})",
+                f"{reported} * {ON_PROCESS} group_left () ({age})",
                 units.Seconds,
-                ((None, "transparent"), (5, "yellow"), (15, "red")),
+                ((None, "transparent"), (5, "yellow"), (15, "orange")),
                 width=110,
             ),
             Column("pid", width=90),

@@ -14,6 +14,7 @@ from gpumem_dashboards.frame import (
     board,
     first_of,
     link,
+    live_page,
     ooms_annotation,
     variable,
     with_live_page,
@@ -21,7 +22,7 @@ from gpumem_dashboards.frame import (
 )
 from gpumem_dashboards.palette import LEDGER, color, words
 from gpumem_dashboards.panels import bars, colored, dashed, graph, ledger, number, stacked
-from gpumem_dashboards.promql import ONE_NODE, filled, info
+from gpumem_dashboards.promql import CLUSTER, ON_DEVICE, ON_PROCESS, ONE_NODE, filled, info
 from gpumem_dashboards.tables import Column, table
 
 GPU = f'{ONE_NODE}, gpu=~"$gpu"'
@@ -30,7 +31,7 @@ LISTED = f'{GPU}, workload=~"$workload", rank=~"$rank"'
 HAPPENED = f"last_over_time(gpumem_last_oom_timestamp_seconds{{{CHOSEN}}}[$__range])"
 # The value at the end of the time range, also when it is evaluated at an earlier time.
 HAPPENED_AT_END = f"last_over_time(gpumem_last_oom_timestamp_seconds{{{CHOSEN}}}[$__range] @ end())"
-ON_ITS_DEVICE = f" and on (instance, uuid) {HAPPENED_AT_END}"
+ON_ITS_DEVICE = f" and {ON_DEVICE} {HAPPENED_AT_END}"
 RESOLUTION = "5s"
 
 VERDICTS = {
@@ -51,12 +52,12 @@ def value_of(name: str) -> str:
 
 
 def at_that_moment(expression: str) -> str:
-    """Return the query for the last value before the error, of series with the labels instance and uuid.
+    """Return the query for the last value before the error, of series with the labels cluster, instance and uuid.
 
     The inner query is evaluated every few seconds and has a result only before the error.
     """
     before = f"({HAPPENED_AT_END}) >= time()"
-    return f"last_over_time((({expression}) and on (instance, uuid) ({before}))[$__range:{RESOLUTION}])"
+    return f"last_over_time((({expression}) and {ON_DEVICE} ({before}))[$__range:{RESOLUTION}])"
 
 
 ASKED, FREE, LIMIT = value_of("requested_bytes"), value_of("device_free_bytes"), value_of("limit_bytes")
@@ -64,7 +65,7 @@ TENSORS, RESERVED = value_of("allocated_bytes"), value_of("reserved_bytes")
 OWN_CACHE, FRAGMENTED = value_of("reclaimable_bytes"), value_of("fragmented_bytes")
 OTHERS_CACHE = filled(
     FREE,
-    "sum by (instance, uuid) ("
+    "sum by (cluster, instance, uuid) ("
     + at_that_moment(f'gpumem_torch_reclaimable_bytes{{{ONE_NODE}, gpu=~"$gpu", pid!="$pid"}}')
     + ")",
 )
@@ -86,7 +87,7 @@ def verdict() -> str:
         (f"{TENSORS} + {ASKED} > {LIMIT}", 6),
         (HAPPENED, 0),
     )
-    by = "instance, gpu, uuid, pid, workload, rank"
+    by = "cluster, instance, gpu, uuid, pid, workload, rank"
     return " or ".join(f"max by ({by}) (({condition}) * 0 + {value})" for condition, value in cases)
 
 
@@ -102,7 +103,9 @@ def oom() -> Any:
             time="now-30m",
             refresh="1m",
         )
-        .with_variable(variable("node", "Node", "gpumem_last_oom_timestamp_seconds", "instance", several=False))
+        .with_variable(
+            variable("node", "Node", f"gpumem_last_oom_timestamp_seconds{{{CLUSTER}}}", "instance", several=False)
+        )
         .with_variable(variable("gpu", "GPU", f"gpumem_last_oom_timestamp_seconds{{{ONE_NODE}}}", "gpu"))
         .with_variable(variable("workload", "Workload", known, "workload"))
         .with_variable(variable("rank", "Rank", f'{known[:-1]}, workload=~"$workload"}}', "rank"))
@@ -152,7 +155,8 @@ def _when() -> Any:
 
 
 def _who() -> Any:
-    workload = link("gpumem-workload", node="node", workload="__field.labels.workload")
+    workload = link("gpumem-workload", "cluster", node="node", workload="__field.labels.workload")
+    page = live_page("node", workload="__field.labels.workload")
     return (
         number(
             "Process",
@@ -163,7 +167,12 @@ def _who() -> Any:
             height=5,
         )
         .text_mode(BigValueTextMode.NAME)
-        .data_links([dashboard.DashboardLink("This workload").url(workload)])
+        .data_links(
+            [
+                dashboard.DashboardLink("This workload").url(workload),
+                dashboard.DashboardLink("This job on the live page").url(page),
+            ]
+        )
     )
 
 
@@ -229,7 +238,7 @@ def _ledger_then() -> Any:
 
 
 def _processes_then() -> Any:
-    by = "instance, gpu, pid"
+    by = "cluster, instance, gpu, pid"
 
     def then(metric: str) -> str:
         return f"sum by ({by}) (" + at_that_moment(f"{metric}{{{GPU}}}") + ")"
@@ -237,7 +246,7 @@ def _processes_then() -> Any:
     # A process that has exited since has only a last value of its info series.
     names = f"last_over_time(gpumem_process_info{{{ONE_NODE}}}[$__range])"
     shown = "workload, rank, command, user, k8s_pod"
-    newest = f"topk by (instance, pid) (1, {names})"
+    newest = f"topk by (cluster, instance, pid) (1, {names})"
     used = then("gpumem_process_memory_used_bytes")
     return table(
         "Processes at the last scrape",
@@ -249,7 +258,7 @@ def _processes_then() -> Any:
             Column("rank", heading="Rank", width=70),
             Column("user", heading="User"),
             Column("k8s_pod", heading="Pod"),
-            Column("Used", f"{used} * on (instance, pid) group_left ({shown}) {newest}"),
+            Column("Used", f"{used} * {ON_PROCESS} group_left ({shown}) {newest}"),
             Column("Allocated", then("gpumem_torch_allocated_bytes")),
             Column("Reclaimable", then("gpumem_torch_reclaimable_bytes")),
             Column("Fragmented", then("gpumem_torch_fragmented_bytes")),
@@ -296,7 +305,7 @@ def _before() -> list[Any]:
             units.BytesIEC,
             [
                 (
-                    f"(sum by (instance, gpu, pid) (gpumem_process_memory_used_bytes{{{GPU}}}{ON_ITS_DEVICE}))"
+                    f"(sum by (cluster, instance, gpu, pid) (gpumem_process_memory_used_bytes{{{GPU}}}{ON_ITS_DEVICE}))"
                     f" {info('workload, rank, command', ONE_NODE)}",
                     "{{workload}} {{rank}} {{command}} (pid {{pid}})",
                 )

@@ -14,7 +14,7 @@ def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
     """Build a table of the last error of each process in the time range, including processes that have exited."""
 
     def value_of(name: str) -> str:
-        by = "instance, gpu, pid, workload, rank"
+        by = "cluster, instance, gpu, pid, workload, rank"
         return f"max by ({by}) (last_over_time(gpumem_last_oom_{name}{{{selector}}}[$__range]))"
 
     happened = value_of("timestamp_seconds")
@@ -26,9 +26,10 @@ def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
         " post-mortem.",
         units.BytesIEC,
         [
+            Column("cluster", heading="Cluster", hidden=not node_shown),
             Column("instance", heading="Node", hidden=not node_shown),
             Column("gpu", heading="GPU", width=60),
-            Column("workload", heading="Workload", link=("Post-mortem", _address())),
+            Column("workload", heading="Workload", links=[("Post-mortem", _address())]),
             Column("rank", heading="Rank", width=70),
             Column("pid", width=90),
             Column("Ago", f"time() - {happened}", units.Seconds, width=100),
@@ -48,7 +49,7 @@ def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
 
 
 def _address() -> str:
-    values = {"node": "instance", "gpu": "gpu", "workload": "workload", "pid": "pid"}
+    values = {"cluster": "cluster", "node": "instance", "gpu": "gpu", "workload": "workload", "pid": "pid"}
     chosen = "".join(f"&var-{name}=${{__data.fields.{label}:percentencode}}" for name, label in values.items())
     return (
         "/d/gpumem-oom?${datasource:queryparam}"

@@ -27,7 +27,9 @@ LEDGER = (
 )
 """Each category with its name on graphs and its color, from the bottom of the stack to its top."""
 
-PRESSURE = ((None, "green"), (0.75, "yellow"), (ABOVE, "orange"), (FULL, "red"))
+# Red is what the alert rules call critical: a lost device, a driver or an exporter that does not answer, memory that is
+# full within the hour. A full device is no fault, and one device of many does not make a fleet's value red.
+PRESSURE = ((None, "green"), (0.75, "yellow"), (ABOVE, "orange"), (FULL, "dark-orange"))
 UP = ((None, "red"), (1, "green"))
 
 
@@ -37,14 +39,14 @@ def steps(*limits: tuple[float | None, str]) -> Any:
     return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(made)
 
 
-def none_is_good(name: str = "red") -> tuple[tuple[float | None, str], ...]:
+def none_is_good(name: str = "orange") -> tuple[tuple[float | None, str], ...]:
     """Green at zero, otherwise the color; the limit is 0.5 because an increase of a counter is not an integer."""
     return ((None, "green"), (0.5, name))
 
 
 def shares(warning: float, bad: float) -> tuple[tuple[float | None, str], ...]:
-    """Green, then yellow from `warning`, then red from `bad`."""
-    return ((None, "green"), (warning, "yellow"), (bad, "red"))
+    """Green, then yellow from `warning`, then orange from `bad`."""
+    return ((None, "green"), (warning, "yellow"), (bad, "orange"))
 
 
 def color(name: str) -> DynamicConfigValue:

@@ -27,6 +27,7 @@ from grafana_foundation_sdk.models.common import (
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, DynamicConfigValue
 
 from gpumem_dashboards.palette import LEDGER, color, none_is_good, steps
+from gpumem_dashboards.promql import coverage
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -88,9 +89,34 @@ def number(
     return panel if decimals is None else panel.decimals(decimals)
 
 
-def count(title: str, description: str, expression: str, *, bad: str = "red", span: int = 4) -> Any:
+def count(title: str, description: str, expression: str, *, bad: str = "orange", span: int = 4) -> Any:
     """Build a panel with a count that should be zero."""
     return number(title, description, "short", expression, limits=none_is_good(bad), decimals=0, span=span)
+
+
+def idle_cache(each: str, selector: str, reclaimable: str, *, span: int = 4) -> Any:
+    """Build a panel with the idle cache of the selected processes, and what a clear of each would release now."""
+    return number(
+        "Idle cache",
+        "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
+        f" good. A clear now: what torch.cuda.empty_cache() in every {each} would release now. All above the idle cache"
+        " would be reserved again.",
+        "bytes",
+        [(f"sum(gpumem_torch_idle_cache_bytes{{{selector}}})", "idle cache"), (f"sum({reclaimable})", "a clear now")],
+        span=span,
+    )
+
+
+def share_reported(node: str) -> Any:
+    """Build a panel with the coverage of the selected nodes."""
+    return number(
+        "Coverage",
+        "Of the memory that processes use, the share of the processes that report. The memory of the other processes is"
+        " known only as a sum. Nodes where the driver does not list all processes are left out.",
+        "percentunit",
+        coverage(node),
+        span=3,
+    )
 
 
 def graph(title: str, description: str, unit: str, queries: Queries, *, span: int = 12, height: int = 8) -> Any:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-# Selectors with the variables of a dashboard, `=~` for variables with multiple values.
-NODE = 'instance=~"$node"'
-ONE_NODE = 'instance="$node"'
+# Selectors with the variables of a dashboard, `=~` for variables with multiple values. Without a label `cluster`, the
+# variable has no value but all, which is `.*` and includes series without the label.
+CLUSTER = 'cluster=~"$cluster"'
+NODE = f'{CLUSTER}, instance=~"$node"'
+ONE_NODE = f'{CLUSTER}, instance="$node"'
 GPU = f'{NODE}, gpu=~"$gpu"'
-TORCH = f'{GPU}, workload=~"$workload", rank=~"$rank"'
 ONE_WORKLOAD = f'{GPU}, workload="$workload", rank=~"$rank"'
 
-# The identifying labels. A pid is unique only within a node.
-DEVICE = "instance, gpu, uuid"
-PROCESS = "instance, gpu, uuid, pid"
+# The identifying labels. Clusters may have nodes with equal names, and a pid is unique only within a node.
+DEVICE = "cluster, instance, gpu, uuid"
+PROCESS = "cluster, instance, gpu, uuid, pid"
+ON_DEVICE = "on (cluster, instance, uuid)"
+ON_PROCESS = "on (cluster, instance, pid)"
 
 # Prometheus's own series of a target, which exist also while the target is down.
-IS_EXPORTER = f"and on (instance, job) last_over_time(gpumem_exporter_build_info{{{NODE}}}[$__range] @ end())"
+IS_EXPORTER = f"and on (cluster, instance, job) last_over_time(gpumem_exporter_build_info{{{NODE}}}[$__range] @ end())"
 EXPORTER_UP = f"up{{{NODE}}} {IS_EXPORTER}"
 
 ABOVE = 0.9
@@ -30,6 +33,24 @@ def hard_used_ratio(selector: str) -> str:
         f'1 - sum by ({DEVICE}) (gpumem_ledger_bytes{{{selector}, category=~"free|torch_reclaimable"}})'
         f' / sum by ({DEVICE}) (gpumem_ledger_bytes{{{selector}, category!="driver_reserved"}})'
     )
+
+
+def coverage(node: str) -> str:
+    """Return the query for coverage: of the memory that processes use, the share of the processes that report.
+
+    Nodes with a device whose processes the driver does not list, or with a process of unknown memory, are left out.
+    """
+    used, info_ = f"gpumem_process_memory_used_bytes{{{node}}}", f"gpumem_process_info{{{node}"
+    listed = f'gpumem_ledger_bytes{{{node}, category="other_processes"}}'
+    exited = f"{ON_PROCESS} gpumem_reporter_up{{{node}}}"
+    known = (
+        f"({used} unless on (cluster, instance)"
+        f" (gpumem_device_memory_total_bytes{{{node}}} unless {ON_DEVICE} {listed})"
+        f" unless on (cluster, instance) ((gpumem_torch_reserved_bytes{{{node}}} > 0"
+        f' or {info_}, reporting="false"}} unless {exited}) unless {ON_PROCESS} {used}))'
+    )
+    reports = f'({info_}, reporting="true"}} or 0 * {info_}}})'
+    return f"sum({known} * {ON_PROCESS} group_left () {reports}) / sum({known})"
 
 
 def above_seconds(selector: str) -> str:
@@ -65,7 +86,7 @@ def _floors(metric: str, selector: str) -> str:
 
 def info(labels: str, selector: str = NODE) -> str:
     """Return `* on (...) group_left (labels) info`, which adds labels of the info series to series of a process."""
-    return f"* on (instance, pid) group_left ({labels}) gpumem_process_info{{{selector}}}"
+    return f"* {ON_PROCESS} group_left ({labels}) gpumem_process_info{{{selector}}}"
 
 
 def with_info(expression: str, labels: str, selector: str = NODE) -> str:
@@ -93,5 +114,5 @@ def largest_category(selector: str) -> str:
 
 
 def filled(shape: str, expression: str) -> str:
-    """Return `expression`, which has the labels instance and uuid, with the labels of `shape`; 0 without a series."""
-    return f"(({shape}) * 0 + on (instance, uuid) group_left () ({expression}) or ({shape}) * 0)"
+    """Return `expression`, which has the labels of `ON_DEVICE`, with the labels of `shape`; 0 without a series."""
+    return f"(({shape}) * 0 + {ON_DEVICE} group_left () ({expression}) or ({shape}) * 0)"

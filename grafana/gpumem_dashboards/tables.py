@@ -35,8 +35,8 @@ class Column:
     """Whether the cell is a bar from 0 to 1."""
     heading: str = ""
     width: int = 0
-    link: tuple[str, str] = ("", "")
-    """Title and URL of a link."""
+    links: Sequence[tuple[str, str]] = ()
+    """Pairs of title and URL; Grafana shows several as a menu."""
     mapping: dict[str, Any] = field(default_factory=dict)
     """Texts for values."""
     hidden: bool = False
@@ -65,7 +65,7 @@ def table(
         listed: the columns, both labels and queries.
         sort_by: the heading of the column of the initial order.
         descending: whether the largest is first.
-        drop: labels of the queries that are not shown.
+        drop: labels of the queries that are not shown. Without a column of its own, `cluster` is not shown either.
         no_value: the text of an empty table.
         span: the width, of 24.
         height: the height in rows of the grid.
@@ -93,7 +93,7 @@ def table(
         DataTransformerConfig(
             id_val="organize",
             options={
-                "excludeByName": dict.fromkeys(("Time", *drop), True),
+                "excludeByName": dict.fromkeys(("Time", *drop, *({"cluster"} - shown.keys())), True),
                 "indexByName": {name: at for at, name in enumerate(shown)},
                 "renameByName": {name: heading for name, heading in headings.items() if name != heading},
             },
@@ -119,7 +119,7 @@ def matrix(title: str, description: str, expression: str, link: tuple[str, str],
     grouping = {"columnField": "gpu", "rowField": "instance", "valueField": "Value", "emptyValue": "null"}
     for transformation in (*ordered, DataTransformerConfig(id_val="groupingToMatrix", options=grouping)):
         panel = panel.with_transformation(transformation)
-    cell = [DynamicConfigValue("custom.cellOptions", {"type": "color-background", "mode": "basic"}), _links(*link)]
+    cell = [DynamicConfigValue("custom.cellOptions", {"type": "color-background", "mode": "basic"}), _links(link)]
     return panel.override_by_regexp("^[0-9].*", cell).override_by_name(
         r"instance\gpu", [DynamicConfigValue("displayName", "Node"), _AS_IT_IS]
     )
@@ -146,12 +146,12 @@ def _dress(panel: Any, column: Column) -> Any:
         wanted.append(DynamicConfigValue("mappings", [column.mapping]))
     if column.width:
         wanted.append(DynamicConfigValue("custom.width", column.width))
-    if column.link[1]:
-        wanted.append(_links(*column.link))
+    if column.links:
+        wanted.append(_links(*column.links))
     if column.hidden:
         wanted.append(DynamicConfigValue("custom.hidden", True))
     return panel.override_by_name(column.heading or column.title, wanted) if wanted else panel
 
 
-def _links(title: str, url: str) -> DynamicConfigValue:
-    return DynamicConfigValue("links", [{"title": title, "url": url, "targetBlank": False}])
+def _links(*links: tuple[str, str]) -> DynamicConfigValue:
+    return DynamicConfigValue("links", [{"title": title, "url": url, "targetBlank": False} for title, url in links])

@@ -11,14 +11,45 @@ from grafana_foundation_sdk.models.common import AxisPlacement
 from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, DynamicConfigValue
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable, with_rows
+from gpumem_dashboards.frame import (
+    actions_annotation,
+    board,
+    first_of,
+    link,
+    live_page,
+    ooms_annotation,
+    variable,
+    with_rows,
+)
 from gpumem_dashboards.palette import PRESSURE, color
-from gpumem_dashboards.panels import bars, colored, count, dashed, described, graph, legend, number, query, stacked
-from gpumem_dashboards.promql import GPU, NODE, ONE_WORKLOAD, growth, hard_used_ratio, seconds_to_full
+from gpumem_dashboards.panels import (
+    bars,
+    colored,
+    count,
+    dashed,
+    described,
+    graph,
+    idle_cache,
+    legend,
+    number,
+    query,
+    stacked,
+)
+from gpumem_dashboards.promql import (
+    CLUSTER,
+    GPU,
+    NODE,
+    ON_DEVICE,
+    ON_PROCESS,
+    ONE_WORKLOAD,
+    growth,
+    hard_used_ratio,
+    seconds_to_full,
+)
 from gpumem_dashboards.tables import Column, table
 
 REPORTER = f'{NODE}, workload="$workload", rank=~"$rank"'
-RANK = "instance, gpu, uuid, pid, rank"
+RANK = "cluster, instance, gpu, uuid, pid, rank"
 LEGEND = "rank {{rank}} ({{instance}} GPU {{gpu}} pid {{pid}})"
 COMPONENTS = (
     ("parameters", "parameters", "dark-blue"),
@@ -29,7 +60,7 @@ COMPONENTS = (
 
 ROOM = (
     f"sum by ({RANK}) (gpumem_torch_reclaimable_bytes{{{ONE_WORKLOAD}}}"
-    f" + on (instance, uuid) group_left () gpumem_device_memory_free_bytes{{{GPU}}})"
+    f" + {ON_DEVICE} group_left () gpumem_device_memory_free_bytes{{{GPU}}})"
 )
 """The bytes that a rank can still get: the free bytes of its device and its own reclaimable cache."""
 GROWTH = f"sum by ({RANK}) ({growth('gpumem_torch_allocated_bytes', ONE_WORKLOAD)})"
@@ -49,7 +80,7 @@ def workload() -> Any:
             time="now-1h",
             refresh="10s",
         )
-        .with_variable(variable("node", "Node", "gpumem_exporter_build_info", "instance"))
+        .with_variable(variable("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"))
         .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{NODE}}}", "workload", several=False))
         .with_variable(variable("rank", "Rank", reporters, "rank"))
         .with_variable(variable("gpu", "GPU", f'gpumem_torch_reserved_bytes{{{NODE}, workload="$workload"}}', "gpu"))
@@ -87,7 +118,7 @@ def _overview() -> list[Any]:
             "Pressure",
             "The pressure of the fullest device of the workload: the share that is neither free nor reclaimable.",
             units.PercentUnit,
-            f"max(({hard_used_ratio(GPU)}) and on (instance, uuid) gpumem_torch_reserved_bytes{{{ONE_WORKLOAD}}})",
+            f"max(({hard_used_ratio(GPU)}) and {ON_DEVICE} gpumem_torch_reserved_bytes{{{ONE_WORKLOAD}}})",
             limits=PRESSURE,
             span=3,
         ),
@@ -99,7 +130,7 @@ def _overview() -> list[Any]:
             " it.",
             units.Seconds,
             f"min({TIME_TO_FULL})",
-            limits=((None, "red"), (1800, "orange"), (4 * 3600, "green")),
+            limits=((None, "red"), (3600, "orange"), (4 * 3600, "green")),
             no_value="not within a week",
             span=3,
         ),
@@ -120,17 +151,8 @@ def _overview() -> list[Any]:
             f"max({HIGHEST}) - min({HIGHEST})",
             span=3,
         ),
-        number(
-            "Idle cache",
-            "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
-            " good. A clear now: what torch.cuda.empty_cache() in every process of the workload would release now. All"
-            " above the idle cache would be reserved again.",
-            units.BytesIEC,
-            [
-                (f"sum(gpumem_torch_idle_cache_bytes{{{ONE_WORKLOAD}}})", "idle cache"),
-                (f"sum(gpumem_torch_reclaimable_bytes{{{ONE_WORKLOAD}}})", "a clear now"),
-            ],
-            span=3,
+        idle_cache(
+            "process of the workload", ONE_WORKLOAD, f"gpumem_torch_reclaimable_bytes{{{ONE_WORKLOAD}}}", span=3
         ),
         count(
             "Out-of-memory errors",
@@ -144,7 +166,6 @@ def _overview() -> list[Any]:
             "Allocations in the time range that succeeded only after PyTorch flushed its cache. Each retry"
             " stalls a step.",
             f"round(sum(increase(gpumem_torch_alloc_retries_total{{{ONE_WORKLOAD}}}[$__range])))",
-            bad="orange",
             span=3,
         ),
     ]
@@ -156,12 +177,19 @@ def _ranks() -> Any:
 
     def of_process(expression: str) -> str:
         here = f"group by ({RANK}) (gpumem_torch_reserved_bytes{{{ONE_WORKLOAD}}})"
-        return f"{here} * on (instance, pid) group_left () ({expression})"
+        return f"{here} * {ON_PROCESS} group_left () ({expression})"
 
-    node = link("gpumem-node", node="__data.fields.instance", gpu="__data.fields.gpu", workload="workload")
+    node = link(
+        "gpumem-node",
+        cluster="__data.fields.cluster",
+        node="__data.fields.instance",
+        gpu="__data.fields.gpu",
+        workload="workload",
+    )
+    page = live_page("__data.fields.instance", workload="workload")
     sampled = f"time() - gpumem_reporter_sample_timestamp_seconds{{{REPORTER}}}"
     shown = "command, torch_version, allocator_settings, k8s_pod"
-    who = f"group by ({RANK}) (gpumem_torch_reserved_bytes{{{ONE_WORKLOAD}}}) * on (instance, pid) group_left ({shown})"
+    who = f"group by ({RANK}) (gpumem_torch_reserved_bytes{{{ONE_WORKLOAD}}}) * {ON_PROCESS} group_left ({shown})"
     return table(
         "Ranks side by side",
         "One row for each process on each device. A rank whose allocated bytes differ from the others is an"
@@ -170,7 +198,8 @@ def _ranks() -> Any:
         units.BytesIEC,
         [
             Column("rank", heading="Rank", width=70),
-            Column("instance", heading="Node", link=("This device", node)),
+            Column("cluster", heading="Cluster"),
+            Column("instance", heading="Node", links=[("This device", node), ("This job on the live page", page)]),
             Column("gpu", heading="GPU", width=60),
             Column("Who", f"{who} gpumem_process_info{{{NODE}}}", hidden=True),
             Column("Step", value_of("step"), units.NoUnit, width=80),

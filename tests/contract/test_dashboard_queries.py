@@ -142,6 +142,82 @@ def test_the_largest_process_is_found_on_each_node_with_equal_pids(tmp_path: Pat
     check(tmp_path, series, query, expected)
 
 
+def test_equal_nodes_of_two_clusters_are_two_jobs_of_one_user(tmp_path: Path) -> None:
+    series = {}
+    for cluster, used, cache in (("east", 40, 10), ("west", 50, 20)):
+        here = f'cluster="{cluster}", instance="a:9844"'
+        device = f'{here}, gpu="0", uuid="GPU-0"'
+        series[f'gpumem_process_memory_used_bytes{{{device}, pid="7"}}'] = f"{used}x200"
+        series[f'gpumem_torch_idle_cache_bytes{{{device}, pid="7", workload="train", rank=""}}'] = f"{cache}x200"
+        info = f'{here}, pid="7", workload="train", rank="", user="ann", k8s_namespace="ml"'
+        series[f"gpumem_process_info{{{info}}}"] = "1x200"
+    # Another user's process on the same device.
+    bobs = 'cluster="west", instance="a:9844"'
+    series[f'gpumem_process_memory_used_bytes{{{bobs}, gpu="0", uuid="GPU-0", pid="9"}}'] = "5x200"
+    series[f'gpumem_process_info{{{bobs}, pid="9", user="bob"}}'] = "1x200"
+
+    def job(cluster: str) -> str:
+        return f'{{cluster="{cluster}", instance="a:9844", workload="train", user="ann", k8s_namespace="ml"}}'
+
+    bob = f'{{{bobs}, user="bob"}}'
+    for title, heading, expected in (
+        ("Jobs", "Used", {job("east"): 40, job("west"): 50, bob: 5}),
+        ("Jobs", "Idle cache", {job("east"): 10, job("west"): 20}),
+        ("Users", "Used", {'{user="ann"}': 90, '{user="bob"}': 5}),
+        ("Users", "Processes", {'{user="ann"}': 2, '{user="bob"}': 1}),
+        ("Users", "Devices", {'{user="ann"}': 2, '{user="bob"}': 1}),
+        ("Namespaces", "Used", {'{k8s_namespace="ml"}': 90, "{}": 5}),
+    ):
+        check(tmp_path, series, expression("fleet", title, letter_of("fleet", title, heading)), dict(expected))
+    letter = letter_of("fleet", "Jobs", "Used")
+    check(tmp_path, series, expression("fleet", "Jobs", letter, user="bob"), {bob: 5})
+    check(tmp_path, series, expression("fleet", "Jobs", letter, cluster="east"), {job("east"): 40})
+    check(tmp_path, series, expression("fleet", "Jobs", letter, namespace="none"), {})
+
+
+COVERED: dict[str, tuple[dict[str, str], float | None]] = {
+    "a node whose driver lists every process": ({}, 0.75),
+    "no list of processes on a second device": (
+        {'gpumem_device_memory_total_bytes{instance="a:9844", gpu="1", uuid="GPU-1"}': "9x200"},
+        None,
+    ),
+    "a process without a value": (
+        {'gpumem_process_info{instance="a:9844", pid="11", workload="", reporting="false"}': "1x200"},
+        None,
+    ),
+    "a reporter without a value": (
+        {f'gpumem_torch_reserved_bytes{{{ON}, pid="11", workload="", rank=""}}': "1x200"},
+        None,
+    ),
+    "a silent reporter that has exited": (
+        {
+            'gpumem_process_info{instance="a:9844", pid="11", workload="", reporting="false"}': "1x200",
+            'gpumem_reporter_up{instance="a:9844", pid="11", workload="", rank=""}': "0x200",
+        },
+        0.75,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COVERED)
+@pytest.mark.parametrize("dashboard", ["fleet", "node"])
+def test_coverage_is_the_share_of_reporting_processes_where_all_are_known(
+    dashboard: str, case: str, tmp_path: Path
+) -> None:
+    more, ratio = COVERED[case]
+    series = {
+        f"gpumem_device_memory_total_bytes{{{ON}}}": "100x200",
+        f'gpumem_ledger_bytes{{{ON}, category="other_processes"}}': "10x200",
+        f'gpumem_process_memory_used_bytes{{{ON}, pid="7"}}': "30x200",
+        f'gpumem_process_memory_used_bytes{{{ON}, pid="8"}}': "10x200",
+        'gpumem_process_info{instance="a:9844", pid="7", workload="train", reporting="true"}': "1x200",
+        'gpumem_process_info{instance="a:9844", pid="8", workload="", reporting="false"}': "1x200",
+        **more,
+    }
+    query = expression(dashboard, "Coverage", node="a:9844")
+    check(tmp_path, series, query, {} if ratio is None else {"{}": ratio})
+
+
 PRESSED = {
     "for ten minutes and the minute of the rise": ("20x79 95x80", 660.0),
     "never": ("20x200", 0.0),
@@ -247,7 +323,7 @@ def test_a_silent_reporter_is_listed_with_its_process_and_duration(tmp_path: Pat
 def test_the_annotation_of_an_error_has_its_time_and_the_range_of_its_post_mortem(tmp_path: Path) -> None:
     document = json.loads((FOLDER / "fleet.json").read_text())
     (annotation,) = (mark for mark in document["annotations"]["list"] if mark["name"] == "Out of memory")
-    scope = Scope(EVALUATED_AT, variables={"node": ".*", "gpu": ".*", "workload": ".*"})
+    scope = Scope(EVALUATED_AT, variables={"cluster": ".*", "node": ".*", "gpu": ".*", "workload": ".*"})
     series = {f"gpumem_last_oom_timestamp_seconds{{{PROCESS}}}": "_x100 1500.25x20"}
     labels = f'{{{PROCESS}, x_from="900000", x_to="1561000"}}'
     check(tmp_path, series, scope.fill(annotation["expr"]), {labels: 1500250})

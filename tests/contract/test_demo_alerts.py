@@ -25,7 +25,7 @@ WORKLOADS: Mapping[str, set[str]] = {
     "demo-sleeping-engine": set(),
     # No reporter.
     "": set(),
-    "demo-rag-indexer-leak": {"GpuMemLeak", "GpuMemOomSoon", "GpuMemOomHappened"},
+    "demo-rag-indexer-leak": {"GpuMemLeak", "GpuMemOomSoon", "GpuMemOomHappened", "GpuMemOomEndedProcess"},
     "demo-asr-varlen": {"GpuMemFragmentationHigh", "GpuMemAllocatorRetrying", "GpuMemOomHappened"},
     "demo-notebook": {"GpuMemReclaimableHoarded"},
     "demo-moe-finetune": {"GpuMemAllocatorRetrying", "GpuMemRankImbalance"},

@@ -166,7 +166,11 @@ def test_every_dashboard_is_a_config_map_for_the_sidecar_of_grafana(releases: di
     plain = read(REPOSITORY / "grafana" / "kustomization.yaml")["generatorOptions"]
     for path in sorted((REPOSITORY / "grafana" / "dashboards").glob("*.json")):
         config_map = releases["operator"]["ConfigMap", f"gpumem-exporter-dashboard-{path.stem}"]
-        assert json.loads(config_map["data"][path.name]) == json.loads(path.read_text(encoding="utf-8"))
+        wanted = json.loads(path.read_text(encoding="utf-8"))
+        values = {"live_page": "https://", "live_page_end": ".gpumem.example/"}
+        for variable in wanted["templating"]["list"]:
+            variable["query"] = values.get(variable["name"], variable.get("query"))
+        assert json.loads(config_map["data"][path.name]) == wanted
         metadata = config_map["metadata"]
         assert metadata["namespace"] == "monitoring"
         assert metadata["labels"].items() >= plain["labels"].items()
@@ -253,6 +257,7 @@ def test_the_network_policy_admits_prometheus_and_the_test_to_the_exporter(relea
         ({"socket": {"hostPath": "run"}}, "/socket/hostPath"),
         ({"monitor": {"kind": "Probe"}}, "/monitor/kind"),
         ({"prometheusRule": {"runbookUrl": "docs/"}}, "/prometheusRule/runbookUrl"),
+        ({"dashboards": {"livePageUrl": "https://gpumem.example/"}}, "/dashboards/livePageUrl"),
         ({"prometheusRule": {"disabled": ["GpuMemLeek"]}}, "/prometheusRule/disabled/0"),
         ({"tls": {"certificate": "PEM"}}, "/tls/key"),
         ({"gpus": 8}, "gpus"),

@@ -86,6 +86,12 @@ def test_the_runbooks_of_the_mixin_can_be_elsewhere() -> None:
     assert alerts == {name: f"https://wiki.example/{name}.md" for name in alerts}
 
 
+def test_the_live_pages_of_the_mixin_can_be_elsewhere() -> None:
+    for dashboard in mixin("{ livePageURL: 'https://{node}.gpumem.example/' }")["dashboards"].values():
+        values = {one["name"]: one["query"] for one in dashboard["templating"]["list"] if one["type"] == "constant"}
+        assert values == {"live_page": "https://", "live_page_end": ".gpumem.example/"}
+
+
 @pytest.mark.tools
 def test_a_release_has_the_version_of_its_tag(tmp_path: Path) -> None:
     refused = subprocess.run(

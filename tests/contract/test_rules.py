@@ -32,7 +32,7 @@ SECTIONS = ("What it means", "Confirm", "Do", "Do not")
 KINDS = ("fires", "silent", "resolves")
 FOREIGN = {"up", "process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"}
 """Metrics of other projects that rules and runbooks may use."""
-LEVELS = "process|device|rank|workload|slurm_job|ray_job|pod"
+LEVELS = "process|device|node|rank|workload|slurm_job|ray_job|pod"
 """The first parts of the names of recording rules."""
 CATALOG = {metric.name: metric for metric in METRICS}
 
@@ -202,6 +202,8 @@ def test_an_alert_inhibits_its_effects_on_the_same_node_device_and_process(tmp_p
         "an error": alert("GpuMemOomHappened", "node-4:9844", uuid="GPU-e", pid="7"),
         "the retries before it": alert("GpuMemAllocatorRetrying", "node-4:9844", uuid="GPU-e", pid="7"),
         "retries of another process": alert("GpuMemAllocatorRetrying", "node-4:9844", uuid="GPU-e", pid="8"),
+        "an error that ended its process": alert("GpuMemOomEndedProcess", "node-7:9844", uuid="GPU-h", pid="7"),
+        "the same error": alert("GpuMemOomHappened", "node-7:9844", uuid="GPU-h", pid="7"),
         "no exporter": alert("GpuMemExporterAbsent", "node-5:9844", host="node-5"),
         "what it said last": alert("GpuMemLeak", "node-5:9844", uuid="GPU-f", pid="7"),
         "an idle job": alert("GpuMemReporterSilent", "node-1:9844", pid="7"),
@@ -209,6 +211,7 @@ def test_an_alert_inhibits_its_effects_on_the_same_node_device_and_process(tmp_p
         "its unattributed memory": alert("GpuMemUnattributed", "node-6:9844", uuid="GPU-g"),
     }
     silenced = {"a device of that node", "its memory", "the retries before it", "what it said last"}
+    silenced.add("the same error")
     silenced.add("its unattributed memory")
     log = tmp_path / "alertmanager.log"
     with log.open("wb") as out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,11 +18,11 @@ Rule = Callable[[Dashboard], Iterator[str]]
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 UNITS = {"binBps", "bytes", "cps", "dateTimeAsIso", "none", "percentunit", "s", "short", "string"}
 VARIABLES = {
-    "gpumem-fleet": ["datasource", "node", "gpu", "workload"],
-    "gpumem-node": ["datasource", "node", "gpu", "workload", "rank"],
-    "gpumem-workload": ["datasource", "node", "workload", "rank", "gpu"],
-    "gpumem-oom": ["datasource", "node", "gpu", "workload", "rank", "pid"],
-    "gpumem-exporter": ["datasource", "node"],
+    "gpumem-fleet": ["datasource", "cluster", "node", "gpu", "user", "namespace", "workload"],
+    "gpumem-node": ["datasource", "cluster", "node", "gpu", "workload", "rank"],
+    "gpumem-workload": ["datasource", "cluster", "node", "workload", "rank", "gpu"],
+    "gpumem-oom": ["datasource", "cluster", "node", "gpu", "workload", "rank", "pid"],
+    "gpumem-exporter": ["datasource", "cluster", "node"],
 }
 ONE_OF = {
     "gpumem-fleet": ["one_node", "one_workload"],
@@ -32,9 +33,19 @@ ONE_OF = {
 }
 """Hidden variables, for links from a variable with multiple values to one with a single value."""
 COUNTERS = {metric.name for metric in METRICS if metric.type == "counter"} | {"process_cpu_seconds_total"}
-LABELS = {label for metric in METRICS for label in metric.labels} | {"instance", "job", "le", "x_from", "x_to"}
+LABELS = {label for metric in METRICS for label in metric.labels} | {
+    "cluster",
+    "instance",
+    "job",
+    "le",
+    "x_from",
+    "x_to",
+}
 RATES = {"rate", "increase"}
 OPEN_PANELS = 20
+_TO_LIVE_PAGE = re.compile(
+    r"\$\{live_page\}\$\{(node|__data\.fields\.instance)\}\$\{live_page_end\}(\?(workload|gpu)=\$\{[\w.]+:percentencode\})?"
+)
 WITH_LEGEND = {"timeseries", "status-history", "xychart"}
 AT_THE_END = {"stat", "bargauge", "table"}
 
@@ -131,12 +142,14 @@ def selectors_match_variables_with_the_right_operator(dashboard: Dashboard) -> I
                 yield f"{query.where}: ${name} is not matched by {'=~' if several.get(name) else '='}"
 
 
-def every_selector_has_the_node(dashboard: Dashboard) -> Iterator[str]:
-    of_variable = f"{dashboard['uid']} / variable node"
+def every_selector_has_the_cluster_and_the_node(dashboard: Dashboard) -> Iterator[str]:
     for query in all_queries(dashboard):
         for selector, _ in selectors(parsed(query.expression)):
             chosen = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
-            if chosen.get("instance") != "<node>" and query.where != of_variable:
+            name = query.where.removeprefix(f"{dashboard['uid']} / variable ")
+            if chosen.get("cluster") != "<cluster>" and name != "cluster":
+                yield f"{query.where}: {selector.name} selects every cluster"
+            if chosen.get("instance") != "<node>" and name not in ("cluster", "node"):
                 yield f"{query.where}: {selector.name} selects every node"
 
 
@@ -158,19 +171,23 @@ def only_counters_have_rates(dashboard: Dashboard) -> Iterator[str]:
 
 
 def pids_are_joined_with_the_node(dashboard: Dashboard) -> Iterator[str]:
-    """Without the node, joins and groups merge processes with the same pid."""
+    """Without the node, joins and groups merge processes with one pid; without the cluster, nodes with one name."""
     for query in all_queries(dashboard):
         for node, _ in nodes(parsed(query.expression)):
-            grouping = isinstance(node, promql.AggregateExpr) and node.modifier is not None
-            if grouping and "pid" in node.modifier.labels and "instance" not in node.modifier.labels:
-                yield f"{query.where}: grouped by pid without instance"
+            if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
+                labels = set(node.modifier.labels)
+                if "pid" in labels and "instance" not in labels:
+                    yield f"{query.where}: grouped by pid without instance"
+                # A maximum is the value of one of the nodes with this name.
+                if "instance" in labels and "cluster" not in labels and not str(node.op).startswith("max"):
+                    yield f"{query.where}: grouped by instance without cluster"
             matching = node.modifier.matching if isinstance(node, promql.BinaryExpr) and node.modifier else None
             if matching is not None:
                 on = set(matching.labels)
-                if "instance" not in on and "workload" not in on:
+                if not {"cluster", "instance"} <= on:
                     yield f"{query.where}: joined on {sorted(on)}, without the node"
                 about = [selector.name for selector, _ in selectors(node.rhs)]
-                if about == ["gpumem_process_info"] and on != {"instance", "pid"}:
+                if about == ["gpumem_process_info"] and on != {"cluster", "instance", "pid"}:
                     yield f"{query.where}: the info of a process is joined on {sorted(on)}"
 
 
@@ -213,11 +230,12 @@ def few_panels_are_open(dashboard: Dashboard) -> Iterator[str]:
 def dashboards_of_one_node_link_to_its_live_page(dashboard: Dashboard) -> Iterator[str]:
     of_one = any(v["name"] == "node" and not v.get("multi") for v in dashboard["templating"]["list"])
     links = [link["url"] for link in dashboard["links"] if link["title"] == "Live page"]
-    if links != (["${live_page}${node}/"] if of_one else []):
+    if links != (["${live_page}${node}${live_page_end}"] if of_one else []):
         yield f"links to the live page: {links}"
-    starts = [v["query"] for v in dashboard["templating"]["list"] if v["name"] == "live_page"]
-    if of_one and starts != ["http://"]:
-        yield f"the start of the live page's URL: {starts}"
+    # The Helm chart replaces these two values in the text of the file.
+    text = json.dumps(dashboard)
+    if text.count('"query": "http://"') != 1 or text.count('"query": "/"') != 1:
+        yield "the variables of the live page's URL are not unique"
 
 
 def links_keep_time_node_and_variables(dashboard: Dashboard) -> Iterator[str]:
@@ -238,6 +256,10 @@ def links_keep_time_node_and_variables(dashboard: Dashboard) -> Iterator[str]:
     for annotation in dashboard["annotations"]["list"]:
         addresses += [(annotation["name"], url) for url in re.findall(r'href="([^"]+)"', annotation["textFormat"])]
     for where, url in addresses:
+        if url.startswith("${live_page}"):
+            if not _TO_LIVE_PAGE.fullmatch(url):
+                yield f"{where}: does not lead to a live page: {url}"
+            continue
         target = re.match(r"/d/([\w-]+)\?", url)
         if target is None or target[1] not in VARIABLES:
             yield f"{where}: does not lead to a dashboard: {url}"
@@ -310,7 +332,7 @@ RULES: dict[str, Rule] = {
         queries_use_the_data_source_variable,
         panels_use_the_query_type_of_their_kind,
         selectors_match_variables_with_the_right_operator,
-        every_selector_has_the_node,
+        every_selector_has_the_cluster_and_the_node,
         only_counters_have_rates,
         pids_are_joined_with_the_node,
         count_values_has_sorted_labels,

@@ -41,8 +41,9 @@ VALUES = (
     "actions/model.py",
     "events/model.py",
     "wire/protocol.py",
+    "wire/units.py",
 )
-"""The modules of immutable values and their names."""
+"""The modules of immutable values and their names, and of their text."""
 PID = 4711
 
 

@@ -23,8 +23,9 @@ from tests.support.waiting import wait_for
 class RunningPrometheus:
     """A Prometheus that scrapes every second; it is ready after construction.
 
-    `targets` are `host:port` by the label `instance`; two names may have the same exporter. With an `authority`, its
-    API uses https. `scrape` has more keys of the scrape configuration, such as `scheme`.
+    `targets` are `host:port` by the label `instance`; two names may have the same exporter. `clusters` are the values
+    of the label `cluster` by instance. With an `authority`, its API uses https. `scrape` has more keys of the scrape
+    configuration, such as `scheme`.
     """
 
     def __init__(
@@ -33,11 +34,16 @@ class RunningPrometheus:
         targets: Mapping[str, str],
         authority: trustme.CA | None = None,
         scrape: Mapping[str, Any] | None = None,
+        clusters: Mapping[str, str] | None = None,
     ) -> None:
         binary = shutil.which("prometheus")
         assert binary, "prometheus is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
         folder.mkdir(parents=True, exist_ok=True)
-        jobs = [{"targets": [address], "labels": {"instance": name}} for name, address in targets.items()]
+        jobs = [
+            # Prometheus drops an empty label.
+            {"targets": [address], "labels": {"instance": name, "cluster": (clusters or {}).get(name, "")}}
+            for name, address in targets.items()
+        ]
         configuration = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
             "scrape_configs": [{"job_name": "gpumem", "static_configs": jobs, **(scrape or {})}],

@@ -6,6 +6,8 @@ from typing import Any
 
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.top.source import Reading
+from gpumem_exporter.events import Event, Page
+from gpumem_exporter.server.api.events import events_document
 
 GIB = 1 << 30
 URL = "unix:///run/gpumem/exporter.sock"
@@ -104,11 +106,7 @@ def live(in_use_mib: dict[str, list[int | None]], seconds: list[float], *, clock
 
 def event(number: int, type_: str, unix_seconds: float, **changes: Any) -> dict[str, Any]:
     """Return an event as in `/api/v1/events`."""
-    return {
-        "id": number,
-        "type": type_,
-        "time": "",
-        "unix_seconds": unix_seconds,
+    values: dict[str, Any] = {
         "gpu": "0",
         "uuid": "GPU-0",
         "pid": 7,
@@ -117,3 +115,5 @@ def event(number: int, type_: str, unix_seconds: float, **changes: Any) -> dict[
         "detail": {},
         **changes,
     }
+    page = Page((Event(type_, unix_seconds, id=number, **values),), number, more=False)
+    return dict(events_document(page)["events"][0])

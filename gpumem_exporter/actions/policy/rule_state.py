@@ -7,7 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from gpumem_client.wire.protocol import ReasonCode
-from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.model import Action, is_done
 from gpumem_exporter.actions.policy.rules import Rule, StopAfter
 from gpumem_exporter.actions.policy.values import Observation, shown_quantity
 from gpumem_exporter.actions.request import ActionRequest
@@ -103,7 +103,7 @@ class RuleState:
     def judge(self, subject: str, action: Action) -> Stop | None:
         """Judge an action that has finished and settled. Returns a `Stop` if the rule stops now because of it."""
         stop_after, known = self.rule.stop_after, self._subjects.get(subject)
-        freed, done = action.freed_bytes, any(result.outcome == "done" for result in action.results)
+        freed, done = action.freed_bytes, any(is_done(result.outcome) for result in action.results)
         little = stop_after is not None and done and freed is not None and freed < stop_after.freed_under
         if action.dry_run and not little:
             self.presumed.add(subject)
@@ -146,7 +146,7 @@ def _why_unhelpful(action: Action, rule: Rule, stop_after: StopAfter) -> str | N
     outcomes = {result.outcome for result in action.results}
     if outcomes <= {"gone"}:
         return None
-    if "done" not in outcomes:
+    if not any(map(is_done, outcomes)):
         if any(result.reason_code == ReasonCode.ENGINE_STARTING for result in action.results):
             return None  # an engine started after the decision, which says nothing about the rule
         return "; ".join(dict.fromkeys(f"{result.outcome}: {result.reason}" for result in action.results))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_client.wire.units import human_bytes
-from gpumem_exporter.cli.api_client import ExporterApi, has_settled, read_rights, rights_line
-from gpumem_exporter.cli.clear import ExpectedClear, can_ask, confirmed, engine_waits, joined, send_all, waits_for
+from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.cli.api_client import read_rights, rights_line
+from gpumem_exporter.cli.clear import Plan, act, can_ask, confirmed, plan_clear
 from gpumem_exporter.cli.options import (
-    ANSWER_GRACE_SECONDS,
     action_options,
     action_request,
     connection_options,
@@ -25,7 +22,7 @@ from gpumem_exporter.cli.options import (
     pop_target,
     target_options,
 )
-from gpumem_exporter.cli.program import FAILED
+from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.terminal import print_json
 
 
@@ -169,27 +166,19 @@ def _run(
     if wait_seconds is not None and not 0 <= wait_seconds < float("inf"):
         raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 or more seconds")
     body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
-    dry_run = body["dry_run"]
-    asks = action == "empty_cache" and target == {"all": True} and not (yes or dry_run or as_json) and can_ask()
-    observe = (lambda _: None) if as_json else _engine_waits_printer()
+    asks = action == "empty_cache" and target == {"all": True} and not (yes or as_json) and can_ask()
+    # The exporter suggests a mode for each process, unless --mode or --group is given.
+    free_mode = asks and values["mode"] is None and not values["group"]
     with open_api(url, token_file) as api:
-        expected = None
-        if asks:
-            # The exporter suggests a mode for each process, unless --mode or --group is given.
-            expected = confirmed(api, body, free_mode=values["mode"] is None and not values["group"])
-            if expected is None:
-                return FAILED
-        if wait_seconds is None:
-            requests = expected.requests if expected else [body]
-            wait_seconds = max(float(request["deadline_seconds"]) for request in requests) + ANSWER_GRACE_SECONDS
-        if expected:
-            with _waiting_shown(expected):
-                documents = send_all(api, expected, wait_seconds=wait_seconds, observe=observe)
+        plan: Plan | None = Plan(body)
+        if asks and not body["dry_run"]:
+            plan = confirmed(api, body, free_mode=free_mode)
+        if plan is None:
+            return FAILED
+        if free_mode and body["dry_run"]:
+            document = plan_clear(api, body).expected
         else:
-            documents = [api.act(body, wait_seconds=wait_seconds, observe=observe)]
-        if wait_seconds > 0:
-            documents = [_settled(api, each, progress=on_terminal) for each in documents]
-        document = joined(documents)
+            document = act(api, plan, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else _print_new())
         rights = {} if as_json else read_rights(api)
     if as_json:
         print_json(document)
@@ -197,64 +186,27 @@ def _run(
         from gpumem_exporter.cli.render.action_tables import action_tables
         from gpumem_exporter.cli.render.terminal import open_console, show
 
-        show(open_console(), action_tables(document, dry_run=dry_run))
+        show(open_console(), action_tables(document))
         if rights.get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
-    return exit_code(document, waited=wait_seconds > 0)
+    return exit_code(document, waited=wait_seconds != 0)
 
 
-@contextlib.contextmanager
-def _waiting_shown(expected: ExpectedClear) -> Iterator[None]:
-    """Show what a clear waits for, meanwhile."""
-    if not expected.waiting:
-        yield
-        return
-    from gpumem_exporter.cli.render.terminal import open_console, plain
-
-    with open_console().status(plain(f"{waits_for(expected)}. Ctrl-C cancels.")):
-        yield
-
-
-def _engine_waits_printer() -> Callable[[Mapping[str, Any]], None]:
-    """Return a function that prints to stderr for which inference engines an action waits, each once."""
+def _print_new() -> Callable[[str], None]:
+    """Return a function that prints a text to stderr, each text once."""
     printed: set[str] = set()
 
-    def print_new(document: Mapping[str, Any]) -> None:
-        for sentence in engine_waits(document):
-            if sentence not in printed:
-                printed.add(sentence)
-                print(f"{sentence} --force does not wait.", file=sys.stderr)
+    def print_new(text: str) -> None:
+        if text not in printed:
+            printed.add(text)
+            print(one_line(text), file=sys.stderr, flush=True)
 
     return print_new
 
 
-def _settled(api: ExporterApi, document: dict[str, Any], *, progress: bool) -> dict[str, Any]:
-    """Wait until it is known how much of the freed memory stays free. Ctrl-C ends the wait."""
-    if not (document.get("settling") and document.get("freed_bytes")):
-        return document
-    from gpumem_exporter.cli.render.terminal import open_console
-
-    settle_seconds, freed = document["settle_seconds"], human_bytes(document["freed_bytes"])
-    status = open_console().status("") if progress else None
-    started = time.monotonic()
-
-    def show_progress(_action: Mapping[str, Any]) -> None:
-        if status is not None:
-            seconds = f"{min(time.monotonic() - started, settle_seconds):.0f} of {settle_seconds:g} s"
-            status.update(f"Freed {freed}. Waiting to see how much of it stays free: {seconds}")
-
-    wait_seconds = settle_seconds + ANSWER_GRACE_SECONDS
-    try:
-        with status or contextlib.nullcontext():
-            return api.wait(document, until=has_settled, wait_seconds=wait_seconds, observe=show_progress)
-    except KeyboardInterrupt:
-        return document
-
-
 def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:
     """Return 0 if every result is done. An action that was not waited for succeeds when the exporter accepts it."""
-    outcomes = [result["outcome"] for result in document.get("results") or () if result.get("outcome")]
-    if any(outcome != "done" for outcome in outcomes):
+    if not all(is_done(result["outcome"]) for result in document["results"]):
         return FAILED
     state = document.get("state")
     accepted = not waited and state in ("queued", "running")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +16,7 @@ from gpumem_exporter.cli.doctor.exporter import (
     check_auth,
     check_clock,
     check_health,
+    check_jobs,
     check_pid_namespace,
     check_reporters,
     check_trust,
@@ -55,8 +57,8 @@ _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 def doctor(url: str | None, token_file: str | None, as_json: bool) -> int:
     """Show what is wrong and how to fix it.
 
-    Checks driver, devices, exporter, socket, version, health, permissions, actions, clock, reporters and PID namespace.
-    Run it on the exporter's machine to check the driver, and where training runs to check the connection to the
+    Checks driver, devices, exporter, socket, version, health, permissions, actions, clock, reporters, PID namespace and
+    jobs. Run it on the exporter's machine to check the driver, and where training runs to check the connection to the
     exporter. If the driver is on another machine, doctor shows what the exporter reports about it. Nothing is changed.
     """
     findings = tuple(diagnose(url, token_file))
@@ -89,8 +91,12 @@ def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding
 
 
 def _check_exporter(api: ExporterApi, health: dict[str, Any], *, has_token: bool) -> Iterator[Finding]:
+    @cache
+    def live() -> dict[str, Any]:
+        return api.get("/api/v1/live?details=all")
+
     def processes() -> list[dict[str, Any]]:
-        return api.get("/api/v1/processes").get("processes") or []
+        return [process for job in live()["jobs"] for process in job["processes"]]
 
     driver_up = bool((health.get("nvml") or {}).get("up"))
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
@@ -98,9 +104,10 @@ def _check_exporter(api: ExporterApi, health: dict[str, Any], *, has_token: bool
         "health": lambda: check_health(health),
         "auth": lambda: check_auth(api, has_token=has_token),
         "actions": lambda: check_actions(read_rights(api)),
-        "clock": lambda: check_clock(api.get("/api/v1/devices")),
+        "clock": lambda: check_clock(live()["node"]),
         "reporters": lambda: check_reporters(processes()),
         "pid namespace": lambda: check_pid_namespace(processes(), mode=health.get("mode"), driver_up=driver_up),
+        "jobs": lambda: check_jobs(live()["findings"]),
     }
     for name, check in checks.items():
         yield from run_check(name, check)

@@ -30,6 +30,8 @@ Examples:
   gpumem-exporter serve --config.file /etc/gpumem/exporter.yaml --log.format json
 """
 
+MAX_DEMO_PROCESSES = 512
+"""A reporting thread of the demo has time for about so many."""
 _METAVARS = {"address": "ADDRESS", "file": "PATH", "socket": "PATH", "path": "PATH", "allow": "ACTION"}
 """The kind of a value, by the last word of its name."""
 
@@ -48,11 +50,13 @@ def _option(name: str, field: FieldInfo) -> click.Option:
     return click.Option(flags, metavar=metavar, help=f"{field.description} [default: {shown}]")
 
 
-def _serve(*, demo: bool, **flags: Any) -> int:
+def _serve(*, demo: bool, demo_processes: int | None, **flags: Any) -> int:
+    if demo_processes is not None and not demo:
+        raise click.UsageError("--demo.processes needs --demo")
     settings = load_settings({setting_key(name): None if value == () else value for name, value in flags.items()})
     from gpumem_exporter.server.serve import run
 
-    return run(settings, demo=demo)
+    return run(settings, demo=demo, demo_processes=demo_processes)
 
 
 serve = click.Command(
@@ -60,6 +64,12 @@ serve = click.Command(
     params=[
         click.Option(
             ["--demo"], is_flag=True, help="simulate devices and processes; needs no GPU, no driver and no torch"
+        ),
+        click.Option(
+            ["--demo.processes", "demo_processes"],
+            metavar="N",
+            type=click.IntRange(1, MAX_DEMO_PROCESSES),
+            help="the number of simulated processes: more are copies of the demo's workloads on other devices",
         ),
         click.Option(
             ["--config.file", "config_file"], metavar="PATH", help="YAML file whose keys are the options below"

@@ -17,6 +17,7 @@ from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding
 _STALE_POLL_SECONDS = 15.0
 _CLOCKS_APART_SECONDS = 1.0
 _PROCESSES_SHOWN = 5
+_OF_HEALTH = ("driver", "device_lost", "check", "silent")
 
 Document = Mapping[str, Any]
 
@@ -83,9 +84,9 @@ def check_health(health: Document) -> Iterator[Finding]:
         yield Finding("health", FAIL, f"{status}: {problems} ({counts}{demo})", fix)
 
 
-def check_clock(devices: Document, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
+def check_clock(node: Document, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
     """Compare the time of the exporter's last poll with this machine's clock."""
-    taken = devices.get("taken_unix_seconds")
+    taken = node.get("taken_unix_seconds")
     if taken is None:
         fix = "wait for the first poll; without one, the driver hangs: see /health"
         yield Finding("clock", WARN, "not compared: there is no recent poll of the driver", fix)
@@ -181,6 +182,20 @@ def check_pid_namespace(processes: Sequence[Document], *, mode: str | None, driv
         yield Finding("pid namespace", PASS, f"{reporters} matched with the driver's processes")
     else:
         yield Finding("pid namespace", PASS, "the exporter and the driver use the same pids")
+
+
+def check_jobs(findings: Sequence[Document]) -> Iterator[Finding]:
+    """Report what the exporter finds wrong with the jobs of the node."""
+    # The line of the exporter's health has the driver, its devices and the parts of the exporter.
+    of_jobs = [each for each in findings if each["severity"] != "info" and each["kind"] not in _OF_HEALTH]
+    for each in of_jobs:
+        clear = each.get("clear")
+        pids = clear["target"]["pid"] if clear else None
+        named = ",".join(map(str, pids)) if isinstance(pids, list) else pids
+        fix = f"see `gpumem-exporter clear --pid {named} --dry-run`" if clear else ""
+        yield Finding("jobs", WARN, f"{each['title']}: {each['sentence']}", fix)
+    if not of_jobs:
+        yield Finding("jobs", PASS, "nothing needs attention")
 
 
 def _listed(processes: Sequence[Document]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN
+from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
@@ -26,11 +27,12 @@ from gpumem_exporter.cli.fleet.selection import (
 )
 from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS, action_request
 from gpumem_exporter.cli.program import FAILED, one_line
-from gpumem_exporter.cli.render.action_tables import result_order, result_tables, summary
+from gpumem_exporter.cli.render.action_tables import result_order, result_tables
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
+from gpumem_exporter.view.sentences import sentence, subject
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,14 +72,13 @@ class FleetResult:
     process by other labels and no process matched.
     """
 
-    action: str
-    dry_run: bool
+    body: Mapping[str, Any]
+    """The request, without the targets."""
     rows: Sequence[Row]
     at_step: int | None = None
     """The step of a group."""
     cancel_reason: str = ""
     """Why a group was canceled; empty if it was not."""
-    settle_seconds: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -92,38 +93,40 @@ class FleetResult:
             print_warnings(warnings)
             show(open_console(), self._tables())
 
-    def _sum(self, name: str) -> int | None:
-        return sum_of_known([row.get(name) for row in self.rows]) if self.rows else None
-
     def _document(self, warnings: Sequence[str], query: str) -> dict[str, Any]:
-        return {
-            "action": self.action,
+        sums = {
+            name: sum_of_known([row.get(name) for row in self.rows]) if self.rows else None
+            for name in ("freed_bytes", "still_free_bytes")
+        }
+        document = {
+            "action": self.body["action"],
             "query": query,
-            "dry_run": self.dry_run,
+            "mode": self.body.get("mode", "now"),
+            "dry_run": self.body["dry_run"],
             "state": "done" if self.done else "failed",
             "at_step": self.at_step,
             "called_off": self.cancel_reason,
             "results": list(self.rows),
-            "freed_bytes": self._sum("freed_bytes"),
-            "still_free_bytes": self._sum("still_free_bytes"),
+            **sums,
+            "settle_seconds": self.body.get("settle_seconds", 0.0),
             "warnings": list(warnings),
         }
+        return {**document, "subject": subject(self.rows), "sentence": sentence(document)}
 
     def _tables(self) -> Iterator[RenderableType]:
         if not self.rows:
             yield plain("The query selects no process. There is nothing to do.")
             return
-        yield from result_tables(self.rows, self.action)
+        document = self._document((), "")
+        yield from result_tables(document)
         if self.cancel_reason and not self.done:
             yield plain(f"Canceled: {self.cancel_reason}.", "bold red")
             acted = [f"rank {row.get('rank') or UNKNOWN} on {row['instance']}" for row in self.rows if _is_done(row)]
             only = f"Only some ranks acted: {', '.join(dict.fromkeys(acted))}."
             yield plain(only, "bold red") if acted else plain("No rank acted.")
         elif self.at_step is not None:
-            yield plain(f"{'Would act' if self.dry_run else 'All acted'} after step {self.at_step}.")
-        totals = {"settle_seconds": self.settle_seconds, "still_free_bytes": self._sum("still_free_bytes")}
-        document = {"action": self.action, "results": self.rows, **totals}
-        yield plain(summary(document, dry_run=self.dry_run), "bold")
+            yield plain(f"{'Would act' if self.body['dry_run'] else 'All acted'} after step {self.at_step}.")
+        yield plain(document["sentence"], "bold")
 
 
 @dataclass(frozen=True)
@@ -201,9 +204,7 @@ class _Run:
     ) -> FleetResult:
         rows = [*((request.exporter, row) for request in requests for row in result_rows(request)), *failed]
         rows.sort(key=lambda item: (natural_order(item[0]), result_order(item[1])))
-        body, sorted_rows = self.body, [row for _, row in rows]
-        settle_seconds = body.get("settle_seconds", 0.0)
-        return FleetResult(body["action"], body["dry_run"], sorted_rows, at_step, cancel_reason, settle_seconds)
+        return FleetResult(self.body, [row for _, row in rows], at_step, cancel_reason)
 
 
 def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[ExporterRequest]:
@@ -227,4 +228,4 @@ def _one_workload(processes: Sequence[TargetProcess]) -> str:
 
 
 def _is_done(row: Row) -> bool:
-    return bool(row["outcome"] == "done")
+    return is_done(row["outcome"])

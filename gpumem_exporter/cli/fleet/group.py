@@ -15,6 +15,7 @@ from typing import Any
 
 from gpumem_client.wire.units import UNKNOWN, counted
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, StepRate, first_common_step, require_in_time
+from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess, target_process
 from gpumem_exporter.errors import GroupIncompleteError
@@ -151,7 +152,7 @@ def _missing_ranks(world_size: int, known: Collection[str]) -> str:
 
 def _failure_of(request: ExporterRequest) -> str:
     """Why a rank at an exporter does not take part; empty if all do."""
-    undone = [row for row in request.action.get("results") or () if row.get("outcome") != "done"]
+    undone = [row for row in request.action.get("results") or () if not is_done(row["outcome"])]
     if request.failure is not None:
         failure = request.failure
     elif undone:

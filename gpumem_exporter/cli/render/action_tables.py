@@ -1,150 +1,141 @@
-"""The results of an action: a row for each process and device, the reasons of failures, and the total."""
+"""The results of an action: a row for each process and device, the reasons of failures, and the sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_seconds
+from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.render.terminal import plain, table
+from gpumem_exporter.view.sentences import job_name, sentence, subject
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
 Document = Mapping[str, Any]
+_Column = tuple[str, str, Callable[[Document], "str | Text"]]
 
-_NAMES = (("pid", "right"), ("workload", "cut"), ("rank", "right"), ("gpu", "left"), ("outcome", "left"))
-_COLUMNS = (*_NAMES, *((name, "right") for name in ("before", "after", "freed", "took")))
 _NAMED_PROCESSES_MAX = 8
-_DONE = {
-    "reset_peak": ("Would reset the peaks", "Reset the peaks"),
-    "snapshot": ("Would write a snapshot", "Wrote a snapshot"),
-    "set_memory_fraction": ("Would cap the reserved memory", "Capped the reserved memory"),
-}
-"""The summary of actions that free nothing: of a dry run, and of a real one."""
 
 
-def action_tables(action: Document, *, dry_run: bool) -> Iterator[RenderableType]:
+def action_tables(action: Document) -> Iterator[RenderableType]:
     """Yield all that an action prints, from top to bottom."""
-    yield from result_tables(sorted(action.get("results") or (), key=result_order), action.get("action"))
-    yield plain(summary(action, dry_run=dry_run), "bold")
+    yield from result_tables({**action, "results": sorted(action["results"], key=result_order)})
+    if action["state"] in ("queued", "running"):
+        yield plain(f"Action {action['id']} is {action['state']}; see GET /api/v1/actions/{action['id']}.", "bold")
+    else:
+        yield plain(sentence(action), "bold")
+    if action.get("when"):
+        yield plain(action["when"])
 
 
-def result_tables(results: Sequence[Document], action: str | None) -> Iterator[RenderableType]:
-    """Yield the table of results, the reasons of failures, and the paths of snapshots.
+def result_tables(action: Document) -> Iterator[RenderableType]:
+    """Yield the table of an action's results, the reasons of failures, and the largest blocks of snapshots.
 
     The results of a fleet have the `instance` of their exporter.
     """
-    of_fleet = any("instance" in result for result in results)
-    # A garbage collection frees memory in the allocator alone.
-    memory = "allocated" if action == "collect_garbage" else "reserved"
+    results, name = action["results"], action["action"]
     if results:
-        columns = ((("exporter", "left"),) if of_fleet else ()) + _COLUMNS
-        rows = (((result["instance"],) if of_fleet else ()) + _cells(result, memory) for result in results)
-        yield table("", columns, rows)
+        columns: list[_Column] = [*_NAMES, *_SIZES.get((name, action["dry_run"]), (_TOOK,))]
+        if any("instance" in result for result in results):
+            columns.insert(0, ("exporter", "left", lambda result: result["instance"]))
+        rows = results
+        if name == "snapshot":  # of the process on all its devices
+            columns = [column for column in columns if column[0] != "gpu"]
+            of_processes: dict[object, Document] = {}
+            for result in sorted(results, key=lambda result: not result.get("snapshot")):
+                of_processes.setdefault((result.get("instance"), result["pid"]), result)
+            rows = list(of_processes.values())
+        cells = ([cell(result) for _, _, cell in columns] for result in rows)
+        yield table("", [(heading, side) for heading, side, _ in columns], cells)
     for reason in reasons(results):
         yield plain(reason, "red")
     for result in results:
-        if result.get("snapshot"):
-            yield plain(_snapshot(result))
+        largest = ((result.get("snapshot") or {}).get("largest") or [{}])[0]
+        if largest.get("frame"):
+            size, frame = human_bytes(largest["size_bytes"]), largest["frame"]
+            yield plain(f"{subject([result])}: the largest block is {size} from {frame}")
 
 
 def reasons(results: Sequence[Document]) -> Iterator[str]:
-    """Yield a line for each exporter, outcome other than `done`, and reason. A line names the first pids."""
-    pids_by_reason: dict[tuple[str, str, str], dict[str, None]] = {}
+    """Yield a line for each exporter, outcome that is not done, and reason. A line names the job and the first pids."""
+    found: dict[tuple[str, str, str], list[Document]] = {}
     for result in results:
-        if result.get("outcome") != "done":
-            key = (result.get("instance") or "", str(result.get("outcome")), result.get("reason") or "")
-            pids = pids_by_reason.setdefault(key, {})
-            if result["pid"] is not None:
-                pids[str(result["pid"])] = None
-    for (instance, outcome, reason), pids in pids_by_reason.items():
-        more = " and others" if len(pids) > _NAMED_PROCESSES_MAX else ""
-        listed = f"pid {', '.join(list(pids)[:_NAMED_PROCESSES_MAX])}{more}" if pids else ""
-        yield ": ".join(filter(None, (instance, listed, outcome, reason)))
+        if not is_done(result["outcome"]):
+            key = (result.get("instance") or "", result["outcome"], result.get("reason") or "")
+            found.setdefault(key, []).append(result)
+    for (instance, outcome, reason), refused in found.items():
+        known = list(dict.fromkeys(str(result["pid"]) for result in refused if result["pid"] is not None))
+        more = " and others" if len(known) > _NAMED_PROCESSES_MAX else ""
+        listed = f"pid {', '.join(known[:_NAMED_PROCESSES_MAX])}{more}" if known else ""
+        named = known and len({job_name(result) for result in refused}) == 1 and refused[0].get("workload")
+        yield ": ".join(filter(None, (instance, f"{subject(refused)}, {listed}" if named else listed, outcome, reason)))
 
 
 def result_order(result: Document) -> tuple[str, str, str, str]:
-    """Return a sort key: by workload and rank; rank 10 is after rank 9."""
+    """Return a sort key: by job and rank; rank 10 is after rank 9."""
     rank, pid = (result.get("rank") or "").zfill(9), str(result["pid"] or "").zfill(12)
-    return (result.get("workload") or "", rank, pid, result.get("gpu") or "")
+    return (job_name(result), rank, pid, result.get("gpu") or "")
 
 
-def summary(action: Document, *, dry_run: bool) -> str:
-    """Return the last line of an action."""
-    name, state = action.get("action") or "", action.get("state")
-    if state in ("queued", "running"):
-        return f"Action {action.get('id')} is {state}; see GET /api/v1/actions/{action.get('id')} for its results."
-    results = action.get("results") or []
-    # Equal pids on two nodes are two processes.
-    outcomes = {(result.get("instance"), result["pid"], result.get("outcome") == "done") for result in results}
-    done = sum(is_done for *_, is_done in outcomes)
-    processes = len({(instance, pid) for instance, pid, _ in outcomes})
-    where = f"in {done} of {processes} process{'' if processes == 1 else 'es'}"
-    if name in _DONE:
-        return f"{_DONE[name][not dry_run]} {where}."
-    if name == "collect_garbage":
-        return _collected(results, where, dry_run=dry_run)
-    known = [result["freed_bytes"] for result in results if result.get("freed_bytes") is not None]
-    if not known:
-        return f"{'Would be done' if dry_run else 'Done'} {where}; the freed bytes are not known."
-    if not dry_run and sum(known) > 0 and action.get("still_free_bytes") is not None:
-        return _settled(action, sum(known), where if done < processes else "", "job" if processes == 1 else "jobs")
-    return f"{'Would free' if dry_run else 'Freed'} {human_bytes(sum(known))} {where}."
+def _outcome(result: Document) -> Text:
+    outcome = str(result["outcome"])
+    return plain(outcome.replace("_", " "), "green" if is_done(outcome) else "red")
 
 
-def _settled(action: Document, freed_bytes: int, where: str, job: str) -> str:
-    """Return the last line of a clear that has measured how much stayed free."""
-    still_free_bytes = action["still_free_bytes"]
-    missing = any(result.get("freed_bytes") and result.get("still_free_bytes") is None for result in action["results"])
-    if still_free_bytes == 0 and not missing:
-        reserved = f": the {job} reserved it again"
-    else:
-        reserved = "" if missing or still_free_bytes == freed_bytes else f": the {job} reserved the rest again"
-    freed = " ".join(filter(None, (f"Freed {human_bytes(freed_bytes)}", where)))
-    still_free = f"{'at least ' if missing else ''}{human_bytes(still_free_bytes)}"
-    return f"{freed}; {still_free} of it is still free after {action['settle_seconds']:g} s{reserved}."
+def _bytes(name: str) -> Callable[[Document], str]:
+    return lambda result: human_bytes(result.get(f"{name}_bytes"))
 
 
-def _cells(result: Document, memory: str) -> tuple[str | Text, ...]:
-    outcome = str(result.get("outcome") or UNKNOWN)
-    freed = result.get("freed_bytes") if memory == "reserved" else _freed_in_allocator_bytes(result)
-    return (
-        UNKNOWN if result["pid"] is None else str(result["pid"]),
-        result.get("workload") or UNKNOWN,
-        result.get("rank") or UNKNOWN,
-        result.get("gpu") or result.get("uuid") or UNKNOWN,
-        plain(outcome, "green" if outcome == "done" else "red"),
-        human_bytes(result.get(f"{memory}_before_bytes")),
-        human_bytes(result.get(f"{memory}_after_bytes")),
-        human_bytes(freed),
-        human_seconds(result.get("duration_seconds")),
-    )
+def _difference(more: str, less: str) -> Callable[[Document], str]:
+    """The difference of two sizes; unknown if one is. It is negative if user code allocated more meanwhile."""
+
+    def cell(result: Document) -> str:
+        before, after = result.get(f"{more}_bytes"), result.get(f"{less}_bytes")
+        return UNKNOWN if before is None or after is None else human_bytes(before - after)
+
+    return cell
 
 
-def _snapshot(result: Document) -> str:
-    """The path of a snapshot, and its largest block."""
-    snapshot = result["snapshot"]
-    line = f"pid {result['pid']}: {snapshot['path']} ({human_bytes(snapshot['size_bytes'])})"
-    largest = (snapshot.get("largest") or [{}])[0]
-    if largest.get("frame"):
-        line += f"; largest: {human_bytes(largest['size_bytes'])} from {largest['frame']}"
-    return line
+def _snapshot(name: str) -> Callable[[Document], Any]:
+    return lambda result: (result.get("snapshot") or {}).get(name)
 
 
-def _collected(results: Sequence[Document], where: str, *, dry_run: bool) -> str:
-    if dry_run:
-        return f"Would collect garbage {where}; the freed bytes are not known in advance."
-    known = [size for size in map(_freed_in_allocator_bytes, results) if size is not None]
-    if not known:
-        return f"Collected garbage {where}; the freed bytes are not known."
-    freed = sum(known)
-    change = f"allocated memory {'grew' if freed < 0 else 'fell'} by {human_bytes(abs(freed))}"
-    return f"Collected garbage {where}: {change}. Freed memory stays in the cache until a clear."
+_NAMES: tuple[_Column, ...] = (
+    ("job", "cut", lambda result: name if (name := job_name(result)) != f"pid {result['pid']}" else UNKNOWN),
+    ("rank", "right", lambda result: result.get("rank") or UNKNOWN),
+    ("pid", "right", lambda result: UNKNOWN if result["pid"] is None else str(result["pid"])),
+    ("gpu", "left", lambda result: result.get("gpu") or result.get("uuid") or UNKNOWN),
+    ("outcome", "left", _outcome),
+)
+_TOOK: _Column = ("took", "right", lambda result: human_seconds(result.get("duration_seconds")))
+_STAYS_FREE: _Column = ("stays free", "right", _bytes("still_free"))
+_AGAIN: _Column = ("again", "right", _difference("freed", "still_free"))
+_RESERVED: _Column = ("reserved", "right", _bytes("reserved_before"))
+_LIMIT: _Column = ("limit", "right", _bytes("limit"))
+_FREED: _Column = ("freed", "right", _bytes("freed"))
 
-
-def _freed_in_allocator_bytes(result: Document) -> int | None:
-    """Return by how much allocated memory fell; negative if user code allocated more meanwhile."""
-    before, after = result.get("allocated_before_bytes"), result.get("allocated_after_bytes")
-    return None if before is None or after is None else before - after
+_SIZES: Mapping[tuple[str, bool], tuple[_Column, ...]] = {
+    ("empty_cache", True): (_STAYS_FREE, _AGAIN, _RESERVED),
+    ("empty_cache", False): (_STAYS_FREE, _FREED, ("reserved", "right", _bytes("reserved_after")), _TOOK),
+    ("collect_garbage", True): (("allocated", "right", _bytes("allocated_before")),),
+    ("collect_garbage", False): (
+        ("before", "right", _bytes("allocated_before")),
+        ("after", "right", _bytes("allocated_after")),
+        ("collected", "right", _difference("allocated_before", "allocated_after")),
+        _TOOK,
+    ),
+    ("reset_peak", True): (),
+    ("snapshot", True): (),
+    ("snapshot", False): (
+        ("size", "right", lambda result: human_bytes(_snapshot("size_bytes")(result))),
+        ("path", "wrap", lambda result: _snapshot("path")(result) or UNKNOWN),
+    ),
+    ("set_memory_fraction", True): (_LIMIT, _RESERVED),
+    ("set_memory_fraction", False): (_LIMIT, _RESERVED, _TOOK),
+    ("terminate", True): (("frees", "right", _bytes("freed")),),
+    ("terminate", False): (_FREED, _TOOK),
+}
+"""The columns of an action and of its dry run besides the names. `gc` and `reset-peak` free nothing to the driver."""

@@ -104,3 +104,8 @@ def plain(value: object, style: str = "") -> Text:
 def print_json(document: Any) -> None:
     """Print a JSON document: ASCII, indented, keys in the exporter's order."""
     print(json.dumps(document, indent=2))
+
+
+def print_json_line(document: Any) -> None:
+    """Print a JSON document as one line."""
+    print(json.dumps(document))

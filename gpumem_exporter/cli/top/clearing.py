@@ -8,23 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from gpumem_client.wire.errors import GpumemError
+from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.clear import (
-    engine_waits,
-    expect,
-    joined,
-    notes,
-    processes_named,
-    send_all,
-    stays_free,
-    waits_for,
-    when,
-)
+from gpumem_exporter.cli.clear import act, plan_clear, question
 from gpumem_exporter.cli.live import in_daemon_thread
-from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.cli.render.action_tables import reasons, summary
+from gpumem_exporter.cli.render.action_tables import reasons
+from gpumem_exporter.view.sentences import sentence
 
 Row = Mapping[str, Any]
 
@@ -78,39 +69,28 @@ class Clearing:
         self._note(f"dry run of a clear of {name} …", None)
         try:
             with self._open_api(url) as api:
-                expected = await in_daemon_thread(lambda: expect(api, body))
-                done = [result for result in expected.results if result["outcome"] == "done"]
+                plan = await in_daemon_thread(lambda: plan_clear(api, body))
+                done = [result for result in plan.results if is_done(result["outcome"])]
                 if not any(result.get("freed_bytes") != 0 for result in done):
-                    return " ".join(notes(expected)) or f"{processes_named(expected.results)}: {stays_free(expected)}"
+                    return " ".join(reasons(plan.results)) or f"{name}: {sentence(plan.expected)}"
                 self._note("", None)
-                sentences = [stays_free(expected), *filter(None, [when(expected)]), *notes(expected)]
-                if not await self._ask(f"Clear {processes_named(done)}? y/n  {' '.join(sentences)}"):
+                if not await self._ask(f"{question(plan)} y/n"):
                     return ""
-                self._note(f"clearing {processes_named(done)} …", None)
+                self._note(f"clearing {plan.subject} …", None)
                 loop = asyncio.get_running_loop()
 
                 def say(text: str) -> None:
-                    loop.call_soon_threadsafe(self._note, text, None)
+                    loop.call_soon_threadsafe(self._note, f"{one_line(text)} c cancels.", None)
 
                 return await in_daemon_thread(lambda: self._cleared(api, body, say))
         except GpumemError as error:
             return one_line(str(error))
 
     def _cleared(self, api: ExporterApi, body: Row, say: Callable[[str], None]) -> str:
-        expected = expect(api, body)  # the job may have changed since the question
         self._stopped = threading.Event()
-        if expected.waiting:
-            say(f"{waits_for(expected)}; c cancels.")
-
-        def show_engines(action: Mapping[str, Any]) -> None:
-            if sentences := engine_waits(action):
-                say(f"{' '.join(sentences)} c cancels.")
-
-        wait_seconds = max(request["deadline_seconds"] for request in expected.requests) + ANSWER_GRACE_SECONDS
-        stopped = self._stopped.is_set
-        action = joined(send_all(api, expected, wait_seconds=wait_seconds, observe=show_engines, stopped=stopped))
-        outcome = f"{processes_named(expected.results)}: {summary(action, dry_run=False)}"
-        return one_line(" ".join(reasons(action.get("results") or [])) or outcome)
+        # The job may have changed since the question.
+        action = act(api, plan_clear(api, body), say=say, stopped=self._stopped.is_set)
+        return one_line(" ".join(reasons(action["results"])) or sentence(action))
 
 
 def _refusal(row: Row | None, url: str) -> str:

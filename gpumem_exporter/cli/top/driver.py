@@ -11,7 +11,7 @@ from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.host.linux import LinuxHost
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 from gpumem_exporter.nvml.reader import NodeReader
-from gpumem_exporter.server.api.documents import devices_document, processes_document
+from gpumem_exporter.view.documents import devices_document, processes_document
 
 
 class DriverReader:

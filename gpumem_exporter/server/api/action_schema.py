@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from gpumem_exporter.actions.request import (
 )
 from gpumem_exporter.server.http.problems import FieldError, ProblemError
 from gpumem_exporter.server.http.replies import iso_time
+from gpumem_exporter.view import sentences
 
 MAX_WAIT_SECONDS = 60.0
 MAX_FIELDS = 64
@@ -154,9 +155,14 @@ class _ActionValues(TypedDict):
     waits_for: Annotated[
         list[EngineWait], Field(description="the starting inference engines that it waits for; in a dry run, would")
     ]
+    subject: Annotated[str, Field(description="the job of its results, or the number of their processes, for people")]
+    sentence: Annotated[
+        str, Field(description="what it waits for or did, for people; in a dry run what it would do and stays free")
+    ]
 
 
-_COPIED = tuple(name for name in _ActionValues.__annotations__ if name not in ("created", "target", "waits_for"))
+_COMPUTED = ("created", "target", "waits_for", "subject", "sentence")
+_COPIED = tuple(name for name in _ActionValues.__annotations__ if name not in _COMPUTED)
 _RESULT = tuple(field.name for field in fields(ActionResult))
 
 
@@ -167,6 +173,9 @@ class ActionDocument(_ActionValues):
     suggested: Annotated[
         NotRequired[list[SuggestedDocument]],
         Field(description="for a dry run of empty_cache without mode: the requests that clear these processes"),
+    ]
+    when: Annotated[
+        NotRequired[str], Field(description="with `suggested`, which jobs clear at the end of a step, for people")
     ]
 
 
@@ -182,13 +191,16 @@ class ActionsDocument(TypedDict):
     actions: list[ListedActionDocument]
 
 
-def action_document(action: Action) -> dict[str, Any]:
-    """Return an action as an `ActionDocument`."""
-    return {**_values(action), "results": [_result(result) for result in action.results]}
+def action_document(action: Action, suggested: Sequence[ActionRequest] = ()) -> dict[str, Any]:
+    """Return an action as an `ActionDocument`, with the requests that the exporter suggests for its dry run."""
+    document = _values(action)
+    if suggested:
+        document["suggested"] = [_suggested(request) for request in suggested]
+        document["when"] = sentences.when(document)
+    return {**document, **_sentences(document)}
 
 
-def suggested_document(request: ActionRequest) -> dict[str, Any]:
-    """Return a suggested request as a `SuggestedDocument`."""
+def _suggested(request: ActionRequest) -> dict[str, Any]:
     return {
         "target": request.target.document(),
         "mode": request.mode,
@@ -199,7 +211,14 @@ def suggested_document(request: ActionRequest) -> dict[str, Any]:
 
 def listed_action_document(action: Action) -> dict[str, Any]:
     """Return an action as a `ListedActionDocument`."""
-    return {**_values(action), "outcomes": action.outcomes}
+    document = _values(action)
+    words = _sentences(document)
+    del document["results"]
+    return {**document, **words, "outcomes": action.outcomes}
+
+
+def _sentences(document: Mapping[str, Any]) -> dict[str, str]:
+    return {"subject": sentences.subject(document["results"]), "sentence": sentences.sentence(document)}
 
 
 def _values(action: Action) -> dict[str, Any]:
@@ -208,6 +227,7 @@ def _values(action: Action) -> dict[str, Any]:
         "created": iso_time(action.created_unix_seconds),
         "target": action.target.document(),
         "waits_for": [asdict(engine) for engine in action.waits_for],
+        "results": [_result(result) for result in action.results],
     }
 
 

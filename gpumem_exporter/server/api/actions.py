@@ -35,7 +35,6 @@ from gpumem_exporter.server.api.action_schema import (
     ActionsDocument,
     action_document,
     listed_action_document,
-    suggested_document,
 )
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.http.problems import ProblemError, problems
@@ -168,10 +167,7 @@ class ActionRoutes:
 
 
 def _document(action: Action, suggested: Sequence[ActionRequest]) -> bytes:
-    document = action_document(action)
-    if suggested:
-        document["suggested"] = [suggested_document(each) for each in suggested]
-    return encoded(document)
+    return encoded(action_document(action, suggested))
 
 
 def _listing(actions: Sequence[Action]) -> bytes:

@@ -1,7 +1,8 @@
 """Records actions: each before a process gets its command, and its end before the caller gets the reply.
 
-With `--storage.path`, the records are on disk by then; otherwise they are in memory. After a restart, an action without
-a recorded end has failed. Processes that keep its command forget it. It is unknown whether other processes have run it.
+With `--storage.path`, the records are on disk by then. Otherwise only ends are recorded, in memory. After a restart, an
+action without a recorded end has failed. Processes that keep its command forget it. It is unknown whether other
+processes have run it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
 from gpumem_exporter.events import Event, Query, Recorder
+from gpumem_exporter.events.model import ACTION_REQUESTED
 from gpumem_exporter.events.recorder import read_action, read_requested
 
 T = TypeVar("T")
@@ -56,10 +58,9 @@ class Audit:
         self._restored = asyncio.Event()
 
     async def record(self, submitted: SubmittedAction) -> None:
-        """Record a new action; return when it is on disk, or when the disk fails. Without a disk, return at once."""
-        kept = self._events.action_requested(submitted)
+        """Record a new action; return when it is on disk, or when the disk fails. Without a disk, nothing reads it."""
         if self.durable:
-            await self._events.log.wait_until_kept(kept)
+            await self._events.log.wait_until_kept(self._events.action_requested(submitted))
 
     def finished(self, action: Action) -> None:
         """Count, log and record the end of an action, and poll the driver."""
@@ -93,7 +94,7 @@ class Audit:
         if not self.durable:
             return
         since_unix_seconds = self._wall_clock() - _RESTORED_SECONDS
-        query = Query(since_unix_seconds=since_unix_seconds, types=("action_asked", "action"), limit=_PAGE)
+        query = Query(since_unix_seconds=since_unix_seconds, types=(ACTION_REQUESTED, "action"), limit=_PAGE)
         try:
             while True:
                 try:
@@ -109,7 +110,7 @@ class Audit:
             self._restored.set()
 
     def _restore(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
-        submitted = dict(_readable(events, "action_asked", read_requested))
+        submitted = dict(_readable(events, ACTION_REQUESTED, read_requested))
         finished = dict(_readable(events, "action", read_action))
         ended_ids = {event.detail.get("id") for event in events if event.type == "action"}
         known = [(action, submitted.get(action_id)) for action_id, action in finished.items()]

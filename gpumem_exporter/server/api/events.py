@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
+from urllib.parse import unquote
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi import Query as QueryParameters
@@ -17,12 +19,15 @@ from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.events import AUDIT_TYPES, EVENT_TYPES, Event, EventLog, Page, Query, Recorder
+from gpumem_exporter.events.entries import Entry, fold
 from gpumem_exporter.server.api.action_schema import KnownFields
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH, JOBS_PATH
 
 MAX_LISTED = 1000
+_JOB_ID = re.compile(r"pid~(?P<pid>.+)|(?P<workload>.+)~[0-9a-f]{8}", re.DOTALL)
+"""An id of a job in `/api/v1/live`."""
 _JOB_PAGE = 1000
 _MAX_JOB_PAGES = 8
 """A page has at most 1000 processes and 1 MiB of events."""
@@ -55,17 +60,62 @@ class EventParameters(KnownFields):
         description="only events of these types, separated by commas",
         json_schema_extra={"items": {"type": "string", "enum": list(EVENT_TYPES)}},
     )
+    job: str | None = Field(
+        None,
+        min_length=1,
+        max_length=2 * MAX_LABEL_LENGTH,
+        description="only events about this job: its workload, or its id in `/api/v1/live`; an action is about each "
+        "target",
+    )
+    device: str | None = Field(
+        None, min_length=1, max_length=MAX_LABEL_LENGTH, description="only events about the device of this uuid"
+    )
     pid: str | None = Field(
         None,
         pattern=r"^[0-9]{1,10}(@[0-9]{1,20}(:[0-9]{1,10}(:[0-9a-z.]{1,64})?)?)?$",
         description="only events about this process, as its `pid` label names it; an action is about each target",
     )
     limit: int = Field(100, ge=1, le=MAX_LISTED, description="the maximum number of events; a page may have fewer")
+    fold: bool = Field(
+        False, description="return starts and ends of short jobs as one event, whose `folded` has their numbers"
+    )
+
+    @property
+    def latest(self) -> bool:
+        """Whether the reply has the last events."""
+        return self.after is None and self.since is None
 
     def query(self) -> Query:
         """Return the query for the event log."""
         since = None if self.since is None else self.since.timestamp()
-        return Query(self.after, since, self.type, self.pid, self.limit)
+        pid, workload = self.pid, None
+        if self.job is not None:
+            match = _JOB_ID.fullmatch(self.job)
+            if match is None:
+                workload = self.job
+            elif match["pid"] is not None:
+                pid = match["pid"]
+            else:
+                workload = unquote(match["workload"])
+        # The last 100 entries may stand for many more events.
+        limit = MAX_LISTED if self.fold and self.latest else self.limit
+        return Query(
+            after=self.after,
+            since_unix_seconds=since,
+            types=self.type or EVENT_TYPES,
+            pid=pid,
+            workload=workload,
+            device=self.device,
+            limit=limit,
+        )
+
+
+class FoldedDocument(TypedDict):
+    """Of several starts and ends: how many, and the time of the first."""
+
+    starts: int
+    ends: int
+    first_unix_seconds: float
 
 
 class EventDocument(TypedDict):
@@ -81,6 +131,13 @@ class EventDocument(TypedDict):
     workload: str | None
     rank: str | None
     detail: Annotated[dict[str, Any], Field(description="values that depend on the type")]
+    title: Annotated[str, Field(description="what happened, in one or two words")]
+    text: Annotated[str, Field(description="whose event it is, and its values, in one line")]
+    severity: Annotated[str, Field(json_schema_extra={"enum": ["critical", "warning", "info"]})]
+    folded: Annotated[
+        FoldedDocument | None,
+        Field(description="with `fold`: the event stands for several, of which it is the last; otherwise null"),
+    ]
 
 
 class EventsDocument(TypedDict):
@@ -103,8 +160,8 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
         """The events in the order in which the exporter recorded them.
 
         Without `after` and `since`, the reply has the last `limit` events. With one of them, it has the first `limit`
-        events that match; `after=<next_after>` continues from there. A caller that may only act on its own processes
-        gets no events about the actions of others.
+        events that match; `after=<next_after>` continues from there. With `fold`, the last `limit` events may stand for
+        up to 1000. A caller that may only act on its own processes gets no events about the actions of others.
 
         With `--storage.path`, events are on disk and survive a restart. The reply to a report with an out-of-memory
         error waits up to one second until the event is on disk. If the disk fails, the event stays in memory and
@@ -117,7 +174,10 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
         caller: Caller = request.state.caller
         if caller.rights is not Rights.ALL:
             page = replace(page, events=_for_user(page.events, caller, hide_identities=hide_identities))
-        return json_response(await renderer.render(lambda: encoded(events_document(page))))
+        most = parameters.limit if parameters.latest else MAX_LISTED
+        return json_response(
+            await renderer.render(lambda: encoded(events_document(page, folded=parameters.fold, most=most)))
+        )
 
     return router
 
@@ -134,12 +194,14 @@ def _for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool)
     return tuple(visible)
 
 
-def events_document(page: Page) -> EventsDocument:
-    """Return a page of events as JSON."""
-    return {"events": [_event(event) for event in page.events], "next_after": page.next_after, "more": page.more}
+def events_document(page: Page, *, folded: bool = False, most: int = MAX_LISTED) -> EventsDocument:
+    """Return a page of events as JSON: its last `most` entries."""
+    entries = fold(page.events) if folded else [Entry(event) for event in page.events]
+    return {"events": [_event(entry) for entry in entries[-most:]], "next_after": page.next_after, "more": page.more}
 
 
-def _event(event: Event) -> EventDocument:
+def _event(entry: Entry) -> EventDocument:
+    event = entry.event
     return {
         "id": event.id,
         "type": event.type,
@@ -151,6 +213,12 @@ def _event(event: Event) -> EventDocument:
         "workload": event.workload,
         "rank": event.rank,
         "detail": dict(event.detail),
+        "title": entry.title,
+        "text": entry.text,
+        "severity": entry.severity,
+        "folded": None
+        if not entry.folded
+        else {"starts": entry.starts, "ends": entry.ends, "first_unix_seconds": entry.first_unix_seconds},
     }
 
 

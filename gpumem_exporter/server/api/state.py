@@ -10,9 +10,9 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
-from gpumem_exporter.server.api.documents import devices_document, processes_document
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.server.security.request_guard import Callers
+from gpumem_exporter.view.documents import devices_document, processes_document
 
 
 def _document(name: str, fields: dict[str, Any]) -> Any:
@@ -99,6 +99,8 @@ class ProcessDocument(TypedDict):
     pinned_host_bytes: int | None
     sample_age_seconds: float | None
     last_report_unix_seconds: float | None
+    started_unix_seconds: float | None
+    clears: bool
     actions: list[str]
     devices: list[_ProcessDevice]  # type: ignore[valid-type]
 

@@ -28,6 +28,7 @@ ACTIONS_PATH = "/api/v1/actions"
 ALERTS_PATH = "/api/v1/alerts"
 CALLER_PATH = "/api/v1/caller"
 EVENTS_PATH = "/api/v1/events"
+HISTORY_PATH = "/api/v1/history"
 JOBS_PATH = "/api/v1/jobs"
 LIVE_PATH = "/api/v1/live"
 NVML_PATH = "/api/v1/nvml"
@@ -270,7 +271,7 @@ class Guard:
         await self._require_password(path, peer, headers)
         rule = self.reports if path == REPORTS_PATH else self.callers.rule
         if path != REPORTS_PATH and not is_restricted(path):
-            if path in (CALLER_PATH, LIVE_PATH):
+            if path in (CALLER_PATH, HISTORY_PATH, LIVE_PATH, "/api/v1/live-rows"):
                 require_own_page(headers)
             if self.loopback_only and peer.host and not rule.matches_token(headers):
                 self.own_names.require_own_host(headers)

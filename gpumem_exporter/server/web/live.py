@@ -15,13 +15,13 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.server.api.documents import SeenProcess, devices_document, processes_document, seen_processes
 from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.server.http.problems import problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply
-from gpumem_exporter.server.security.request_guard import LIVE_PATH, Callers
+from gpumem_exporter.server.security.request_guard import Callers
 from gpumem_exporter.server.web.history import History
 from gpumem_exporter.server.web.page import Page
+from gpumem_exporter.view.documents import SeenProcess, devices_document, processes_document, seen_processes
 
 COLUMNS = (
     *("pid", "state", "workload", "rank", "command", "user", "k8s_namespace", "k8s_pod"),
@@ -130,7 +130,7 @@ class LiveRenderings:
         return rendering
 
 
-def live_router(*, renderings: LiveRenderings, history: History, hide_identities_from: Callers | None) -> APIRouter:
+def rows_router(*, renderings: LiveRenderings, history: History, hide_identities_from: Callers | None) -> APIRouter:
     """Return the route that shows the whole node.
 
     `hide_identities_from` identifies the viewers from whom the identities of others' processes are hidden.
@@ -138,7 +138,8 @@ def live_router(*, renderings: LiveRenderings, history: History, hide_identities
     router = APIRouter(tags=["state"])
 
     @router.get(
-        LIVE_PATH,
+        "/api/v1/live-rows",
+        include_in_schema=False,
         responses={
             200: json_reply(LiveDocument),
             304: {"description": "unchanged since the reply whose `ETag` the request has in `If-None-Match`"},

@@ -1,7 +1,7 @@
 """`GET /`: the live page. `GET /docs`: the description of the API in Swagger UI. Neither loads anything from elsewhere.
 
-The live page is one document with its style and its script. Its Content-Security-Policy allows both by their hashes,
-requests to the exporter's own API, and nothing more.
+The live page is one document and its modules, styles and chart library, which have the page's digest in their paths: a
+browser keeps them, and never mixes two versions. All of its addresses are relative, so it works behind a path prefix.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -18,15 +19,17 @@ from fastapi.responses import FileResponse, HTMLResponse
 
 from gpumem_exporter.server.http.replies import accepts_gzip
 
-STYLES = ("theme.css", "layout.css", "devices.css", "processes.css", "dialog.css")
+STYLES = ("uplot/uPlot.min.css", "theme.css", "node.css", "jobs.css", "detail.css")
+LIBRARY = "uplot/uPlot.iife.min.js"
+"""The chart library as it is published; `.ci/fetch-uplot` fetches it again."""
 SCRIPTS = (
-    *("format.js", "ledger.js", "history.js", "access.js", "warnings.js", "devices.js", "processes.js", "events.js"),
-    *("clear.js", "connection.js", "main.js"),
+    *("main.js", "route.js", "connection.js", "api.js", "dom.js", "format.js", "hues.js", "findings.js", "devices.js"),
+    *("jobs.js", "clear.js", "events.js", "detail.js", "processes.js", "oom.js", "timeline.js"),
 )
-"""Joined in this order into one module: each script may use the names of the scripts before it."""
+"""The modules; the first one starts the page."""
 
-_DEMO = """<aside class="demo" aria-label="Demo">\
-<strong>This is a demo.</strong> Devices, processes and events are simulated.</aside>"""
+_DEMO = '<p class="demo">Demo: simulated devices and jobs</p>'
+_TYPES = {"css": "text/css", "js": "text/javascript"}
 
 
 def _hash(text: str) -> str:
@@ -60,12 +63,17 @@ class Page:
         return gzip.compress(self.body, mtime=0)
 
     @cached_property
+    def files(self) -> dict[str, bytes]:
+        """The styles and scripts by name, compressed with gzip."""
+        return {name: gzip.compress(text.encode(), mtime=0) for name, text in self._texts.items()}
+
+    @cached_property
     def headers(self) -> dict[str, str]:
         """The headers of the reply."""
         return {
             **_policy(
-                script_src=_hash(self._script),
-                style_src=_hash(self._style),
+                script_src="'self'",
+                style_src="'self'",
                 connect_src="'self'",
                 img_src="data:",
                 require_trusted_types_for="'script'",
@@ -80,7 +88,12 @@ class Page:
     @cached_property
     def digest(self) -> str:
         """Identifies the page: an open page with another digest than the exporter's reloads itself."""
-        return hashlib.sha256(self._without_digest.encode()).hexdigest()[:16]
+        content = "".join((self._without_digest, *self._texts.values()))
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    @cached_property
+    def _texts(self) -> dict[str, str]:
+        return {name.rpartition("/")[2]: _read(name) for name in (*STYLES, LIBRARY, *SCRIPTS)}
 
     @cached_property
     def _without_digest(self) -> str:
@@ -90,20 +103,20 @@ class Page:
             "telemetry-path": escape(self.telemetry_path),
             "title": "GPU memory (demo)" if self.demo else "GPU memory",
             "demo": _DEMO if self.demo else "",
-            "style": self._style,
-            "script": self._script,
+            "links": "\n".join(_links()),
         }
         for name, text in parts.items():
             page = page.replace(f"<!--{name}-->", text)
         return page
 
-    @cached_property
-    def _style(self) -> str:
-        return "".join(map(_read, STYLES))
 
-    @cached_property
-    def _script(self) -> str:
-        return "".join(map(_read, SCRIPTS))
+def _links() -> Iterator[str]:
+    """Yield the elements that load the files, all of them at once."""
+    paths = {name: f"page/<!--page-->/{name.rpartition('/')[2]}" for name in (*STYLES, LIBRARY, *SCRIPTS)}
+    yield from (f'<link rel="stylesheet" href="{paths[name]}">' for name in STYLES)
+    yield from (f'<link rel="modulepreload" href="{paths[name]}">' for name in SCRIPTS[1:])
+    yield f'<script defer src="{paths[LIBRARY]}"></script>'
+    yield f'<script type="module" src="{paths[SCRIPTS[0]]}"></script>'
 
 
 _API_FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
@@ -141,6 +154,18 @@ def page_router(page: Page) -> APIRouter:
             headers = {**page.headers, "Content-Encoding": "gzip"}
             return Response(page.compressed, headers=headers, media_type="text/html")
         return Response(page.body, headers=page.headers, media_type="text/html")
+
+    @router.get("/page/{digest}/{name}")
+    async def file(request: Request, digest: str, name: str) -> Response:
+        if digest != page.digest or name not in page.files:
+            raise HTTPException(404)
+        headers = {"Cache-Control": "public, max-age=31536000, immutable", "Vary": "Accept-Encoding"}
+        body = page.files[name]
+        if accepts_gzip(request.headers.get("accept-encoding", "")):
+            headers["Content-Encoding"] = "gzip"
+        else:
+            body = gzip.decompress(body)
+        return Response(body, headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
 
     @router.get("/docs")
     async def api_page() -> HTMLResponse:

@@ -194,7 +194,7 @@ def test_a_dry_run_answers_unsupported_and_refused_as_the_action_would(bench: Be
     outcomes = {row.pid: (row.outcome, row.reason_code) for row in rows}
     assert outcomes == {1: ("refused", "reserved_exceeds_fraction"), 3: ("unsupported", "unknown_action")}
     forced = bench.ask("set_memory_fraction", Target(pid=1), fraction=fraction, force=True, dry_run=True)
-    assert {row.outcome for row in forced.results} == {"done"}
+    assert {(row.outcome, row.limit_bytes is None) for row in forced.results} == {("would_set", False)}
 
 
 def test_targets_narrow_each_other(bench: Bench) -> None:

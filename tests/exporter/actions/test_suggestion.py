@@ -8,9 +8,9 @@ import pytest
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.results import dry_run_results
+from gpumem_exporter.actions.results import NodeFacts, dry_run_results
 from gpumem_exporter.actions.selection import select, select_reporting
-from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
+from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears, suggested_mode
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
@@ -107,7 +107,7 @@ def test_a_dry_run_expects_that_the_idle_cache_stays_free(
     of_device = dataclasses.replace(sample(UUIDS[0], 1), idle_cache_bytes=idle, reclaimable_bytes=reclaimable)
     snapshot = Snapshot(0.0, None, (reporting(1, devices=(of_device,)),))
     (selected,) = select_reporting(EVERYTHING, snapshot)
-    (result,) = dry_run_results(selected, ActionRequest("empty_cache", EVERYTHING), {})
+    (result,) = dry_run_results(selected, ActionRequest("empty_cache", EVERYTHING), NodeFacts())
     assert (result.freed_bytes, result.still_free_bytes) == (reclaimable, stays_free)
 
 
@@ -123,3 +123,18 @@ def test_a_suggestion_takes_no_search_for_each_job(monkeypatch: pytest.MonkeyPat
     ranks = [trains(pid, f"llm{pid // 2}", rank=str(pid)) for pid in range(2, 82)]
     assert len(suggested(*ranks).requests) == 40
     assert len(searches) == 2
+
+
+@pytest.mark.parametrize(
+    ("job", "mode"),
+    [
+        ([idles(1)], ("now", False)),
+        ([trains(2, "llm")], ("step", False)),
+        ([trains(2, "llm"), trains(3, "llm")], ("step", True)),
+        ([trains(2, "llm"), trains(3, "llm", step_seconds=None)], ("step", False)),
+        ([trains(2, "llm", step_seconds=2000.0), trains(3, "llm", step_seconds=2000.0)], ("step", False)),
+    ],
+)
+def test_the_mode_of_a_job_is_the_mode_of_its_requests(job: list[ReportingProcess], mode: tuple[str, bool]) -> None:
+    assert suggested_mode(job, 0.0) == mode
+    assert mode in [(request.mode, request.group) for request in suggested(*job).requests]

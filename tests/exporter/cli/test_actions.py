@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
 from gpumem_exporter.cli.commands import actions
 from gpumem_exporter.cli.commands.actions import exit_code
 from gpumem_exporter.cli.main import main
@@ -17,8 +18,8 @@ def _result(**changes: Any) -> dict[str, Any]:
     return {**row(4711, workload="llm", duration_seconds=0.0031, **sizes), **changes}
 
 
-def _printed(action: dict[str, Any], *, dry_run: bool = False, width: int = 80) -> list[str]:
-    return printed(*action_tables(action, dry_run=dry_run), width=width)
+def _printed(action: dict[str, Any], width: int = 80) -> list[str]:
+    return printed(*action_tables(action), width=width)
 
 
 @pytest.fixture
@@ -32,9 +33,9 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         def __exit__(self, *_: object) -> None: ...
 
-        def act(self, body: dict[str, Any], **_: object) -> dict[str, Any]:
+        def submit(self, body: dict[str, Any], **_: object) -> dict[str, Any]:
             bodies.append(body)
-            return action(_result())
+            return {**action(_result()), "settle_seconds": 0.0}
 
     monkeypatch.setattr(actions, "open_api", lambda *_: Api())
     return bodies
@@ -89,36 +90,12 @@ def test_the_exit_code_is_0_only_when_every_result_is_done(answer: dict[str, Any
     assert exit_code(answer, waited=waited) == code
 
 
-@pytest.mark.parametrize(
-    ("pids", "still_free", "line"),
-    [
-        ((1, 1), (0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the job reserved it again."),
-        ((1, 2), (0, 0), "Freed 4.0 GiB; 0 B of it is still free after 10 s: the jobs reserved it again."),
-        ((1, 1), (1, 0), "Freed 4.0 GiB; 1.0 GiB of it is still free after 10 s: the job reserved the rest again."),
-        ((1, 1), (2, 2), "Freed 4.0 GiB; 4.0 GiB of it is still free after 10 s."),
-        ((1, 1), (1, None), "Freed 4.0 GiB; at least 1.0 GiB of it is still free after 10 s."),
-        ((1, 1), (None, None), "Freed 4.0 GiB in 1 of 1 process."),
-    ],
-)
-def test_the_last_line_of_a_settled_clear_is_what_stayed_free(
-    pids: tuple[int, int], still_free: tuple[int | None, int | None], line: str
-) -> None:
-    sizes = [None if gib is None else gib << 30 for gib in still_free]
-    results = [
-        _result(pid=pid, gpu=str(gpu), still_free_bytes=size)
-        for gpu, (pid, size) in enumerate(zip(pids, sizes, strict=True))
-    ]
-    known = [size for size in sizes if size is not None]
-    totals = {"settle_seconds": 10.0, "still_free_bytes": sum(known) if known else None}
-    assert _printed({**action(*results), **totals}, width=120)[-1] == line
-
-
 def test_results_are_sorted_by_workload_and_rank() -> None:
     lines = _printed(action(*(_result(pid=int(rank) + 1, rank=rank) for rank in ("10", "2", "0"))))
-    assert [line.split()[2] for line in lines[1:4]] == ["0", "2", "10"]
+    assert [line.split()[1] for line in lines[1:4]] == ["0", "2", "10"]
 
 
-def test_the_table_fits_in_80_columns_and_cuts_only_the_workload() -> None:
+def test_the_table_fits_in_80_columns_and_cuts_only_the_job() -> None:
     result = _result(
         pid=4194304,
         workload="a-workload-with-quite-a-long-name-of-its-own",
@@ -128,9 +105,10 @@ def test_the_table_fits_in_80_columns_and_cuts_only_the_workload() -> None:
         reserved_before_bytes=1023 << 30,
         reserved_after_bytes=1023 << 20,
         freed_bytes=1023 << 30,
+        still_free_bytes=1023 << 30,
     )
     heading, row, *_ = _printed(action(result))
-    assert heading.split() == ["pid", "workload", "rank", "gpu", "outcome", "before", "after", "freed", "took"]
+    assert heading.split() == ["job", "rank", "pid", "gpu", "outcome", "stays", "free", "freed", "reserved", "took"]
     assert len(row) <= 80
     for cell in ("4194304", "1023", "7:6", "unsupported", "1023 GiB", "1023 MiB", "3.1 ms"):
         assert cell in row
@@ -146,25 +124,34 @@ def test_text_of_the_exporter_cannot_control_the_terminal() -> None:
 
 def test_the_output_of_each_action() -> None:
     refused = _result(outcome="refused", reason="disabled by the program", freed_bytes=None)
-    collected = _result(allocated_before_bytes=3 << 30, allocated_after_bytes=1 << 30, freed_bytes=0)
-    grown = _result(allocated_before_bytes=1 << 30, allocated_after_bytes=3 << 30, freed_bytes=0)
+    collected = _result(allocated_before_bytes=3 << 30, allocated_after_bytes=1 << 30)
+    grown = _result(allocated_before_bytes=1 << 30, allocated_after_bytes=3 << 30)
     largest = [{"size_bytes": 1 << 30, "frame": "train.py:7 step"}]
-    written = _result(snapshot={"path": "/tmp/s.pickle", "size_bytes": 5 << 20, "largest": largest}, freed_bytes=None)
+    path = "/tmp/gpumem-snapshots-1001/llm-4711-20261123T041630.pickle"
+    written = _result(snapshot={"path": path, "size_bytes": 5 << 20, "largest": largest}, freed_bytes=None)
+    limited = _result(limit_bytes=38 << 30, freed_bytes=None)
+    unnamed = {"workload": "", "rank": "", "job": "python train.py"}
+    settled = _result(still_free_bytes=1 << 30)
     cases = {
-        "done": action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, rank="1")),
-        "refused": action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"),
-        "not measured": action(_result(freed_bytes=None)),
-        "not finished": action(state="running"),
-        "garbage": action(collected, _result(pid=4712, freed_bytes=0), action="collect_garbage"),
-        "garbage, grown": action(grown, action="collect_garbage"),
-        "garbage, not measured": action(_result(), action="collect_garbage"),
-        "peaks": action(_result(freed_bytes=0), action="reset_peak"),
-        "snapshot": action(written, action="snapshot"),
-        "fraction": action(_result(), action="set_memory_fraction"),
+        "clear": action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, rank="1")),
+        "clear, settled": action(settled, {**settled, **unnamed, "pid": 4713}, settle_seconds=10.0),
+        "clear, refused": action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"),
+        "clear, not measured": action(_result(freed_bytes=None)),
+        "clear, not finished": action(state="running"),
+        "gc": action(collected, _result(pid=4712), action="collect_garbage"),
+        "gc, grown": action(grown, action="collect_garbage"),
+        "gc, not measured": action(_result(), action="collect_garbage"),
+        "reset-peak": action(_result(), action="reset_peak"),
+        "snapshot": action(written, _result(gpu="1"), {**refused, "pid": 4712}, action="snapshot"),
+        "fraction": action(limited, action="set_memory_fraction"),
+        "terminate": action(_result(**unnamed), action="terminate"),
     }
-    parts = [
-        f"== {name}{', dry run' if dry_run else ''}\n" + "\n".join(_printed(action, dry_run=dry_run)) + "\n"
-        for name, action in cases.items()
-        for dry_run in (False, True)
-    ]
+    parts = []
+    for name, done in cases.items():
+        would = [
+            {**each, "outcome": each["outcome"].replace("done", DRY_RUN_OUTCOMES[done["action"]])}
+            for each in done["results"]
+        ]
+        parts += [f"== {name}", *_printed(done), ""]
+        parts += [f"== {name}, dry run", *_printed({**done, "dry_run": True, "results": would}), ""]
     assert_golden("actions.txt", "\n".join(parts))

@@ -43,21 +43,6 @@ class _Scripted:
         self.closed = True
 
 
-class _Time:
-    """A clock that moves only in `sleep`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.slept: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
-
-
 def _answer(document: object, status: int = 200) -> Answer:
     return Answer(status, {}, json.dumps(document).encode())
 
@@ -68,11 +53,10 @@ def _refused(url: str) -> ExporterUnreachableError:
 
 @pytest.fixture
 def api_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ExporterApi]:
-    """Return a function that connects to scripted transports, with a clock that moves only in `sleep`."""
+    """Return a function that connects to scripted transports."""
 
-    def make(transports: dict[str, _Scripted], time: _Time | None = None, **options: Any) -> ExporterApi:
+    def make(transports: dict[str, _Scripted], **options: Any) -> ExporterApi:
         monkeypatch.setattr(api_client, "Connection", lambda url, **_: transports[url])
-        monkeypatch.setattr(api_client, "time", time or _Time())
         return ExporterApi(list(transports), **options)
 
     return make
@@ -132,8 +116,8 @@ def test_a_public_route_can_receive_the_token_only_after_a_401(api_of: Callable[
 def test_an_action_is_posted_with_a_new_idempotency_key(api_of: Callable[..., ExporterApi]) -> None:
     transport = _Scripted(_answer({"id": "1", "state": "done"}), _answer({"id": "2", "state": "done"}))
     api = api_of({"a": transport})
-    api.act({"action": "empty_cache"}, wait_seconds=3.0)
-    api.act({"action": "empty_cache"}, wait_seconds=3.0)
+    api.submit({"action": "empty_cache"}, hold_seconds=3.0)
+    api.submit({"action": "empty_cache"}, hold_seconds=3.0)
     method, path, body, headers, timeout = transport.requests[0]
     assert (method, path, body) == ("POST", "/api/v1/actions", {"action": "empty_cache", "wait_seconds": 3.0})
     assert headers["Content-Type"] == "application/json"
@@ -141,23 +125,6 @@ def test_an_action_is_posted_with_a_new_idempotency_key(api_of: Callable[..., Ex
     assert timeout > 3.0
     keys = [request[3]["Idempotency-Key"] for request in transport.requests]
     assert len(set(keys)) == 2
-
-
-def test_a_long_wait_holds_the_first_request_and_then_polls(api_of: Callable[..., ExporterApi]) -> None:
-    running = _answer({"id": "7", "state": "running"}, 202)
-    transport = _Scripted(running, _answer({"id": "7", "state": "running"}), _answer({"id": "7", "state": "failed"}))
-    time = _Time()
-    assert api_of({"a": transport}, time).act({}, wait_seconds=40.0)["state"] == "failed"
-    assert transport.requests[0][2]["wait_seconds"] == 3.0
-    assert [request[:2] for request in transport.requests[1:]] == [("GET", "/api/v1/actions/7")] * 2
-    assert len(time.slept) == 2
-
-
-def test_after_the_wait_the_action_is_returned_as_it_is(api_of: Callable[..., ExporterApi]) -> None:
-    transport = _Scripted(*[_answer({"id": "7", "state": "running"}, 202 if i == 0 else 200) for i in range(100)])
-    time = _Time()
-    assert api_of({"a": transport}, time).act({}, wait_seconds=1.0)["state"] == "running"
-    assert time.now == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -7,77 +7,52 @@ import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_exporter.cli import clear
-from gpumem_exporter.cli.clear import ExpectedClear, confirmed, expect, send_all, stays_free, when
-from tests.support.fleet_builders import row
+from gpumem_exporter.cli.clear import Plan, act, confirmed, plan_clear
+from tests.support.fleet_builders import action, row
 
 GIB = 1 << 30
 BODY = {"action": "empty_cache", "target": {"all": True}, "mode": "now", "group": False, "deadline_seconds": 30.0}
 NOW = {"target": {"pid": [1, 2]}, "mode": "now", "group": False, "deadline_seconds": 30.0}
 GROUP = {"target": {"pid": [3, 4]}, "mode": "step", "group": True, "deadline_seconds": 45.0}
-
-
-def size(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * GIB)
-
-
-def result(pid: int, freed: float | None, stays: float | None, workload: str = "", rank: str = "") -> dict[str, Any]:
-    return row(pid, workload=workload, rank=rank, freed_bytes=size(freed), still_free_bytes=size(stays))
-
-
-RANKS = [result(3, 10, 1, "llm", "0"), result(4, 10, 1.2, "llm", "1")]
-OTHERS = [result(1, 4, 4, "notebook"), result(2, 1, 1)]
-
-
-def expected(*results: dict[str, Any], suggested: list[dict[str, Any]]) -> ExpectedClear:
-    return ExpectedClear(BODY, {"results": list(results), "suggested": suggested})
-
-
-@pytest.mark.parametrize(
-    ("results", "suggested", "sentence"),
-    [
-        (RANKS, [GROUP], "Stays free 2.2 GiB; 17.8 GiB more would be reserved again in the next step."),
-        (OTHERS, [NOW], "Stays free 5.0 GiB."),
-        (
-            [*OTHERS, *RANKS],
-            [NOW, GROUP],
-            "Stays free 7.2 GiB; 17.8 GiB more would be reserved again in the next step.",
-        ),
-        ([result(1, 4, 1), *RANKS], [NOW, GROUP], "Stays free 3.2 GiB; 20.8 GiB more would be reserved again."),
-        ([result(1, 4, 4), result(2, 1, None)], [NOW], "Stays free at least 4.0 GiB."),
-        ([result(1, 4, 4), result(2, None, None)], [NOW], "Stays free at least 4.0 GiB."),
-        ([result(1, 4, None)], [NOW], "Would free 4.0 GiB now; how much of it stays free is not known yet."),
-        ([result(1, None, None)], [NOW], "It is not known how much memory a clear would free."),
-        ([result(1, 0, 0)], [NOW], "A clear would free nothing."),
-    ],
-)
-def test_the_figure_is_what_stays_free(
-    results: list[dict[str, Any]], suggested: list[dict[str, Any]], sentence: str
-) -> None:
-    assert stays_free(expected(*results, suggested=suggested)) == sentence
-
-
-def test_the_question_names_the_jobs_that_end_a_step_first() -> None:
-    assert when(expected(*OTHERS, suggested=[NOW])) == ""
-    text = when(expected(*OTHERS, *RANKS, suggested=[NOW, GROUP]))
-    assert text == "At the end of a step, within 45 s: llm (2 ranks). At once: 2 processes."
+EXPECTED = [
+    row(pid, "would_clear", workload=workload, freed_bytes=10 * GIB, still_free_bytes=GIB)
+    for pid, workload in ((1, "notebook"), (2, ""), (3, "llm"), (4, "llm"))
+]
 
 
 class Api:
-    """An exporter whose dry run suggests two parts."""
+    """An exporter whose dry run suggests two parts. Its actions end after `readings` readings."""
 
-    def __init__(self) -> None:
+    def __init__(self, readings: int = 0) -> None:
         self.requests: list[Mapping[str, Any]] = []
+        self.readings = readings
         self.refuses_groups = False
+        self.canceled: list[str] = []
 
-    def act(self, request: Mapping[str, Any], *, wait_seconds: float) -> Any:
+    def submit(self, request: Mapping[str, Any], **_: float) -> Any:
         self.requests.append(request)
-        return {"state": "done", "dry_run": True, "results": [*OTHERS, *RANKS], "suggested": [NOW, GROUP]}
-
-    def submit(self, request: Mapping[str, Any]) -> Any:
-        self.requests.append(request)
-        if request["group"] and self.refuses_groups:
+        if request.get("dry_run"):
+            return action(*EXPECTED, dry_run=True, suggested=[NOW, GROUP])
+        if request.get("group") and self.refuses_groups:
             raise ExporterAnswerError(409, "rank 1 makes no steps")
-        return {"id": str(len(self.requests)), "state": "done", "results": []}
+        return self.action(str(len(self.requests)))
+
+    def action(self, action_id: str) -> Any:
+        self.readings -= 1
+        done = row(1, freed_bytes=GIB, still_free_bytes=None)
+        common = {"id": action_id, "settle_seconds": 0.0, "freed_bytes": GIB, "mode": self.requests[-1].get("mode")}
+        return {**action(state="running"), **common} if self.readings >= 0 else {**action(done), **common}
+
+    def cancel(self, action_id: str) -> Any:
+        self.canceled.append(action_id)
+        self.readings = 0
+        return self.action(action_id)
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(clear, "_POLL_SECONDS", 0.001)
+    return Api()
 
 
 @pytest.mark.parametrize(
@@ -92,31 +67,61 @@ class Api:
     ],
 )
 def test_the_answer_chooses_the_modes(
-    answer: str, free_mode: bool, modes: list[str] | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    api: Any, answer: str, free_mode: bool, modes: list[str] | None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("builtins.input", lambda _: answer)
-    chosen = confirmed(Api(), BODY, free_mode=free_mode)  # type: ignore[arg-type]
+    def answered(prompt: str) -> str:
+        print(prompt)
+        return answer
+
+    monkeypatch.setattr("builtins.input", answered)
+    chosen = confirmed(api, BODY, free_mode=free_mode)
     assert (None if chosen is None else [request["mode"] for request in chosen.requests]) == modes
-    printed = capsys.readouterr().out
-    assert "Stays free 7.2 GiB" in printed
-    assert "llm (2 ranks)" in printed
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Clear 4 processes? Stays free 4.0 GiB; 36.0 GiB more would be reserved again." in text
+    assert "llm (2 ranks)" in text
+    assert ("[y/N/now]" in text, "[y/N]" in text) == (free_mode, not free_mode)
     assert clear.can_ask() is False
 
 
-def test_a_dry_run_leaves_mode_and_default_deadline_to_the_exporter() -> None:
-    api = Api()
-    expect(api, BODY)  # type: ignore[arg-type]
-    expect(api, {**BODY, "deadline_seconds": 7.0})  # type: ignore[arg-type]
+def test_a_dry_run_leaves_mode_and_default_deadline_to_the_exporter(api: Any) -> None:
+    plan_clear(api, BODY)
+    plan_clear(api, {**BODY, "deadline_seconds": 7.0})
     assert ["mode" in request for request in api.requests] == [False, False]
     assert [request.get("deadline_seconds") for request in api.requests] == [None, 7.0]
 
 
-def test_a_part_that_is_refused_does_not_hide_the_results_of_the_others() -> None:
-    api = Api()
+def test_a_part_that_is_refused_does_not_hide_the_results_of_the_others(api: Any) -> None:
     api.refuses_groups = True
-    done, refused = send_all(api, expect(api, BODY), wait_seconds=1.0)  # type: ignore[arg-type]
-    assert done["state"] == "done"
-    assert [(each["pid"], each["outcome"], each["reason"]) for each in refused["results"]] == [
-        (3, "refused", "rank 1 makes no steps"),
-        (4, "refused", "rank 1 makes no steps"),
+    document = act(api, plan_clear(api, BODY))
+    assert [(each["pid"], each["outcome"]) for each in document["results"]] == [
+        *((1, "done"), (3, "refused"), (4, "refused")),
     ]
+    assert (document["state"], document["freed_bytes"]) == ("failed", GIB)
+
+
+def test_the_only_request_that_is_refused_is_an_error(api: Any) -> None:
+    api.refuses_groups = True
+    with pytest.raises(ExporterAnswerError):
+        act(api, Plan({**BODY, "mode": "step", "group": True}))
+
+
+@pytest.mark.parametrize("wait_seconds", [None, 5.0])
+def test_an_action_is_read_until_it_ends(api: Any, wait_seconds: float | None) -> None:
+    api.readings = 3
+    said: list[str] = []
+    document = act(api, Plan({**BODY, "mode": "step"}), wait_seconds=wait_seconds, say=said.append)
+    assert document["state"] == "done"
+    assert len(said) == 3
+    assert "at most 30 s" in said[0]
+
+
+def test_after_the_wait_the_action_is_returned_as_it_is(api: Any) -> None:
+    api.readings = 1000
+    assert act(api, Plan(BODY), wait_seconds=0.01)["state"] == "running"
+    assert act(api, Plan(BODY), wait_seconds=0)["state"] == "running"
+
+
+def test_a_stop_cancels_what_has_not_started(api: Any) -> None:
+    api.readings = 1000
+    assert act(api, plan_clear(api, BODY), stopped=lambda: True)["state"] == "done"
+    assert api.canceled == ["2", "3"]

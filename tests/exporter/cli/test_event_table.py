@@ -6,16 +6,18 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.render.event_table import event_table
-from tests.support.golden import printed
+from gpumem_exporter.cli.render.event_table import event_line, event_table
+from gpumem_exporter.events import Event, Page
+from gpumem_exporter.server.api.events import events_document
+from tests.support.golden import assert_golden, printed
 from tests.support.top_documents import GIB, event
 
 _NOON = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
 _OOM = {
     "requested_bytes": 2 * GIB,
-    "device_free_bytes": 3 * GIB,
+    "device_free_bytes": GIB,
     "limit_bytes": 40 * GIB,
-    "allocator": {"reserved_bytes": 39 * GIB, "fragmented_bytes": GIB},
+    "allocator": {"reserved_bytes": 30 * GIB, "fragmented_bytes": GIB},
 }
 
 
@@ -25,39 +27,9 @@ def _lines(events: list[dict[str, Any]], width: int = 200, *, wrap: bool = False
     return lines
 
 
-def _line(of: dict[str, Any]) -> str:
-    (line,) = _lines([of])
-    return " ".join(line.split())
-
-
-@pytest.mark.parametrize(
-    ("type_", "detail", "parts"),
-    [
-        ("oom", _OOM, ("GPU 0", "llm rank 3 (pid 7)", "2.0 GiB", "3.0 GiB", "39.0 GiB", "40.0 GiB", "1.0 GiB")),
-        ("oom", {**_OOM, "device_free_bytes": GIB, "allocator": None}, ("2.0 GiB", "1.0 GiB")),
-        ("of_tomorrow", {}, ("12:00:00", "of_tomorrow", "GPU 0")),
-        ("action", {"of": "another version"}, ("12:00:00", "action", "GPU 0")),
-        ("oom", None, ("12:00:00", "GPU 0")),
-    ],
-)
-def test_an_event_shows_its_device_process_and_sizes(type_: str, detail: Any, parts: tuple[str, ...]) -> None:
-    line = _line(event(1, type_, _NOON, detail=detail))
-    assert [part for part in parts if part not in line] == []
-    sizes = [part for part in parts if part.endswith("GiB")]
-    assert re.findall(r"[\d.]+ [KMG]iB", line) == sizes
-
-
-def test_an_event_without_a_device_or_process_names_none() -> None:
-    nowhere = dict.fromkeys(("gpu", "uuid", "pid"))
-    without_process = event(1, "process_ended", _NOON, **nowhere, workload="", rank="", detail={"reason": "x"})
-    assert re.fullmatch(r"12:00:00 \D*: x", _line(without_process))
-    assert re.search(r"GPU-0\b", _line(event(1, "device_lost", _NOON, gpu=None)))
-    assert "pid 1@4026531836" in _line(event(1, "process_started", _NOON, workload="", pid="1@4026531836"))
-
-
 def test_the_newest_event_is_first_and_another_day_has_its_date() -> None:
     listed = [event(1, "a", _NOON + 9), event(2, "b", _NOON - 86400), event(3, "c", _NOON)]
-    assert [re.split(" +", line)[:-2] for line in _lines(listed)] == [
+    assert [re.split(" +", line) for line in _lines(listed)] == [
         ["12:00:09", "a"],
         ["12:00:00", "c"],
         ["03-03", "12:00:00", "b"],
@@ -65,11 +37,20 @@ def test_the_newest_event_is_first_and_another_day_has_its_date() -> None:
 
 
 def test_a_long_event_is_cut_or_has_several_lines() -> None:
-    lines = _lines([event(1, "oom", _NOON, detail=_OOM)], 60, wrap=True)
+    oom = event(1, "oom", _NOON, detail=_OOM)
+    lines = _lines([oom], 60, wrap=True)
     assert len(lines) > 1
     assert "1.0 GiB fragmented" in " ".join(" ".join(lines).split())
-    (cut,) = _lines([event(1, "oom", _NOON, detail=_OOM)], 60)
+    (cut,) = _lines([oom], 60)
     assert cut.endswith("…")
+    line = event_line(oom, _NOON, 60).plain
+    assert len(line) == 60
+    assert line.endswith("…")
+
+
+def test_an_event_of_version_0_2_has_its_time_and_type() -> None:
+    old = {"id": 1, "type": "device_lost", "unix_seconds": _NOON, "detail": {}}
+    assert event_line(old, _NOON, 80).plain.split() == ["12:00:00", "device_lost"]
 
 
 @pytest.mark.parametrize("wrap", [True, False])
@@ -80,9 +61,50 @@ def test_text_of_an_event_cannot_control_the_terminal(wrap: bool) -> None:
         **dict.fromkeys(("error", "reason", "action", "state", "requested_by", "rule"), hostile),
         "freed_bytes": 0,
         "results": [],
-        "processes": [],
     }
     identity = dict.fromkeys(("gpu", "uuid", "workload", "rank", "pid"), hostile)
-    types = ("oom", "device_lost", "process_ended", "action", "action_asked", hostile)
+    types = ("oom", "device_lost", "process_ended", "action", hostile)
     listed = [event(number, type_, _NOON, **identity, detail=detail) for number, type_ in enumerate(types)]
-    assert all(line.isprintable() for line in _lines(listed, 100, wrap=wrap))
+    lines = [*_lines(listed, 100, wrap=wrap), *(event_line(each, _NOON, 100).plain for each in listed)]
+    assert all(line.isprintable() for line in lines)
+
+
+def _day() -> list[Event]:
+    """A day of a node: a training job of four ranks, short jobs, an out-of-memory error, a lost device, actions."""
+    midnight = _NOON - 12 * 3600
+    job: dict[str, Any] = {"workload": "llm-pretrain", "owner": "uid:1001"}
+    of_eval: dict[str, Any] = {"workload": "nightly-eval", "owner": "uid:1002"}
+    of_indexer: dict[str, Any] = {"workload": "rag-indexer", "owner": "uid:1003", "gpu": "4", "uuid": "GPU-4"}
+    exited = {"reason": "the process exited"}
+    clear = {"action": "empty_cache", "state": "done", "freed_bytes": 9 * GIB, "reason": "room for the release run"}
+    ranks = [{"pid": pid, "workload": "llm-pretrain"} for pid in range(4)]
+    return [
+        *(Event("process_started", midnight - 3600 + rank, pid=rank, rank=str(rank), **job) for rank in range(4)),
+        *(
+            Event(type_, midnight + 10_000 + 60 * run + after, pid=100 + run, detail=exited, **of_eval)
+            for run in range(14)
+            for type_, after in (("process_started", 0), ("process_ended", 20))
+        ),
+        Event("oom", midnight + 13_324, pid=4711, detail={**_OOM, "device_free_bytes": GIB // 2}, **of_indexer),
+        Event("process_ended", midnight + 13_330, pid=4711, detail=exited, **of_indexer),
+        Event("device_lost", midnight + 20_000, gpu="7", uuid="GPU-7", detail={"error": "GPU is lost"}),
+        Event("device_returned", midnight + 20_090, gpu="7", uuid="GPU-7"),
+        Event(
+            "action",
+            _NOON - 60,
+            workload="llm-pretrain",
+            detail={**clear, "requested_by": "unix:uid=1001:pid=7", "results": ranks},
+        ),
+        Event(
+            "policy_stopped",
+            _NOON - 30,
+            detail={"rule": "idle-notebooks", "reason": "3 clears freed nothing that lasted"},
+        ),
+    ]
+
+
+def test_the_lines_of_a_day() -> None:
+    page = Page(tuple(_day()), 0, more=False)
+    lines = [event_line(dict(each), _NOON, 80).plain for each in events_document(page, folded=True)["events"]]
+    assert max(map(len, lines)) <= 80
+    assert_golden("events.txt", "\n".join(lines) + "\n")

@@ -26,6 +26,7 @@ def refused(instance: str, pid: int | None, reason: str, **changes: Any) -> dict
     return on(instance, pid, "refused", reason=reason, **nothing, **changes)
 
 
+CLEAR = {"action": "empty_cache", "mode": "now", "dry_run": False}
 MANY_REFUSED = [
     *(refused("node1", pid, "no-token") for pid in range(1, 11)),
     refused("node2", 5, "no-token"),
@@ -36,7 +37,7 @@ HALF_DONE = [on("node1", rank="0"), refused("node2", 1, "cancelled", rank="1")]
 
 
 def test_warnings_of_prometheus_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    FleetResult("empty_cache", False, []).print(["store b\nis down"], query="q", as_json=False)
+    FleetResult(CLEAR, []).print(["store b\nis down"], query="q", as_json=False)
     captured = capsys.readouterr()
     assert "store b" not in captured.out
     assert captured.err.startswith("warning: ")
@@ -45,10 +46,11 @@ def test_warnings_of_prometheus_go_to_standard_error(capsys: pytest.CaptureFixtu
 
 def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [on("node1"), refused("node2", None, "no")]
-    FleetResult("empty_cache", False, rows, 7, "why").print(["w"], query="q > 1", as_json=True)
+    FleetResult(CLEAR, rows, 7, "why").print(["w"], query="q > 1", as_json=True)
     assert json.loads(capsys.readouterr().out) == {
         "action": "empty_cache",
         "query": "q > 1",
+        "mode": "now",
         "dry_run": False,
         "state": "failed",
         "at_step": 7,
@@ -56,9 +58,12 @@ def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> N
         "results": rows,
         "freed_bytes": 2 << 30,
         "still_free_bytes": None,
+        "settle_seconds": 0.0,
         "warnings": ["w"],
+        "subject": "train (2 ranks)",
+        "sentence": "Freed 2.0 GiB in train rank 0. 1 of 2 processes acted.",
     }
-    FleetResult("empty_cache", False, [], 7, "why").print([], query="q > 1", as_json=True)
+    FleetResult(CLEAR, [], 7, "why").print([], query="q > 1", as_json=True)
     assert json.loads(capsys.readouterr().out)["freed_bytes"] is None
 
 
@@ -101,13 +106,13 @@ def test_the_document_of_an_overview_names_exporters_that_do_not_answer() -> Non
 
 def test_the_output_of_fleet_commands(capsys: pytest.CaptureFixture[str]) -> None:
     actions = {
-        "clear": FleetResult("empty_cache", False, [on("node1"), on("node2"), on("node2", gpu="1")]),
-        "clear, refused": FleetResult("empty_cache", False, MANY_REFUSED),
-        "clear, nothing selected": FleetResult("empty_cache", False, []),
-        "clear of a group": FleetResult("empty_cache", False, HALF_DONE[:1], 90),
-        "clear of a group, dry run": FleetResult("empty_cache", True, HALF_DONE[:1], 90),
-        "clear of a group, half done": FleetResult("empty_cache", False, HALF_DONE, 90, "node2: refused: no-token"),
-        "clear of a group, not done": FleetResult("empty_cache", False, HALF_DONE[1:], 90, "node2: refused: no-token"),
+        "clear": FleetResult(CLEAR, [on("node1"), on("node2"), on("node2", gpu="1")]),
+        "clear, refused": FleetResult(CLEAR, MANY_REFUSED),
+        "clear, nothing selected": FleetResult(CLEAR, []),
+        "clear of a group": FleetResult(CLEAR, HALF_DONE[:1], 90),
+        "clear of a group, dry run": FleetResult({**CLEAR, "dry_run": True}, HALF_DONE[:1], 90),
+        "clear of a group, half done": FleetResult(CLEAR, HALF_DONE, 90, "node2: refused: no-token"),
+        "clear of a group, not done": FleetResult(CLEAR, HALF_DONE[1:], 90, "node2: refused: no-token"),
     }
     overviews = {
         "info": Overview({A: devices(GPU, LOST), B: Failure("failed", "no-answer"), C: devices(GPU)}),

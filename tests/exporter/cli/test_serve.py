@@ -15,7 +15,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
     calls: list[tuple[Settings, bool]] = []
     stand_in = ModuleType("gpumem_exporter.server.serve")
 
-    def run(settings: Settings, *, demo: bool = False) -> int:
+    def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = None) -> int:
+        assert demo_processes in (None, 256)
         calls.append((settings, demo))
         return 0
 
@@ -70,3 +71,10 @@ def test_an_empty_flag_overrides_the_environment(
     assert main(["serve", "--web.listen-socket", "", "--action.allow", ""]) == 0
     assert served[0][0].web_listen_socket == ""
     assert served[0][0].action_allow == ()
+
+
+def test_the_number_of_simulated_processes_needs_a_demo(served: list[tuple[Settings, bool]]) -> None:
+    assert main(["serve", "--demo", "--demo.processes", "256"]) == 0
+    assert main(["serve", "--demo.processes", "256"]) == 2
+    assert main(["serve", "--demo", "--demo.processes", "0"]) == 2
+    assert served == [(Settings(), True)]

@@ -20,6 +20,7 @@ from gpumem_exporter.cli.render.terminal import open_console, show
 from gpumem_exporter.cli.top.app import NodeTop, ProcessTable
 from gpumem_exporter.cli.top.content import SORTS, View, once
 from gpumem_exporter.cli.top.source import Reading
+from tests.support.fleet_builders import action as ended
 from tests.support.golden import assert_golden
 from tests.support.top_documents import GIB, device, event, process, reading, unreported
 from tests.support.waiting import patient
@@ -34,7 +35,7 @@ _RESULT = {
     "freed_bytes": 3 * GIB,
     "still_free_bytes": 3 * GIB,
 }
-_RANKS = [{**_RESULT, "pid": pid, "rank": str(pid - 7), "still_free_bytes": GIB} for pid in (7, 8)]
+_RANKS = [{**_RESULT, "pid": pid, "rank": str(pid - 7), "still_free_bytes": GIB, "step": 5} for pid in (7, 8)]
 _AT_ONCE = {"target": {"pid": 7}, "mode": "now", "group": False, "deadline_seconds": 30.0}
 _GROUP = {"target": {"pid": [7, 8]}, "mode": "step", "group": True, "deadline_seconds": 45.0}
 
@@ -70,19 +71,20 @@ class _World:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def act(self, request: Mapping[str, Any], *, wait_seconds: float) -> Any:
-        assert request["dry_run"]
-        return {**self.submit(request), "state": "done", "results": self.results, "suggested": [self.suggested]}
-
-    def submit(self, request: Mapping[str, Any]) -> Any:
+    def submit(self, request: Mapping[str, Any], **_: float) -> Any:
         self.requests.append(request)
         if self.error is not None:
             raise self.error
-        return self.action("")
+        if not request.get("dry_run"):
+            return self.action("")
+        expected = [{**each, "outcome": each["outcome"].replace("done", "would_clear")} for each in self.results]
+        return {**ended(*expected, dry_run=True), "suggested": [self.suggested]}
 
     def action(self, _: str) -> Any:
-        state, results = ("running", []) if self.waits else ("done", self.results)
-        return {"id": "a", "action": "empty_cache", "state": state, "results": results, "waits_for": self.engines}
+        sent = self.sent[-1]
+        results = [] if self.waits else [{**each, "still_free_bytes": None} for each in self.results]
+        action = ended(*results, state="running" if self.waits else "done")
+        return {**action, "mode": sent["mode"], "settle_seconds": 0.0, "waits_for": self.engines}
 
     def cancel(self, _: str) -> Any:
         self.waits = False
@@ -309,10 +311,9 @@ async def _question(world: _World, pilot: Pilot[None]) -> str:
 
 async def test_a_clear_starts_with_a_dry_run_of_the_job_and_a_question() -> None:
     world = _World()
-    world.results[0]["reason"] = "an-engine-starts"
     async with world.on_screen() as pilot:
         text = await _question(world, pilot)
-        assert "Clear llm rank 0? y/n Stays free 3.0 GiB. pid 7: an-engine-starts" in text
+        assert "Clear llm rank 0? Stays free 3.0 GiB. y/n" in text
         (dry_run,) = world.requests
         assert "mode" not in dry_run, "the exporter chooses"
         assert dry_run["target"] == {"workload": "llm", "user": "alice"}
@@ -321,7 +322,7 @@ async def test_a_clear_starts_with_a_dry_run_of_the_job_and_a_question() -> None
         assert world.sent == []
         await _question(world, pilot)
         await pilot.press("y")
-        await _until(lambda: "Freed 3.0 GiB in 1 of 1 process" in world.text, "the result")
+        await _until(lambda: "Freed 3.0 GiB in llm rank 0." in world.text, "the result")
         (sent,) = world.sent
         assert (sent["mode"], sent["target"]) == ("now", {"pid": 7})
 
@@ -338,16 +339,19 @@ async def test_the_ranks_of_a_job_clear_as_a_group_and_a_wait_can_be_cancelled()
     world.results, world.suggested = _RANKS, _GROUP
     async with world.on_screen() as pilot:
         text = await _question(world, pilot)
-        assert "Clear llm (2 ranks)? y/n" in text
-        assert "Stays free 2.0 GiB; 4.0 GiB more would be reserved again in the next step." in text
+        sentence = "Stays free 2.0 GiB; 4.0 GiB more would be reserved again in the next step."
+        assert f"Clear llm (2 ranks)? {sentence}" in text
         assert "within 45 s" in text
         world.waits = True
         await pilot.press("y")
-        await _until(lambda: "at most 45 s; c cancels" in " ".join(world.text.split()), "the wait")
+        await _until(lambda: "at most 45 s. c cancels" in " ".join(world.text.split()), "the wait")
         (sent,) = world.sent
         assert (sent["mode"], sent["group"], sent["target"]) == ("step", True, {"pid": [7, 8]})
         await pilot.press("c")
-        await _until(lambda: "pid 7, 8: refused: cancelled" in world.text, "the end of the clear")
+        await _until(
+            lambda: "llm (2 ranks), pid 7, 8: refused: cancelled" in " ".join(world.text.split()),
+            "the end of the clear",
+        )
 
 
 async def test_a_clear_that_waits_for_an_engine_names_it() -> None:
@@ -360,7 +364,7 @@ async def test_a_clear_that_waits_for_an_engine_names_it() -> None:
         parts = ("pid 9", "VLLM::EngineCore", "GPU 0", "01:00:00", "c cancels")
         await _until(lambda: all(part in world.text for part in parts), "the engine")
         await pilot.press("c")
-        await _until(lambda: "pid 7: refused: cancelled" in world.text, "the end of the clear")
+        await _until(lambda: "llm rank 0, pid 7: refused: cancelled" in world.text, "the end of the clear")
 
 
 async def test_a_question_expires(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +381,10 @@ async def test_a_question_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "shown"),
     [
         ({"results": [{**_RESULT, "freed_bytes": 0, "still_free_bytes": 0}]}, "A clear would free nothing."),
-        ({"results": [{**_RESULT, "outcome": "gone", "reason": "process-ended"}]}, "pid 7: gone: process-ended"),
+        (
+            {"results": [{**_RESULT, "outcome": "gone", "reason": "process-ended"}]},
+            "llm rank 0, pid 7: gone: process-ended",
+        ),
         ({"error": ExporterAnswerError(403, "token:\n--action.token-file")}, "token: --action.token-file"),
     ],
 )
@@ -413,7 +420,12 @@ def _all_events() -> tuple[dict[str, Any], ...]:
         "limit_bytes": 40 * GIB,
         "allocator": {"reserved_bytes": 39 * GIB, "fragmented_bytes": GIB},
     }
-    done = {**action, "state": "done", "freed_bytes": 3 * GIB, "results": [{"pid": 7}, {"pid": 8}]}
+    done = {
+        **action,
+        "state": "done",
+        "freed_bytes": 3 * GIB,
+        "results": [{"pid": 7, "workload": "llm"}, {"pid": 8, "workload": "llm"}],
+    }
     types: tuple[tuple[str, Any], ...] = (
         ("oom", oom),
         ("oom", {"requested_bytes": None}),
@@ -421,7 +433,6 @@ def _all_events() -> tuple[dict[str, Any], ...]:
         ("device_returned", {}),
         ("process_started", {}),
         ("process_ended", {"reason": "its reporter stopped"}),
-        ("action_asked", {**action, "processes": [[7, "llm", "3"]]}),
         ("action", done),
         ("action", {**done, "action": "reset_peak", "reason": "", "state": "failed"}),
         ("policy_stopped", {"rule": "hoard", "reason": "in vain"}),

@@ -13,7 +13,7 @@ from tests.support.top_documents import device, event, live, process
 
 _DEVICES = {"source": "nvml", "taken_unix_seconds": 1e9, "nvml": {"up": True}, "devices": [device("0")]}
 _PROCESSES = {"source": "nvml", "processes": [process(7, "0")]}
-_NODE = "/api/v1/live?processes=documents"
+_NODE = "/api/v1/live-rows?processes=documents"
 
 
 class _Api:

@@ -69,6 +69,20 @@ def test_an_error_is_shown_for_an_hour_by_the_monotonic_clock_even_after_its_pro
     assert bench.lines() == []
 
 
+def test_an_error_that_a_process_does_not_survive_is_known() -> None:
+    bench = Bench()
+    for pid, age_seconds in ((7, 100.0), (8, 1.0), (9, 1.0)):
+        bench.report(pid, oom(age_seconds=age_seconds), session=f"session-{pid}")
+    for process in bench.snapshot().processes:
+        if process.key.pid != 9:
+            bench.store.forget(process.key)
+    assert {error.pid: error.ended_process for error in bench.snapshot().ooms} == {
+        "7@1": False,
+        "8@1": True,
+        "9@1": False,
+    }
+
+
 def test_the_error_of_a_lost_device_keeps_its_index() -> None:
     bench = Bench()
     bench.reading(device(gpu="3"))

@@ -15,7 +15,7 @@ from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, SilentReporter, Snapshot
-from gpumem_exporter.server.api.documents import processes_document
+from gpumem_exporter.view.documents import processes_document
 from tests.support.builders import MIB, device, node, reporting, sample
 
 SAMPLE = (sample(allocated=MIB),)

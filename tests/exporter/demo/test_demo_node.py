@@ -10,7 +10,7 @@ from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import Command, CommandResult, DeviceSample, Reply, Report
 from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
-from gpumem_exporter.demo import DemoNode
+from gpumem_exporter.demo import DemoNode, workloads_of
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
@@ -125,6 +125,19 @@ def test_the_demo_starts_with_a_busy_node(node: DemoNode) -> None:
         component for sample in shown for component in sample.component_bytes
     }
     assert all(0 < node.provider.read_utilization_ratio(device.uuid) <= 1 for device in node.provider.devices())
+
+
+@pytest.mark.parametrize("count", [3, 15, 40])
+def test_a_demo_of_another_size_has_exact_ledgers(count: int) -> None:
+    node = DemoNode(seed=1, clock=lambda: START, workloads=workloads_of(count))
+    processes = node.simulation.processes()
+    assert len(processes) == len({process.pid for process in processes}) == count
+    jobs = [process.identity.workload for process in processes if not process.identity.rank and process.reports]
+    assert len(jobs) == len(set(jobs))
+    for ledger in node_ledgers(snapshot(node)).values():
+        assert sum(ledger.categories.values()) == ledger.total_bytes
+        assert ledger.categories["unattributed"] == 0
+        assert min(ledger.categories.values()) >= 0
 
 
 def test_the_same_seed_creates_the_same_node_and_another_seed_another() -> None:

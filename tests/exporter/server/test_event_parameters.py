@@ -18,9 +18,29 @@ def test_without_parameters_a_query_returns_the_last_hundred_events() -> None:
 
 
 def test_each_parameter_becomes_part_of_the_query() -> None:
-    given = query(after="7", since="12.5", type=["oom,device_lost", "oom"], pid="4711", limit="1000")
-    assert given == Query(7, 12.5, ("oom", "device_lost"), "4711", 1000)
+    given = query(after="7", since="12.5", type=["oom,device_lost", "oom"], pid="4711", device="GPU-1", limit="1000")
+    assert given == Query(7, 12.5, ("oom", "device_lost"), "4711", device="GPU-1", limit=1000)
     assert query(pid="1@4026532007").pid == "1@4026532007"
+
+
+@pytest.mark.parametrize(
+    ("job", "pid", "workload"),
+    [
+        ("llm", None, "llm"),
+        ("llm~1f3a9c0e", None, "llm"),
+        ("llm%20a~b~1f3a9c0e", None, "llm a~b"),
+        ("llm~", None, "llm~"),
+        ("pid~4711", "4711", None),
+        ("pid~1@4026532007:1001", "1@4026532007:1001", None),
+    ],
+)
+def test_a_job_is_a_workload_or_an_id(job: str, pid: str | None, workload: str | None) -> None:
+    assert (query(job=job).pid, query(job=job).workload) == (pid, workload)
+
+
+def test_the_last_folded_events_come_from_the_last_thousand() -> None:
+    assert query(fold="1", limit="40").limit == 1000
+    assert query(fold="1", limit="40", after="7").limit == 40
 
 
 @pytest.mark.parametrize(
@@ -47,7 +67,8 @@ def test_since_is_unix_seconds_or_rfc_3339(text: str, seconds: float) -> None:
         *(("after", value) for value in ("", "-1", "1.5", "x", "9223372036854775808", "9" * 5000)),
         *(("limit", value) for value in ("0", "1001", "")),
         *(("pid", value) for value in ("", "-1", "self", "1@", "1@x", "1 ")),
-        *(("type", [value]) for value in ("", "ooms", "oom,", "oom,nothing")),
+        *(("type", [value]) for value in ("", "ooms", "oom,", "oom,nothing", "action_asked")),
+        *((name, "") for name in ("job", "device", "fold")),
         ("typ", "oom"),
     ],
 )

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
-from gpumem_exporter.server.api.documents import devices_document, processes_document
 from gpumem_exporter.server.api.report_schema import contradictions
 from gpumem_exporter.server.web.live import COLUMNS, LiveState
 from gpumem_exporter.server.web.page import Page
+from gpumem_exporter.view.documents import devices_document, processes_document
 from tests.support.exposition_builders import exposition, text_of
 from tests.support.random_snapshots import SNAPSHOTS
 

@@ -1,6 +1,7 @@
 """Every query of every dashboard on a real Prometheus that scrapes the demo and an emulated node with real torch.
 
-The demo is scraped twice, as two nodes with equal pids, which the queries must not mix up.
+The demo is scraped twice, as two nodes with equal pids, which the queries must not mix up. One of the two has a label
+`cluster`, and the others have none.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
             )
             targets = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
             targets[ALSO_DEMO] = targets[DEMO]
-            with RunningPrometheus(folder / "prometheus", targets) as prometheus:
+            with RunningPrometheus(folder / "prometheus", targets, clusters={ALSO_DEMO: "second"}) as prometheus:
                 found = Scraped(Prometheus(prometheus.url), node, processes)
                 _begin_to_work(node, processes)
                 _wait_for_scrapes(found)
@@ -294,8 +295,9 @@ def test_every_variable_has_choices_and_every_table_has_one_row_per_subject(
 ) -> None:
     dashboard = load(name)
     scope = scraped.scope(dashboard, node)
+    without = {(DEMO, "rank"), (EMULATED, "namespace")}
     for variable in dashboard["templating"]["list"]:
-        if variable["type"] == "query" and not (variable["name"] == "rank" and node == DEMO):
+        if variable["type"] == "query" and (node, variable["name"]) not in without:
             assert variable_values(variable, scraped.prometheus, scope, scope.variables), variable["name"]
     for panel in all_panels(dashboard):
         if panel["type"] != "table" or panel["transformations"][0]["id"] != "merge":
@@ -342,6 +344,25 @@ def test_the_table_of_processes_equals_the_books_of_the_node(scraped: Scraped) -
     assert (steady["Workload"], steady["Rank"], steady["Reports"]) == ("train", "1", "true")
     assert steady["Reserved"] == steady["Allocated"] + steady["Reclaimable"] + steady["Fragmented"]
     assert steady["Used"] == steady["Reserved"] + steady["Non-torch"]
+
+
+def test_the_coverage_of_the_node_is_the_share_of_its_reporters(scraped: Scraped) -> None:
+    for name in ("node", "fleet"):
+        document = load(name)
+        (panel,) = (panel for panel in all_panels(document) if panel["title"] == "Coverage")
+        scope = scraped.scope(document, EMULATED)
+        reporters = "|".join(str(scraped.processes[process].pid) for process in ("leaks", "steady"))
+        used = f'gpumem_process_memory_used_bytes{{instance="{EMULATED}", pid=~"%s"}}'
+        reported, whole = sum(scraped.values(used % reporters, scope)), sum(scraped.values(used % ".*", scope))
+        assert 0 < reported < whole
+        assert scraped.value(panel["targets"][0]["expr"], scope) == pytest.approx(reported / whole)
+
+
+def test_a_cluster_selects_its_nodes(scraped: Scraped) -> None:
+    for cluster, nodes in (("second", {ALSO_DEMO}), ("", {DEMO, EMULATED})):
+        rows = scraped.rows("fleet", "Jobs", ".*", cluster=cluster)
+        assert {row["Node"] for row in rows} == nodes
+        assert {row.get("Cluster", "") for row in rows} == {cluster}
 
 
 def test_a_real_error_has_a_row_an_annotation_and_a_verdict(scraped: Scraped) -> None:

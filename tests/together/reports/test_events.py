@@ -287,7 +287,7 @@ def test_a_process_that_survives_a_killed_exporter_has_started_once(
     assert ended["pid"] == dies.pid
     died = ended["detail"]["reason"]
     assert ended["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
-    assert [event["type"] for event in exporter.events(pid=lives.pid)] == ["process_started", "action_asked", "action"]
+    assert [event["type"] for event in exporter.events(pid=lives.pid)] == ["process_started", "action"]
     lives.call("stop_client")
     wait_for(lambda: len(exporter.events(type="process_ended")) == 2, "its last report")
     last = exporter.events(pid=lives.pid)[-1]
@@ -296,17 +296,18 @@ def test_a_process_that_survives_a_killed_exporter_has_started_once(
     assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
 
 
-def test_a_request_and_its_end_are_events_without_a_disk(served: RunningExporter) -> None:
-    served.report(report(4711, devices=(sample(UUIDS[0]),)))
+def test_an_action_has_one_event_when_it_has_ended(served: RunningExporter) -> None:
+    served.report(report(4711, workload="asked", devices=(sample(UUIDS[0]),)))
     asked = served.act(action="empty_cache", target={"pid": 4711}, wait_seconds=0, reason="no disk")
-    requested = wait_for(lambda: served.document(f"{EVENTS}?type=action_asked,action")["events"], "the request")
     action_id = json.loads(asked.body)["id"]
-    assert [(event["type"], event["detail"]["id"]) for event in requested] == [("action_asked", action_id)]
-    assert (requested[0]["pid"], requested[0]["detail"]["reason"]) == (4711, "no disk")
+    of_job = f"{EVENTS}?job=asked&type=action"
+    assert served.document(of_job)["events"] == []
     served.request("DELETE", f"/api/v1/actions/{action_id}")
-    wait_for(lambda: len(served.document(f"{EVENTS}?type=action_asked,action")["events"]) == 2, "its end")
+    (ended,) = wait_for(lambda: served.document(of_job)["events"], "its end")
+    assert (ended["pid"], ended["detail"]["id"], ended["detail"]["reason"]) == (4711, action_id, "no disk")
     served.act(action="empty_cache", target={"pid": 4711}, dry_run=True)
-    assert len(served.document(f"{EVENTS}?type=action_asked,action")["events"]) == 2, "a dry run has no event"
+    assert len(served.document(of_job)["events"]) == 1, "a dry run has no event"
+    assert len(served.document(f"{EVENTS}?device={UUIDS[0]}&type=action")["events"]) >= 1
 
 
 def test_a_lost_device_is_recorded_once_and_its_return_also_after_a_restart(

@@ -227,7 +227,7 @@ def test_the_audit_log_and_the_events_show_a_user_its_own_actions(
     assert {mine["id"], others["id"]} <= {a["id"] for a in root.request(url, "GET", ACTIONS).document["actions"]}
     for action in (mine, others):
         assert root.request(url, "DELETE", f"{ACTIONS}/{action['id']}").document["state"] == "cancelled"
-    seen = eve.request(url, "GET", "/api/v1/events?type=action,action_asked").document["events"]
+    seen = eve.request(url, "GET", "/api/v1/events?type=action").document["events"]
     assert {event["detail"]["requested_by"].partition(":pid=")[0] for event in seen} <= {
         f"unix:uid={EVE}",
         f"loopback:uid={EVE}",
@@ -299,9 +299,10 @@ def test_hidden_identities_are_shown_to_their_owner_and_to_root() -> None:
             (shown[user.uid],) = [one["command"] for one in listed if one["pid"] == ada.pid]
             live = user.request(node.urls["loopback"], "GET", "/api/v1/live").document
             assert ("secret.py" in str(live)) == (user is not eve)
-            whole = user.request(node.urls["loopback"], "GET", "/api/v1/live?processes=documents").document
-            (in_one,) = [one["command"] for one in whole["state"]["processes"] if one["pid"] == ada.pid]
-            assert in_one == shown[user.uid], "`info` and `top` show what the page shows"
+            whole = user.request(node.urls["loopback"], "GET", "/api/v1/live?details=all").document
+            ones = [one for job in whole["jobs"] for one in job["processes"] if one["pid"] == ada.pid]
+            assert [one["command"] for one in ones] == [shown[user.uid]], "`info` shows what the page shows"
+            assert whole["node"]["identities_hidden"] == (user is not root)
         assert shown[EVE] is None
         assert shown[0] is not None
         assert shown[ADA] == shown[0]

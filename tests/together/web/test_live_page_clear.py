@@ -110,8 +110,6 @@ def test_a_clear_frees_what_its_dry_run_showed(
         after = live.ledger(0)
         assert after == {**before, "torch_reclaimable": 0, "free": (before["free"] or 0) + GIB}
         live.page.locator("#events li[data-type=action]").wait_for()
-        requested = live.text("#events li[data-type=action_asked]")
-        assert "empty_cache" in requested
         text = live.text("#events li[data-type=action]")
         assert re.search(r"empty_cache\b.*\b1\b.*\bdone\b.*\b1\.0 GiB", text)
 

@@ -11,42 +11,48 @@ from tests.support.waiting import eventually
 LIVE = "/api/v1/live"
 
 
-def test_the_state_has_the_last_report_and_the_history_the_last_point(exporter: RunningExporter) -> None:
-    exporter.report(report(4711, devices=(sample(UUIDS[0], 30 * MIB, 20 * MIB),)))
-    live = eventually(
-        lambda: exporter.document(LIVE), lambda live: live["state"]["processes"] and live["history"]["seconds"]
-    )
-    (row,) = [dict(zip(live["state"]["columns"], row, strict=True)) for row in live["state"]["processes"]]
-    assert (row["pid"], row["allocated_bytes"], row["reclaimable_bytes"]) == (4711, 30 * MIB, 20 * MIB)
-    assert [device["uuid"] for device in live["state"]["devices"]] == list(UUIDS[:2])
-    line = live["history"]["devices"][UUIDS[1]]
-    assert (set(line["in_use"]), set(line["allocated"])) == ({400}, {0})
+def test_the_job_of_a_report_is_in_the_next_document(exporter: RunningExporter) -> None:
+    for pid in range(4711, 4720):
+        exporter.report(report(pid, devices=(sample(UUIDS[0], 30 * MIB, 20 * MIB),), workload=f"job {pid}"))
+        live = exporter.document(f"{LIVE}?details=all")
+        (job,) = [job for job in live["jobs"] if job["workload"] == f"job {pid}"]
+        assert (job["allocated_bytes"], job["reclaimable_bytes"]) == (30 * MIB, 20 * MIB)
+        assert [process["pid"] for process in job["processes"]] == [pid]
+        assert job["id"] in [used["job"] for used in live["devices"][0]["jobs"]]
+    assert [device["uuid"] for device in live["devices"]] == list(UUIDS[:2])
 
 
-@pytest.mark.parametrize("path", [LIVE, f"{LIVE}?processes=documents"])
-def test_an_unchanged_state_is_not_sent_again(path: str) -> None:
+def test_only_the_requested_job_has_details(exporter: RunningExporter) -> None:
+    for pid in (1, 2):
+        exporter.report(report(pid, devices=(sample(UUIDS[0], MIB),), workload=f"job {pid}"))
+    first, second = sorted(exporter.document(f"{LIVE}?details=all")["jobs"], key=lambda job: str(job["name"]))[-2:]
+    whole = set(first["processes"][0])
+    shown = {job["id"]: job["processes"][0] for job in exporter.document(f"{LIVE}?details={first['id']}")["jobs"]}
+    assert set(shown[first["id"]]) == whole
+    assert set(shown[second["id"]]) < whole
+    assert set(shown[second["id"]]["devices"][0]) < set(shown[first["id"]]["devices"][0])
+
+
+def test_the_processes_are_those_of_the_document_of_processes(exporter: RunningExporter) -> None:
+    exporter.report(report(4711, devices=(sample(UUIDS[0], MIB, MIB),), step=3))
+    known = {each["pid"]: each for each in exporter.document("/api/v1/processes")["processes"]}
+    for job in exporter.document(LIVE)["jobs"]:
+        for process in job["processes"]:
+            (devices, of_known) = (each.pop("devices") for each in (process, known[process["pid"]]))
+            assert process.items() <= known[process["pid"]].items()
+            for shown, whole in zip(devices, of_known, strict=True):
+                assert shown.items() <= whole.items()
+
+
+@pytest.mark.parametrize("path", [LIVE, f"{LIVE}?details=all"])
+def test_an_unchanged_document_is_not_sent_again(path: str) -> None:
     with running_exporter(collect_interval=600.0) as exporter:
-        etag = eventually(lambda: exporter.get(path).headers["etag"], lambda etag: "None" not in etag)
+        etag = eventually(lambda: exporter.get(path), lambda reply: b'"devices":[{' in reply.body).headers["etag"]
         again = exporter.get(path, If_None_Match=etag)
         assert (again.status, again.body) == (304, b"")
         exporter.report(report(4711))
         changed = eventually(lambda: exporter.get(path, If_None_Match=etag), lambda reply: reply.status == 200)
         assert changed.headers["etag"] != etag
-
-
-def test_a_command_gets_a_state_without_delay(exporter: RunningExporter) -> None:
-    for pid in range(1, 20):
-        exporter.report(report(pid))
-        processes = exporter.document(f"{LIVE}?processes=documents")["state"]["processes"]
-        assert pid in [process["pid"] for process in processes]
-
-
-def test_only_newer_points_of_the_history_are_sent(exporter: RunningExporter) -> None:
-    known = eventually(lambda: exporter.document(LIVE)["history"], lambda history: len(history["seconds"]) > 1)
-    since = exporter.document(f"{LIVE}?since={known['seconds'][0]}")["history"]
-    assert since["seconds"][0] == known["seconds"][1]
-    nothing = exporter.document(f"{LIVE}?since=1e12")["history"]
-    assert (nothing["seconds"], nothing["devices"], nothing["span_seconds"]) == ([], {}, 600.0)
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}])

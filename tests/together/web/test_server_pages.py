@@ -89,6 +89,7 @@ def test_the_openapi_document_has_every_route(exporter: RunningExporter) -> None
         ("/api/v1/nvml/release", "post"),
         ("/api/v1/nvml/attach", "post"),
         ("/api/v1/events", "get"),
+        ("/api/v1/history", "get"),
         ("/api/v1/live", "get"),
     }
 
@@ -100,6 +101,7 @@ def test_the_openapi_document_has_every_route(exporter: RunningExporter) -> None
         "/api/v1/devices",
         "/api/v1/processes",
         "/api/v1/events",
+        "/api/v1/history",
         "/api/v1/live",
         "/api/v1/caller",
         "/api/v1/actions",

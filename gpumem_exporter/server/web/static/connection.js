@@ -1,17 +1,18 @@
 // Polls the state once a second while the page is visible. A browser has only six connections to one exporter.
 
-const LIVE = "/api/v1/live";
+import { Refusal, request } from "./api.js";
+
 const POLL_SECONDS = 1;
 const TIMEOUT_SECONDS = 6;
-const OLD_SECONDS = 6; // older values are hidden until the next reply: the page was hidden, or the machine slept
+const OLD_SECONDS = 6; // older values are greyed until the next reply: the page was hidden, or the machine slept
 const REFUSED_SECONDS = 60; // with each refusal, a browser may ask for a password
 
-class Connection {
-  /** `on`: the callbacks for a reply (null if nothing has changed) and for the mode: "live", "waiting", "lost" or "refused". */
+export class Connection {
+  /** `on.path()`: what to request. `on.reply(document)`: null if nothing has changed. `on.mode(mode, reason)`: "live", "waiting", "lost", "refused". */
   constructor(on) {
     this.on = on;
     this.mode = "waiting";
-    this.etag = null;
+    this.known = { path: "", etag: null };
     this.heard = 0; // by Date.now(), because performance.now() may stop while a machine sleeps
     this.polling = false;
     this.nextPoll = 0;
@@ -37,11 +38,11 @@ class Connection {
 
   async poll() {
     this.polling = true;
+    const path = this.on.path();
     let reply;
     try {
-      const headers = this.etag === null || this.isOld() ? {} : { "If-None-Match": this.etag };
-      const since = this.on.since();
-      reply = await access.request(since === null ? LIVE : `${LIVE}?since=${since}`, { seconds: TIMEOUT_SECONDS, headers });
+      const known = this.known.path === path && this.known.etag !== null && !this.isOld();
+      reply = await request(path, { seconds: TIMEOUT_SECONDS, headers: known ? { "If-None-Match": this.known.etag } : {} });
     } catch (error) {
       this.fail(error);
       return;
@@ -49,7 +50,7 @@ class Connection {
       this.polling = false;
     }
     this.heard = Date.now();
-    this.etag = reply.etag;
+    this.known = { path, etag: reply.etag };
     this.enter("live");
     this.on.reply(reply.document);
   }

@@ -1,99 +1,99 @@
-// A card per device, and the bar of the whole node above them.
+// A strip for each device: the memory of its jobs, each in the job's color, with its idle cache hatched.
 
-class DeviceCard {
-  constructor(uuid) {
-    this.uuid = uuid;
-    this.title = h("h3");
-    this.free = h("span", { class: "free-space" });
-    this.allocatable = h("span", { title: "free, and idle cache" });
-    this.model = h("p", { class: "faint model" });
-    this.error = h("p", { class: "error" });
-    this.bar = new LedgerBar();
-    this.amounts = new LedgerValues(false);
-    this.chart = new Chart();
-    this.button = h("button", { type: "button", class: "act", "aria-describedby": "access" });
-    this.button.addEventListener("click", () => clearing.open({ uuid: this.uuid }, this.title.textContent));
-    this.known = h("div", { class: "known" }, this.bar.element, this.amounts.element, this.chart.element, this.button);
-    this.element = h("li", { class: "device" }, h("div", { class: "head" }, this.title, h("p", {}, this.free, " ", this.allocatable)), this.model, this.error, this.known);
-  }
+import { $, arrange, h, setAttribute, setHidden, setText, Views } from "./dom.js";
+import { bytes, gpuName, safe } from "./format.js";
+import { hueOf } from "./hues.js";
+import { deviceHref } from "./route.js";
 
-  update(device, view) {
-    const { memory, ledger } = device;
-    setText(this.title, gpuName(device.gpu, device.uuid));
-    const facts = [device.name, memory === null ? "" : bytes(memory.total_bytes)];
-    if (!device.name.includes(device.mig_profile)) facts.push(`MIG ${device.mig_profile}`); // the driver's name may include it
-    if (device.utilization_ratio !== null) facts.push(`utilization ${percent(device.utilization_ratio)}`);
-    if (memory?.of_host) facts.push("host memory");
-    setText(this.model, facts.filter(Boolean).join(" · "));
-    const unread = device.up ? "The driver does not report its memory." : device.error;
-    setText(this.error, ledger === null ? unread : "");
-    setHidden(this.error, ledger !== null);
-    setHidden(this.known, ledger === null);
-    const allocatable = allocatableInWords(device.allocatable_bytes);
-    setText(this.free, ledger === null ? "unknown" : `${bytes(ledger.free)} free${allocatable && ","}`);
-    setText(this.allocatable, allocatable);
-    const level = ledger === null ? "down" : levelOf(pressureOf(ledger, memory.total_bytes));
-    setAttribute(this.element, "data-level", level);
-    if (ledger === null) return;
-    this.bar.update(ledger, memory.total_bytes);
-    this.amounts.update(ledger);
-    this.chart.update(view.history, device.uuid, memory.total_bytes, view.moment.clock_seconds);
-    const reporting = view.reports(device.uuid);
-    setHidden(this.button, !reporting);
-    if (reporting) setText(this.button, `Clear ${this.title.textContent}…`);
-  }
-}
-
-function allocatableInWords(size) {
-  return size === null ? "" : `${bytes(size)} allocatable`;
-}
-
-function levelOf(pressure) {
-  return pressure > FULL ? "critical" : pressure > NEARLY_FULL ? "warning" : "ok";
-}
-
-class Devices {
+/** A bar whose parts have widths in proportion to their bytes. */
+export class Bar {
   constructor() {
-    this.cards = new Map();
-    this.bar = new LedgerBar();
-    this.amounts = new LedgerValues(true);
-    this.sum = h("p", { class: "sum" });
-    $("node").append(this.sum, this.bar.element, this.amounts.element);
+    this.parts = new Views(() => new Part());
+    this.element = h("span", { class: "bar", "aria-hidden": "true" });
   }
 
-  update(view) {
-    const cards = view.devices.map((device, i) => {
-      const key = device.uuid || `unnamed ${device.gpu || i}`;
-      let card = this.cards.get(key);
-      if (card === undefined) {
-        card = new DeviceCard(device.uuid);
-        this.cards.set(key, card);
-      }
-      card.update(device, view);
-      return [key, card];
-    });
-    const present = new Set(cards.map(([key]) => key));
-    for (const key of this.cards.keys()) if (!present.has(key)) this.cards.delete(key);
-    arrange($("devices"), cards.map(([, card]) => card.element));
-    const none = view.nvml.up ? "The driver lists no device." : "The driver does not answer, so the devices are unknown.";
-    setText($("no-devices"), none);
-    setHidden($("no-devices"), cards.length > 0);
-    this.updateNode(view);
+  /** `parts`: `{key, bytes, className, hue, title, idle}`; `idle` is the hatched end of a part. */
+  update(parts) {
+    arrange(this.element, this.parts.update(parts.filter((part) => part.bytes > 0), ({ key }) => key).map(({ element }) => element));
+  }
+}
+
+class Part {
+  constructor() {
+    this.idle = h("i", {});
+    this.element = h("span", {}, this.idle);
   }
 
-  updateNode(view) {
-    const known = view.devices.filter((device) => device.ledger !== null);
-    const ledger = sumOfLedgers(known.map((device) => device.ledger));
-    const total = known.reduce((all, device) => all + device.memory.total_bytes, 0);
-    setHidden($("node").parentElement, known.length === 0);
-    if (known.length === 0) return;
-    const devices = known.length === 1 ? "1 device" : `${known.length} devices`;
-    const left = view.devices.length - known.length;
-    const without = left > 0 ? `, without ${left} that cannot be read` : "";
-    const allocatable = allocatableInWords(sumOfKnown(known.map((device) => device.allocatable_bytes)));
-    const space = [`${bytes(ledger.free)} free`, allocatable].filter(Boolean).join(", ");
-    setText(this.sum, `${bytes(total)} on ${devices}${without}; ${space}`);
-    this.bar.update(ledger, total);
-    this.amounts.update(ledger);
+  update({ bytes: size, className, hue = null, title, idle = 0 }) {
+    setAttribute(this.element, "class", className);
+    setAttribute(this.element, "data-hue", hue);
+    setAttribute(this.element, "data-bytes", size);
+    setAttribute(this.element, "title", title);
+    const [grow, share] = [String(size / 2 ** 20), `${idle > 0 ? (100 * idle) / size : 0}%`];
+    if (this.grow !== grow) this.element.style.flexGrow = this.grow = grow;
+    if (this.share !== share) this.idle.style.width = this.share = share;
   }
+}
+
+/** Return the parts of a device's strip: its jobs, what no job has, and what is free. */
+export function stripOf({ memory, jobs }, jobName, words) {
+  if (memory === null) return [];
+  const known = jobs.filter((job) => job.used_bytes !== null);
+  const parts = known.map(({ job, used_bytes: used, idle_cache_bytes: idle }) => ({
+    key: job,
+    bytes: used,
+    idle: idle ?? 0,
+    className: "job",
+    hue: hueOf(job),
+    title: `${jobName(job)}: ${bytes(used)}${idle ? `, idle cache ${bytes(idle)}` : ""}`,
+  }));
+  const rest = parts.reduce((left, part) => left - part.bytes, memory.total_bytes - memory.free_bytes);
+  parts.push({ key: " rest", bytes: Math.max(0, rest), className: "rest", title: `${words.driver_reserved?.label ?? ""}, ${words.other_processes?.label ?? ""}` });
+  parts.push({ key: " free", bytes: memory.free_bytes, className: "free", title: `${words.free?.label ?? ""}: ${bytes(memory.free_bytes)}` });
+  return parts;
+}
+
+class Device {
+  constructor() {
+    this.name = h("span", { class: "name" });
+    this.bar = new Bar();
+    this.free = h("span", { class: "number" });
+    this.more = h("span", { class: "more faint" });
+    this.link = h("a", {}, this.name, this.bar.element, this.free, this.more);
+    this.element = h("li", {}, this.link);
+  }
+
+  update(device) {
+    const { memory, up, error } = device;
+    setAttribute(this.link, "href", deviceHref(device));
+    setText(this.name, device.gpu ?? device.uuid);
+    setAttribute(this.element, "data-up", up);
+    this.bar.update(stripOf(device, view.jobName, view.words));
+    const shown = memory !== null;
+    setText(this.free, shown ? `${bytes(memory.free_bytes)} free` : up ? "memory unknown" : "does not answer");
+    const allocatable = device.allocatable_bytes;
+    setText(this.more, shown && allocatable !== null && allocatable !== undefined ? `${bytes(allocatable)} allocatable` : "");
+    const used = shown ? `${bytes(memory.used_bytes)} of ${bytes(memory.total_bytes)} used` : safe(error);
+    setAttribute(this.link, "aria-label", `${gpuName(device)}: ${used}, ${this.free.textContent}`);
+    setAttribute(this.link, "title", `${safe(device.name)}${error ? `: ${safe(error)}` : ""}`);
+  }
+}
+
+const views = new Views(() => new Device());
+let view = null;
+
+export function showDevices({ devices, jobs, node, words }) {
+  const names = new Map(jobs.map(({ id, name }) => [id, safe(name)]));
+  view = { words, jobName: (id) => names.get(id) ?? id };
+  arrange($("devices"), views.update(devices, ({ uuid }) => uuid).map(({ element }) => element));
+  const none = $("no-devices");
+  setHidden(none, devices.length > 0);
+  if (devices.length > 0) return;
+  const why = node.driver.up ? "The driver lists no devices." : `The driver does not answer: ${safe(node.driver.error) || "unknown reason"}.`;
+  if (none.dataset.why === why) return;
+  none.dataset.why = why;
+  const next = node.driver.up
+    ? "Check the devices of the container: docker run --gpus all, or the NVIDIA runtime class on Kubernetes."
+    : "The exporter tries again by itself. Run nvidia-smi on the node; in a container, start it with --gpus all.";
+  none.replaceChildren(h("p", { class: "error" }, why), h("p", {}, next), h("p", { class: "faint" }, "Jobs that report are shown below, without the driver's values."));
 }

@@ -1,128 +1,127 @@
-// The last events. Their request also shows whether the viewer may act.
+// Events and the viewer's rights. The exporter has written the words of each event.
 
-const SHOWN_EVENTS = 40;
-const EVENTS_EVERY_SECONDS = 3;
+import { Refusal, request } from "./api.js";
+import { $, arrange, h, setAttribute, setText, Views } from "./dom.js";
+import { dayAndTime, duration, safe } from "./format.js";
+import { go, param } from "./route.js";
+
+const EVERY_SECONDS = 5;
 const REFUSED_EVERY_SECONDS = 60;
+const TYPES = ["oom", "action", "process_started,process_ended", "device_lost,device_returned", "policy_stopped"];
+const TYPE_NAMES = ["out of memory", "actions", "starts and ends", "devices", "rules"];
 
-const EVENT_WORDS = {
-  oom: (event) => oomInWords(event),
-  device_lost: ({ detail }) => `does not answer${detail.error ? `: ${detail.error}` : ""}`,
-  device_returned: () => "answers again",
-  process_started: (event) => processName(event.workload, event.rank, event.pid),
-  process_ended: (event) => `${processName(event.workload, event.rank, event.pid)}: ${event.detail.reason}`,
-  action_asked: ({ detail }) => actionInWords(detail, detail.processes.length + detail.processes_left_out, ""),
-  action: ({ detail }) => {
-    const counts = detail.freed_bytes !== null && detail.action !== "reset_peak";
-    const freed = counts ? `, freed ${bytes(detail.freed_bytes)}` : "";
-    return actionInWords(detail, new Set(detail.results.map((result) => result.pid)).size, `: ${detail.state}${freed}`);
-  },
-  policy_stopped: ({ detail }) => `${detail.rule}: ${detail.reason}`,
-};
-const EVENT_NAMES = {
-  oom: "out of memory",
-  device_lost: "device lost",
-  device_returned: "device returned",
-  process_started: "process started",
-  process_ended: "process ended",
-  action_asked: "action requested",
-  action: "action finished",
-  policy_stopped: "rule stopped",
-};
-
-function actionInWords(detail, processes, outcome) {
-  const on = processes === 1 ? "1 process" : `${processes} processes`;
-  const reason = detail.reason ? ` (${detail.reason})` : "";
-  return `${detail.action} on ${on}${outcome}, by ${detail.requested_by}${reason}`;
-}
-
-class Events {
-  constructor() {
-    this.events = [];
-    this.after = null;
-    this.elements = new Map();
-    this.requested = -Infinity;
-    this.requesting = false;
-  }
-
-  /** Whether the viewer may act: "open", "token" (a token is required) or "refused"; null while unknown. */
-  access = null;
-  detail = "";
+/** The events of one subject, and what the viewer may do. */
+class Happened {
+  events = [];
+  /** Why the viewer may not read events; empty if they may. */
+  refusal = "";
   /** The document of /api/v1/caller; null while unknown. */
   caller = null;
+  subject = "";
+  requested = -Infinity;
+  requesting = false;
+  shownSubject = null;
 
-  /** Request new events, at most every few seconds. */
+  /** Show events of this query from now on: `job=…` or `device=…`, with types. */
+  about(subject) {
+    if (subject === this.subject) return;
+    this.subject = subject;
+    this.events = [];
+    this.forget();
+  }
+
+  forget() {
+    this.requested = -Infinity;
+  }
+
+  /** Request the events, at most every few seconds. */
   async refresh(force = false) {
     const now = performance.now() / 1000;
-    const pause = this.access === "token" || this.access === "refused" ? REFUSED_EVERY_SECONDS : EVENTS_EVERY_SECONDS;
-    if (this.requesting || (!force && now - this.requested < pause)) return;
+    if (this.requesting || (!force && now - this.requested < (this.refusal ? REFUSED_EVERY_SECONDS : EVERY_SECONDS))) return;
     this.requesting = true;
     this.requested = now;
+    const { subject } = this;
     try {
-      const since = this.after === null ? "" : `&after=${this.after}`;
-      const { document: page } = await access.request(`/api/v1/events?limit=${SHOWN_EVENTS}${since}`);
-      this.add(page);
-      // The rights to all processes do not change; the number of a user's processes does.
-      if (this.caller?.rights !== "all") this.caller = (await access.request("/api/v1/caller")).document;
-      this.allow("open", "");
+      const { document: page } = await request(`api/v1/events?fold=true&limit=100${subject}`);
+      if (subject === this.subject) this.events = page.events.reverse();
+      this.refusal = "";
     } catch (error) {
-      // The connection shows a missing reply; a warning shows a failing disk.
-      if (error instanceof Refusal && error.status === 401) this.allow("token", error.message);
-      else if (error instanceof Refusal && error.status === 403) this.allow("refused", error.message);
+      // The connection shows a missing reply; a finding shows a failing disk.
+      if (error instanceof Refusal && (error.status === 401 || error.status === 403)) {
+        this.refusal = error.message;
+        this.events = [];
+      }
     } finally {
       this.requesting = false;
     }
-  }
-
-  allow(what, detail) {
-    if (what !== "open") {
-      this.after = null;
-      this.events = [];
-      this.caller = null;
-    }
-    this.access = what;
-    this.detail = detail;
-    this.show();
-  }
-
-  /** Request all events again: after a reconnect, another exporter may have smaller ids. */
-  forget() {
-    this.after = null;
-    this.requested = -Infinity;
-  }
-
-  add({ events, next_after: after }) {
-    if (this.after === null) this.events = [];
-    this.after = after;
-    if (events.length > 0) this.events = [...this.events, ...events].slice(-SHOWN_EVENTS);
-  }
-
-  show() {
-    const refused = this.access === "token" || this.access === "refused";
-    setText($("events-note"), refused ? `Events need the same rights as actions. ${sentence(this.detail)}` : "");
-    if (!refused && this.events.length === 0) setText($("events-note"), "No events yet.");
-    setHidden($("events-note"), !refused && this.events.length > 0);
-    const ids = new Set(this.events.map(({ id }) => id));
-    for (const id of this.elements.keys()) if (!ids.has(id)) this.elements.delete(id);
-    const newestFirst = [...this.events].sort((a, b) => b.unix_seconds - a.unix_seconds || b.id - a.id);
-    arrange($("events"), newestFirst.map((event) => this.entry(event)));
-  }
-
-  entry(event) {
-    let known = this.elements.get(event.id);
-    if (known === undefined) {
-      const words = EVENT_WORDS[event.type]?.(event) ?? "";
-      const where = event.gpu || event.uuid ? h("span", { class: "where" }, `${gpuName(event.gpu, event.uuid)},`) : "";
-      const time = h("time", { datetime: event.time });
-      const kind = h("span", { class: "kind" }, EVENT_NAMES[event.type] ?? event.type);
-      const text = h("span", { class: "words" }, safe(words));
-      known = { element: h("li", { "data-type": event.type }, time, " ", kind, " ", where, " ", text), time };
-      this.elements.set(event.id, known);
-    }
-    setText(known.time, dayAndTime(event.unix_seconds, app.moment.unix_seconds)); // the day may end meanwhile
-    return known.element;
+    // The rights to all processes do not change; the number of a user's processes does.
+    if (this.caller?.rights !== "all") this.caller = (await request("api/v1/caller").catch(() => null))?.document ?? this.caller;
   }
 }
 
-function sentence(text) {
-  return text ? `${text[0].toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}` : "";
+export const happened = new Happened();
+
+class EventRow {
+  constructor() {
+    this.time = h("time", {});
+    this.kind = h("span", { class: "kind" });
+    this.words = h("span", { class: "words" });
+    this.element = h("li", {}, this.time, this.kind, this.words);
+  }
+
+  update(event) {
+    setAttribute(this.element, "data-severity", event.severity);
+    setAttribute(this.time, "datetime", event.time);
+    setText(this.time, dayAndTime(event.unix_seconds)); // the day may end meanwhile
+    setText(this.kind, event.title);
+    const since = event.folded ? `, for ${duration(event.unix_seconds - event.folded.first_unix_seconds)}` : "";
+    if (event.type === "oom" && this.link === undefined) this.words.append((this.link = h("a", {})));
+    setText(this.link ?? this.words, safe(event.text) + since);
+    if (this.link) setAttribute(this.link, "href", `?${new URLSearchParams({ ...(event.job ? { job: event.job } : { device: event.uuid }), event: event.id })}`);
+  }
+}
+
+export class EventList {
+  constructor(element) {
+    this.element = element;
+    this.rows = new Views(() => new EventRow());
+    this.none = h("li", { class: "faint" });
+  }
+
+  /** `jobOf`: the id of an event's job, if the job is known. */
+  update(events, refusal, jobOf) {
+    const rows = this.rows.update(events.map((event) => ({ ...event, job: jobOf(event) })), ({ id }) => id);
+    setText(this.none, refusal ? `Events need the same rights as actions: ${refusal}` : "No events.");
+    arrange(this.element, rows.length > 0 ? rows.map(({ element }) => element) : [this.none]);
+  }
+}
+
+/** Return a function that finds the job of an event among the jobs of a state. */
+export function jobFinder(jobs) {
+  return ({ workload, pid }) => {
+    const ofJob = (job) => (workload ? job.workload === workload : job.processes.some((process) => process.pid === pid));
+    return jobs.find(ofJob)?.id ?? null;
+  };
+}
+
+/** Return the choice of the types of events; the URL keeps it. */
+export function typeFilter() {
+  const options = TYPES.map((type, i) => h("option", { value: type }, TYPE_NAMES[i]));
+  const select = h("select", { "aria-label": "Types of events" }, h("option", { value: "" }, "all types"), ...options);
+  select.addEventListener("change", () => go({ type: select.value }, { replace: true }));
+  return select;
+}
+
+let nodeEvents = null;
+let nodeFilter = null;
+
+export function showNodeEvents({ jobs }) {
+  if (nodeEvents === null) {
+    nodeEvents = new EventList($("events"));
+    nodeFilter = typeFilter();
+    $("events-filter").append(nodeFilter);
+  }
+  nodeFilter.value = param("type");
+  happened.about(param("type") ? `&type=${encodeURIComponent(param("type"))}` : "");
+  nodeEvents.update(happened.events.slice(0, 30), happened.refusal, jobFinder(jobs));
 }

@@ -1,135 +1,95 @@
-// The page: shows the last reply.
+// The page: receives the state of the node, and shows the view that the URL names.
+
+import { Connection } from "./connection.js";
+import { detail } from "./detail.js";
+import { showDevices } from "./devices.js";
+import { $, setHidden, setText } from "./dom.js";
+import { happened, showNodeEvents } from "./events.js";
+import { showFindings } from "./findings.js";
+import { count, percent, timeOfDay } from "./format.js";
+import { assignHues } from "./hues.js";
+import { showJobs } from "./jobs.js";
+import { go, onRoute, param } from "./route.js";
 
 const MODES = { waiting: "connecting", live: "live", lost: "lost", refused: "refused" };
+const PAGE = document.querySelector("meta[name=page]").content;
 
-/** Convert a state for the parts of the page. */
-function viewOf(moment, state, history, events) {
-  const names = state.columns;
-  const rows = state.processes.map((values) => {
-    const row = {};
-    for (let i = 0; i < names.length; i += 1) row[names[i]] = values[i];
-    row.pod = podOf(row);
-    return row;
-  });
-  const reports = new Set();
-  for (const row of rows) if (row.clears && row.uuid !== null) reports.add(row.uuid);
-  return {
-    ...state,
-    moment,
-    history,
-    events,
-    rows,
-    reports: (uuid) => reports.has(uuid),
-    largest: (uuid, column) => {
-      let largest = null;
-      for (const row of rows) if (row.uuid === uuid && row[column] > (largest?.[column] ?? 0)) largest = row;
-      return largest;
-    },
-  };
+let state = null;
+
+/** Return the job or the device of the URL: `?job=`, `?gpu=`, `?device=`; null for the node. */
+function selected() {
+  const [job, gpu, uuid] = ["job", "gpu", "device"].map(param);
+  if (job) return { kind: "job", id: job, job: state.jobs.find(({ id }) => id === job) ?? null };
+  if (gpu || uuid) return { kind: "device", id: gpu || uuid, device: state.devices.find((device) => (gpu ? device.gpu === gpu : device.uuid === uuid)) ?? null };
+  return null;
 }
 
-const app = {
-  view: null,
-  history: new History(),
-  events: new Events(),
-  warnings: new Warnings(),
-  devices: new Devices(),
-  processes: new Processes(),
+/** Replace `?workload=`, which dashboards link to, by the job, or by a filter if there are several or none. */
+function resolveWorkload() {
+  const workload = param("workload");
+  const jobs = state.jobs.filter((each) => each.workload === workload);
+  go({ workload: null, ...(jobs.length === 1 ? { job: jobs[0].id } : { q: workload }) }, { replace: true });
+}
 
-  start() {
-    setText($("node-name"), location.host);
-    $("clear-all").addEventListener("click", () => clearing.open({ all: true }, "all processes"));
-    $("filter").value = "";
-    this.connection = new Connection({
-      since: () => this.history.newest(),
-      reply: (document) => this.receive(document),
-      mode: (mode, reason) => this.mode(mode, reason),
-    });
-  },
+function receive(reply) {
+  if (reply !== null) state = { ...reply, receivedAt: Date.now() };
+  if (state.page !== PAGE && !$("dialog").open && isFirstTry(state.page)) location.reload();
+  else show();
+}
 
-  /** Show a reply; null if only time has passed. */
-  receive(reply) {
-    if (reply === null) {
-      const passed = Math.max(0, (Date.now() - this.replied.at) / 1000);
-      const { clock_seconds: clock, unix_seconds: unix } = this.replied.moment;
-      this.moment = { clock_seconds: clock + passed, unix_seconds: unix + passed };
-    } else {
-      this.replied = { at: Date.now(), moment: reply.moment };
-      this.moment = reply.moment;
-      this.state = reply.state;
-      this.history.add(reply.history, reply.moment.clock_seconds);
-    }
-    const { page } = this.state;
-    if (page !== PAGE && !$("dialog").open && isFirstTry(page)) location.reload();
-    else this.show();
-  },
+function show() {
+  if (document.hidden || state === null) return;
+  if (param("workload")) {
+    resolveWorkload(); // shows the page again
+    return;
+  }
+  performance.clearMeasures("refresh");
+  performance.mark("refresh started");
+  refresh();
+  performance.measure("refresh", "refresh started");
+  performance.clearMarks("refresh started");
+  happened.refresh();
+}
 
-  show() {
-    if (document.hidden) return;
-    performance.clearMeasures("refresh");
-    performance.mark("refresh started");
-    this.refresh();
-    performance.measure("refresh", "refresh started");
-    performance.clearMarks("refresh started");
-    this.events.refresh().then(() => this.showAccess());
-  },
+function refresh() {
+  const now = state.time.unix_seconds + Math.max(0, (Date.now() - state.receivedAt) / 1000);
+  const view = { ...state, now, happened };
+  const { node } = state;
+  const target = selected();
+  assignHues(state.jobs);
+  showHeader(node, now, target);
+  showFindings(view);
+  setHidden($("node"), target !== null);
+  setHidden($("detail"), target === null);
+  detail.show(target, view);
+  if (target !== null) return;
+  showDevices(view);
+  showJobs(view);
+  showNodeEvents(view);
+}
 
-  refresh() {
-    const { state, moment } = this;
-    const view = viewOf(moment, state, this.history, this.events.events);
-    this.view = view;
-    setText($("moment"), timeOfDay(moment.unix_seconds));
-    const driver = state.nvml.driver_version;
-    const host = state.host || location.host;
-    setText($("node-name"), driver ? `${host} · driver ${driver}` : host);
-    const title = `${host} · ${TITLE}`;
-    if (document.title !== title) document.title = title;
-    const why = state.nvml.up ? "" : `NVML is down, so devices are not shown: ${state.nvml.error || "unknown reason"}`;
-    setText($("degraded"), why);
-    setHidden($("degraded"), why === "");
-    setHidden($("clear-all"), !view.rows.some((row) => row.clears));
-    this.warnings.update(view);
-    this.devices.update(view);
-    this.processes.update(view);
-  },
+function showHeader({ host, driver, source, totals }, now, target) {
+  const name = target?.job?.name ?? (target?.kind === "device" ? `GPU ${target.device?.gpu ?? target.id}` : "GPU memory");
+  const title = `${host} · ${name}${source === "demo" ? " (demo)" : ""}`;
+  if (document.title !== title) document.title = title;
+  setText($("host"), host);
+  setText($("moment"), timeOfDay(now));
+  const facts = [count(totals.devices, "device"), ...(driver.version ? [`driver ${driver.version}`] : [])];
+  if (totals.coverage_ratio !== null) facts.push(`${percent(totals.coverage_ratio)} of used memory reports`);
+  setText($("node-facts"), driver.up ? facts.join(" · ") : "no driver");
+}
 
-  showAccess() {
-    const { access: may, detail } = this.events;
-    const off = this.view !== null && !this.view.allowed_actions.includes(CLEAR);
-    const words = {
-      open: ownRights(this.events.caller),
-      token: "Clearing requires the exporter's token; the buttons request it.",
-      refused: `You may not clear. ${sentence(detail)}`,
-    };
-    const text = off ? `Clearing is disabled: --action.allow does not include ${CLEAR}.` : (words[may] ?? "");
-    setText($("access"), text);
-    setHidden($("access"), text === "");
-    setAttribute(document.body, "data-access", off || may === "refused" ? "refused" : (may ?? "unknown"));
-  },
-
-  mode(mode, reason) {
-    const { body } = document;
-    if (body.dataset.mode === mode) return;
-    const before = body.dataset.mode;
-    body.dataset.mode = mode;
-    $("connection").dataset.mode = mode;
-    setText($("mode"), MODES[mode]);
-    const stale = mode !== "live";
-    $("main").toggleAttribute("data-stale", stale);
-    const problem = { lost: "Connection to the exporter lost.", refused: `The exporter refuses access: ${reason}.` }[mode] ?? "";
-    const last = this.moment && `Last reply at ${timeOfDay(this.moment.unix_seconds)}; values are hidden until the next reply.`;
-    setText($("lost"), problem && `${problem} ${last ?? "No reply yet."}`);
-    setHidden($("lost"), problem === "");
-    $("clear-all").disabled = stale;
-    if (!stale && before !== undefined) this.events.forget();
-  },
-};
-
-/** Say what a viewer may clear that may not clear every process. */
-function ownRights(caller) {
-  if (caller?.rights !== "own") return "";
-  const count = caller.processes === 1 ? "process" : `${caller.processes} processes`;
-  return `You can clear your own ${count} (uid ${caller.uid}).`;
+function enter(mode, reason) {
+  const { body } = document;
+  if (body.dataset.mode === mode) return;
+  body.dataset.mode = mode;
+  $("connection").dataset.mode = mode;
+  const asOf = state && mode !== "live" ? `as of ${timeOfDay(state.time.unix_seconds + (Date.now() - state.receivedAt > 6000 ? 0 : 0))}` : "";
+  setText($("mode"), [mode === "refused" ? `The exporter refuses access: ${reason}` : MODES[mode], asOf].filter(Boolean).join(", "));
+  setHidden($("moment"), mode !== "live");
+  $("main").toggleAttribute("data-stale", mode !== "live" && state !== null);
+  for (const button of document.querySelectorAll("button.act")) button.disabled = mode !== "live" && !button.closest("dialog");
+  if (mode === "live") happened.forget();
 }
 
 /** Return whether the page has not yet reloaded for this version, so that it never reloads in a loop. */
@@ -143,7 +103,12 @@ function isFirstTry(page) {
   }
 }
 
-const TITLE = document.title;
-const PAGE = document.querySelector("meta[name=page]").content;
-
-app.start();
+const connection = new Connection({
+  path: () => (param("job") ? `api/v1/live?details=${encodeURIComponent(param("job"))}` : "api/v1/live"),
+  reply: receive,
+  mode: enter,
+});
+onRoute(() => {
+  show();
+  connection.tick();
+});

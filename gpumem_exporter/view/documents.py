@@ -20,6 +20,7 @@ from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.samples import (
     IDENTITY_FIELDS,
     DeviceReading,
+    NodeReading,
     ProcessFacts,
     ReportingProcess,
     SilentReporter,
@@ -50,13 +51,16 @@ def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
             "driver_version": node.driver_version if node else "",
         },
         "devices": [
-            _device(device, ledgers.get(device.uuid), shares.get(device.uuid, []))
+            device_document(device, ledgers.get(device.uuid), shares.get(device.uuid, []))
             for device in (node.devices if node else ())
         ],
     }
 
 
-def _device(device: DeviceReading, ledger: DeviceLedger | None, shares: Sequence[ProcessShare]) -> dict[str, Any]:
+def device_document(
+    device: DeviceReading, ledger: DeviceLedger | None, shares: Sequence[ProcessShare]
+) -> dict[str, Any]:
+    """Return a device with its memory and its ledger; null where they are unknown."""
     return {
         **{name: getattr(device, name) for name in _DEVICE},
         "memory": None if device.memory is None else asdict(device.memory),
@@ -100,6 +104,19 @@ class SeenProcess:
         return None if self.facts is None or self.hidden else getattr(self.facts, name)
 
     @property
+    def rank(self) -> str | None:
+        """The rank that the process reports, empty if it has none; None if the process never reported."""
+        if self.reporter is not None:
+            return self.reporter.report.process.rank
+        return self.silent.rank if self.silent is not None else None
+
+    def started_unix_seconds(self, node: NodeReading | None) -> float | None:
+        """Return when the process started; None if /proc does not show it."""
+        if node is None or self.facts is None or self.facts.started_seconds is None:
+            return None
+        return round(node.taken_unix_seconds - node.taken_seconds + self.facts.started_seconds, 1)
+
+    @property
     def last_report_unix_seconds(self) -> float | None:
         """None if the process never reported."""
         if self.reporter is not None:
@@ -112,18 +129,23 @@ def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = 
 
     The identities of others' processes are hidden from `viewer`; None shows them.
     """
-    processes = [_process(process, snapshot) for process in seen_processes(snapshot, viewer)]
+    processes = [process_document(process, snapshot) for process in seen_processes(snapshot, viewer)]
     return {"source": source, "processes": processes}
 
 
-def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[SeenProcess]:
-    """Return every process that reports, that is silent, or that the driver lists; see `processes_document`."""
+def seen_processes(
+    snapshot: Snapshot, viewer: Caller | None = None, shares: Mapping[str, Sequence[ProcessShare]] | None = None
+) -> list[SeenProcess]:
+    """Return every process that reports, that is silent, or that the driver lists; see `processes_document`.
+
+    `shares` is the result of `node_shares`, if it is known.
+    """
     node, names = snapshot.node, snapshot.names
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
     seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
     by_name = {str(process.pid): process for process in seen}
-    for uuid, shares in node_shares(snapshot).items():
-        for share in shares:
+    for uuid, of_device in (node_shares(snapshot) if shares is None else shares).items():
+        for share in of_device:
             process = by_name.get(share.pid)
             if process is None:  # only the driver lists it
                 process = by_name[share.pid] = SeenProcess(int(share.pid), int(share.pid))
@@ -143,7 +165,8 @@ def _knows(viewer: Caller, process: SeenProcess) -> bool:
     return process.reporter is not None and viewer.may_act_on(process.reporter)
 
 
-def _process(process: SeenProcess, snapshot: Snapshot) -> dict[str, Any]:
+def process_document(process: SeenProcess, snapshot: Snapshot) -> dict[str, Any]:
+    """Return a process with its values for each device."""
     reporter, facts = process.reporter, process.facts
     report = reporter.report if reporter else None
     identity = report.process if report else process.silent
@@ -163,6 +186,8 @@ def _process(process: SeenProcess, snapshot: Snapshot) -> dict[str, Any]:
         **{name: getattr(report, name, None) for name in _REPORT},
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "last_report_unix_seconds": process.last_report_unix_seconds,
+        "started_unix_seconds": process.started_unix_seconds(snapshot.node),
+        "clears": reporter.clears if reporter else False,
         "uid": reporter.owner_uid if reporter and not process.hidden else None,
         "actions": list(report.actions) if report else [],
         "devices": _process_devices(process, snapshot.gpus),

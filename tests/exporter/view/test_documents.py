@@ -5,7 +5,7 @@ from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessKey, SilentReporter, Snapshot
-from gpumem_exporter.server.api.documents import devices_document, processes_document
+from gpumem_exporter.view.documents import devices_document, processes_document
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 FACTS = ProcessFacts(100, 1000, command="python train.py", user="ada", container_id="c", k8s_pod="p")

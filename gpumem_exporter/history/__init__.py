@@ -1,0 +1,7 @@
+"""The history of the node: what devices and jobs used in the last 24 hours, in at most 16 MiB.
+
+`series` has the values of one device or job, `points` reads them from a snapshot, `history` keeps all series within the
+budget and answers queries, `file` keeps them over a restart, and `recorder` has the threads.
+
+Other folders import: `history`, `recorder`.
+"""

@@ -1,0 +1,363 @@
+"""The history of the node: what each device and each job used, in bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.history.points import Points
+from gpumem_exporter.history.series import UNKNOWN, VALUES, Series, Subject, Track, bytes_of, folded, resolutions
+
+MAX_BYTES = 16 << 20
+"""The memory of all series."""
+_BUDGET_BYTES = MAX_BYTES - (2 << 20)
+"""The budget of the series. The rest is for the peaks of `Points`, and for growth between two checks."""
+_DEVICES_SHARE = 0.75
+"""The part of the budget that devices may use, whatever jobs there are."""
+_FREED_SHARE = 0.05
+"""The part of the budget that is freed at once when it is used up, so that this is seldom."""
+_LIVE_SECONDS = 60
+"""A job without a row for this time has ended."""
+_MAX_POINTS = 64_000
+"""The maximum number of points in a document, of all series together: then it has about 4 MB."""
+_CLOCK_STEP_SECONDS = 1.0
+_LATE_SECONDS = 3.0
+"""A second without a row is a gap only if the next row is this late."""
+_FOLD_SECONDS = 10
+_EXPIRY_SECONDS = 60
+
+_log = logging.getLogger(__name__)
+
+
+class _Steps(NamedTuple):
+    """The steps of a document."""
+
+    track: int
+    """The index of the track that has its rows."""
+    ratio: int
+    """The number of the track's steps in a step of the document."""
+    start: int
+    """The first step of the track."""
+    end: int
+    """The step of the track after the last one."""
+
+
+class History:
+    """The values of devices and jobs for `retention_seconds`, one row a second. Thread-safe.
+
+    Rows are at seconds of an own time: `clock`, which is monotonic, plus the difference to the wall clock at the start.
+    So the order of rows never changes. The wall clock that a document shows is that time plus the present difference:
+    after a step of the wall clock, earlier rows have the times that the new clock would have shown.
+
+    If the memory is used up, the owner of jobs with the most bytes loses rows: ended jobs, the one that ended first,
+    then the oldest rows of its largest jobs.
+    """
+
+    def __init__(
+        self, *, retention_seconds: float, clock: Callable[[], float], wall_clock: Callable[[], float]
+    ) -> None:
+        self._resolutions = resolutions(retention_seconds)
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._origin_seconds = wall_clock() - clock()
+        self._shift_seconds = 0
+        """The wall clock minus the time of the rows."""
+        self._points = Points()
+        self._lock = threading.Lock()
+        self._series: dict[str, Series] = {}
+        self._bytes: defaultdict[str, int] = defaultdict(int)
+        """The bytes of the series of each owner; the devices' owner is empty."""
+        self._sizes: dict[str, int] = {}
+        self._recorded_seconds = 0
+        """The end of the last second that has rows."""
+        self._folded_step = self._expired_step = 0
+
+    @property
+    def now_seconds(self) -> float:
+        """The present time of the rows."""
+        return self._clock() + self._origin_seconds
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of all series."""
+        return sum(self._bytes.values())
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Add a row for each device and job of a snapshot. Snapshots come in their order, about once a second."""
+        second = int((snapshot.taken_seconds + self._origin_seconds) // 1)
+        points = self._points.of(snapshot)
+        with self._lock:
+            self._follow_wall_clock()
+            for subject, row in points:
+                self._series_of(subject).tracks[0].put(second, row)
+                self._count(subject.key)
+            self._recorded_seconds = second + 1
+            self._fold(second + 1)
+            if self.size_bytes > _BUDGET_BYTES:
+                self._make_room(second)
+
+    def document(
+        self,
+        *,
+        uuids: Sequence[str] | None,
+        jobs: Sequence[str],
+        from_unix_seconds: float,
+        to_unix_seconds: float,
+        points: int,
+        names: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Return devices, all of them without `uuids`, and jobs as JSON. A subject without a row has no series.
+
+        The steps are the shortest ones that reach back to the start and are at most `points`. `names` has the names of
+        the jobs whose commands may be shown; None shows all.
+        """
+        now_seconds = self.now_seconds
+        with self._lock:
+            shift_seconds = self._shift_seconds
+            # The present second is not a gap.
+            late = now_seconds - self._recorded_seconds
+            newest_seconds = self._recorded_seconds if 0 < late < _LATE_SECONDS else now_seconds
+            keys = self._devices() if uuids is None else list(uuids)
+        keys += jobs
+        points = max(1, min(points, _MAX_POINTS // max(1, len(keys))))
+        oldest_seconds = now_seconds - self._resolutions[-1].kept_seconds
+        start_seconds = max(from_unix_seconds - shift_seconds, oldest_seconds)
+        end_seconds = max(start_seconds, min(to_unix_seconds - shift_seconds, newest_seconds))
+        steps = self._steps(start_seconds, end_seconds, now_seconds, points)
+        step_seconds = self._resolutions[steps.track].step_seconds
+        ends = [end * step_seconds + shift_seconds for _, end in _groups(steps)]
+        return {
+            "from_unix_seconds": round(start_seconds + shift_seconds, 3),
+            "to_unix_seconds": round(end_seconds + shift_seconds, 3),
+            "step_seconds": step_seconds * steps.ratio,
+            "unix_seconds": ends,
+            "series": [series for key in dict.fromkeys(keys) if (series := self._document(key, steps, names))],
+        }
+
+    def job_minima(self, job: str, span_seconds: float) -> list[tuple[float, int]]:
+        """Return the smallest allocated bytes of a job in each minute of a time until now, oldest first.
+
+        A minute is its end in Unix seconds. A minute in which the value is unknown is left out, and so is the present
+        one. An unknown job has none.
+        """
+        step_seconds = self._resolutions[-1].step_seconds
+        start = int((self.now_seconds - span_seconds) // step_seconds)
+        with self._lock:
+            series, shift_seconds = self._series.get(job), self._shift_seconds
+            if series is None:
+                return []
+            track = series.tracks[-1]
+            first, rows = track.rows(start, track.end)
+        values = bytes_of(rows[2 * VALUES.index("allocated") :: track.resolution.width])
+        return [
+            (float((first + index + 1) * step_seconds + shift_seconds), value)
+            for index, value in enumerate(values)
+            if value is not None
+        ]
+
+    # For the file
+
+    def saved(self) -> Iterator[tuple[Subject, list[tuple[int, bytes]]]]:
+        """Return each series with the first step and the values of each track, at the wall clock's present times."""
+        with self._lock:
+            keys = list(self._series)
+        for key in keys:
+            with self._lock:
+                if (series := self._series.get(key)) is None:
+                    continue
+                shift = self._shift_seconds
+                tracks = [
+                    (track.first + round(shift / track.resolution.step_seconds), track.values.tobytes())
+                    for track in series.tracks
+                ]
+            yield series.subject, tracks
+
+    def restore(self, saved: Iterable[tuple[Subject, list[tuple[int, bytes]]]]) -> None:
+        """Put the series of an earlier run before the rows of this run.
+
+        The time between them is a gap. Rows that the wall clock has not reached are dropped. Raises ValueError if the
+        values of a track are not whole rows.
+        """
+        for subject, tracks in saved:
+            restored = Series(subject, self._resolutions)
+            with self._lock:
+                now_seconds = self.now_seconds
+                for track, (first, values) in zip(restored.tracks, tracks, strict=True):
+                    step_seconds = track.resolution.step_seconds
+                    track.first = first - round(self._shift_seconds / step_seconds)
+                    track.values.frombytes(values)
+                    if len(track.values) % track.resolution.width:
+                        raise ValueError("a row is not complete")
+                    track.drop_from(int(now_seconds // step_seconds))
+                restored.expire(now_seconds)
+                present = self._series.get(subject.key)
+                if present is not None:
+                    if present.subject.start_time_ticks != subject.start_time_ticks:
+                        continue
+                    for track, later in zip(restored.tracks, present.tracks, strict=True):
+                        track.append(later)
+                    restored.subject = present.subject
+                if restored.empty:
+                    continue
+                self._series[subject.key] = restored
+                self._count(subject.key)
+                if self.size_bytes > _BUDGET_BYTES:
+                    self._make_room(self.now_seconds)
+
+    # With the lock
+
+    def _follow_wall_clock(self) -> None:
+        shift_seconds = self._wall_clock() - self.now_seconds
+        if abs(shift_seconds - self._shift_seconds) > _CLOCK_STEP_SECONDS:
+            _log.debug("the wall clock was set by %+.1f s", shift_seconds - self._shift_seconds)
+            self._shift_seconds = round(shift_seconds)
+
+    def _series_of(self, subject: Subject) -> Series:
+        series = self._series.get(subject.key)
+        if series is not None and series.subject.start_time_ticks != subject.start_time_ticks:
+            self._remove(subject.key)  # the pid was reused
+            series = None
+        if series is None:
+            series = self._series[subject.key] = Series(subject, self._resolutions)
+        elif series.subject != subject:
+            self._bytes[series.subject.owner] -= self._sizes.pop(subject.key, 0)
+            series.subject = subject
+        return series
+
+    def _count(self, key: str) -> None:
+        """Count the bytes of a series again; of a removed one, they are subtracted."""
+        series = self._series[key]
+        size = series.size_bytes
+        self._bytes[series.subject.owner] += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+
+    def _remove(self, key: str) -> None:
+        owner = self._series.pop(key).subject.owner
+        self._bytes[owner] -= self._sizes.pop(key, 0)
+        if self._bytes[owner] <= 0:
+            del self._bytes[owner]
+
+    def _fold(self, now_seconds: int) -> None:
+        if self._folded_step == (step := now_seconds // _FOLD_SECONDS):
+            return
+        self._folded_step = step
+        expires = self._expired_step != (minute := now_seconds // _EXPIRY_SECONDS)
+        self._expired_step = minute
+        for key, series in list(self._series.items()):
+            series.fold(now_seconds)
+            if expires:
+                series.expire(now_seconds)
+                if series.empty:
+                    self._remove(key)
+                    continue
+            self._count(key)
+
+    def _make_room(self, now_seconds: float) -> None:
+        """Free a part of the budget, from the owners with the most bytes."""
+        target = _BUDGET_BYTES * (1 - _FREED_SHARE)
+        ended: dict[str, list[str]] = {}
+        live: dict[str, list[str]] = {}
+        by_end = sorted(self._series.items(), key=lambda item: -item[1].last_seconds)
+        for key, series in by_end:
+            is_live = not series.subject.job or now_seconds - series.last_seconds < _LIVE_SECONDS
+            (live if is_live else ended).setdefault(series.subject.owner, []).append(key)
+        while self.size_bytes > target:
+            owner = self._largest_owner(target)
+            if ended.get(owner):
+                self._remove(ended[owner].pop())
+                continue
+            largest = max(live[owner], key=lambda key: self._sizes[key])
+            series = self._series[largest]
+            series.shorten()
+            if series.empty:
+                live[owner].remove(largest)
+                self._remove(largest)
+            else:
+                self._count(largest)
+
+    def _largest_owner(self, target: float) -> str:
+        owners = {owner: size for owner, size in self._bytes.items() if owner}
+        if not owners or self._bytes.get("", 0) > _DEVICES_SHARE * target:
+            return ""
+        return max(owners, key=lambda owner: owners[owner])
+
+    # Documents
+
+    def _devices(self) -> list[str]:
+        devices = [series.subject for series in self._series.values() if series.subject.uuid]
+        return [subject.uuid for subject in sorted(devices, key=lambda subject: _gpu_order(subject.gpu))]
+
+    def _steps(self, start_seconds: float, end_seconds: float, now_seconds: float, points: int) -> _Steps:
+        """Return the shortest steps that reach back to the start and are at most `points`.
+
+        A step is in the range if its end is. If even minutes are too many, each step of the document has several.
+        """
+        for number, resolution in enumerate(self._resolutions):
+            start, end = (int(time // resolution.step_seconds) for time in (start_seconds, end_seconds))
+            if end - start <= points and start_seconds >= now_seconds - resolution.kept_seconds:
+                return _Steps(number, 1, start, end)
+        ratio = -(-(end - start) // points)
+        if ratio > 1:
+            # Each step starts at a multiple of its length, so the same minutes are together in the next document.
+            start += -start % ratio
+        return _Steps(number, max(1, ratio), start, end)
+
+    def _document(self, key: str, steps: _Steps, names: Mapping[str, str] | None) -> dict[str, Any] | None:
+        with self._lock:
+            series = self._series.get(key)
+            if series is None:
+                return None
+            track = Track(self._resolutions[steps.track])
+            track.first, track.values = series.tracks[steps.track].rows(steps.start, steps.end)
+            subject = series.subject
+        width = track.resolution.width
+        if steps.ratio > 1:
+            rows = array("I")
+            for start, end in _groups(steps):
+                _, parts = track.rows(start, end)
+                rows.extend(folded(parts, width) if parts else _unknown(width))
+            before = after = 0
+        else:
+            rows, before, after = track.values, track.first - steps.start, steps.end - track.end
+            if not rows:
+                before, after = steps.end - steps.start, 0
+        columns = [[None] * before + bytes_of(rows[column::width]) + [None] * after for column in range(width)]
+        return {
+            "device": subject.uuid or None,
+            "job": subject.job or None,
+            "name": _name(subject, names),
+            "gpu": subject.gpu or None,
+            **_named(columns),
+        }
+
+
+def _groups(steps: _Steps) -> list[tuple[int, int]]:
+    """Return start and end of each step of a document, in steps of the track. The last one may be shorter."""
+    return [(start, min(start + steps.ratio, steps.end)) for start in range(steps.start, steps.end, steps.ratio)]
+
+
+def _named(columns: list[list[int | None]]) -> dict[str, dict[str, list[int | None]]]:
+    """Return the values of rows by name. Rows of one second have one value of each."""
+    if len(columns) == len(VALUES):
+        return {name: {"max": column} for name, column in zip(VALUES, columns, strict=True)}
+    *ranges, peak = VALUES
+    named = {name: {"min": columns[2 * i], "max": columns[2 * i + 1]} for i, name in enumerate(ranges)}
+    return {**named, peak: {"max": columns[-1]}}
+
+
+def _name(subject: Subject, names: Mapping[str, str] | None) -> str:
+    shown = subject.name or (subject.command if names is None else names.get(subject.job, ""))
+    return shown or f"pid {subject.job.rpartition('~')[2]}"
+
+
+def _gpu_order(gpu: str) -> list[int]:
+    return [int(part) if part.isdecimal() else 1 << 30 for part in gpu.split(":")]
+
+
+def _unknown(width: int) -> list[int]:
+    return [UNKNOWN] * width

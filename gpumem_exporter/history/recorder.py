@@ -1,0 +1,82 @@
+"""The threads of the history: one adds a row each second, the other one keeps the history in a file."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.history.file import HistoryFile
+from gpumem_exporter.history.history import History
+from gpumem_exporter.nvml.failures import FailureLog
+
+_SAVE_SECONDS = 60.0
+_SAVED_BYTES_PER_SECOND = 16 << 10
+"""A large history is saved less often, so that the disk writes at most 1.4 GB a day. A normal one has 0.2 MB."""
+_MIN_WAIT_SECONDS = 0.05
+
+_log = logging.getLogger(__name__)
+
+
+class HistoryRecorder:
+    """Records the snapshots of the node in a history; with a folder, also in a file.
+
+    A disk that hangs stops the saves, but not the recording. `snapshot` is called in the recorder's thread.
+    """
+
+    def __init__(self, history: History, snapshot: Callable[[], Snapshot], folder: Path | None) -> None:
+        self._history = history
+        self._snapshot = snapshot
+        self._file = HistoryFile(folder) if folder is not None else None
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._record, name="gpumem-history", daemon=True)]
+        if self._file is not None:
+            keep = threading.Thread(target=self._keep, args=(self._file,), name="gpumem-history-file", daemon=True)
+            self._threads.append(keep)
+
+    def start(self) -> None:
+        """Start to record. A recorder can be started once."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Stop to record and save the history, within the timeout."""
+        self._stopping.set()
+        end_seconds = time.monotonic() + timeout_seconds
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, end_seconds - time.monotonic()))
+
+    def _record(self) -> None:
+        failures = FailureLog(_log, time.monotonic)
+        while not self._stopping.wait(self._seconds_to_next()):
+            try:
+                self._history.add(self._snapshot())
+            except Exception as error:  # noqa: BLE001 - the next second must be recorded
+                failures.failed("history", repr(error), exc_info=True)
+            else:
+                failures.recovered("history")
+
+    def _seconds_to_next(self) -> float:
+        """Return the time until the middle of the next second, so that a delay leaves no second without a row."""
+        return max((0.5 - self._history.now_seconds) % 1.0, _MIN_WAIT_SECONDS)
+
+    def _keep(self, file: HistoryFile) -> None:
+        try:
+            file.load(self._history)
+        except Exception:  # noqa: BLE001 - the history works without earlier runs
+            _log.exception("the history of earlier runs cannot be restored")
+        failures = FailureLog(_log, time.monotonic)
+        size_bytes = 0
+        stopping = False
+        while not stopping:
+            stopping = self._stopping.wait(max(_SAVE_SECONDS, size_bytes / _SAVED_BYTES_PER_SECOND))
+            try:
+                size_bytes = file.save(self._history)
+            except OSError as error:
+                failures.failed(str(file), f"the history cannot be saved: {error.strerror or error}")
+            else:
+                failures.recovered(str(file))

@@ -1,0 +1,187 @@
+// The page of a job or of a device: its figures, its timeline, where its memory is, its events.
+
+import { openClear } from "./clear.js";
+import { Bar, stripOf } from "./devices.js";
+import { $, arrange, h, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
+import { EventList, happened, jobFinder, typeFilter } from "./events.js";
+import { bytes, dayAndTime, duration, gpuList, gpuName, percent, safe, staysFree, UNKNOWN } from "./format.js";
+import { hueOf } from "./hues.js";
+import { sumOf } from "./jobs.js";
+import { OomView } from "./oom.js";
+import { Processes } from "./processes.js";
+import { jobHref, param } from "./route.js";
+import { Timeline } from "./timeline.js";
+
+const OF_JOB = ["allocated", "reclaimable", "fragmented", "non_torch"];
+const CLASSES = { allocated: "torch_allocated", reclaimable: "torch_reclaimable", fragmented: "torch_fragmented", non_torch: "non_torch" };
+const MAX_STEPS = 1200;
+
+class Detail {
+  build() {
+    this.back = h("a", { href: "?", class: "button back" }, "‹ Jobs");
+    this.title = h("h2", { id: "detail-title", tabindex: "-1" });
+    this.owner = h("p", { class: "faint" });
+    this.clear = h("button", { type: "button", class: "act" }, "Clear…");
+    this.clear.addEventListener("click", () => openClear(this.job.name, this.job.clear));
+    this.keeps = h("p", { class: "keeps" });
+    this.facts = h("dl", { class: "facts" });
+    this.bar = new Bar();
+    this.strip = new Bar();
+    this.parts = h("dl", { class: "parts" });
+    this.timeline = new Timeline();
+    this.processes = new Processes();
+    this.jobs = h("ul", { class: "jobs-of-device" });
+    this.jobViews = new Views(() => new JobOfDevice());
+    this.oom = new OomView();
+    this.filter = typeFilter();
+    this.events = h("ol", { class: "events" });
+    this.list = new EventList(this.events);
+    this.steps = new Map(); // the ends of the steps that this page has seen, by step
+    $("detail").append(
+      h("div", { class: "head" }, this.back, this.title, this.owner, this.clear),
+      this.keeps,
+      this.facts,
+      this.oom.element,
+      this.timeline.element,
+      h("section", {}, h("h3", {}, "Memory"), this.strip.element, this.bar.element, this.parts),
+      this.jobs,
+      this.processes.element,
+      h("section", {}, h("div", { class: "title" }, h("h3", {}, "Events and actions"), this.filter), this.events),
+    );
+  }
+
+  show(target, view) {
+    if (target === null) {
+      this.shown = null;
+      return;
+    }
+    if (!this.title) this.build();
+    const id = `${target.kind} ${target.id}`;
+    if (this.shown !== id) {
+      this.shown = id;
+      this.steps.clear();
+      this.title.focus({ preventScroll: true });
+    }
+    this.job = target.job ?? null;
+    this.filter.value = param("type");
+    if (target.kind === "job") this.showJob(target.id, target.job, view);
+    else this.showDevice(target.id, target.device, view);
+    const types = param("type") ? `&type=${encodeURIComponent(param("type"))}` : "";
+    const subject = target.kind === "job" ? `job=${encodeURIComponent(target.id)}` : `device=${encodeURIComponent(target.device?.uuid ?? target.id)}`;
+    happened.about(`&${subject}${types}`);
+    this.list.update(happened.events, happened.refusal, jobFinder(view.jobs));
+    this.oom.update(param("event"), happened.events, view);
+    this.timeline.update({
+      query: subject,
+      label: this.title.textContent,
+      top: target.device?.memory?.total_bytes ?? null,
+      marks: [...happened.events.map(markOf), ...this.stepMarks()].filter(Boolean),
+      words: view.words,
+      now: view.now,
+    });
+  }
+
+  showJob(id, job, { words, now, devices }) {
+    const known = job !== null;
+    setText(this.title, known ? safe(job.name) : id);
+    setAttribute(this.title, "data-hue", hueOf(id));
+    setText(this.owner, known ? safe(job.owner) : "This job does not run. Its history and its events remain.");
+    setHidden(this.clear, !job?.clear);
+    setText(this.keeps, job?.clear ? `${staysFree(job.clear)}.` : "");
+    setHidden(this.keeps, !job?.clear);
+    for (const element of [this.facts, this.bar.element, this.parts, this.processes.element]) setHidden(element, !known);
+    setHidden(this.jobs, true);
+    setHidden(this.strip.element, true);
+    if (!known) return;
+    this.noteStep(job);
+    facts(this.facts, [
+      [words.state, job.state],
+      [words.devices, gpuList(job.gpus)],
+      [words.used, sumOf(job, "used")],
+      [words.idle_cache, sumOf(job, "idle_cache")],
+      [words.growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h${job.full_in_seconds === null ? "" : `, fails in ${duration(job.full_in_seconds)}`}`],
+      [words.step, job.step === null ? UNKNOWN : `${job.step.toLocaleString("en")}${job.step_seconds === null ? "" : `, ${job.step_seconds.toFixed(1)} s each`}`],
+      [words.since, job.since_unix_seconds === null ? UNKNOWN : `${dayAndTime(job.since_unix_seconds)}, ${duration(now - job.since_unix_seconds)}`],
+    ]);
+    const categories = OF_JOB.map((name) => ({ key: name, bytes: job[`${name}_bytes`] ?? 0, className: CLASSES[name], idle: name === "reclaimable" ? (job.idle_cache_bytes ?? 0) : 0 }));
+    this.bar.update(categories);
+    const shown = job.unmapped_bytes ? [...OF_JOB, "unmapped"] : OF_JOB;
+    amounts(this.parts, shown.map((name) => [words[name], CLASSES[name], sumOf(job, name)]));
+    this.processes.update(job, words, now, devices);
+  }
+
+  showDevice(id, device, { words, jobs }) {
+    const known = device !== null;
+    setText(this.title, known ? gpuName(device) : id);
+    setAttribute(this.title, "data-hue", null);
+    setText(this.owner, known ? `${safe(device.name)}${device.mig_profile ? ` · MIG ${device.mig_profile}` : ""}` : "The driver does not list this device.");
+    setHidden(this.clear, true);
+    setHidden(this.keeps, device?.up !== false);
+    setText(this.keeps, device?.up === false ? `The device does not answer: ${safe(device.error)}. Its last values are not shown.` : "");
+    for (const element of [this.facts, this.bar.element, this.parts, this.jobs, this.strip.element]) setHidden(element, !known);
+    setHidden(this.processes.element, true);
+    if (!known) return;
+    const { memory, ledger } = device;
+    facts(this.facts, [
+      [words.total, bytes(memory?.total_bytes)],
+      [words.used, bytes(memory?.used_bytes)],
+      [words.free, bytes(memory?.free_bytes)],
+      [words.idle_cache, bytes(device.idle_cache_bytes)],
+      [words.allocatable, bytes(device.allocatable_bytes)],
+      [{ label: "Utilization", help: "The share of the time in which a kernel ran." }, percent(device.utilization_ratio)],
+      [{ label: "UUID", help: device.pci_bus_id }, device.uuid],
+    ]);
+    const names = new Map(jobs.map((job) => [job.id, safe(job.name)]));
+    this.strip.update(stripOf(device, (job) => names.get(job) ?? job, words));
+    const categories = Object.entries(ledger ?? {});
+    this.bar.update(categories.map(([name, size]) => ({ key: name, bytes: size ?? 0, className: name === "free" ? "free" : name, title: `${words[name]?.label ?? name}: ${bytes(size)}` })));
+    amounts(this.parts, categories.map(([name, size]) => [words[name] ?? { label: name }, name, bytes(size)]));
+    const byId = new Map(jobs.map((job) => [job.id, job]));
+    const there = device.jobs.map((part) => ({ ...part, of: byId.get(part.job) })).filter(({ of }) => of);
+    arrange(this.jobs, this.jobViews.update(there, ({ job }) => job).map(({ element }) => element));
+  }
+
+  noteStep({ step, last_step_unix_seconds: at }) {
+    if (step === null || at === null || this.steps.has(step)) return;
+    this.steps.set(step, at);
+    if (this.steps.size > MAX_STEPS) this.steps.delete(this.steps.keys().next().value);
+  }
+
+  stepMarks() {
+    return [...this.steps].map(([step, at]) => ({ unix_seconds: at, kind: "step", text: `end of step ${step.toLocaleString("en")}` }));
+  }
+}
+
+class JobOfDevice {
+  constructor() {
+    this.link = h("a", { class: "name" });
+    this.owner = h("span", { class: "faint" });
+    this.used = h("span", { class: "number" });
+    this.idle = h("span", { class: "number" });
+    this.element = h("li", {}, this.link, this.owner, this.used, this.idle);
+  }
+
+  update({ job, used_bytes: used, idle_cache_bytes: idle, of }) {
+    setAttribute(this.link, "href", jobHref(job));
+    setAttribute(this.link, "data-hue", hueOf(job));
+    setText(this.link, safe(of.name));
+    setText(this.owner, safe(of.owner));
+    setText(this.used, `${bytes(used)} used`);
+    setText(this.idle, `${bytes(idle)} idle cache`);
+  }
+}
+
+function markOf({ type, unix_seconds: time, title, text }) {
+  const kind = { oom: "oom", action: "action", device_lost: "oom" }[type];
+  return kind ? { unix_seconds: time, kind, text: `${title}: ${text}` } : null;
+}
+
+function facts(element, entries) {
+  refill(element, entries, (all) => all.map(([word, text]) => h("div", { title: word?.help }, h("dt", {}, word?.label ?? ""), h("dd", {}, text))));
+}
+
+function amounts(element, entries) {
+  refill(element, entries, (all) => all.map(([word, name, text]) => h("div", {}, h("dt", {}, h("span", { class: `swatch ${name ?? ""}` }), word?.label ?? ""), h("dd", {}, text), h("dd", { class: "faint" }, word?.help ?? ""))));
+}
+
+export const detail = new Detail();

@@ -1,0 +1,74 @@
+// Elements. Names from reports are only ever inserted as text, never as markup.
+
+export const $ = (id) => document.getElementById(id);
+
+/** Create an element. Attributes that are null are left out; children that are not nodes become text. */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** Set the text only if it differs: an unchanged node needs no layout, and no screen reader reads it again. */
+export function setText(element, text) {
+  if (element.shownText === text) return; // reading hundreds of texts from the document is slow
+  element.shownText = text;
+  element.textContent = text;
+}
+
+export function setAttribute(element, name, value) {
+  if (value === null || value === undefined) element.removeAttribute(name);
+  else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+}
+
+export function setHidden(element, hidden) {
+  if (element.hidden !== hidden) element.hidden = hidden;
+}
+
+/** Give `parent` these children in this order; elements that are in place are not touched. */
+export function arrange(parent, elements) {
+  const wanted = new Set(elements);
+  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
+  let next = parent.firstElementChild;
+  for (const element of elements) {
+    if (element === next) next = next.nextElementSibling;
+    else parent.insertBefore(element, next);
+  }
+}
+
+/** Keeps one view for each item of a list: `create(key)` makes it, `view.update(item)` shows the item. */
+export class Views {
+  constructor(create) {
+    this.create = create;
+    this.views = new Map();
+  }
+
+  /** Update the views of these items, forget the views of others, and return the views in the order of the items. */
+  update(items, keyOf) {
+    const before = this.views;
+    this.views = new Map();
+    for (const item of items) {
+      const key = keyOf(item);
+      const view = before.get(key) ?? this.create(key);
+      view.update(item);
+      this.views.set(key, view);
+    }
+    return [...this.views.values()];
+  }
+}
+
+/** Return whether the pointer or the focus is in an element: nothing in it may move then. */
+export function isInUse(element) {
+  return element.matches(":hover") || element.contains(document.activeElement);
+}
+
+/** Replace the children only if the content differs from the last one. */
+export function refill(element, content, build) {
+  const text = JSON.stringify(content);
+  if (element.shownContent === text) return;
+  element.shownContent = text;
+  element.replaceChildren(...build(content));
+}

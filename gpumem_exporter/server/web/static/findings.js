@@ -1,0 +1,61 @@
+// What needs attention, in one slot of fixed height: a new finding moves nothing below it.
+
+import { openClear } from "./clear.js";
+import { $, arrange, h, isInUse, setAttribute, setHidden, setText, Views } from "./dom.js";
+import { bytes, duration, safe } from "./format.js";
+import { hueOf } from "./hues.js";
+import { deviceHref, jobHref } from "./route.js";
+
+const SEVERITIES = ["critical", "warning", "info"];
+
+class Finding {
+  constructor() {
+    this.severity = h("span", { class: "severity" });
+    this.title = h("a", {});
+    this.sentence = h("span", { class: "sentence" });
+    this.since = h("span", { class: "since faint" });
+    this.clear = h("button", { type: "button", class: "act" });
+    this.clear.addEventListener("click", () => openClear(this.finding.clear.name, this.finding.clear));
+    this.element = h("li", {}, this.severity, h("p", {}, this.title, " ", this.sentence), this.since, this.clear);
+  }
+
+  update(finding) {
+    this.finding = finding;
+    setAttribute(this.element, "data-severity", finding.severity);
+    setText(this.severity, finding.severity);
+    setText(this.title, finding.title);
+    setAttribute(this.title, "href", hrefOf(finding));
+    setAttribute(this.title, "data-hue", finding.job === null ? null : hueOf(finding.job));
+    setText(this.sentence, safe(finding.sentence));
+    setText(this.since, finding.since_unix_seconds === null ? "" : `${duration(now - finding.since_unix_seconds)}`);
+    setHidden(this.clear, finding.clear === null);
+    if (finding.clear !== null) {
+      setText(this.clear, `Clear ${bytes(finding.clear.stays_free_bytes)}…`);
+      setAttribute(this.clear, "aria-label", `Clear ${safe(finding.clear.name)}…`);
+    }
+  }
+}
+
+const views = new Views(() => new Finding());
+const quiet = h("li", { class: "quiet" });
+let now = 0;
+
+export function showFindings({ findings, node, now: time }) {
+  now = time;
+  const list = $("findings-list");
+  const known = views.update(findings, ({ id }) => id).map(({ element }) => element);
+  setText(quiet, node.driver.up ? "Nothing needs attention." : "The driver does not answer: the devices are unknown.");
+  const wanted = known.length > 0 ? known : [quiet];
+  // While the pointer is in the slot, new findings come last.
+  if (isInUse(list)) arrange(list, [...[...list.children].filter((each) => wanted.includes(each)), ...wanted.filter((each) => each.parentNode !== list)]);
+  else arrange(list, wanted);
+  const counts = SEVERITIES.map((severity) => [findings.filter((each) => each.severity === severity).length, severity]);
+  setText($("findings-count"), counts.filter(([number]) => number > 0).map(([number, severity]) => `${number} ${severity}`).join(", "));
+  setAttribute(document.body, "data-worst", findings[0]?.severity ?? null);
+}
+
+function hrefOf({ job, kind, gpu, uuid }) {
+  if (job !== null) return jobHref(job) + (kind === "oom" ? "&event=oom" : "");
+  return uuid === null ? "?" : deviceHref({ gpu, uuid });
+}
+

@@ -1,0 +1,321 @@
+"""Findings: what on the node needs attention, with one definition of severity for page, terminal and commands.
+
+The severities are those of the alert rules. A full device is no finding: it is what it was bought for. `critical`: work
+is lost, or will be within an hour. `warning`: a person should look at it today. `info`: worth knowing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpumem_client.wire.units import human_bytes, human_seconds
+from gpumem_exporter.core.last_ooms import LastOom
+from gpumem_exporter.core.ledger import DeviceLedger
+from gpumem_exporter.core.samples import DeviceReading, Snapshot
+from gpumem_exporter.view.growth import Growth
+from gpumem_exporter.view.jobs import Job, Part
+
+SEVERITIES = ("critical", "warning", "info")
+_MOST = 50
+_CAUGHT_SECONDS = 600.0
+"""How long an error is shown whose process continues."""
+_FULL = 0.95
+"""From this share in use on, other processes may lack the idle cache of a job."""
+_IDLE_BESIDE_FULL = 0.05
+_MUCH_IDLE = 0.2
+_FRAGMENTED = 0.1
+_UNATTRIBUTED = 0.02
+"""Shares of the device's memory from which they are findings."""
+_FAILS_SOON_SECONDS = 3600.0
+_LASTING_SECONDS = 10.0
+"""Fragmented and unattributed memory change with each step, so they must last for this time."""
+_LASTING = ("fragmented", "unattributed")
+_FORGOTTEN_SECONDS = 5.0
+"""A finding that was absent for this time starts again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that needs attention."""
+
+    id: str
+    """The same while the finding lasts, and for every viewer."""
+    kind: str
+    severity: str
+    title: str
+    sentence: str
+    """Without times, which each surface shows in the viewer's time zone."""
+    job: Job | None = None
+    gpu: str | None = None
+    uuid: str | None = None
+    since_seconds: float | None = None
+    """On the monotonic clock; None: since the finding was first seen."""
+    idle_cache_bytes: int | None = None
+    """The idle cache that would help."""
+    clears: Job | None = None
+    """The job whose clear would help."""
+
+
+def find(
+    snapshot: Snapshot,
+    jobs: Sequence[Job],
+    ledgers: Mapping[str, DeviceLedger],
+    *,
+    failed_checks: Iterable[Mapping[str, str]] = (),
+    growths: Mapping[str, Growth] | None = None,
+) -> list[Finding]:
+    """Return the findings of a node in no order; `growths` has the jobs that grow, by id."""
+    devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
+    found = [
+        *_checks(failed_checks),
+        *(_lost(device) for device in devices if not device.up),
+        *_ooms(snapshot, jobs),
+        *_growing(jobs, devices, growths or {}),
+        *_idle_caches(snapshot, jobs, devices, ledgers),
+        *_silent(jobs),
+        *_starting(snapshot, jobs),
+    ]
+    for device in devices:
+        if device.uuid in ledgers:
+            found += _in_ledger(device, ledgers[device.uuid], jobs)
+    return found
+
+
+class Since:
+    """Remembers since when each finding lasts. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[float, float]] = {}
+        """The first and the last time of each finding, by id."""
+
+    def lasting(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Return the findings that have lasted long enough, with their start, the most severe and the oldest first."""
+        now = self._clock()
+        with self._lock:
+            known = {key: seen for key, seen in self._seen.items() if now - seen[1] < _FORGOTTEN_SECONDS}
+            lasting = []
+            for finding in findings:
+                first = known.get(finding.id, (now, now))[0]
+                known[finding.id] = first, now
+                if finding.kind not in _LASTING or now - first >= _LASTING_SECONDS:
+                    since = first if finding.since_seconds is None else finding.since_seconds
+                    lasting.append(replace(finding, since_seconds=since))
+            self._seen = known
+        lasting.sort(key=lambda each: (SEVERITIES.index(each.severity), each.since_seconds, each.id))
+        return lasting[:_MOST]
+
+
+def called(job: Job) -> str:
+    """Return the name of a job with its user, as sentences have it: `notebook (carol)`."""
+    user = job.owner()["user"]
+    return f"{job.name} ({user})" if user else job.name
+
+
+def _checks(failed: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
+    for check in failed:
+        part, detail = check["part"], check["detail"]
+        if part == "devices":
+            continue  # each lost device is a finding
+        if part == "nvml":
+            yield Finding("driver", "driver", "critical", "No driver", f"The driver does not answer: {detail}.")
+        else:
+            severity = "critical" if check["status"] == "failing" else "warning"
+            yield Finding(f"check {part}", "check", severity, "Exporter", f"{part}: {detail}.")
+
+
+def _lost(device: DeviceReading) -> Finding:
+    name = f"GPU {device.gpu}" if device.gpu else device.uuid
+    sentence = f"{name} does not answer: {device.error}."
+    key = f"device_lost {device.uuid or device.gpu}"
+    return Finding(key, "device_lost", "critical", "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
+
+
+def _ooms(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
+    by_owner = {
+        (job.workload, process.reporter.key.share): job
+        for job in jobs
+        for process in job.processes
+        if process.reporter is not None
+    }
+    for oom in snapshot.ooms:
+        if not oom.ended_process and snapshot.taken_seconds - oom.happened_seconds > _CAUGHT_SECONDS:
+            continue
+        job = by_owner.get((oom.workload or None, oom.owner))
+        name = called(job) if job is not None else oom.workload or f"pid {oom.pid}"
+        rank = f" rank {oom.rank}" if oom.rank else ""
+        fate = "; the process ended" if oom.ended_process else "; the process continues" if job is not None else ""
+        severity = "critical" if oom.ended_process else "warning"
+        sentence = f"{name}{rank} {_request(oom)}{fate}."
+        key = f"oom {oom.uuid} {oom.session} {oom.number}"
+        yield Finding(
+            *(key, "oom", severity, "Out of memory", sentence),
+            job=job,
+            gpu=oom.gpu or None,
+            uuid=oom.uuid,
+            since_seconds=oom.happened_seconds,
+        )
+
+
+def _request(oom: LastOom) -> str:
+    requested = "more than was available" if oom.requested_bytes is None else human_bytes(oom.requested_bytes)
+    place = f" on GPU {oom.gpu}" if oom.gpu else ""
+    free, limit, reserved = oom.device_free_bytes, oom.limit_bytes, oom.reserved_bytes
+    if free is None:
+        return f"requested {requested}{place}"
+    within_limit = oom.requested_bytes is not None and free >= oom.requested_bytes
+    if within_limit and limit is not None and reserved is not None:
+        had = f"it had reserved {human_bytes(reserved)} of its limit of {human_bytes(limit)}"
+    else:
+        had = f"{human_bytes(free)} was free"
+        had += f", it had reserved {human_bytes(reserved)}" if reserved else ""
+    fragmented = ""
+    if oom.fragmented_bytes and reserved is not None and oom.fragmented_bytes >= _FRAGMENTED * reserved:
+        fragmented = f", {human_bytes(oom.fragmented_bytes)} of it fragmented"
+    return f"requested {requested}{place}; {had}{fragmented}"
+
+
+def _growing(jobs: Sequence[Job], devices: Iterable[DeviceReading], growths: Mapping[str, Growth]) -> Iterator[Finding]:
+    free = {device.uuid: device.memory.free_bytes for device in devices if device.memory is not None}
+    for job in jobs:
+        grows = growths.get(job.id)
+        if grows is None:
+            continue
+        left = full_in_seconds(job, grows, free)
+        soon = left is not None and left < _FAILS_SOON_SECONDS
+        fate = f"; it will be out of memory in {human_seconds(left)}" if left is not None and soon else ""
+        sentence = f"{called(job)} grows by {human_bytes(grows.bytes_per_hour)} an hour{fate}."
+        severity = "critical" if soon else "warning"
+        key = f"growth {job.id}"
+        yield Finding(key, "growth", severity, "Growing", sentence, job=job, since_seconds=grows.since_seconds)
+
+
+def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float | None:
+    """Return when a job that goes on growing has no memory left on one of its devices; None if that is not known.
+
+    `free` are the free bytes of devices by uuid. The job grows equally on all of its devices, and can use its own
+    cache. Its memory limit counts if it is closer.
+    """
+    room: list[int] = []
+    for part in job.parts:
+        if part.uuid not in free or part.sample is None:
+            return None
+        sample = part.sample
+        cache = sample.reclaimable_bytes or 0
+        room.append(free[part.uuid] + cache)
+        if sample.memory_limit_bytes is not None and sample.reserved_bytes is not None:
+            room.append(sample.memory_limit_bytes - sample.reserved_bytes + cache)
+    if not room or grows.bytes_per_hour <= 0:
+        return None
+    return max(0, min(room)) * len(job.parts) / grows.bytes_per_hour * 3600
+
+
+def _idle_caches(
+    snapshot: Snapshot, jobs: Sequence[Job], devices: Iterable[DeviceReading], ledgers: Mapping[str, DeviceLedger]
+) -> Iterator[Finding]:
+    """Yield the jobs whose idle cache others lack, and those with much idle cache."""
+    of_device: dict[str, list[tuple[Job, Part]]] = {}
+    for job in jobs:
+        for part in job.parts:
+            of_device.setdefault(part.uuid, []).append((job, part))
+    found: dict[str, list[tuple[DeviceReading, int, bool]]] = {}
+    by_id = {job.id: job for job in jobs}
+    for device in devices:
+        ledger = ledgers.get(device.uuid)
+        if ledger is None:
+            continue
+        there = of_device.get(device.uuid, [])
+        free = ledger.categories["free"]
+        full = free < (1 - _FULL) * ledger.total_bytes
+        failed = {
+            (oom.workload or None, oom.owner)
+            for oom in snapshot.ooms
+            if oom.uuid == device.uuid and snapshot.taken_seconds - oom.happened_seconds < _CAUGHT_SECONDS
+        }
+        idle: dict[str, int] = {}
+        for job, part in there:
+            if part.process.reporter is not None and part.process.reporter.clears and part.sample is not None:
+                idle[job.id] = idle.get(job.id, 0) + (part.sample.idle_cache_bytes or 0)
+        for key, size in idle.items():
+            others = len({job.id for job, _ in there}) > 1
+            lacking = others and (full or any(workload != by_id[key].workload for workload, _ in failed))
+            if size >= (_IDLE_BESIDE_FULL if lacking else _MUCH_IDLE) * ledger.total_bytes:
+                found.setdefault(key, []).append((device, size, lacking))
+    for key, places in found.items():
+        job = by_id[key]
+        size, lacked = sum(size for _, size, _ in places), [device for device, _, lacking in places if lacking]
+        where = gpus_in_words([device.gpu for device in lacked or [device for device, _, _ in places]])
+        why = ", where others lack memory" if lacked else ""
+        sentence = f"{called(job)} holds {human_bytes(size)} of idle cache on {where}{why}."
+        device = (lacked or [places[0][0]])[0]
+        yield Finding(
+            *(f"idle_cache {key}", "idle_cache", "warning" if lacked else "info", "Idle cache", sentence),
+            job=job,
+            gpu=device.gpu,
+            uuid=device.uuid,
+            idle_cache_bytes=size,
+            clears=job,
+        )
+
+
+def gpus_in_words(gpus: Sequence[str]) -> str:
+    """Return `GPU 3`, or `GPUs 0, 1 and 5`."""
+    if len(gpus) == 1:
+        return f"GPU {gpus[0]}"
+    return f"GPUs {', '.join(gpus[:-1])} and {gpus[-1]}"
+
+
+def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
+    for job in jobs:
+        silent = [process for process in job.processes if process.silent is not None]
+        if silent:
+            many = f" ({len(silent)} of {len(job.processes)} processes)" if len(job.processes) > 1 else ""
+            sentence = f"No recent report from {called(job)}{many}: its allocated memory is unknown."
+            yield Finding(f"silent {job.id}", "silent", "warning", "Silent", sentence, job=job)
+
+
+def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
+    pids: dict[int | None, list[str]] = {}
+    for engine in snapshot.starting:
+        pids.setdefault(engine.host_pid, []).append(engine.gpu)
+    for pid, gpus in pids.items():
+        job = next((job for job in jobs if any(process.host_pid == pid for process in job.processes)), None)
+        if job is not None:
+            sentence = f"{called(job)} starts on {gpus_in_words(gpus)}; clears there wait until it has started."
+            yield Finding(f"starting {job.id}", "starting", "info", "Engine starts", sentence, job=job)
+
+
+def _in_ledger(device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[Job]) -> Iterator[Finding]:
+    parts = [(job, part) for job in jobs for part in job.parts if part.uuid == device.uuid]
+    place: dict[str, Any] = {"gpu": device.gpu, "uuid": device.uuid}
+    # If the reclaimable part of a cache is unknown, the ledger counts the whole cache as fragmented.
+    sizes: dict[str, int] = {}
+    for job, part in parts:
+        sample = part.sample
+        if sample is not None and None not in (sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes):
+            size = sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes  # type: ignore[operator]
+            sizes[job.id] = sizes.get(job.id, 0) + size
+    if sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
+        worst = max(jobs, key=lambda job: sizes.get(job.id, 0))
+        sentence = (
+            f"{called(worst)} holds {human_bytes(sizes[worst.id])} of fragmented cache on GPU {device.gpu}. "
+            "A clear cannot free it."
+        )
+        key = f"fragmented {device.uuid}"
+        yield Finding(key, "fragmented", "warning", "Fragmented", sentence, job=worst, **place)
+    # Not if the memory of a process may be unattributed, or if the memory is the host's.
+    known = "other_processes" in ledger.categories and not (device.memory is not None and device.memory.of_host)
+    hidden = any(_used_is_unknown(part) for _, part in parts)
+    size = ledger.categories["unattributed"]
+    if known and not hidden and size >= _UNATTRIBUTED * ledger.total_bytes:
+        sentence = f"{human_bytes(size)} on GPU {device.gpu} is used by no process that the driver lists."
+        key = f"unattributed {device.uuid}"
+        yield Finding(key, "unattributed", "warning", "Unattributed", sentence, **place)
+
+
+def _used_is_unknown(part: Part) -> bool:
+    return part.share is None or (part.share.non_torch_bytes if part.sample else part.share.used_bytes) is None

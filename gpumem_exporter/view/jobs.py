@@ -1,0 +1,217 @@
+"""Jobs: the processes of one workload and one owner. A process without a workload is a job of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.core.ledger import ProcessShare, fragmented_bytes, sum_of_known
+from gpumem_exporter.core.place import Place
+from gpumem_exporter.core.samples import NodeReading, Snapshot
+from gpumem_exporter.core.starting_engines import ENGINE_TITLES
+from gpumem_exporter.view.documents import SeenProcess, seen_processes
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+"""What a URL would have to escape."""
+_ID_CHARACTERS = 64
+ACTIVE_SECONDS = 60.0
+"""A job whose memory and steps have not changed for this time is idle."""
+
+Owner = tuple[int | None, Place]
+
+
+class Part(NamedTuple):
+    """One process on one device."""
+
+    process: SeenProcess
+    uuid: str
+    share: ProcessShare | None
+    """The driver's values; None if the driver does not list the process on the device."""
+    sample: DeviceSample | None
+    """The reporter's values."""
+
+
+_SUMS: Mapping[str, Callable[[Part], int | None]] = {
+    "used_bytes": lambda part: part.share.used_bytes if part.share else None,
+    "allocated_bytes": lambda part: part.sample.allocated_bytes if part.sample else None,
+    "reserved_bytes": lambda part: part.sample.reserved_bytes if part.sample else None,
+    "idle_cache_bytes": lambda part: part.sample.idle_cache_bytes if part.sample else None,
+    "reclaimable_bytes": lambda part: part.sample.reclaimable_bytes if part.sample else None,
+    "fragmented_bytes": lambda part: fragmented_bytes(part.sample) if part.sample else None,
+    "non_torch_bytes": lambda part: part.share.non_torch_bytes if part.share else None,
+    "unmapped_bytes": lambda part: part.sample.unmapped_bytes if part.sample else None,
+}
+_PARTIAL = ("unmapped_bytes",)
+"""Values that only some processes have; one without the value lacks nothing."""
+
+
+@dataclass
+class Job:
+    """The processes of one workload and one owner, from one snapshot."""
+
+    id: str
+    """See `job_id`."""
+    workload: str | None
+    processes: list[SeenProcess] = field(default_factory=list)
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The processes on each of their devices."""
+        return [part for process in self.processes for part in parts_of(process)]
+
+    @property
+    def reporting(self) -> list[SeenProcess]:
+        """The processes that report."""
+        return [process for process in self.processes if process.reporter is not None]
+
+    @property
+    def name(self) -> str:
+        """The workload, otherwise the command, otherwise the pid."""
+        return self.workload or self.command or f"pid {self.processes[0].pid}"
+
+    @property
+    def command(self) -> str | None:
+        """The command, if all processes have the same one."""
+        return self._common(lambda process: process.command)
+
+    @cached_property
+    def sums(self) -> Mapping[str, int | None]:
+        """The sum of each value over the processes and devices where it is known; None where none is."""
+        known = {name: [value(part) for part in self.parts] for name, value in _SUMS.items()}
+        return {name: sum_of_known(values or [None]) for name, values in known.items()}
+
+    @property
+    def incomplete(self) -> list[str]:
+        """The names of the sums that lack a process or a device."""
+        return [
+            name
+            for name, value in _SUMS.items()
+            if name not in _PARTIAL and self.sums[name] is not None and any(value(part) is None for part in self.parts)
+        ]
+
+    def state(self, now_seconds: float, starting: Iterable[int | None]) -> str:
+        """Return what the job does now, on the monotonic clock; `starting` are the host pids of starting engines."""
+        reporters = [process.reporter for process in self.processes if process.reporter is not None]
+        titles = any((process.command or "").startswith(ENGINE_TITLES) for process in self.processes)
+        if any(process.host_pid in starting and process.host_pid is not None for process in self.processes):
+            return "starting"
+        if not reporters:
+            return "not reporting"
+        if any(sample.unmapped_bytes for each in reporters for sample in each.report.devices):
+            return "sleeping"
+        # A reporter whose process ends no more steps reports no duration of a step.
+        if any(each.report.step is not None and each.report.step_seconds for each in reporters):
+            return "training"
+        if titles or any(each.report.engine_starting is not None for each in reporters):
+            return "serving"
+        active = any(now_seconds - each.active_seconds < ACTIVE_SECONDS for each in reporters)
+        return "running" if active else "idle"
+
+    def owner(self) -> dict[str, Any]:
+        """Return who runs the job: what all processes have in common."""
+        known = {name: self._identity(name) for name in ("user", "k8s_namespace", "k8s_pod")}
+        uids = {process.reporter.owner_uid for process in self.reporting if process.reporter and not process.hidden}
+        jobs = {name: self._common(partial(_job_number, name)) for name in _JOB_NUMBERS}
+        words = [
+            known["user"] or "",
+            f"pod {known['k8s_namespace']}/{known['k8s_pod']}" if known["k8s_pod"] else "",
+            f"Slurm {jobs['slurm_job_id']}" if jobs["slurm_job_id"] else "",
+            f"Ray {jobs['ray_job_id']}" if jobs["ray_job_id"] else "",
+        ]
+        uid = uids.pop() if len(uids) == 1 else None
+        return {**known, "uid": uid, **jobs, "owner": ", ".join(word for word in words if word)}
+
+    def started_unix_seconds(self, node: NodeReading | None) -> float | None:
+        """Return when the oldest process started; None if /proc shows none of them."""
+        starts = [process.started_unix_seconds(node) for process in self.processes]
+        return min((start for start in starts if start is not None), default=None)
+
+    def steps(self, snapshot: Snapshot, now_unix_seconds: float) -> dict[str, Any]:
+        """Return the last step of the process that is furthest, its duration, and when its end was first seen."""
+        stepping = [
+            process.reporter
+            for process in self.processes
+            if process.reporter is not None and process.reporter.report.step is not None
+        ]
+        if not stepping:
+            return {"step": None, "step_seconds": None, "last_step_unix_seconds": None}
+        last = max(stepping, key=lambda each: (each.report.step or 0, -each.stepped_seconds))
+        ago_seconds = snapshot.taken_seconds - last.stepped_seconds
+        return {
+            "step": last.report.step,
+            "step_seconds": last.report.step_seconds,
+            "last_step_unix_seconds": round(now_unix_seconds - ago_seconds, 1),
+        }
+
+    def _identity(self, name: str) -> str | None:
+        return self._common(lambda process: process.identity(name))
+
+    def _common(self, value: Callable[[SeenProcess], str | None]) -> str | None:
+        values = {value(process) or None for process in self.processes}
+        return values.pop() if len(values) == 1 else None
+
+
+_JOB_NUMBERS = ("slurm_job_id", "ray_job_id")
+
+
+def jobs_of(
+    snapshot: Snapshot, viewer: Caller | None = None, shares: Mapping[str, Sequence[ProcessShare]] | None = None
+) -> list[Job]:
+    """Return the jobs of a node, the largest use first; see `documents.seen_processes`."""
+    jobs: dict[str, Job] = {}
+    for process in seen_processes(snapshot, viewer, shares):
+        known = process.reporter or process.silent
+        identity = process.reporter.report.process if process.reporter is not None else process.silent
+        workload = identity.workload if identity is not None else ""
+        key = job_id(workload, known.key.owner) if known is not None and workload else f"pid~{process.pid}"
+        jobs.setdefault(key, Job(key, workload or None)).processes.append(process)
+    return sorted(jobs.values(), key=lambda job: (-(job.sums["used_bytes"] or job.sums["reserved_bytes"] or 0), job.id))
+
+
+def job_id(workload: str, owner: Owner) -> str:
+    """Return the id of the job of a workload and an owner: the same after a restart of the job or of the exporter.
+
+    It fits into a URL, and shows nothing about the owner.
+    """
+    uid, place = owner
+    digest = hashlib.blake2b(f"{uid} {place!r} {workload}".encode("utf-8", "replace"), digest_size=6, key=_key())
+    return f"{_UNSAFE.sub('-', workload)[:_ID_CHARACTERS]}~{digest.hexdigest()}"
+
+
+@cache
+def _key() -> bytes:
+    # Without a key, any client could find the uid by hashing all of them. Each boot has another id, which is the same
+    # in all containers of the node and is never sent.
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return os.urandom(16)
+
+
+def parts_of(process: SeenProcess) -> Iterator[Part]:
+    """Yield a process on each of its devices."""
+    samples = {sample.uuid: sample for sample in process.reporter.report.devices} if process.reporter else {}
+    for uuid in dict.fromkeys([*samples, *process.shares]):
+        yield Part(process, uuid, process.shares.get(uuid), samples.get(uuid))
+
+
+def _job_number(name: str, process: SeenProcess) -> str | None:
+    identity = process.reporter.report.process if process.reporter is not None else None
+    return getattr(identity, name, "") or getattr(process.facts, name, None) or None
+
+
+def job_uuids(job: Job, gpus: Mapping[str, str]) -> Sequence[str]:
+    """Return the devices of a job, in the order of their indexes."""
+    return sorted(dict.fromkeys(part.uuid for part in job.parts), key=lambda uuid: _index(gpus.get(uuid, "")))
+
+
+def _index(gpu: str) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdecimal() else (1 << 30, part) for part in gpu.split(":"))

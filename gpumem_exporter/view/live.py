@@ -1,0 +1,306 @@
+"""The document that page, `info`, `top` and `fleet` show: the whole node from one snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_exporter.actions.suggestion import suggested_mode
+from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.view.documents import SeenProcess, device_document, process_document
+from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
+from gpumem_exporter.view.growth import Growth, growth
+from gpumem_exporter.view.jobs import Job, Part, job_uuids, jobs_of, parts_of
+from gpumem_exporter.view.sentences import stays_free
+from gpumem_exporter.view.words import WORDS
+
+ALL_DETAILS = "all"
+_GROWTH_SECONDS = 30.0
+"""The minima of minutes change no more often."""
+
+Document = dict[str, Any]
+
+
+class NodeView:
+    """Builds the document of the node. Thread-safe.
+
+    `minima_of` returns the smallest allocated bytes of a job, by its id, in each minute of the last hour, with the end
+    of the minute in Unix seconds. `clock` is the monotonic clock of the snapshots.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        minima_of: Callable[[str], Sequence[tuple[float, int]]],
+    ) -> None:
+        self._clock, self._wall_clock = clock, wall_clock
+        self._since = Since(clock)
+        self._minima_of = minima_of
+        self._growths: dict[str, tuple[float, Growth | None]] = {}
+        """The growth of each job, by its id, and when it was computed. Replaced, never changed."""
+
+    def notice(self, snapshot: Snapshot, failed_checks: Iterable[Mapping[str, str]]) -> None:
+        """Note since when each finding lasts; called about once a second, also while no client reads the document."""
+        shares = node_shares(snapshot)
+        jobs = jobs_of(snapshot, shares=shares)
+        self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growing(jobs), failed_checks)
+
+    def document(
+        self,
+        snapshot: Snapshot,
+        node: Mapping[str, Any],
+        now_unix_seconds: float,
+        *,
+        viewer: Caller | None = None,
+        details: str = "",
+    ) -> Document:
+        """Return the document without its time.
+
+        `node` has what the snapshot does not have: the host's name, the version and the checks. The identities of
+        others' processes are hidden from `viewer`; None shows them. `details` is the id of the job whose processes have
+        all their values, or `all`. Unknown values are null.
+        """
+        shares = node_shares(snapshot)
+        ledgers = node_ledgers(snapshot, shares)
+        jobs = jobs_of(snapshot, viewer, shares)
+        growths = self._growing(jobs)
+        reading = snapshot.node
+        users = _users(jobs)
+        devices = [
+            {
+                **device_document(device, ledgers.get(device.uuid), shares.get(device.uuid, [])),
+                "pressure_ratio": _pressure(ledgers.get(device.uuid)),
+                "jobs": users.get(device.uuid, []),
+            }
+            for device in (reading.devices if reading is not None else ())
+        ]
+        free = {each.uuid: each.memory.free_bytes for each in (reading.devices if reading else ()) if each.memory}
+        findings = self._findings(snapshot, jobs, ledgers, growths, node["failed_checks"])
+        return {
+            "node": {
+                **node,
+                "taken_unix_seconds": reading.taken_unix_seconds if reading is not None else None,
+                "identities_hidden": viewer is not None and viewer.rights is not Rights.ALL,
+                "totals": _totals(devices, jobs),
+            },
+            "devices": devices,
+            "jobs": [
+                _job(job, snapshot, now_unix_seconds, growths.get(job.id), free, whole=details in (ALL_DETAILS, job.id))
+                for job in jobs
+            ],
+            "findings": [_finding(finding, snapshot, now_unix_seconds) for finding in findings],
+            "words": WORDS,
+        }
+
+    def _growing(self, jobs: Iterable[Job]) -> dict[str, Growth]:
+        """Return the jobs that grow, by id, with the start on the monotonic clock."""
+        now, known = self._clock(), self._growths
+        computed: dict[str, tuple[float, Growth | None]] = {}
+        for job in jobs:
+            before = known.get(job.id)
+            if before is not None and now - before[0] < _GROWTH_SECONDS:
+                computed[job.id] = before
+            else:
+                to_monotonic = now - self._wall_clock()
+                minima = [(seconds + to_monotonic, size) for seconds, size in self._minima_of(job.id)]
+                computed[job.id] = now, growth(minima)
+        self._growths = computed
+        return {key: grows for key, (_, grows) in computed.items() if grows is not None}
+
+    def _findings(
+        self,
+        snapshot: Snapshot,
+        jobs: Sequence[Job],
+        ledgers: Mapping[str, DeviceLedger],
+        growths: Mapping[str, Growth],
+        failed_checks: Iterable[Mapping[str, str]],
+    ) -> list[Finding]:
+        return self._since.lasting(find(snapshot, jobs, ledgers, failed_checks=failed_checks, growths=growths))
+
+
+def _pressure(ledger: DeviceLedger | None) -> float | None:
+    if ledger is None or not ledger.total_bytes:
+        return None
+    return round(1 - ledger.allocatable_bytes / ledger.total_bytes, 4)
+
+
+def _users(jobs: Iterable[Job]) -> dict[str, list[Document]]:
+    """Return the jobs on each device by uuid, the largest first."""
+    users: dict[str, list[Document]] = {}
+    for job in jobs:
+        there: dict[str, list[Part]] = {}
+        for part in job.parts:
+            there.setdefault(part.uuid, []).append(part)
+        for uuid, parts in there.items():
+            used = sum_of_known([part.share.used_bytes if part.share else None for part in parts])
+            idle = sum_of_known([part.sample.idle_cache_bytes if part.sample else None for part in parts])
+            users.setdefault(uuid, []).append({"job": job.id, "used_bytes": used, "idle_cache_bytes": idle})
+    for of_device in users.values():
+        of_device.sort(key=lambda each: -(each["used_bytes"] or 0))
+    return users
+
+
+def _totals(devices: Sequence[Document], jobs: Sequence[Job]) -> Document:
+    def over_devices(value: Callable[[Document], int | None]) -> int | None:
+        return sum_of_known([value(device) for device in devices] or [None])
+
+    def of_memory(name: str) -> Callable[[Document], int | None]:
+        return lambda device: (device["memory"] or {}).get(name)
+
+    shares = [(part.process.reporter is not None, part.share) for job in jobs for part in job.parts]
+    used = [(reports, share.used_bytes) for reports, share in shares if share is not None]
+    by_processes = sum_of_known([size for _, size in used] or [None])
+    reported = sum_of_known([size for reports, size in used if reports] or [None])
+    if reported is None and by_processes is not None:
+        reported = 0
+    return {
+        "devices": len(devices),
+        "jobs": len(jobs),
+        "processes": sum(len(job.processes) for job in jobs),
+        "total_bytes": over_devices(of_memory("total_bytes")),
+        "used_bytes": over_devices(of_memory("used_bytes")),
+        "free_bytes": over_devices(of_memory("free_bytes")),
+        "idle_cache_bytes": over_devices(lambda device: device["idle_cache_bytes"]),
+        "allocatable_bytes": over_devices(lambda device: device["allocatable_bytes"]),
+        "reported_bytes": reported,
+        "coverage_ratio": round(reported / by_processes, 4) if reported is not None and by_processes else None,
+    }
+
+
+def _job(
+    job: Job,
+    snapshot: Snapshot,
+    now_unix_seconds: float,
+    grows: Growth | None,
+    free: Mapping[str, int],
+    *,
+    whole: bool,
+) -> Document:
+    uuids = job_uuids(job, snapshot.gpus)
+    full = full_in_seconds(job, grows, free) if grows is not None else None
+    last_reports = [process.last_report_unix_seconds for process in job.processes]
+    ranks = [process.rank for process in job.processes]
+    sizes = {
+        process.reporter.report.process.world_size for process in job.processes if process.reporter is not None
+    } - {None}
+    return {
+        "id": job.id,
+        "name": job.name,
+        "workload": job.workload,
+        "command": job.command,
+        **job.owner(),
+        "gpus": [snapshot.gpus[uuid] for uuid in uuids if uuid in snapshot.gpus],
+        "uuids": uuids,
+        "process_count": len(job.processes),
+        "reporting_count": len(job.reporting),
+        "ranks": [rank for rank in ranks if rank],
+        "world_size": sizes.pop() if len(sizes) == 1 else None,
+        **job.sums,
+        "incomplete": job.incomplete,
+        "growth_bytes_per_hour": grows.bytes_per_hour if grows is not None else None,
+        "full_in_seconds": None if full is None else round(full),
+        "state": job.state(snapshot.taken_seconds, [engine.host_pid for engine in snapshot.starting]),
+        "since_unix_seconds": job.started_unix_seconds(snapshot.node),
+        **job.steps(snapshot, now_unix_seconds),
+        "last_report_unix_seconds": min((last for last in last_reports if last is not None), default=None),
+        "clear": _clear(job, snapshot.taken_seconds),
+        "processes": [
+            process_document(process, snapshot) if whole else _process(process, snapshot) for process in job.processes
+        ],
+    }
+
+
+def _process(process: SeenProcess, snapshot: Snapshot) -> Document:
+    """Return the values of a process that every reader needs; the names are those of `process_document`."""
+    # Built by hand: a node has hundreds of processes, each second, and reports wait meanwhile.
+    reporter = process.reporter
+    report = reporter.report if reporter is not None else None
+    known = reporter or process.silent
+    return {
+        "pid": process.pid,
+        "own_pid": known.key.pid if known is not None else None,
+        "state": process.state,
+        "rank": process.rank,
+        "workload": report.process.workload if report else process.silent.workload if process.silent else None,
+        "command": process.command,
+        "user": process.identity("user"),
+        "k8s_namespace": process.identity("k8s_namespace"),
+        "k8s_pod": process.identity("k8s_pod"),
+        "last_report_unix_seconds": process.last_report_unix_seconds,
+        "started_unix_seconds": process.started_unix_seconds(snapshot.node),
+        "clears": reporter.clears if reporter is not None else False,
+        "step": report.step if report else None,
+        "devices": [_process_device(part, snapshot.gpus) for part in parts_of(process)],
+    }
+
+
+def _process_device(part: Part, gpus: Mapping[str, str]) -> Document:
+    share, sample = part.share, part.sample
+    return {
+        "gpu": gpus.get(part.uuid),
+        "uuid": part.uuid,
+        "used_bytes": share.used_bytes if share else None,
+        "non_torch_bytes": share.non_torch_bytes if share else None,
+        "allocated_bytes": sample.allocated_bytes if sample else None,
+        "reserved_bytes": sample.reserved_bytes if sample else None,
+        "idle_cache_bytes": sample.idle_cache_bytes if sample else None,
+        "reclaimable_bytes": sample.reclaimable_bytes if sample else None,
+        "fragmented_bytes": fragmented_bytes(sample) if sample else None,
+        "unmapped_bytes": sample.unmapped_bytes if sample else None,
+        "nccl_bytes": sample.nccl_bytes if sample else None,
+    }
+
+
+def _clear(job: Job, now_seconds: float) -> Document | None:
+    """Return the clear that harms the job least; None where nothing stays free."""
+    able = [
+        (process.pid, process.reporter)
+        for process in job.processes
+        if process.reporter is not None and process.reporter.clears
+    ]
+    samples = [sample for _, reporter in able for sample in reporter.report.devices]
+    idle = sum(sample.idle_cache_bytes or 0 for sample in samples)
+    if not idle:
+        return None
+    again = sum(
+        sample.reclaimable_bytes - sample.idle_cache_bytes
+        for sample in samples
+        if sample.reclaimable_bytes is not None and sample.idle_cache_bytes is not None
+    )
+    pids = [pid for pid, _ in able]
+    mode, group = suggested_mode([reporter for _, reporter in able], now_seconds)
+    again, at_least = max(0, again), any(sample.idle_cache_bytes is None for sample in samples)
+    return {
+        "stays_free_bytes": idle,
+        "again_bytes": again,
+        "at_least": at_least,
+        "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=mode == 'step')}.",
+        "target": {"pid": pids[0] if len(pids) == 1 else pids},
+        "mode": mode,
+        "group": group,
+    }
+
+
+def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> Document:
+    since = finding.since_seconds
+    clear = _clear(finding.clears, snapshot.taken_seconds) if finding.clears is not None else None
+    return {
+        "id": finding.id,
+        "kind": finding.kind,
+        "severity": finding.severity,
+        "title": finding.title,
+        "sentence": finding.sentence,
+        "job": finding.job.id if finding.job is not None else None,
+        "owner": finding.job.owner()["owner"] if finding.job is not None else "",
+        "gpu": finding.gpu,
+        "uuid": finding.uuid,
+        "since_unix_seconds": None if since is None else round(now_unix_seconds - (snapshot.taken_seconds - since), 1),
+        "idle_cache_bytes": finding.idle_cache_bytes,
+        "clear": None
+        if clear is None or finding.clears is None
+        else {**clear, "job": finding.clears.id, "name": finding.clears.name},
+    }

@@ -1,0 +1,199 @@
+"""The sentences about clears and other actions, which page, terminal and commands show alike. Pure.
+
+An action and a result are the documents of the HTTP API, or rows with the same keys.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gpumem_client.wire.units import counted, human_bytes
+from gpumem_exporter.actions.model import is_done
+
+Document = Mapping[str, Any]
+
+_WORTH_SAYING = 0.05
+"""The share of what a clear would free from which a sentence says that it would be reserved again."""
+_NAMED_JOBS_MAX = 8
+
+
+def stays_free(stays_free_bytes: int, again_bytes: int, *, at_least: bool = False, at_step: bool = False) -> str:
+    """Return `Stays free 2.2 GiB; 18.0 GiB more would be reserved again in the next step`, without a period.
+
+    With `at_least`, the idle cache of a process is not known. With `at_step`, a job that trains reserves the rest.
+    """
+    text = f"Stays free {'at least ' if at_least else ''}{human_bytes(stays_free_bytes)}"
+    if again_bytes > 0 and again_bytes >= _WORTH_SAYING * (stays_free_bytes + again_bytes):
+        text += f"; {human_bytes(again_bytes)} more would be reserved again{' in the next step' if at_step else ''}"
+    return text
+
+
+def job_name(result: Document) -> str:
+    """Return the name of a result's job."""
+    return str(result.get("job") or result.get("workload") or f"pid {result['pid']}")
+
+
+def subject(results: Iterable[Document]) -> str:
+    """Return the job of some results, or the number of their processes: `llm (4 ranks)`, `12 processes`."""
+    # Equal pids on two nodes are two processes.
+    processes = {(result.get("instance"), result["pid"]): result for result in results}
+    names = {(job_name(result), bool(result.get("workload"))) for result in processes.values()}
+    name, of_workload = next(iter(names), ("", False))
+    if len(names) != 1 or (len(processes) > 1 and not of_workload):
+        return counted(len(processes), "process", "processes")
+    ranks = [result.get("rank") or "" for result in processes.values()]
+    if len(ranks) == 1:
+        return f"{name} rank {ranks[0]}" if ranks[0] else name
+    return f"{name} ({len(ranks)} {'ranks' if all(ranks) else 'processes'})"
+
+
+def at_step_requests(action: Document) -> list[Document]:
+    """Return the requests of a dry run's suggestion for processes that clear at the end of a step."""
+    return [request for request in action.get("suggested") or () if request["mode"] == "step"]
+
+
+def results_of(request: Document, results: Sequence[Document]) -> list[Document]:
+    """Return the results of the processes that a request of a suggestion names."""
+    pids = request["target"].get("pid")
+    chosen = pids if isinstance(pids, list) else [pids]
+    return [result for result in results if pids is None or result["pid"] in chosen]
+
+
+def subjects(requests: Iterable[Document], results: Sequence[Document]) -> str:
+    """Return the jobs of some requests of a suggestion, by name."""
+    jobs: dict[object, list[Document]] = {}
+    for number, request in enumerate(requests):
+        for result in results_of(request, results):
+            # A group is a job. Of other processes, another user may have the same workload.
+            jobs.setdefault(number if request["group"] else result["workload"] or result["pid"], []).append(result)
+    names = [subject(each) for each in jobs.values()]
+    more = len(names) - _NAMED_JOBS_MAX
+    return ", ".join([*names[:_NAMED_JOBS_MAX], *([f"and {more} more"] if more > 0 else [])])
+
+
+def when(action: Document) -> str:
+    """Return which jobs of a dry run would clear at the end of a step; empty if all clear at once."""
+    results, at_step = action["results"], at_step_requests(action)
+    if not at_step:
+        return ""
+    deadline_seconds = max(request["deadline_seconds"] for request in at_step)
+    text = f"At the end of a step, within {deadline_seconds:.0f} s: {subjects(at_step, results)}."
+    at_once = [request for request in action["suggested"] if request["mode"] != "step"]
+    now = subject(each for request in at_once for each in results_of(request, results))
+    return f"{text} At once: {now}." if at_once else text
+
+
+def sentence(action: Document) -> str:
+    """Return what an action waits for, what it did, or in a dry run what it would do."""
+    results = action["results"]
+    if action["state"] in ("queued", "running"):
+        return waiting(action)
+    if not results:
+        return ""
+    done = [result for result in results if is_done(result["outcome"])]
+    act, acted = ("would act", "No process would act.") if action["dry_run"] else ("acted", "No process acted.")
+    if not done:
+        return acted
+    text = _OF_ACTIONS.get(action["action"], _other)(action, done)
+    count, all_count = (len({(each.get("instance"), each["pid"]) for each in some}) for some in (done, results))
+    return text if count == all_count else f"{text} {count} of {all_count} processes {act}."
+
+
+def waiting(action: Document, *, name: str = "", deadline_seconds: float | None = None) -> str:
+    """Return what a running action waits for. `name` is its job."""
+    of, at_most = (
+        f" of {name}" if name else "",
+        "" if deadline_seconds is None else f", at most {deadline_seconds:.0f} s",
+    )
+    if engines := action.get("waits_for"):
+        return " ".join(map(_engine_wait, engines))
+    if action.get("mode") == "step":
+        return f"Waiting for the end of a step{of}{at_most}."
+    return f"Waiting for {name or 'the processes'}{' to be idle' if action.get('mode') == 'idle' else ''}{at_most}."
+
+
+def _engine_wait(wait: Document) -> str:
+    engine = f"pid {wait['pid']}" + (f" ({wait['title']})" if wait["title"] else "")
+    until = time.strftime("%H:%M:%S UTC", time.gmtime(wait["until_unix_seconds"]))
+    gpu = wait["gpu"] or wait["uuid"]
+    return f"Waiting until the engine in {engine} has started on GPU {gpu}, at the latest until {until}."
+
+
+def _clear(action: Document, done: Sequence[Document]) -> str:
+    known = [result for result in done if result.get("freed_bytes") is not None]
+    settled = [result for result in known if result.get("still_free_bytes") is not None]
+    still_free = sum(result["still_free_bytes"] for result in settled)
+    again = sum(result["freed_bytes"] for result in settled) - still_free
+    freed = sum(result["freed_bytes"] for result in known)
+    at_least = len(known) < len(done) or any(result["freed_bytes"] for result in known if result not in settled)
+    least = "at least " if len(known) < len(done) else ""
+    if not action["dry_run"]:
+        if not known:
+            return f"Cleared {subject(done)}; the freed memory is not known."
+        if not settled or action.get("settling") or not freed:
+            return f"Freed {least}{human_bytes(freed)} in {subject(done)}."
+        rest = f"; {human_bytes(again)} more was reserved again within {action['settle_seconds']:g} s" if again else ""
+        return f"Stays free {'at least ' if at_least else ''}{human_bytes(still_free)} in {subject(done)}{rest}."
+    if not known:
+        return "It is not known how much memory a clear would free."
+    if not freed and not least:
+        return "A clear would free nothing."
+    if not settled:
+        return f"Would free {least}{human_bytes(freed)} now; how much of it stays free is not known yet."
+    at_step = all(each.get("step") for each in settled if each["freed_bytes"] > each["still_free_bytes"])
+    return f"{stays_free(still_free, again, at_least=at_least, at_step=at_step)}."
+
+
+def _collect(action: Document, done: Sequence[Document]) -> str:
+    nothing = "Nothing is freed to the driver until a clear."
+    if action["dry_run"]:
+        return f"Would collect garbage in {subject(done)}; how much memory that frees is not known. {nothing}"
+    text = f"Collected garbage in {subject(done)}"
+    before, after = (f"allocated_{when_}_bytes" for when_ in ("before", "after"))
+    known = [each for each in done if each.get(before) is not None and each.get(after) is not None]
+    if not known:
+        return f"{text}; the allocated memory is not known. {nothing}"
+    sizes = [sum(each[name] for each in known) for name in (before, after)]
+    change = "grew" if sizes[0] < sizes[1] else "fell"
+    return f"{text}: allocated memory {change} from {human_bytes(sizes[0])} to {human_bytes(sizes[1])}. {nothing}"
+
+
+def _reset(action: Document, done: Sequence[Document]) -> str:
+    return f"{'Would reset' if action['dry_run'] else 'Reset'} the peaks in {subject(done)}."
+
+
+def _write(action: Document, done: Sequence[Document]) -> str:
+    written = [result["snapshot"] for result in done if result.get("snapshot")]
+    count = len({(result.get("instance"), result["pid"]) for result in done})
+    what = f"{'a snapshot' if count == 1 else f'{count} snapshots'} of {subject(done)}"
+    size = f": {human_bytes(sum(each['size_bytes'] for each in written))}" if written else ""
+    return f"Would write {what}." if action["dry_run"] else f"Wrote {what}{size}."
+
+
+def _limit(action: Document, done: Sequence[Document]) -> str:
+    limits = {result.get("limit_bytes") for result in done}
+    size = human_bytes(limits.pop()) if len(limits) == 1 and None not in limits else "a share"
+    return f"{'Would limit' if action['dry_run'] else 'Limited'} {subject(done)} to {size} of each device."
+
+
+def _terminate(action: Document, done: Sequence[Document]) -> str:
+    known = [result["freed_bytes"] for result in done if result.get("freed_bytes") is not None]
+    verb, frees = ("Would terminate", "would free") if action["dry_run"] else ("Terminated", "freed")
+    least = "at least " if len(known) < len(done) else ""
+    return f"{verb} {subject(done)}{f', which {frees} {least}{human_bytes(sum(known))}' if known else ''}."
+
+
+def _other(action: Document, done: Sequence[Document]) -> str:
+    return f"{'Would act' if action['dry_run'] else 'Acted'} in {subject(done)}."
+
+
+_OF_ACTIONS = {
+    "empty_cache": _clear,
+    "collect_garbage": _collect,
+    "reset_peak": _reset,
+    "snapshot": _write,
+    "set_memory_fraction": _limit,
+    "terminate": _terminate,
+}

@@ -1,0 +1,34 @@
+"""The words that page, terminal and documentation use for the same thing, each with its explanation."""
+
+from __future__ import annotations
+
+WORDS: dict[str, dict[str, str]] = {
+    name: {"label": label, "help": text}
+    for name, label, text in (
+        ("total", "Total", "The memory of the device."),
+        ("used", "Used", "What the driver counts as used."),
+        ("free", "Free", "What any process can take now."),
+        ("allocatable", "Allocatable", "What a process can get after a clear: free memory and idle cache."),
+        ("allocated", "Allocated", "In tensors."),
+        ("reserved", "Reserved", "What PyTorch took from the driver: allocated memory and cache."),
+        ("idle_cache", "Idle cache", "Cache that the job did not need for a minute. A clear frees it for good."),
+        ("reclaimable", "Reclaimable", "Cache that a clear would free at this instant. The job may need it again."),
+        ("fragmented", "Fragmented", "Cache that a clear cannot free, because tensors lie between its parts."),
+        ("non_torch", "Non-torch", "Used outside of PyTorch's allocator: CUDA context, NCCL, libraries."),
+        ("unmapped", "Unmapped", "Reserved by PyTorch, but not held on the device: the job sleeps."),
+        ("other_processes", "Other processes", "Used by processes that do not report."),
+        ("driver_reserved", "Driver reserved", "Kept by the driver and the firmware."),
+        ("unattributed", "Unattributed", "Used, but by no process that the driver lists."),
+        ("torch_allocated", "Allocated", "In tensors."),
+        ("torch_reclaimable", "Reclaimable", "Cache that a clear would free at this instant."),
+        ("torch_fragmented", "Fragmented", "Cache that a clear cannot free."),
+        ("coverage", "Coverage", "The share of the processes' memory that belongs to processes that report."),
+        ("job", "Job", "The processes of one workload and one owner."),
+        ("owner", "Owner", "User, pod, Slurm or Ray job."),
+        ("devices", "GPUs", "The devices that the job uses."),
+        ("state", "State", "What the job does: training, serving, running, idle, sleeping, starting, not reporting."),
+        ("growth", "Growth", "How much more memory the job keeps with each hour."),
+        ("step", "Step", "The last training step."),
+        ("since", "Since", "The start of the oldest process of the job."),
+    )
+}

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.core.last_ooms import LastOom
+from gpumem_exporter.core.ledger import node_ledgers
+from gpumem_exporter.core.place import HERE
+from gpumem_exporter.core.samples import (
+    DeviceReading,
+    NodeReading,
+    ProcessKey,
+    ReportingProcess,
+    SilentReporter,
+    Snapshot,
+    StartingEngine,
+)
+from gpumem_exporter.view.findings import Finding, Since, find
+from gpumem_exporter.view.growth import Growth
+from gpumem_exporter.view.jobs import jobs_of
+from tests.support.builders import MIB, UUIDS, Clock, device, node, reporting, sample
+
+GIB = 1024 * MIB
+
+
+def of(pid: int, workload: str, allocated: int = GIB, idle: int = 0, fragmented: int = 0) -> ReportingProcess:
+    one = dataclasses.replace(sample(UUIDS[0], allocated, idle, fragmented), idle_cache_bytes=idle)
+    process = reporting(pid, devices=(one,), workload=workload, session=f"session-{pid}")
+    return dataclasses.replace(process, key=ProcessKey(1, pid, 1001, HERE))
+
+
+def reading(*processes: ReportingProcess, free: int = 40 * GIB) -> NodeReading:
+    total = 80 * GIB
+    shares = {process.key.pid: process.report.devices[0].reserved_bytes or 0 for process in processes}
+    used = total - free
+    return node(device(total=total, used=used, processes={**shares, 99: used - sum(shares.values())}))
+
+
+def findings(*processes: ReportingProcess, free: int = 40 * GIB, **changes: Any) -> dict[str, Finding]:
+    shown = Snapshot(1000.0, changes.pop("node", reading(*processes, free=free)), processes, **_of_snapshot(changes))
+    found = find(shown, jobs_of(shown), node_ledgers(shown), **changes)
+    assert len({finding.id for finding in found}) == len(found)
+    return {finding.kind: finding for finding in found}
+
+
+def _of_snapshot(changes: dict[str, Any]) -> dict[str, Any]:
+    return {name: changes.pop(name) for name in ("ooms", "silent", "starting") if name in changes}
+
+
+def oom(**changes: Any) -> LastOom:
+    error = LastOom("0", UUIDS[0], "1", "train", "", "session-1", 1, 990.0, 1.0, requested_bytes=GIB, owner="uid:1001")
+    return dataclasses.replace(error, device_free_bytes=5, **changes)
+
+
+def test_a_full_device_is_no_fault() -> None:
+    assert findings(of(1, "train", 79 * GIB), free=0) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity"),
+    [
+        ({}, "warning"),
+        ({"ended_process": True}, "critical"),
+        ({"happened_seconds": 100.0}, None),
+        ({"happened_seconds": 100.0, "ended_process": True}, "critical"),
+    ],
+)
+def test_an_out_of_memory_error_is_critical_only_if_it_ended_its_process(
+    changes: dict[str, Any], severity: str | None
+) -> None:
+    found = findings(of(1, "train"), ooms=(oom(**changes),)).get("oom")
+    assert (found.severity if found else None) == severity
+    if found is not None:
+        assert found.job is not None
+        assert found.gpu == "0"
+
+
+def test_a_job_that_will_fail_within_an_hour_is_critical() -> None:
+    (job,) = [each for each in jobs_of(Snapshot(1.0, reading(of(1, "leak")), (of(1, "leak"),))) if each.workload]
+    for per_hour, severity in ((10 * GIB, "warning"), (50 * GIB, "critical")):
+        found = findings(of(1, "leak"), growths={job.id: Growth(per_hour, 500.0)})["growth"]
+        assert found.severity == severity
+        assert found.since_seconds == 500.0
+
+
+def test_a_memory_limit_that_is_near_counts() -> None:
+    one = of(1, "leak")
+    limited = dataclasses.replace(one.report.devices[0], memory_limit_bytes=2 * GIB)
+    one = dataclasses.replace(one, report=dataclasses.replace(one.report, devices=(limited,)))
+    (job,) = [each for each in jobs_of(Snapshot(1.0, reading(one), (one,))) if each.workload]
+    assert findings(one, growths={job.id: Growth(10 * GIB, 500.0)})["growth"].severity == "critical"
+
+
+@pytest.mark.parametrize(
+    ("idle", "free", "ooms", "severity"),
+    [
+        (10 * GIB, 40 * GIB, (), None),
+        (20 * GIB, 40 * GIB, (), "info"),
+        (10 * GIB, GIB, (), "warning"),
+        (10 * GIB, 40 * GIB, (oom(workload="other"),), "warning"),
+        (10 * GIB, 40 * GIB, (oom(workload="notebook"),), None),
+        (1 * GIB, GIB, (), None),
+    ],
+)
+def test_idle_cache_that_others_lack_is_a_warning(
+    idle: int, free: int, ooms: tuple[LastOom, ...], severity: str | None
+) -> None:
+    found = findings(of(1, "notebook", idle=idle), of(2, "train"), free=free, ooms=ooms).get("idle_cache")
+    assert (found.severity if found else None) == severity
+    if found is not None:
+        assert found.idle_cache_bytes == idle
+        assert found.clears is not None
+        assert found.clears.workload == "notebook"
+
+
+def test_idle_cache_on_a_device_of_its_own_job_alone_lacks_nobody() -> None:
+    one = of(1, "train", 69 * GIB, 10 * GIB)
+    assert findings(one, node=node(device(total=80 * GIB, used=79 * GIB, processes={1: 79 * GIB}))) == {}
+
+
+def test_lost_devices_failed_checks_silent_reporters_and_starting_engines() -> None:
+    lost = node(DeviceReading(gpu="0", uuid=UUIDS[0], error="Xid 79"))
+    assert findings(node=lost)["device_lost"].severity == "critical"
+    checks = [
+        {"part": "nvml", "status": "degraded", "detail": "no driver"},
+        {"part": "events", "status": "degraded", "detail": "disk full"},
+        {"part": "devices", "status": "degraded", "detail": "1 of 8"},
+    ]
+    found = findings(failed_checks=checks)
+    assert {kind: finding.severity for kind, finding in found.items()} == {"driver": "critical", "check": "warning"}
+    silent = SilentReporter(ProcessKey(1, 2, 1001, HERE), 2, 1000, "train", "1", 1.0)
+    assert findings(silent=(silent,))["silent"].severity == "warning"
+    engine = StartingEngine(UUIDS[0], "0", 1, "VLLM::EngineCore", 900.0)
+    assert findings(of(1, "engine"), starting=(engine,))["starting"].severity == "info"
+
+
+def test_fragmented_and_unattributed_memory() -> None:
+    assert findings(of(1, "train", fragmented=9 * GIB))["fragmented"].severity == "warning"
+    assert findings(of(1, "train", fragmented=7 * GIB)) == {}
+    unexplained = node(device(total=80 * GIB, used=40 * GIB, processes={99: 20 * GIB}))
+    assert findings(node=unexplained)["unattributed"].severity == "warning"
+
+
+def test_a_finding_keeps_its_start_and_must_last_if_it_changes_with_each_step() -> None:
+    clock = Clock(100.0)
+    since = Since(clock)
+    lost = Finding("a", "device_lost", "critical", "", "")
+    fragmented = Finding("b", "fragmented", "warning", "", "")
+    assert since.lasting([fragmented, lost]) == [dataclasses.replace(lost, since_seconds=100.0)]
+    for _ in range(5):
+        clock.now += 3.0
+        shown = since.lasting([fragmented, lost])
+    assert [finding.id for finding in shown] == ["a", "b"]
+    assert {finding.since_seconds for finding in shown} == {100.0}
+    clock.now += 60.0
+    assert since.lasting([lost]) == [dataclasses.replace(lost, since_seconds=160.0 + 15.0)]
+
+
+def test_the_most_severe_and_then_the_oldest_finding_is_first() -> None:
+    since = Since(Clock(100.0))
+    known = [
+        Finding("note", "starting", "info", "", "", since_seconds=1.0),
+        Finding("new", "oom", "critical", "", "", since_seconds=90.0),
+        Finding("old", "oom", "critical", "", "", since_seconds=10.0),
+    ]
+    assert [finding.id for finding in since.lasting(known)] == ["old", "new", "note"]

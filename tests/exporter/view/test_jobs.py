@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from gpumem_exporter.actions.caller import Caller, CallerKind
+from gpumem_exporter.core.place import HERE, Place
+from gpumem_exporter.core.samples import (
+    DeviceReading,
+    ProcessFacts,
+    ProcessKey,
+    ReportingProcess,
+    SilentReporter,
+    Snapshot,
+    StartingEngine,
+)
+from gpumem_exporter.view.jobs import Job, job_id, jobs_of
+from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+
+ALICE, BOB = 1001, 1002
+POD = Place(known=True, container="c" * 64)
+
+
+def of(pid: int, uid: int = ALICE, place: Place = HERE, **changes: Any) -> ReportingProcess:
+    """A process of a user that uses 100 MiB of device 0, 10 MiB of it as idle cache."""
+    used = dataclasses.replace(sample(UUIDS[0], 80 * MIB, 20 * MIB), idle_cache_bytes=10 * MIB)
+    process = reporting(pid, **{"devices": (used,), **changes})
+    return dataclasses.replace(process, key=ProcessKey(1, pid, uid, place))
+
+
+def snapshot(*processes: ReportingProcess, listed: dict[int, int | None] | None = None, **changes: Any) -> Snapshot:
+    pids = {process.host_pid: 150 * MIB for process in processes if process.host_pid is not None}
+    reading = node(device(used=4000 * MIB, processes={**pids, **(listed or {})}), device(UUIDS[1], gpu="1"))
+    facts = {pid: ProcessFacts(pid, 1000, "python train.py", "alice", started_seconds=-60.0) for pid in pids}
+    return Snapshot(100.0, dataclasses.replace(reading, facts=facts), processes, **changes)
+
+
+def ids(jobs: list[Job]) -> list[list[int | str]]:
+    return [[process.pid for process in job.processes] for job in jobs]
+
+
+def test_a_job_is_the_processes_of_one_workload_and_one_owner() -> None:
+    jobs = jobs_of(snapshot(of(1), of(2), of(3, BOB), of(4, place=POD), of(5, workload=""), listed={6: 1 * MIB}))
+    assert sorted(ids(jobs)) == [[1, 2], [3], [4], [5], [6]]
+    assert len({job.id for job in jobs}) == 5
+    assert [job.workload for job in jobs if [process.pid for process in job.processes] in ([5], [6])] == [None, None]
+
+
+def test_a_job_keeps_its_id_and_the_id_does_not_show_the_owner() -> None:
+    assert job_id("a/b c", (ALICE, HERE)) == job_id("a/b c", (ALICE, HERE))
+    assert job_id("a/b c", (ALICE, HERE)) != job_id("a/b c", (BOB, HERE))
+    assert job_id("a/b c", (ALICE, HERE)) != job_id("a/b-c", (ALICE, HERE))
+    named = job_id("a/b c?#&%ü" * 99, (ALICE, HERE))
+    assert quote(named) == named
+    assert len(named) < 100
+
+
+def test_a_silent_rank_belongs_to_its_job_and_makes_the_sums_incomplete() -> None:
+    silent = SilentReporter(ProcessKey(1, 2, ALICE, HERE), 2, 1000, "train", "1", 1.0)
+    (job,) = jobs_of(snapshot(of(1), listed={2: 70 * MIB}, silent=(silent,)))
+    assert [process.state for process in job.processes] == ["reporting", "silent"]
+    assert job.sums["used_bytes"] == 220 * MIB
+    assert job.sums["allocated_bytes"] == 80 * MIB
+    assert "allocated_bytes" in job.incomplete
+    assert "used_bytes" not in job.incomplete
+    assert "unmapped_bytes" not in job.incomplete
+
+
+def test_what_no_process_knows_is_unknown() -> None:
+    (job,) = jobs_of(snapshot(listed={6: None}))
+    assert set(job.sums.values()) == {None}
+    assert job.incomplete == []
+
+
+def test_the_largest_job_is_first() -> None:
+    jobs = jobs_of(snapshot(of(1), of(2, BOB, workload="large"), listed={2: 3000 * MIB}))
+    assert ids(jobs) == [[2], [1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({"step": 3, "step_seconds": 0.5}, "training"),
+        ({"step": 3, "step_seconds": None}, "idle"),
+        ({"engine_starting": False}, "serving"),
+        ({"devices": (dataclasses.replace(sample(UUIDS[0], MIB), unmapped_bytes=5),)}, "sleeping"),
+        ({}, "idle"),
+    ],
+)
+def test_the_state_of_a_job(changes: dict[str, Any], state: str) -> None:
+    (job,) = jobs_of(snapshot(of(1, **changes)))
+    assert job.state(100.0, []) == state
+
+
+def test_a_job_that_uses_its_allocator_runs() -> None:
+    (job,) = jobs_of(snapshot(dataclasses.replace(of(1), active_seconds=90.0)))
+    assert job.state(100.0, []) == "running"
+    assert job.state(200.0, []) == "idle"
+
+
+def test_an_engine_that_starts_and_a_job_without_a_reporter() -> None:
+    engine = StartingEngine(UUIDS[0], "0", 1, "VLLM::EngineCore", 900.0)
+    (job,) = jobs_of(snapshot(of(1), starting=(engine,)))
+    assert job.state(100.0, [1]) == "starting"
+    (unreported,) = jobs_of(snapshot(listed={6: MIB}))
+    assert unreported.state(100.0, []) == "not reporting"
+
+
+def test_a_job_says_since_when_it_runs_and_what_its_last_step_was() -> None:
+    stepping = dataclasses.replace(of(1, step=7, step_seconds=0.5), stepped_seconds=97.0)
+    (job,) = jobs_of(snapshot(stepping, dataclasses.replace(of(2, step=6), stepped_seconds=99.0)))
+    shown = snapshot(stepping)
+    assert job.started_unix_seconds(shown.node) == -60.0
+    assert job.steps(shown, 1000.0) == {"step": 7, "step_seconds": 0.5, "last_step_unix_seconds": 997.0}
+
+
+def test_identities_of_others_are_hidden_from_a_viewer() -> None:
+    viewer = Caller(CallerKind.LOOPBACK, uid=BOB)
+    (job,) = jobs_of(snapshot(of(1)), viewer)
+    assert job.name == "train"
+    assert {job.owner()[name] for name in ("user", "uid", "k8s_pod")} == {None}
+    assert job.owner()["owner"] == ""
+
+
+def test_a_lost_device_does_not_hide_its_jobs() -> None:
+    lost = DeviceReading(gpu="0", uuid=UUIDS[0], error="lost")
+    (job,) = jobs_of(Snapshot(1.0, node(lost), (of(1),)))
+    assert job.sums["allocated_bytes"] == 80 * MIB
+    assert job.sums["used_bytes"] is None

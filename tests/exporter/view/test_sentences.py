@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
+from gpumem_exporter.view.sentences import sentence, stays_free, subject, when
+from tests.support.fleet_builders import action, row
+
+GIB = 1 << 30
+NOW = {"target": {"pid": [1, 2]}, "mode": "now", "group": False, "deadline_seconds": 30.0}
+GROUP = {"target": {"pid": [3, 4]}, "mode": "step", "group": True, "deadline_seconds": 45.0}
+
+
+def size(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
+
+
+def result(pid: int, freed: float | None, stays: float | None, workload: str = "", rank: str = "") -> dict[str, Any]:
+    sizes = {"freed_bytes": size(freed), "still_free_bytes": size(stays)}
+    return row(pid, "would_clear", workload=workload, rank=rank, step=7 if workload == "llm" else None, **sizes)
+
+
+RANKS = [result(3, 10, 1, "llm", "0"), result(4, 10, 1.2, "llm", "1")]
+OTHERS = [result(1, 4, 4, "notebook"), result(2, 1, 1)]
+
+
+def expected(*results: dict[str, Any], suggested: list[dict[str, Any]]) -> dict[str, Any]:
+    return action(*results, dry_run=True, suggested=suggested)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        (
+            (2 * GIB, 18 * GIB, False, True),
+            "Stays free 2.0 GiB; 18.0 GiB more would be reserved again in the next step",
+        ),
+        ((2 * GIB, 18 * GIB, True, False), "Stays free at least 2.0 GiB; 18.0 GiB more would be reserved again"),
+        ((96 * GIB, 4 * GIB, False, True), "Stays free 96.0 GiB"),
+        ((0, GIB, False, False), "Stays free 0 B; 1.0 GiB more would be reserved again"),
+        ((0, 0, False, False), "Stays free 0 B"),
+    ],
+)
+def test_what_stays_free_is_first(sizes: tuple[int, int, bool, bool], text: str) -> None:
+    stays, again, at_least, at_step = sizes
+    assert stays_free(stays, again, at_least=at_least, at_step=at_step) == text
+
+
+@pytest.mark.parametrize(
+    ("results", "suggested", "text"),
+    [
+        (RANKS, [GROUP], "Stays free 2.2 GiB; 17.8 GiB more would be reserved again in the next step."),
+        (OTHERS, [NOW], "Stays free 5.0 GiB."),
+        (
+            [*OTHERS, *RANKS],
+            [NOW, GROUP],
+            "Stays free 7.2 GiB; 17.8 GiB more would be reserved again in the next step.",
+        ),
+        ([result(1, 4, 1), *RANKS], [NOW, GROUP], "Stays free 3.2 GiB; 20.8 GiB more would be reserved again."),
+        ([result(1, 4, 4), result(2, 1, None)], [NOW], "Stays free at least 4.0 GiB."),
+        ([result(1, 4, 4), result(2, None, None)], [NOW], "Stays free at least 4.0 GiB."),
+        ([result(1, 4, None)], [NOW], "Would free 4.0 GiB now; how much of it stays free is not known yet."),
+        ([result(1, None, None)], [NOW], "It is not known how much memory a clear would free."),
+        ([result(1, 0, 0)], [NOW], "A clear would free nothing."),
+        ([row(1, "refused")], [NOW], "No process would act."),
+        ([result(1, 4, 4), row(2, "refused")], [NOW], "Stays free 4.0 GiB. 1 of 2 processes would act."),
+    ],
+)
+def test_a_dry_run_of_a_clear_says_what_stays_free(
+    results: list[dict[str, Any]], suggested: list[dict[str, Any]], text: str
+) -> None:
+    assert sentence(expected(*results, suggested=suggested)) == text
+
+
+@pytest.mark.parametrize(
+    ("still_free", "text"),
+    [
+        ((0, 0), "Stays free 0 B in llm (2 ranks); 4.0 GiB more was reserved again within 10 s."),
+        ((1, 0), "Stays free 1.0 GiB in llm (2 ranks); 3.0 GiB more was reserved again within 10 s."),
+        ((2, 2), "Stays free 4.0 GiB in llm (2 ranks)."),
+        ((2, None), "Stays free at least 2.0 GiB in llm (2 ranks)."),
+        ((None, None), "Freed 4.0 GiB in llm (2 ranks)."),
+    ],
+)
+def test_a_settled_clear_says_what_stays_free(still_free: tuple[int | None, ...], text: str) -> None:
+    results = [
+        row(pid, workload="llm", freed_bytes=2 * GIB, still_free_bytes=size(gib)) for pid, gib in enumerate(still_free)
+    ]
+    assert sentence(action(*results, settle_seconds=10.0)) == text
+    settling = action(*results, settle_seconds=10.0, settling=True)
+    assert sentence(settling) == "Freed 4.0 GiB in llm (2 ranks)."
+
+
+@pytest.mark.parametrize("name", DRY_RUN_OUTCOMES)
+def test_no_dry_run_reads_as_done(name: str) -> None:
+    would = row(1, DRY_RUN_OUTCOMES[name], job="llm")
+    assert "ould" in sentence(action(would, action=name, dry_run=True))
+    assert "ould" not in sentence(action(row(1, job="llm"), action=name))
+
+
+def test_a_suggestion_says_when_jobs_clear() -> None:
+    assert when(expected(*OTHERS, suggested=[NOW])) == ""
+    text = when(expected(*OTHERS, *RANKS, suggested=[NOW, GROUP]))
+    assert text == "At the end of a step, within 45 s: llm (2 ranks). At once: 2 processes."
+
+
+@pytest.mark.parametrize(
+    ("results", "name"),
+    [
+        ([row(1, workload="llm", rank="")], "llm"),
+        ([row(1, workload="llm", rank="3")], "llm rank 3"),
+        ([row(1, workload="llm"), row(1, workload="llm", gpu="1")], "llm rank 0"),
+        ([row(1, workload="llm"), row(2, workload="llm")], "llm (2 ranks)"),
+        ([row(1, workload="llm", rank=""), row(2, workload="llm")], "llm (2 processes)"),
+        ([row(1, workload="", rank="", job="python train.py")], "python train.py"),
+        ([row(pid, workload="", rank="", job="python train.py") for pid in (1, 2)], "2 processes"),
+        ([row(1, workload="", rank="")], "pid 1"),
+        ([row(1, workload="llm"), row(2, workload="rag")], "2 processes"),
+        ([row(1, instance="a", workload="llm"), row(1, instance="b", workload="llm")], "llm (2 ranks)"),
+    ],
+)
+def test_results_are_named_by_their_job(results: list[dict[str, Any]], name: str) -> None:
+    assert subject(results) == name
+
+
+def test_a_running_action_says_what_it_waits_for() -> None:
+    engine = {"pid": 9, "title": "VLLM::EngineCore", "gpu": "0", "uuid": "GPU-0", "until_unix_seconds": 3600.0}
+    for changes, named in (
+        ({"mode": "step"}, "step"),
+        ({"mode": "idle"}, "idle"),
+        ({"mode": "step", "waits_for": [engine]}, "VLLM::EngineCore"),
+    ):
+        assert named in sentence(action(state="running", **changes))
