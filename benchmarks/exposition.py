@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -23,7 +24,7 @@ from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.snapshots import node, reporting
 from gpumem_exporter.collectors.catalog import Metric
 from gpumem_exporter.collectors.exposition import Exposition, view_of
-from gpumem_exporter.collectors.instruments import Instruments, process_registry
+from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import Snapshot
 
 PROCESSES = 64
@@ -45,20 +46,24 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
     progress.part(f"{PROCESSES} processes × {devices} devices")
     instruments = Instruments()
     instruments.count_report("accepted")
-    exposition = Exposition(instruments, process_registry(), version="0", source="nvml")
+    exposition = Exposition(instruments, version="0", source="nvml")
     names = ("scrape", "OpenMetrics", "first page", "copy", "prometheus_client")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     body = b""
+
+    def page(of: Exposition, *, openmetrics: bool = False) -> bytes:
+        return b"".join(chain.from_iterable(of.render(snapshot, openmetrics=openmetrics)))
+
     for turn in progress.turns(rounds):
         tick = turn + 1
         reading = node(PROCESSES, devices, tick)
         reports = tuple(reporting(pid, devices, tick) for pid in range(PROCESSES))
         snapshot = Snapshot(float(tick), reading, reports)
-        spent, body = timed(exposition.render, snapshot, openmetrics=False)
+        spent, body = timed(page, exposition)
         seconds["scrape"].append(spent)
-        seconds["OpenMetrics"].append(timed(exposition.render, snapshot, openmetrics=True)[0])
-        cold = Exposition(instruments, CollectorRegistry(), version="0", source="nvml")
-        seconds["first page"].append(timed(cold.render, snapshot, openmetrics=False)[0])
+        seconds["OpenMetrics"].append(timed(page, exposition, openmetrics=True)[0])
+        cold = Exposition(instruments, version="0", source="nvml")
+        seconds["first page"].append(timed(page, cold)[0])
         seconds["copy"].append(timed(bytearray, body)[0])
         if turn < max(3, rounds // 10):  # by far the slowest of them
             embedded = CollectorRegistry()

@@ -27,7 +27,7 @@ START_RATIO = 2.5
 RESIDENT_RATIO = 2.0
 CPU_RATIO = 10.0
 SETTLE_SECONDS = 3.0
-DEPENDENCIES = "import fastapi, httptools, prometheus_client, pydantic, pynvml, uvicorn, uvloop"
+DEPENDENCIES = "import fastapi, httptools, pydantic, pynvml, uvicorn, uvloop"
 BARE = "import fastapi, uvicorn; print(flush=True); input()"
 
 

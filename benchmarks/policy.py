@@ -12,8 +12,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from prometheus_client import CollectorRegistry
-
 from benchmarks.claims import Options, Progress, compared, show
 from benchmarks.exposition import timed
 from benchmarks.snapshots import node, reporting
@@ -38,13 +36,13 @@ def main() -> int:
     progress.part(f"{RULES} rules on {PROCESSES} processes")
     usual = Engine(rules(slack_over=1e15), stale_seconds=5.0)
     worst = Engine(rules(slack_over=1.0), stale_seconds=5.0)
-    exposition = Exposition(Instruments(), CollectorRegistry(), version="0", source="nvml")
+    exposition = Exposition(Instruments(), version="0", source="nvml")
     spent: dict[str, list[float]] = {"usual": [], "worst": [], "scrape": []}
     for turn in progress.turns(given.rounds):
         snapshot = snapshot_at(turn + 1)
         spent["usual"].append(timed(usual.evaluate, snapshot, frozenset)[0])
         spent["worst"].append(timed(worst.evaluate, snapshot, frozenset)[0])
-        spent["scrape"].append(timed(exposition.render, snapshot, openmetrics=False)[0])
+        spent["scrape"].append(timed(list, exposition.render(snapshot, openmetrics=False))[0])
     ms = {name: 1e3 * statistics.median(values) for name, values in spent.items()}
     what = f"{PROCESSES} processes × {RULES} rules"
     rows = [

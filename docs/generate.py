@@ -33,7 +33,6 @@ with gzip if `Accept-Encoding` permits it. This page is generated from `gpumem_e
   given to another device. `uuid` identifies the device. Join on `uuid`.
 - `pid` is the process ID that the driver uses: the host's. [Numbers](numbers.md#process-ids) describes the two other
   forms. Join `gpumem_process_info` on `pid`.
-- The exporter also exports the `process_*` metrics of its own process.
 """
 
 SECTIONS = (
@@ -43,6 +42,7 @@ SECTIONS = (
     ("PyTorch's allocator", r"gpumem_torch_"),
     ("Last out-of-memory error", r"gpumem_last_oom_"),
     ("Exporter", r"gpumem_"),
+    ("Exporter's process", r"process_"),
 )
 """Title and pattern of each section; a metric is in the first one that matches."""
 

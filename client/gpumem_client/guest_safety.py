@@ -94,8 +94,8 @@ class _ErrorText:
         return self._repr
 
 
-class _Log(_Adapter):
-    """The logger `gpumem_client`. It swallows the errors of logging handlers."""
+class GuestLog(_Adapter):
+    """A logger of the client or the toolkit. It swallows the errors of logging handlers."""
 
     @guest_safety()
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ class _Log(_Adapter):
         super().log(level, msg, *texts, stacklevel=kwargs.pop("stacklevel", 1) + 2, **kwargs)
 
 
-log = _Log(logging.getLogger("gpumem_client"), None)
+log = GuestLog(logging.getLogger("gpumem_client"), None)
 
 
 class ErrorLog:

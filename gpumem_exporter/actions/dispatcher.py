@@ -242,7 +242,7 @@ class Dispatcher:
         now = self._clock()
         pending = [
             (running, part)
-            for running in self._actions
+            for running in self._actions.running.values()
             if running.recorded.is_set()
             and (part := running.commands.get(process.key)) is not None
             and part.belongs_to(process)
@@ -263,7 +263,7 @@ class Dispatcher:
         )
 
     def _part(self, action_id: str, process: ReportingProcess) -> tuple[RunningAction, CommandPart] | None:
-        running = self._actions.running(action_id)
+        running = self._actions.running.get(action_id)
         part = running.commands.get(process.key) if running is not None else None
         if running is None or part is None or not part.belongs_to(process):
             return None
@@ -291,7 +291,7 @@ class Dispatcher:
         """End the parts of a process that has exited."""
         self.wake(key)
         self._settlements.gone(key)
-        for running in self._actions:
+        for running in tuple(self._actions.running.values()):
             part = running.commands.get(key)
             if part is not None:
                 result = CommandResult(running.action.id, "gone", reason, ReasonCode.PROCESS_EXITED)
@@ -319,7 +319,7 @@ class Dispatcher:
         now = self._clock()
         self._settlements.expire(now)
         self._engine_starts.review(now)
-        for running in self._actions:
+        for running in tuple(self._actions.running.values()):
             group_is_late = running.action.group and now >= running.offered_seconds + GROUP_ANSWER_SECONDS
             for part in tuple(running.commands.values()):
                 if part.blocked or part.state is PartState.ENDED:
@@ -347,7 +347,7 @@ class Dispatcher:
         A process that keeps its command for a step or an idle time forgets it. A command that was delivered to run now
         may run, and a process that is being terminated is terminated. The results show which is which.
         """
-        running = self._actions.running(action_id)
+        running = self._actions.running.get(action_id)
         if running is not None:
             self.withdraw(running, f"cancelled by {requested_by}", ReasonCode.CANCELLED)
         return self.get(action_id)
@@ -419,7 +419,7 @@ class Dispatcher:
 
     def under_way(self) -> set[ProcessKey]:
         """Return the processes that have a pending command."""
-        return {key for running in self._actions for key in running.commands}
+        return {key for running in self._actions.running.values() for key in running.commands}
 
     # Actions of the exporter itself, and of an earlier run
 

@@ -179,7 +179,7 @@ class EngineStarts:
 
     def review(self, now: float) -> None:
         """Decide again for every part that releases memory; called about once a second, and after each deadline."""
-        concerned = [running for running in self.actions if running.action.action in _RELEASING]
+        concerned = [running for running in self.actions.running.values() if running.action.action in _RELEASING]
         snapshot = self.store.snapshot(now) if concerned else None
         for running in concerned:
             if snapshot is not None and (snapshot.starting or running.blocked):

@@ -32,28 +32,21 @@ class ActionRegistry:
     """
 
     def __init__(self, max_finished: int, max_bytes: int = MAX_BYTES) -> None:
-        self._running: dict[str, RunningAction] = {}
+        self.running: dict[str, RunningAction] = {}
+        """The actions that have not ended by id, oldest first."""
         self._finished = _Kept(max_finished, max_bytes)
         self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE), max_bytes // _DRY_RUNS_SHARE)
         self._keys: dict[tuple[str, str], tuple[ActionRequest, str]] = {}
         """The request and the id of an action, by its caller and key."""
 
-    def __iter__(self) -> Iterator[RunningAction]:
-        """Iterate over a copy of the running actions, oldest first."""
-        return iter(tuple(self._running.values()))
-
-    def running(self, action_id: str) -> RunningAction | None:
-        """Return an action that has not ended; None for any other."""
-        return self._running.get(action_id)
-
     def get(self, action_id: str) -> Action | None:
         """Return an action as it is now; None if it is unknown or forgotten."""
-        running = self._running.get(action_id)
+        running = self.running.get(action_id)
         return running.action if running is not None else self._finished.get(action_id) or self._dry_runs.get(action_id)
 
     def recent(self) -> tuple[Action, ...]:
         """Return all known actions, newest first."""
-        actions = [*self._finished, *self._dry_runs, *(running.action for running in self._running.values())]
+        actions = [*self._finished, *self._dry_runs, *(running.action for running in self.running.values())]
         return tuple(sorted(actions, key=lambda action: action.created_unix_seconds, reverse=True))
 
     def with_key(self, caller: str, key: str, request: ActionRequest) -> Action | None:
@@ -69,19 +62,19 @@ class ActionRegistry:
 
     def require_room(self, share: str, processes: int) -> None:
         """Raise `TooManyActionsError` if the running actions of a share have too many processes."""
-        under_way = sum(running.size for running in self._running.values() if running.share == share)
+        under_way = sum(running.size for running in self.running.values() if running.share == share)
         if under_way and under_way + processes > MAX_UNDER_WAY:
             raise TooManyActionsError(f"{share} has running actions on {under_way} processes; cancel some", 1.0)
 
     def start(self, running: RunningAction, request: ActionRequest, key: str | None) -> None:
         """Add a new action."""
-        self._running[running.action.id] = running
+        self.running[running.action.id] = running
         if key is not None:
             self._keys[running.action.caller, key] = request, running.action.id
 
     def finish(self, action: Action) -> None:
         """Add a finished action, or move it from the running ones."""
-        self._running.pop(action.id, None)
+        self.running.pop(action.id, None)
         forgotten = (self._dry_runs if action.dry_run else self._finished).add(action)
         if forgotten and self._keys:
             self._keys = {key: known for key, known in self._keys.items() if known[1] not in forgotten}

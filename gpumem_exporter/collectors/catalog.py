@@ -432,7 +432,7 @@ COLLECTOR_SUCCESS = _gauge(
 )
 COLLECTOR_DURATION = _gauge(
     "gpumem_scrape_collector_duration_seconds",
-    "Time to create this part of the page in this scrape. Work done when reports arrived is not included.",
+    "Time to create this part of the page in this scrape.",
     ("collector",),
 )
 
@@ -492,9 +492,20 @@ ACTION_DURATION = _add(
     )
 )
 
+# --- the exporter's process, with the names and texts of Prometheus' clients
+
+_PROCESS_VIRTUAL = _gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.")
+_PROCESS_RESIDENT = _gauge("process_resident_memory_bytes", "Resident memory size in bytes.")
+_PROCESS_START = _gauge("process_start_time_seconds", "Start time of the process since unix epoch in seconds.")
+_PROCESS_CPU = _counter("process_cpu_seconds_total", "Total user and system CPU time spent in seconds.")
+_PROCESS_FILES = _gauge("process_open_fds", "Number of open file descriptors.")
+_PROCESS_MAX_FILES = _gauge("process_max_fds", "Maximum number of open file descriptors.")
+
 METRICS: tuple[Metric, ...] = tuple(_table)
 """All metrics."""
 SCRAPED = METRICS[: METRICS.index(REPORTS)]
 """The metrics of a snapshot."""
-OWN = METRICS[len(SCRAPED) :]
+OWN_PROCESS = METRICS[METRICS.index(_PROCESS_VIRTUAL) :]
+"""The metrics of the exporter's process."""
+OWN = METRICS[len(SCRAPED) : -len(OWN_PROCESS)]
 """The exporter's own counters, gauges and histograms."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View, one_of_each
-from gpumem_exporter.core.ledger import node_ledgers, node_shares
+from gpumem_exporter.core.ledger import device_ledger, shares_on
 
 _POLL_FAMILIES = (catalog.NVML_UP, catalog.POLL_DURATION, catalog.POLL_TIMESTAMP)
 _DEVICE_FAMILIES = (
@@ -53,16 +53,12 @@ def _device_series(device: tuple[str, str], info: tuple[str, ...]) -> Iterator[S
 
 def _ledgers(view: View) -> Iterator[Subject]:
     """Yield the ledger of each device, with the non-torch memory of the processes on it."""
-    if view.node is None:
-        return
-    shares_by_uuid = node_shares(view.snapshot)
-    ledgers = node_ledgers(view.snapshot, shares_by_uuid)
-    for device in view.devices:
+    for device, shares in shares_on(view.devices, view.snapshot):
         key = (device.gpu, device.uuid)
-        ledger = ledgers.get(device.uuid)
+        ledger = device_ledger(device, shares)
         categories = ledger.categories if ledger is not None else {}
         processes, values = [], [ledger.allocatable_bytes if ledger is not None else None, *categories.values()]
-        for share in shares_by_uuid[device.uuid]:
+        for share in shares:
             if share.process is not None and share.non_torch_bytes is not None:
                 identity = share.process.report.process
                 processes.append((share.pid, identity.workload, identity.rank))

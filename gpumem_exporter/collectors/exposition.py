@@ -3,110 +3,115 @@
 `prometheus_client` takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000 series. Here each
 subject (a device, a process, the allocator of a process) keeps its lines until it changes, and a page joins the lines
 of all subjects family by family.
-`prometheus_client` renders only what a registry adds: the metrics of the exporter's process.
 """
 
 from __future__ import annotations
 
 import logging
 import platform
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.allocators import torch_collector
 from gpumem_exporter.collectors.catalog import Metric
 from gpumem_exporter.collectors.devices import DEVICE, LEDGER, POLL
-from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.collectors.instruments import Instruments, own_process
 from gpumem_exporter.collectors.processes import OOM, PROCESS, REPORTER
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 
 CONTENT_TYPE_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 CONTENT_TYPE_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-_EOF = b"# EOF\n"
-_FURTHER: dict[bool, Callable[[CollectorRegistry], bytes]] = {True: generate_openmetrics, False: generate_latest}
-"""Render a registry, in OpenMetrics or not."""
-
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_STEPS = 4
+"""The number of subjects between two pauses. One process on eight devices takes a fifth of a millisecond."""
 
 
 class Exposition:
-    """Renders the page. Thread-safe.
+    """Renders one page after another. Not thread-safe.
 
-    `registry` has further metrics for the end of the page. With `hide_identities`, the labels with a user, a command or
-    a pod are empty.
+    With `hide_identities`, the labels with a user, a command or a pod are empty.
     """
 
     def __init__(
         self,
         instruments: Instruments,
-        registry: CollectorRegistry,
         *,
         version: str,
         source: str,
         hide_identities: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._registry = registry
         self._build = (version, source, platform.python_version())
         self._hide_identities = hide_identities
         self._clock = clock
         self.collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, torch_collector())
-        self._collectors = (*self.collectors, Collector("own", catalog.OWN, instruments.subjects))
+        own_families = (*catalog.OWN, *catalog.OWN_PROCESS)
+        own = Collector("own", own_families, lambda view: chain(instruments.subjects(view), own_process()))
+        self._collectors = (*self.collectors, own)
         self._lines = {collector.name: SubjectLines(collector.families) for collector in self._collectors}
         self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
         self._failing: set[str] = set()
-        self._lock = threading.Lock()
 
-    def render(self, snapshot: Snapshot, *, openmetrics: bool) -> bytes:
-        """Return the page in OpenMetrics 1.0 or in Prometheus' text format 0.0.4.
+    def render(self, snapshot: Snapshot, *, openmetrics: bool) -> Iterator[Sequence[bytes]]:
+        """Yield the page, in OpenMetrics 1.0 or in Prometheus' text format 0.0.4, as lines to be joined.
 
-        A collector that fails is left out and does not affect the others. Its first failure is logged.
+        It yields after short steps, at first without lines, so that other work can go on in between. A collector that
+        fails is left out and does not affect the others. Its first failure is logged.
         """
-        with self._lock:
-            view = view_of(snapshot, hide_identities=self._hide_identities)
-            seconds: dict[str, float] = {}
-            subjects: dict[str, list[Subject]] = {}
-            families: dict[Metric, tuple[bytes, ...]] = {}
-            failed: set[str] = set()
-            for name, _, collect in self._collectors:
-                started = self._clock()
-                try:
-                    subjects[name] = list(collect(view))
-                except Exception:  # noqa: BLE001 - logged there
-                    self._fail(name, failed)
-                seconds[name] = self._clock() - started
-            for name, collected in subjects.items():
-                started = self._clock()
-                try:
-                    families.update(self._lines[name].page(collected))
-                except Exception:  # noqa: BLE001 - logged there
-                    self._fail(name, failed)
-                seconds[name] += self._clock() - started
-            further = b""
-            try:
-                further = _FURTHER[openmetrics](self._registry).removesuffix(_EOF)
-            except Exception:  # noqa: BLE001 - logged there
-                self._fail("own", failed)
-            self._failing &= failed
-            outcomes = [value for name in seconds for value in (int(name not in failed), seconds[name])]
-            scrape = Samples((self._build, *seconds), _scrape_series, (1, *outcomes))
-            families.update(self._scrape_lines.page([("scrape", scrape)]))
-            return _joined(families, further, openmetrics=openmetrics)
+        view = view_of(snapshot, hide_identities=self._hide_identities)
+        yield ()
+        work = _Work(self._clock)
+        subjects: dict[str, list[Subject]] = {}
+        yield from work.steps({name: collect(view) for name, _, collect in self._collectors}, subjects)
+        rendered: dict[str, list[tuple[Hashable, Rendered]]] = {}
+        lines = {name: self._lines[name].render(each) for name, each in subjects.items()}
+        yield from work.steps(lines, rendered)
+        families: dict[Metric, tuple[bytes, ...]] = {}
+        for name, each in rendered.items():
+            families.update(self._lines[name].page(each))
+        for name, error in work.errors.items():
+            if name not in self._failing:
+                _log.error("collector %r failed; its metrics are left out until it succeeds", name, exc_info=error)
+        self._failing = set(work.errors)
+        outcomes = [value for name in work.seconds for value in (int(name not in work.errors), work.seconds[name])]
+        scrape = Samples((self._build, *work.seconds), _scrape_series, (1, *outcomes))
+        families.update(self._scrape_lines.page(list(self._scrape_lines.render([("scrape", scrape)]))))
+        yield from _lines(families, openmetrics=openmetrics)
 
-    def _fail(self, name: str, failed: set[str]) -> None:
-        failed.add(name)
-        if name not in self._failing:
-            self._failing.add(name)
-            _log.exception("collector %r failed; its metrics are left out until it succeeds", name)
+
+class _Work:
+    """The work of collectors on one page: the time that each takes, and the errors of those that fail."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.seconds: dict[str, float] = {}
+        self.errors: dict[str, Exception] = {}
+
+    def steps(self, collectors: Mapping[str, Iterable[T]], done: dict[str, list[T]]) -> Iterator[tuple[()]]:
+        """Take the steps of all collectors, and yield after some of them. `done` has no collector that fails."""
+        for name, steps in collectors.items():
+            taken: list[T] = []
+            spent, started = self.seconds.get(name, 0.0), self._clock()
+            try:
+                for step in steps:
+                    taken.append(step)
+                    if not len(taken) % _STEPS:
+                        spent += self._clock() - started
+                        yield ()
+                        started = self._clock()
+                done[name] = taken
+            except Exception as error:  # noqa: BLE001 - `Exposition.render` logs it
+                self.errors[name] = error
+            self.seconds[name] = spent + self._clock() - started
 
 
 def _scrape_series(build: tuple[str, str, str], *names: str) -> Iterator[Series]:
@@ -116,18 +121,14 @@ def _scrape_series(build: tuple[str, str, str], *names: str) -> Iterator[Series]
         yield catalog.COLLECTOR_DURATION, (name,)
 
 
-def _joined(families: Mapping[Metric, tuple[bytes, ...]], further: bytes, *, openmetrics: bool) -> bytes:
-    """Join the lines of each family below its header, in the order of the catalog, and further metrics."""
-    page: list[bytes] = []
+def _lines(families: Mapping[Metric, tuple[bytes, ...]], *, openmetrics: bool) -> Iterator[Sequence[bytes]]:
+    """Yield the lines of each family below its header, in the order of the catalog."""
     for metric in catalog.METRICS:
         pieces = families.get(metric, ())
         if any(pieces):
-            page.append(_header(metric, openmetrics=openmetrics))
-            page.extend(pieces)
-    page.append(further)
+            yield _header(metric, openmetrics=openmetrics), *pieces
     if openmetrics:
-        page.append(_EOF)
-    return b"".join(page)
+        yield (b"# EOF\n",)
 
 
 @cache
@@ -156,11 +157,13 @@ class _Family(NamedTuple):
     """The lines of one family of a subject, with a place for each value."""
 
     template: bytes
-    indexes: tuple[int, ...]
-    """The indexes of the values among the values of the subject. None has no place."""
+    pick: Callable[[tuple[Value, ...]], Any]
+    """Returns the values, or the only one, from the values of the subject. None has no place."""
 
 
-class _Rendered(NamedTuple):
+class Rendered(NamedTuple):
+    """The lines of a subject."""
+
     samples: Samples
     shape: tuple[type, ...]
     """The type of each value."""
@@ -174,19 +177,20 @@ class SubjectLines:
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._indexes = {metric: index for index, metric in enumerate(families)}
-        self._rendered: dict[Hashable, _Rendered] = {}
+        self._rendered: dict[Hashable, Rendered] = {}
 
-    def page(self, subjects: Iterable[Subject]) -> dict[Metric, tuple[bytes, ...]]:
-        """Return the lines of each family in the order of the subjects; forgets all other subjects.
+    def render(self, subjects: Iterable[Subject]) -> Iterator[tuple[Hashable, Rendered]]:
+        """Yield the subjects with their lines. Renders the subjects that are new or that have changed."""
+        for key, samples in subjects:
+            yield key, self._render(self._rendered.get(key), samples)
 
-        Renders the subjects that are new or that have changed.
-        """
-        page = [(key, self._render(self._rendered.get(key), samples)) for key, samples in subjects]
-        self._rendered = dict(page)
-        rows = [rendered.lines for _, rendered in page]
+    def page(self, subjects: list[tuple[Hashable, Rendered]]) -> dict[Metric, tuple[bytes, ...]]:
+        """Return the lines of each family in the order of these subjects; forgets all other subjects."""
+        self._rendered = dict(subjects)
+        rows = [rendered.lines for _, rendered in subjects]
         return dict(zip(self._indexes, zip(*rows, strict=True), strict=True)) if rows else {}
 
-    def _render(self, last: _Rendered | None, samples: Samples) -> _Rendered:
+    def _render(self, last: Rendered | None, samples: Samples) -> Rendered:
         if last is not None and last.samples == samples:
             return last
         shape = tuple(map(type, samples.values))
@@ -195,9 +199,8 @@ class SubjectLines:
         else:
             families = self._families(samples)
         # One formatting for all lines of a family takes a third of the time of one for each line.
-        value = samples.values.__getitem__
-        lines = [template % tuple(map(value, indexes)) for template, indexes in families]
-        return _Rendered(samples, shape, families, lines)
+        lines = [template % pick(samples.values) for template, pick in families]
+        return Rendered(samples, shape, families, lines)
 
     def _families(self, samples: Samples) -> list[_Family]:
         lines: list[list[str]] = [[] for _ in self._indexes]
@@ -212,7 +215,12 @@ class SubjectLines:
                 lines[family].append(f"{metric.name}{text}%{'d' if isinstance(value, int) else 'a'}\n")
                 places[family].append(place)
         encoded = ["".join(family).encode("utf-8", "replace") for family in lines]
-        return list(map(_Family, encoded, map(tuple, places)))
+        picks = [itemgetter(*family) if family else _no_values for family in places]
+        return list(map(_Family, encoded, picks))
+
+
+def _no_values(_: tuple[Value, ...]) -> tuple[()]:
+    return ()
 
 
 def _label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:

@@ -1,35 +1,35 @@
-"""The exporter's own counters, gauges and histograms.
+"""The exporter's own counters, gauges and histograms, and the values of its process.
 
 They are subjects of the page like all others, one for each family: between two scrapes only a few of them change.
 """
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-
+from gpumem_client.wire.procfs import start_time_ticks
 from gpumem_client.wire.protocol import OUTCOMES
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.values import RESULTS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Samples, Series, Subject, View
+from gpumem_exporter.collectors.subjects import Samples, Series, Subject, View, one_of_each
 from gpumem_exporter.events.model import EVENT_TYPES, Event
 
 ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignored", "invalid")
 
 _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BUCKET = catalog.ACTION_DURATION.part("_bucket", "le")
+_PAGE_BYTES = resource.getpagesize()
+_FILES = Path("/proc/self/fd")
+_process_series = one_of_each(catalog.OWN_PROCESS)
 _COUNT, _SUM = catalog.ACTION_DURATION.part("_count"), catalog.ACTION_DURATION.part("_sum")
-
-
-def process_registry() -> CollectorRegistry:
-    """Create a registry with the `process_` metrics of this process: memory, CPU time and open files."""
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    return registry
 
 
 class Instruments:
@@ -131,3 +131,25 @@ class Instruments:
 
 def _same(*series: Series) -> tuple[Series, ...]:
     return series
+
+
+def own_process() -> Iterator[Subject]:
+    """Yield the memory, the CPU time and the open files of this process, in the order of the catalog."""
+    virtual, resident, *_ = Path("/proc/self/statm").read_text("ascii").split()
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    values = (
+        int(virtual) * _PAGE_BYTES,
+        int(resident) * _PAGE_BYTES,
+        _started_unix_seconds(),
+        time.process_time(),
+        _FILES.stat().st_size or sum(1 for _ in _FILES.iterdir()),  # before Linux 6.2, the size is 0
+        None if most_files == resource.RLIM_INFINITY else most_files,
+    )
+    yield "process", Samples((), _process_series, values)
+
+
+@cache
+def _started_unix_seconds() -> float:
+    lines = Path("/proc/stat").read_text("ascii").splitlines()
+    booted_unix_seconds = next(float(line.split()[1]) for line in lines if line.startswith("btime "))
+    return booted_unix_seconds + start_time_ticks() / os.sysconf("SC_CLK_TCK")

@@ -25,12 +25,12 @@ process with a cache, `torch_reclaimable` is absent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, ProcessMemory, ReportingProcess, Snapshot
 
 CATEGORIES = (
     "torch_allocated",
@@ -101,11 +101,9 @@ def node_ledgers(
 ) -> dict[str, DeviceLedger]:
     """Compute the ledger of each device whose memory is known, by uuid, from the result of `node_shares`."""
     shares = node_shares(snapshot) if shares is None else shares
-    return {
-        device.uuid: _ledger(device.memory, shares[device.uuid], listed=device.processes is not None)
-        for device in (snapshot.node.devices if snapshot.node is not None else ())
-        if device.memory is not None
-    }
+    devices = snapshot.node.devices if snapshot.node is not None else ()
+    ledgers = {device.uuid: device_ledger(device, shares[device.uuid]) for device in devices}
+    return {uuid: ledger for uuid, ledger in ledgers.items() if ledger is not None}
 
 
 def node_shares(snapshot: Snapshot) -> dict[str, list[ProcessShare]]:
@@ -114,9 +112,17 @@ def node_shares(snapshot: Snapshot) -> dict[str, list[ProcessShare]]:
     The processes are those that the driver lists. If its list is unknown, they are the processes that report.
     A device whose memory is unknown has no ledger, but it has its processes.
     """
+    devices = snapshot.node.devices if snapshot.node is not None else ()
+    return {device.uuid: shares for device, shares in shares_on(devices, snapshot)}
+
+
+def shares_on(
+    devices: Iterable[DeviceReading], snapshot: Snapshot
+) -> Iterator[tuple[DeviceReading, list[ProcessShare]]]:
+    """Yield each of these devices of a snapshot with the memory of each process on it: see `node_shares`."""
     node = snapshot.node
     if node is None:
-        return {}
+        return
     # Without the processes whose pid was reused.
     reporting = [each for each in snapshot.names.reporting if node.pid_belongs_to(each[1])]
     known = {
@@ -124,12 +130,11 @@ def node_shares(snapshot: Snapshot) -> dict[str, list[ProcessShare]]:
         for _, process in reporting
         if process.host_pid is not None
     }
-    return {
-        device.uuid: _reported_shares(device.uuid, reporting)
-        if device.processes is None
-        else _listed_shares(device.uuid, device.processes, known)
-        for device in node.devices
-    }
+    for device in devices:
+        if device.processes is None:
+            yield device, _reported_shares(device.uuid, reporting)
+        else:
+            yield device, _listed_shares(device.uuid, device.processes, known)
 
 
 def _reported_shares(uuid: str, reporting: Iterable[tuple[str, ReportingProcess]]) -> list[ProcessShare]:
@@ -161,8 +166,11 @@ def _listed_shares(
     return shares
 
 
-def _ledger(memory: DeviceMemory, shares: Sequence[ProcessShare], *, listed: bool) -> DeviceLedger:
-    """Compute the ledger of one device; `listed` is whether the driver lists its processes."""
+def device_ledger(device: DeviceReading, shares: Sequence[ProcessShare]) -> DeviceLedger | None:
+    """Compute the ledger of one device; None if its memory is unknown."""
+    memory, listed = device.memory, device.processes is not None
+    if memory is None:
+        return None
     reserved_sum = allocated = 0
     reclaimable: list[int | None] = []
     non_torch: list[int | None] = []

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI
-from prometheus_client import CollectorRegistry
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
@@ -61,16 +60,14 @@ def create_app(
     host: Host,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
-    registry: CollectorRegistry | None = None,
     pods: PodResources | None = None,
     driver_pids: DriverPids | None = None,
     socket_file: SocketFile | None = None,
 ) -> FastAPI:
     """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
 
-    The poller's thread opens, uses and closes the driver (`provider`). `registry` has further metrics for the end of
-    the page. `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID namespace, and
-    `socket_file` without a unix socket.
+    The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
+    if every pid of the driver is of this PID namespace, and `socket_file` without a unix socket.
     """
     runtime = Runtime(
         settings,
@@ -78,7 +75,6 @@ def create_app(
         host=host,
         clock=clock,
         wall_clock=wall_clock,
-        registry=registry if registry is not None else CollectorRegistry(),
         pods=pods,
         driver_pids=driver_pids,
         socket_file=socket_file,

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
-
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.registry import RateLimits
@@ -36,9 +34,8 @@ from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_addre
 from gpumem_exporter.server.http.peer import PeerPlaces
 from gpumem_exporter.server.http.replies import Renderer
 from gpumem_exporter.server.http.turns import HeldRequests
-from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.report_sender import ReportSenders
-from gpumem_exporter.server.security.request_guard import OwnNames, Rule
+from gpumem_exporter.server.security.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History as RowsHistory
@@ -66,7 +63,6 @@ class Runtime:
         host: Host,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        registry: CollectorRegistry,
         pods: PodResources | None = None,
         driver_pids: DriverPids | None = None,
         socket_file: SocketFile | None = None,
@@ -127,7 +123,6 @@ class Runtime:
         )
         self.exposition = Exposition(
             self.instruments,
-            registry,
             version=__version__,
             source=provider.source,
             hide_identities=settings.web_hide_identities,

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
-from gpumem_exporter.collectors.instruments import process_registry
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.linux import LinuxHost
 from gpumem_exporter.host.pid_namespaces import DriverPids
@@ -146,7 +145,6 @@ def serve(
         host=host,
         pods=pods,
         driver_pids=driver_pids,
-        registry=process_registry(),
         socket_file=listeners.socket_file,
     )
     server = build_server(app, settings, listeners, on_started=on_started)
@@ -154,7 +152,7 @@ def serve(
     # loop.
     gc.collect()
     gc.freeze()
-    # The longest time that another thread, such as the renderer of pages, keeps the event loop waiting for
+    # The longest time that another thread, such as the renderer of replies, keeps the event loop waiting for
     # Python's lock. The default is 5 ms, for each of the ten callbacks of a request.
     sys.setswitchinterval(0.001)
     try:
@@ -245,7 +243,9 @@ def _release_import_heap() -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)
-        # Long bodies and pages stay out of the heap, so that their memory is returned when they are freed. By default,
-        # glibc puts blocks of up to 32 MiB into the heap, once a block of that size has been freed.
-        m_mmap_threshold = -3
+        # Long bodies stay out of the heap, so that their memory is returned when they are freed. By default, glibc puts
+        # blocks of up to 32 MiB into the heap, once a block of that size has been freed.
+        m_mmap_threshold, m_trim_threshold = -3, -1
         libc.mallopt(m_mmap_threshold, 256 << 10)
+        # Each heap keeps the memory of a usual page of metrics for the next one. `release_free_memory` returns it.
+        libc.mallopt(m_trim_threshold, 4 << 20)

@@ -60,7 +60,7 @@ def test_a_request_runs_through_the_modules_in_the_order_of_the_page(
         assert any(call.module == module and f"{call.function}.".startswith(f"{name}.") for call in calls), name
 
 
-@pytest.mark.parametrize(("kind", "most"), [("report", 14), ("scrape", 17)])
+@pytest.mark.parametrize(("kind", "most"), [("report", 13), ("scrape", 17)])
 def test_a_frequent_request_enters_few_modules_and_none_more_than_twice(
     kind: str, most: int, traces: dict[str, Trace]
 ) -> None:

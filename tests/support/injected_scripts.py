@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from tests.emulation.node import EmulatedNode
 from tests.emulation.programs import Program
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import CONSOLE_SCRIPT
+from tests.support.running_command import CONSOLE_SCRIPT, environment_without
 from tests.support.waiting import wait_until_equal
 
 ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")
@@ -70,7 +69,7 @@ def start_script(node: EmulatedNode, tmp_path: Path, request: pytest.FixtureRequ
     ) -> Program:
         script = folder / f"script{len(programs)}.py"
         script.write_text(PREAMBLE + code)
-        environ = clean_environment()
+        environ = environment_without("GPUMEM_", "PYTHON", "COVERAGE") | {"PYTHONWARNINGS": "ignore"}
         if "exporter" in request.fixturenames:
             environ["GPUMEM_EXPORTER_URL"] = request.getfixturevalue("exporter").url
         environ.update(environment)
@@ -90,13 +89,6 @@ def start_script(node: EmulatedNode, tmp_path: Path, request: pytest.FixtureRequ
     yield start
     for program in programs:
         program.__exit__()
-
-
-def clean_environment() -> dict[str, str]:
-    """This process' environment without the variables of Python and of the reporter."""
-    steering = ("GPUMEM_", "PYTHON", "COVERAGE")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
-    return {**kept, "PYTHONWARNINGS": "ignore"}
 
 
 def assignments(environment: Mapping[str, str]) -> list[str]:

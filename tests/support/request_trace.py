@@ -31,7 +31,7 @@ from tests.support.running_exporter import ACTIONS, running_exporter
 from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"
-THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files")
+THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", "gpumem-history")
 HOUSEKEEPING = "server/background/housekeeping.py"
 """What goes on beside requests: threads, and a module of the event loop."""
 VALUES = (

@@ -20,9 +20,13 @@ CONSOLE_SCRIPT = (
 
 def clean_environment(**changes: str) -> dict[str, str]:
     """Return the environment without this project's variables and those of terminals, with changes."""
-    own = ("GPUMEM_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    kept = environment_without("GPUMEM_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
     return {**kept, "PYTHONPATH": str(REPOSITORY), **changes}
+
+
+def environment_without(*starts: str) -> dict[str, str]:
+    """Return the environment without the variables whose names start with these texts."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(starts)}
 
 
 def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

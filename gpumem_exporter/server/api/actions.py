@@ -42,8 +42,7 @@ from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.server.http.turns import HeldRequests
-from gpumem_exporter.server.security.callers import Callers
-from gpumem_exporter.server.security.request_guard import ACTIONS_PATH, CALLER_PATH
+from gpumem_exporter.server.security.request_guard import ACTIONS_PATH, CALLER_PATH, Callers
 from gpumem_exporter.view.jobs import job_of_process
 
 MAX_IDEMPOTENCY_KEY_LENGTH = 255

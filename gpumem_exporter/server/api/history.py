@@ -16,8 +16,7 @@ from gpumem_exporter.history.history import History
 from gpumem_exporter.server.api.action_schema import KnownFields
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
-from gpumem_exporter.server.security.callers import Callers
-from gpumem_exporter.server.security.request_guard import HISTORY_PATH
+from gpumem_exporter.server.security.request_guard import HISTORY_PATH, Callers
 from gpumem_exporter.view.jobs import jobs_of
 
 MAX_POINTS = 2000

@@ -15,8 +15,7 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.server.http.problems import problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply
-from gpumem_exporter.server.security.callers import Callers
-from gpumem_exporter.server.security.request_guard import LIVE_PATH
+from gpumem_exporter.server.security.request_guard import LIVE_PATH, Callers
 from gpumem_exporter.view.live import NodeView
 
 _SHARED_SECONDS = 0.5

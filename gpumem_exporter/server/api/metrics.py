@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.server.http.connections import Connection
+from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection
 from gpumem_exporter.server.http.problems import ProblemError, problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
-from gpumem_exporter.server.http.turns import Turns
+from gpumem_exporter.server.http.turns import Turns, cut
 
-_INLINE_SECONDS = 0.002
-"""If the last page took less time, the event loop renders the next one itself: a thread would take longer to start."""
+_STEP_SECONDS = 0.0005
+"""The time for which a page keeps other requests waiting. A page of 64 processes on 8 devices takes ten such steps. In
+a thread it would take longer: the thread and the event loop would wait for each other at Python's lock."""
 _SCRAPES, _SCRAPES_OF_OWNER = 256, 8
 """The number of pages that are sent at the same time, in all and to one user or machine. Others wait."""
 _INLINE_GZIP_BYTES = 64 << 10
 """The largest page that the event loop compresses itself."""
+_CONTENT_TYPES = {True: CONTENT_TYPE_OPENMETRICS.encode(), False: CONTENT_TYPE_TEXT.encode()}
+"""The media type in OpenMetrics, or not."""
 _GZIP_LEVEL = 1
 """Compresses a page to 9 % of its size; level 9 would reach 7 % in eight times the time."""
 
@@ -34,7 +35,10 @@ class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
-        self._pages = SharedPages(lambda openmetrics: exposition.render(snapshot(), openmetrics=openmetrics))
+        def page(*, openmetrics: bool) -> Iterator[Sequence[bytes]]:
+            yield from exposition.render(snapshot(), openmetrics=openmetrics)
+
+        self._pages = SharedPages(page)
         self._turns = Turns(_SCRAPES, running_of_owner=_SCRAPES_OF_OWNER)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,21 +47,25 @@ class MetricsRoute:
             response = problem_response(405, "metrics are read with GET", headers={"Allow": "GET, HEAD"})
             await response(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        openmetrics = prefers_openmetrics(",".join(headers.getlist("accept")))
-        gzip = accepts_gzip(",".join(headers.getlist("accept-encoding")))
+        accepted = Headers(scope=scope)
+        openmetrics = prefers_openmetrics(",".join(accepted.getlist("accept")))
+        gzip = accepts_gzip(",".join(accepted.getlist("accept-encoding")))
         connection = Connection.of(scope)
         try:
             async with self._turns.of(connection.owner if connection else ""):
                 page = await self._pages.next(openmetrics=openmetrics)
-                body = await page.compressed() if gzip else page.body
-                described = {
-                    "Content-Type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_TEXT,
-                    "Vary": "Accept, Accept-Encoding",
-                    "Cache-Control": "no-store",
-                    **({"Content-Encoding": "gzip"} if gzip else {}),
-                }
-                await Response(body, headers=described)(scope, receive, send)
+                pieces = await page.compressed() if gzip else page.pieces
+                headers = [
+                    (b"content-type", _CONTENT_TYPES[openmetrics]),
+                    (b"content-length", b"%d" % sum(map(len, pieces))),
+                    (b"vary", b"Accept, Accept-Encoding"),
+                    (b"cache-control", b"no-store"),
+                    *([(b"content-encoding", b"gzip")] if gzip else []),
+                ]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                # Only the server's own middleware knows `pieces`.
+                body = {"body": b"".join(pieces)} if connection is None else {"pieces": pieces}
+                await send({"type": "http.response.body", **body})
         except ProblemError as problem:
             await problem.response()(scope, receive, send)
 
@@ -66,33 +74,33 @@ class MetricsRoute:
 class Page:
     """A rendered page, shared by its readers."""
 
-    body: bytes
-    _compressed: asyncio.Future[bytes] | None = None
+    pieces: tuple[bytes, ...]
+    _compressed: asyncio.Future[tuple[bytes, ...]] | None = None
 
-    async def compressed(self) -> bytes:
+    async def compressed(self) -> tuple[bytes, ...]:
         """Return the page as gzip, which is compressed once."""
         if self._compressed is None:
-            if len(self.body) <= _INLINE_GZIP_BYTES:
+            if sum(map(len, self.pieces)) <= _INLINE_GZIP_BYTES:
                 self._compressed = asyncio.get_running_loop().create_future()
-                self._compressed.set_result(_gzip(self.body))
+                self._compressed.set_result(_gzip(self.pieces))
             else:
-                self._compressed = asyncio.ensure_future(asyncio.to_thread(_gzip, self.body))  # zlib releases the GIL
+                self._compressed = asyncio.ensure_future(asyncio.to_thread(_gzip, self.pieces))  # releases the GIL
         return await asyncio.shield(self._compressed)
 
 
 class SharedPages:
     """Renders pages, each for all readers that wait for it. Used on the event loop only.
 
-    A reader gets a page that was rendered after its request. After a page, as much time as it took on the CPU is left
-    for other work; readers that come meanwhile share the next one. Pages are rendered in a thread, unless they take
-    little time, and one at a time.
+    A reader gets a page that was rendered after its request. After a page, as much time as it took is left for other
+    work; readers that come meanwhile share the next one. Pages are rendered one at a time and in short steps, between
+    which the event loop answers other requests.
     """
 
-    def __init__(self, render: Callable[..., bytes], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, render: Callable[..., Iterable[Sequence[bytes]]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._render = render
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self._took_seconds = _INLINE_SECONDS  # unknown: the first page renders the lines of every subject
         self._due_seconds = 0.0
         self._waiting: dict[bool, asyncio.Future[Page]] = {}
         """The next page of each format: OpenMetrics or not."""
@@ -100,41 +108,61 @@ class SharedPages:
 
     async def next(self, *, openmetrics: bool) -> Page:
         """Return the next page in OpenMetrics or in Prometheus' text format."""
-        if self._rendering is None:
-            if self._took_seconds < _INLINE_SECONDS and self._clock() >= self._due_seconds:
-                return self._page(openmetrics)
-            self._rendering = asyncio.ensure_future(self._render_waiting())
         waiting = self._waiting.get(openmetrics)
         if waiting is None:
             waiting = self._waiting[openmetrics] = asyncio.get_running_loop().create_future()
+        if self._rendering is None:
+            self._rendering = asyncio.ensure_future(self._render_waiting())
         return await asyncio.shield(waiting)
 
     async def _render_waiting(self) -> None:
         """Render pages until no reader waits."""
-        loop = asyncio.get_running_loop()
         try:
             while self._waiting:
                 await asyncio.sleep(max(0.0, self._due_seconds - self._clock()))
                 openmetrics = next(iter(self._waiting))
                 waiting = self._waiting.pop(openmetrics)
                 try:
-                    page = await loop.run_in_executor(self._thread, self._page, openmetrics)
+                    waiting.set_result(await self._page(openmetrics))
                 except Exception as error:  # noqa: BLE001 - its readers get it
                     waiting.set_exception(error)
-                else:
-                    waiting.set_result(page)
         finally:
             self._rendering = None
 
-    def _page(self, openmetrics: bool) -> Page:
-        """Render a page, in either thread, and note the CPU time that it took."""
-        started = time.thread_time()
-        page = Page(self._render(openmetrics=openmetrics))
-        self._took_seconds = time.thread_time() - started
-        self._due_seconds = self._clock() + self._took_seconds
-        return page
+    async def _page(self, openmetrics: bool) -> Page:
+        pieces: list[bytes] = []
+        spent_seconds, started_seconds = 0.0, self._clock()
+        for piece in _joined(self._render(openmetrics=openmetrics)):
+            if piece:
+                pieces.append(piece)
+            if (step_seconds := self._clock() - started_seconds) > _STEP_SECONDS:
+                spent_seconds += step_seconds
+                await asyncio.sleep(0)
+                started_seconds = self._clock()
+        now = self._clock()
+        self._due_seconds = now + spent_seconds + now - started_seconds
+        return Page(tuple(pieces))
 
 
-def _gzip(page: bytes) -> bytes:
+def _joined(page: Iterable[Sequence[bytes]]) -> Iterator[bytes]:
+    """Join the lines of a page to pieces of the size in which they are sent, and yield b"" after other steps.
+
+    The pieces are as short as that for their memory, too: the heap has room for them, while a block for the whole page
+    would be mapped and cleared by the kernel for each page, which takes three times as long as joining the lines.
+    """
+    piece: list[bytes] = []
+    size = 0
+    for lines in page:
+        for line in lines:
+            if size + len(line) > PIECE_BYTES:
+                yield from cut(b"".join(piece))
+                piece, size = [], 0
+            piece.append(line)
+            size += len(line)
+        yield b""
+    yield from cut(b"".join(piece))
+
+
+def _gzip(page: tuple[bytes, ...]) -> tuple[bytes, ...]:
     compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    return compressor.compress(page) + compressor.flush()
+    return tuple(filter(None, _joined([[*map(compressor.compress, page), compressor.flush()]])))

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
-from gpumem_exporter.server.security.callers import Callers
+from gpumem_exporter.server.security.request_guard import Callers
 from gpumem_exporter.view.documents import devices_document, processes_document
 
 

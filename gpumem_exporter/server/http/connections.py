@@ -27,7 +27,6 @@ _REFUSALS = 64
 
 _log = logging.getLogger(__name__)
 
-
 PIECE_BYTES = 128 << 10
 """A longer reply is sent in pieces of this size, so that a slow client's copy of it is never larger."""
 
@@ -87,8 +86,10 @@ class Connection:
     """Answers its requests whose bodies arrive with 503, and frees the bodies."""
     bodies_bytes: int = 0
     """The bodies of its unanswered requests."""
-    unread_body: bytes = b""
+    unread_reply: object = None
     """The long reply that is being sent; the same object for all readers of a page."""
+    unread_bytes: int = 0
+    """Its size."""
     buffered_bytes: int = 0
     """What its transport keeps, because the client does not read."""
 
@@ -242,23 +243,24 @@ class UnreadReplies:
         """The number of readers of each long reply, by its identity."""
         self.total_bytes = 0
 
-    def send(self, connection: Connection, body: bytes) -> None:
-        """Count a long reply before it is sent, and close other connections if that is too much."""
-        connection.unread_body = body
+    def send(self, connection: Connection, reply: object, size: int) -> None:
+        """Count a long reply of this size before it is sent, and close other connections if that is too much."""
+        connection.unread_reply, connection.unread_bytes = reply, size
         self._connections[connection] = None
-        self._readers[id(body)] += 1
-        if self._readers[id(body)] == 1:
-            self.total_bytes += len(body)
+        self._readers[id(reply)] += 1
+        if self._readers[id(reply)] == 1:
+            self.total_bytes += size
             self._close_heaviest()
 
     def sent(self, connection: Connection) -> None:
         """Forget the long reply of a connection: the transport has taken it, or the connection has ended."""
-        body, connection.unread_body = connection.unread_body, b""
-        if body:
-            self._readers[id(body)] -= 1
-            if not self._readers[id(body)]:
-                del self._readers[id(body)]
-                self.total_bytes -= len(body)
+        reply, size = connection.unread_reply, connection.unread_bytes
+        connection.unread_reply, connection.unread_bytes = None, 0
+        if size:
+            self._readers[id(reply)] -= 1
+            if not self._readers[id(reply)]:
+                del self._readers[id(reply)]
+                self.total_bytes -= size
         if not connection.buffered_bytes:
             self._connections.pop(connection, None)
 
@@ -269,7 +271,7 @@ class UnreadReplies:
         if buffered_bytes:
             self._connections[connection] = None
             self._close_heaviest()
-        elif not connection.unread_body:
+        elif not connection.unread_bytes:
             self._connections.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
@@ -279,7 +281,7 @@ class UnreadReplies:
 
     def _close_heaviest(self) -> None:
         while self.total_bytes > self._limit_bytes and len(self._connections) > 1:
-            heaviest = _heaviest(self._connections, lambda each: len(each.unread_body) + each.buffered_bytes)
+            heaviest = _heaviest(self._connections, lambda each: each.unread_bytes + each.buffered_bytes)
             _log.debug("a connection of %s closed: it does not read its replies", heaviest.owner)
             self.forget(heaviest)
             heaviest.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 from typing import TypeVar
@@ -240,24 +240,32 @@ class FairRequests:
     def _send_in_pieces(self, connection: Connection, send: Send) -> Send:
         """Return a `send` in which each piece waits until the client has read the previous ones.
 
-        Otherwise every slow client would have a copy of its reply, and with TLS an encrypted one.
+        Otherwise every slow client would have a copy of its reply, and with TLS an encrypted one. A body that many
+        clients read is sent as the `pieces` of a message, which they share.
         """
 
         async def send_in_pieces(message: Message) -> None:
-            body = message.get("body", b"")
-            if len(body) <= PIECE_BYTES:
+            body, pieces = message.get("body", b""), message.get("pieces")
+            size = len(body) if pieces is None else sum(map(len, pieces))
+            if pieces is None and size <= PIECE_BYTES:
                 await send(message)
                 return
-            self._unread.send(connection, body)
+            self._unread.send(connection, body if pieces is None else pieces, size)
+            unsent, more = size, message.get("more_body", False)
             try:
-                for start in range(0, len(body), PIECE_BYTES):
-                    piece = body[start : start + PIECE_BYTES]  # a copy: a view would keep all of the body
-                    more = message.get("more_body", False) or start + PIECE_BYTES < len(body)
-                    await send({"type": "http.response.body", "body": piece, "more_body": more})
+                for piece in cut(body) if pieces is None else pieces:
+                    unsent -= len(piece)
+                    await send({"type": "http.response.body", "body": piece, "more_body": more or unsent > 0})
             finally:
                 self._unread.sent(connection)
 
         return send_in_pieces
+
+
+def cut(body: bytes) -> Iterator[bytes]:
+    """Yield the pieces of a long body."""
+    for start in range(0, len(body), PIECE_BYTES):
+        yield body[start : start + PIECE_BYTES]  # a copy: a view would keep all of the body
 
 
 def _receive_in(turn: _Turn, receive: Receive) -> Receive:

@@ -18,7 +18,7 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.server.http.problems import problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply
-from gpumem_exporter.server.security.callers import Callers
+from gpumem_exporter.server.security.request_guard import Callers
 from gpumem_exporter.server.web.history import History
 from gpumem_exporter.server.web.page import Page
 from gpumem_exporter.view.documents import SeenProcess, devices_document, processes_document, seen_processes

@@ -19,7 +19,7 @@ def test_every_metric_that_is_defined_is_in_the_table_once() -> None:
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_name_help_and_labels_follow_the_rules_of_prometheus(metric: Metric) -> None:
-    assert re.fullmatch(r"gpumem_[a-z][a-z0-9_]*", metric.name)
+    assert re.fullmatch(r"(gpumem|process)_[a-z][a-z0-9_]*", metric.name)
     assert metric.name.endswith("_total") == (metric.type == "counter")
     assert not re.search(r"_(ms|mib|mb|gib|kb|percent|milliseconds|megabytes)(_|$)", metric.name)
     assert not metric.name.endswith(("_count", "_sum", "_bucket", "_created"))

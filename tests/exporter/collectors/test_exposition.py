@@ -4,29 +4,42 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+import re
 from dataclasses import replace
+from itertools import chain
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
-from tests.support.exposition_builders import SAMPLE, device, exposition, lines, node, process, snapshot
+from tests.support.exposition_builders import SAMPLE, device, exposition, lines, node, process, read, snapshot, text_of
 
 
 @pytest.mark.parametrize("openmetrics", [True, False])
-def test_the_own_metrics_and_those_of_the_registry_are_at_the_end(openmetrics: bool) -> None:
+def test_the_metrics_of_the_exporter_are_at_the_end(openmetrics: bool) -> None:
     instruments = Instruments()
     instruments.count_report("accepted")
-    registry = CollectorRegistry()
-    Gauge("open_files", "Files.", registry=registry).set(3)
-    text = exposition(instruments, registry).render(snapshot(), openmetrics=openmetrics).decode()
+    text = b"".join(chain.from_iterable(exposition(instruments).render(snapshot(), openmetrics=openmetrics))).decode()
     assert 'gpumem_reports_total{outcome="accepted"} 1.0\n' in text
-    assert text.index("gpumem_reports_total") < text.index("open_files 3.0\n")
+    assert text.index("gpumem_reports_total") < text.index("process_open_fds ")
     assert text.count("# EOF") == int(openmetrics)
     assert text.endswith("# EOF\n") == openmetrics
+
+
+def test_the_process_is_described_as_by_prometheus_client() -> None:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    page = b"".join(chain.from_iterable(exposition().render(snapshot(), openmetrics=False))).decode()
+    own = re.findall(r"^(?:# \w+ )?process_.*\n", page, re.MULTILINE)
+    (described, shown), (wanted, expected) = map(
+        read, map(text_string_to_metric_families, ("".join(own), generate_latest(registry).decode()))
+    )
+    assert described == wanted
+    assert shown.keys() == expected.keys()
+    for (name, _), value in shown.items():
+        assert value == pytest.approx(expected[name, frozenset()], rel=0.2), name
 
 
 def test_label_values_are_escaped() -> None:
@@ -53,10 +66,10 @@ def test_a_failing_subject_is_left_out_and_logged_and_the_others_stay(caplog: py
     writer = exposition()
     valid = snapshot(process(7, SAMPLE), on=node(device(processes={70: 50})))
     broken = replace(valid, node=replace(valid.node, facts={70: _Broken()}))  # type: ignore[type-var, dict-item]
-    whole = writer.render(valid, openmetrics=False).decode().splitlines()
+    whole = text_of(writer, valid).splitlines()
     with caplog.at_level(logging.ERROR):
-        partly = writer.render(broken, openmetrics=False).decode().splitlines()
-        writer.render(broken, openmetrics=False)
+        partly = text_of(writer, broken).splitlines()
+        text_of(writer, broken)
     success = "gpumem_scrape_collector_success{collector="
     remaining = [line for line in whole if "gpumem_process_" not in line and not line.startswith(success)]
     assert [line for line in partly if not line.startswith(success)] == remaining
@@ -64,28 +77,11 @@ def test_a_failing_subject_is_left_out_and_logged_and_the_others_stay(caplog: py
     assert 'gpumem_scrape_collector_success{collector="process"} 0' in partly
     assert 'gpumem_scrape_collector_success{collector="torch"} 1' in partly
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert writer.render(valid, openmetrics=False).decode().splitlines() == whole
-
-
-class _Raising(Collector):
-    def collect(self) -> Iterable[Metric]:
-        raise RuntimeError("broken")
-
-
-@pytest.mark.parametrize("openmetrics", [True, False])
-def test_a_failing_registry_affects_only_the_own_series(openmetrics: bool) -> None:
-    registry = CollectorRegistry()
-    registry.register(_Raising())
-    text = exposition(registry=registry).render(snapshot(process(7, SAMPLE)), openmetrics=openmetrics).decode()
-    assert 'gpumem_scrape_collector_success{collector="own"} 0\n' in text
-    assert 'gpumem_reporter_up{pid="70",workload="w",rank="0"} 1\n' in text
-    assert text.endswith("# EOF\n") == openmetrics
+    assert text_of(writer, valid).splitlines() == whole
 
 
 def test_each_part_of_the_page_has_its_duration() -> None:
     ticks = itertools.count()
-    writer = Exposition(
-        Instruments(), CollectorRegistry(), version="1", source="nvml", clock=lambda: next(ticks) * 0.25
-    )
-    text = writer.render(snapshot(), openmetrics=False).decode()
+    writer = Exposition(Instruments(), version="1", source="nvml", clock=lambda: next(ticks) * 0.25)
+    text = text_of(writer, snapshot())
     assert 'gpumem_scrape_collector_duration_seconds{collector="device"} 0.5\n' in text

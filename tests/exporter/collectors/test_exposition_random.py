@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from gpumem_exporter.collectors.exposition import view_of
 from gpumem_exporter.core.samples import Snapshot
-from tests.support.exposition_builders import Read, exposition, read
+from tests.support.exposition_builders import Read, exposition, read, text_of
 from tests.support.random_snapshots import SNAPSHOTS
 
 
@@ -34,8 +34,8 @@ def sampled(known: Snapshot) -> Read:
 @settings(deadline=None, max_examples=60)
 def test_both_formats_parse_to_exactly_the_samples_of_the_collectors(known: Snapshot) -> None:
     writer = exposition()
-    kinds, samples = read(parse_text(writer.render(known, openmetrics=False).decode()))
-    assert read(parse_openmetrics(writer.render(known, openmetrics=True).decode())) == (kinds, samples)
+    kinds, samples = read(parse_text(text_of(writer, known)))
+    assert read(parse_openmetrics(text_of(writer, known, openmetrics=True))) == (kinds, samples)
     collected = {metric.name for collector in writer.collectors for metric in collector.families}
     assert {key: value for key, value in samples.items() if key[0] in collected} == sampled(known)
 
@@ -45,14 +45,14 @@ def test_both_formats_parse_to_exactly_the_samples_of_the_collectors(known: Snap
 def test_a_page_does_not_depend_on_earlier_pages(history: list[Snapshot]) -> None:
     writer = exposition()
     for known in history:
-        shown = writer.render(known, openmetrics=True)
-        assert shown == exposition().render(known, openmetrics=True)
+        shown = text_of(writer, known, openmetrics=True)
+        assert shown == text_of(exposition(), known, openmetrics=True)
 
 
 @given(SNAPSHOTS)
 @settings(deadline=None, max_examples=40)
 def test_lines_of_a_family_are_consecutive_below_one_header(known: Snapshot) -> None:
-    text = exposition().render(known, openmetrics=False).decode()
+    text = text_of(exposition(), known)
     # The lines of a family are consecutive, so its name occurs once after equal neighbors are merged.
     names = [re.split("[{ ]", line)[0] for line in text.split("\n") if line and not line.startswith("#")]
     names = [re.sub("(?<=_duration_seconds)_(bucket|count|sum)$", "", name) for name in names]

@@ -19,6 +19,7 @@ from tests.support.exposition_builders import (
     page,
     process,
     snapshot,
+    text_of,
 )
 
 
@@ -32,7 +33,7 @@ def test_a_phase_and_a_component_may_have_the_same_name() -> None:
     sample = DeviceSample(UUID, phase_peak_bytes={"other": 1}, component_bytes={"other": 2})
     writer = exposition()
     for reporter in (process(7, sample), process(7, replace(sample, phase_peak_bytes={"other": 3}))):
-        shown = writer.render(snapshot(reporter), openmetrics=False).decode()
+        shown = text_of(writer, snapshot(reporter))
         assert 'rank="0",component="other"} 2\n' in shown
         assert f'rank="0",phase="other"}} {reporter.report.devices[0].phase_peak_bytes["other"]}\n' in shown
 

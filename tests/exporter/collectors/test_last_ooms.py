@@ -12,7 +12,7 @@ from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
 from gpumem_exporter.core.samples import DeviceReading
 from tests.support import recorder_bench
 from tests.support.builders import MIB, UUIDS, device, sample
-from tests.support.exposition_builders import exposition
+from tests.support.exposition_builders import exposition, text_of
 from tests.support.recorder_bench import RecorderBench
 
 NAMES = ("timestamp_seconds", *(f"{name}_bytes" for name in ("requested", "device_free", "limit", "allocated")))
@@ -31,7 +31,7 @@ class Bench(RecorderBench):
         self.writer = exposition()
 
     def page(self) -> str:
-        return self.writer.render(self.snapshot(), openmetrics=False).decode()
+        return text_of(self.writer, self.snapshot())
 
     def lines(self) -> list[str]:
         return [line for line in self.page().splitlines() if line.startswith("gpumem_last_oom_")]

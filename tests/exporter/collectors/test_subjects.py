@@ -6,8 +6,9 @@ import weakref
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors.catalog import Metric
 from gpumem_exporter.collectors.exposition import SubjectLines
-from gpumem_exporter.collectors.subjects import Samples, Series, Value
+from gpumem_exporter.collectors.subjects import Samples, Series, Subject, Value
 
 FAMILIES = (catalog.REPORTER_UP, catalog.SAMPLE_TIMESTAMP)
 
@@ -25,9 +26,13 @@ def samples(workload: str, *values: Value) -> Samples:
     return Samples(("7", workload, "0"), series, values)
 
 
+def page_of(lines: SubjectLines, subjects: list[Subject]) -> dict[Metric, tuple[bytes, ...]]:
+    return lines.page(list(lines.render(subjects)))
+
+
 def test_lines_are_rendered_once_while_the_samples_are_equal() -> None:
     lines = SubjectLines(FAMILIES)
-    first, again = (lines.page([("one", samples("w", 1, 5))]) for _ in range(2))
+    first, again = (page_of(lines, [("one", samples("w", 1, 5))]) for _ in range(2))
     assert first[FAMILIES[0]] == (b'gpumem_reporter_up{pid="7",workload="w",rank="0"} 1\n',)
     assert all(first[family][0] is again[family][0] for family in FAMILIES)
 
@@ -36,7 +41,7 @@ def test_a_subject_that_is_no_longer_on_the_page_is_forgotten() -> None:
     lines = SubjectLines(FAMILIES)
     label = Label("w")
     forgotten = weakref.ref(label)
-    lines.page([("one", samples(label, 1, 5)), ("other", samples("w", 1, 5))])
+    page_of(lines, [("one", samples(label, 1, 5)), ("other", samples("w", 1, 5))])
     del label
-    lines.page([("other", samples("w", 1, 5))])
+    page_of(lines, [("other", samples("w", 1, 5))])
     assert forgotten() is None

@@ -14,8 +14,7 @@ from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.host.sockets import SocketHolders
 from gpumem_exporter.server.http.peer import Peer, PeerPlaces
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.callers import Callers
-from gpumem_exporter.server.security.request_guard import OwnNames, Rule, require_own_page
+from gpumem_exporter.server.security.request_guard import Callers, OwnNames, Rule, require_own_page
 from gpumem_exporter.server.security.tokens import FileRefresher, TokenFile
 from tests.support.waiting import patient
 

@@ -167,10 +167,10 @@ def test_of_equal_bodies_the_oldest_is_rejected() -> None:
 
 def test_a_page_counts_once_for_all_its_readers(closed: list[Connection]) -> None:
     unread = UnreadReplies(100)
-    page = b"x" * 90
+    page = object()
     readers = [connection(str(number)) for number in range(20)]
     for each in readers:
-        unread.send(each, page)
+        unread.send(each, page, 90)
     assert unread.total_bytes == 90
     for each in readers:
         unread.sent(each)
@@ -183,7 +183,7 @@ def test_the_owner_with_the_most_unread_bytes_loses_first(closed: list[Connectio
     first, second, other = (connection(owner) for owner in ("a", "a", "b"))
     unread.buffer(first, 30)
     unread.buffer(second, 25)
-    unread.send(other, b"x" * 40)
+    unread.send(other, object(), 40)
     assert not closed
     unread.buffer(second, 35)
     assert closed == [second]

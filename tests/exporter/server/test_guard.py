@@ -11,7 +11,6 @@ import pytest
 
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.server.http.peer import Peer
-from gpumem_exporter.server.security.callers import Callers
 from gpumem_exporter.server.security.request_guard import (
     ACTIONS_PATH,
     ALERTS_PATH,
@@ -21,6 +20,7 @@ from gpumem_exporter.server.security.request_guard import (
     MAX_REPORT_BYTES,
     NVML_PATH,
     RELOAD_PATH,
+    Callers,
     Guard,
     OwnNames,
     Rule,

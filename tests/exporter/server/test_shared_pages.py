@@ -1,29 +1,29 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import itertools
 import zlib
+from collections.abc import Iterator
 
 from gpumem_exporter.server.api.metrics import Page, SharedPages
+from gpumem_exporter.server.http.connections import PIECE_BYTES
 
 
 async def test_readers_that_wait_share_a_page() -> None:
     rendered: list[bool] = []
-    begun, free = threading.Event(), threading.Event()
+    milliseconds = itertools.count()
 
-    def render(*, openmetrics: bool) -> bytes:
-        begun.set()
-        free.wait(60)
+    def render(*, openmetrics: bool) -> Iterator[list[bytes]]:
         rendered.append(openmetrics)
-        return b"page %d" % len(rendered)
+        yield from [[]] * 10
+        yield [b"page %d" % len(rendered)]
 
-    pages = SharedPages(render)
+    pages = SharedPages(render, clock=lambda: next(milliseconds) / 1000)  # the event loop goes on after each line
     first = asyncio.ensure_future(pages.next(openmetrics=False))
-    assert await asyncio.to_thread(begun.wait, 60)
+    while not rendered:
+        await asyncio.sleep(0)
     later = [asyncio.ensure_future(pages.next(openmetrics=openmetrics)) for openmetrics in (False, True) * 10]
-    await asyncio.sleep(0)
-    free.set()
-    assert (await first).body == b"page 1"
+    assert (await first).pieces == (b"page 1",)
     found = await asyncio.gather(*later)
     assert len({id(page) for page in found}) == 2
     assert rendered == [False, False, True]
@@ -33,33 +33,41 @@ async def test_a_page_is_rendered_after_its_request() -> None:
     value = [0]
     pages: list[SharedPages] = []
 
-    def render(*, openmetrics: bool) -> bytes:
-        return b"%d" % value[0]
+    def render(*, openmetrics: bool) -> list[list[bytes]]:
+        return [[b"%d" % value[0]]]
 
     pages.append(SharedPages(render))
     for number in range(50):
         value[0] = number
-        assert (await pages[0].next(openmetrics=False)).body == b"%d" % number
+        assert (await pages[0].next(openmetrics=False)).pieces == (b"%d" % number,)
 
 
 async def test_an_error_reaches_its_readers_and_the_next_page_is_rendered() -> None:
     failing = [True]
 
-    def render(*, openmetrics: bool) -> bytes:
+    def render(*, openmetrics: bool) -> list[list[bytes]]:
         if failing[0]:
             raise ValueError
-        return b"page"
+        return [[b"page"]]
 
     pages = SharedPages(render)
     (found,) = await asyncio.gather(pages.next(openmetrics=False), return_exceptions=True)
     assert isinstance(found, ValueError)
     failing[0] = False
-    assert (await pages.next(openmetrics=False)).body == b"page"
+    assert (await pages.next(openmetrics=False)).pieces == (b"page",)
 
 
 async def test_a_page_is_compressed_once() -> None:
-    for body in (b"short", b"long" * 100_000):
-        page = Page(body)
+    for pieces in ((b"short",), (b"long" * 100_000, b"end")):
+        page = Page(pieces)
         first, second = await asyncio.gather(page.compressed(), page.compressed())
         assert first is second
-        assert zlib.decompress(first, 16 + zlib.MAX_WBITS) == body
+        assert zlib.decompress(b"".join(first), 16 + zlib.MAX_WBITS) == b"".join(pieces)
+
+
+async def test_a_page_is_rendered_in_pieces_that_can_be_sent() -> None:
+    lines = [b"%d" % number * size for number, size in enumerate((1, PIECE_BYTES - 1, 1, 3 * PIECE_BYTES, 5, 7))]
+    page = await SharedPages(lambda openmetrics: [lines]).next(openmetrics=False)
+    assert b"".join(page.pieces) == b"".join(lines)
+    assert all(0 < len(piece) <= PIECE_BYTES for piece in page.pieces)
+    assert len(page.pieces) == 6

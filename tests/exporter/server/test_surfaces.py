@@ -13,7 +13,7 @@ from gpumem_exporter.server.api.report_schema import contradictions
 from gpumem_exporter.server.web.live import COLUMNS, LiveState
 from gpumem_exporter.server.web.page import Page
 from gpumem_exporter.view.documents import devices_document, processes_document
-from tests.support.exposition_builders import exposition
+from tests.support.exposition_builders import exposition, text_of
 from tests.support.random_snapshots import SNAPSHOTS
 
 HEALTH: Any = {"version": "1", "source": "nvml", "nvml": {"error": ""}, "status": "ok", "checks": {}}
@@ -64,7 +64,7 @@ def _possible_process(process: ReportingProcess) -> ReportingProcess:
 @settings(deadline=None, max_examples=100)
 def test_a_value_is_the_same_everywhere(known: Snapshot) -> None:
     page: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(exposition().render(known, openmetrics=False).decode()):
+    for family in text_string_to_metric_families(text_of(exposition(), known)):
         for sample in family.samples:
             page.setdefault(sample.name, []).append((sample.labels, sample.value))
     processes = processes_document(known, "nvml")["processes"]

@@ -9,7 +9,7 @@ from gpumem_exporter.server.http import turns as module
 from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Limits, UnreadReplies
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.http.turns import FairRequests, Turns
+from gpumem_exporter.server.http.turns import FairRequests, Turns, cut
 
 
 async def settle() -> None:
@@ -175,13 +175,14 @@ async def test_the_turn_of_a_body_ends_when_the_application_has_read_it() -> Non
         request.cancel()
 
 
-async def test_a_long_reply_is_sent_in_pieces() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_long_reply_is_sent_in_pieces(shared: bool) -> None:
     body = bytes(range(256)) * (3 * PIECE_BYTES // 256) + b"end"
     unread, sent, counted = UnreadReplies(1 << 30), [], []
 
     async def app(_: Any, __: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.body", **({"pieces": tuple(cut(body))} if shared else {"body": body})})
 
     async def send(message: dict[str, Any]) -> None:
         counted.append(unread.total_bytes)

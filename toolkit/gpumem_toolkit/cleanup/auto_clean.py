@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from gpumem_client.allocator.allocator import attached
 from gpumem_client.allocator.reclaimable import unreturnable_bytes
 from gpumem_client.clear import clear_cache
-from gpumem_client.guest_safety import log
+from gpumem_client.guest_safety import GuestLog
 from gpumem_client.hooks.steps import OneStep, process_steps
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import human_bytes
+
+_log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
 
 _WORTH_SHARE = 0.5
 """A clear fails if it frees less than this share of `min_bytes`…"""
@@ -111,7 +114,7 @@ class AutoClean:
         self._cooldown *= 2
         if self._failures >= _FAILURES_MAX:
             self.stop(f"{_FAILURES_MAX} clears in a row freed little, or the same was reserved again")
-            log.warning(
+            _log.warning(
                 "auto_clean stops after %d clears that freed %s: %s",
                 self.clears,
                 human_bytes(self.freed_bytes),

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_client.guest_safety import log
+from gpumem_client.guest_safety import GuestLog
 from gpumem_client.hooks.steps import OneStep, process_steps
 from gpumem_client.torch_access import Statistics, initialized_torch
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.live_tensors import Kind, LingeringTensors, TensorGroup, allocating_frames, walk
 from gpumem_toolkit.leaks.referrers import NO_REFERRER
 from gpumem_toolkit.leaks.trend import Growing, Trend
+
+_log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
 
 _SEARCHES = {16: 3, 32: 2, 48: 1}
 """For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect."""
@@ -125,7 +128,7 @@ class LeakDetector:
             return self._report(device, state, free_bytes) if state.count_before is None else None
         if not state.growing.goes_on(allocated_bytes):
             if state.leak is not None:
-                log.warning("no memory leak: cuda:%d does not grow any more; the earlier report is withdrawn", device)
+                _log.warning("no memory leak: cuda:%d does not grow any more; the earlier report is withdrawn", device)
             state.growing = state.leak = state.count_before = None
             return None
         if state.count_before is None or state.leak is not None:
@@ -232,7 +235,7 @@ def leak_detector(
 
 
 def _log_leak(leak: Leak) -> None:
-    log.warning("%s", leak)
+    _log.warning("%s", leak)
 
 
 def _free_bytes(torch: Any, device: int) -> int | None:

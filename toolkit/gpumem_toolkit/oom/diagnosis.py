@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 from gpumem_client.allocator.allocator import attached
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.api import latest_oom
-from gpumem_client.guest_safety import log
+from gpumem_client.guest_safety import GuestLog
 from gpumem_client.hooks.out_of_memory import OomMessage, parse_oom_message
 from gpumem_client.phases.measured import phase_at_error
 from gpumem_client.torch_access import DeviceState, rank_and_size
@@ -27,6 +28,8 @@ from gpumem_toolkit.oom.growth import BlockHistory
 from gpumem_toolkit.oom.phase import Origin, batch_of_forward, origin_of, self_in_frame
 from gpumem_toolkit.oom.settings_advice import expandable_segments_conflict
 from gpumem_toolkit.oom.values import OomValues
+
+_log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
 
 NOTE_PREFIX = "gpumem: "
 _ADVICE_SHOWN = 5
@@ -106,7 +109,7 @@ def _if_possible(values: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return values()
     except Exception as error:  # noqa: BLE001 - modules and optimizers of other libraries may raise any error
-        log.info("the diagnosis of an out-of-memory error is incomplete: %r", error)
+        _log.info("the diagnosis of an out-of-memory error is incomplete: %r", error)
         return {}
 
 

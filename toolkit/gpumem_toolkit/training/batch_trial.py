@@ -12,7 +12,7 @@ import torch
 
 from gpumem_client import clear_cache
 from gpumem_client.allocator.reclaimable import known
-from gpumem_client.hooks.out_of_memory import is_out_of_memory
+from gpumem_client.hooks.out_of_memory import out_of_memory_in
 from gpumem_client.hooks.steps import no_training
 from gpumem_client.phases.measured import Measured, MemoryUse
 from gpumem_client.torch_access import Statistics
@@ -24,7 +24,6 @@ from gpumem_toolkit.training.ranks import Ranks
 _log = logging.getLogger("gpumem_toolkit")
 _SETTLING_RUNS = 8
 """The memory of a size has stopped growing if this number of runs reaches no new maximum on any rank."""
-_MAX_CAUSES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ class Trial:
                         outcome = _Outcome.GROWS
                 torch.cuda.synchronize()  # raises asynchronous errors in this try
         except Exception as raised:
-            if not _is_out_of_memory(raised):
+            if out_of_memory_in(raised) is None:
                 with contextlib.suppress(Exception):  # the error of the step is more important
                     self._ranks.gather(_Outcome.FAILED)
                 raise
@@ -142,14 +141,6 @@ class Trial:
                 failed,
             )
         return outcomes
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error or one of its causes is an out-of-memory error."""
-    causes = 0
-    while error is not None and causes < _MAX_CAUSES and not is_out_of_memory(error):
-        error, causes = error.__cause__, causes + 1
-    return error is not None and is_out_of_memory(error)
 
 
 def join_numbers(numbers: Iterable[int]) -> str:
