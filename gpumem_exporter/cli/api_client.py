@@ -15,7 +15,7 @@ from gpumem_client.wire.units import counted
 from gpumem_exporter.cli.program import one_line
 
 _ACTIONS = "/api/v1/actions"
-_PUBLIC = ("/health", "/api/v1/devices", "/api/v1/history", "/api/v1/live", "/api/v1/live-rows", "/api/v1/processes")
+_PUBLIC = ("/health", "/api/v1/devices", "/api/v1/history", "/api/v1/live", "/api/v1/processes")
 """Routes that every client may read, unless the exporter has passwords."""
 _FINAL_STATES = ("done", "failed", "expired", "cancelled")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -40,7 +39,6 @@ from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.security.tokens import FileRefresher
 from gpumem_exporter.server.settings import Settings
-from gpumem_exporter.server.web.live import LiveRenderings, LiveState, rows_router
 from gpumem_exporter.server.web.page import Page, page_router
 
 _Lifespan: TypeAlias = "Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]"
@@ -190,14 +188,8 @@ def _page_routers(runtime: Runtime) -> list[APIRouter]:
     settings = runtime.settings
     page = Page(runtime.version, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
     hide_identities_from = runtime.callers if settings.web_hide_identities else None
-    state = LiveState(runtime.snapshot, runtime.health.document, page, socket.gethostname(), settings.action_allow)
     return [
         live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hide_identities_from),
-        rows_router(
-            renderings=LiveRenderings(state, runtime.renderer, clock=runtime.clock, wall_clock=runtime.wall_clock),
-            history=runtime.rows_history,
-            hide_identities_from=hide_identities_from,
-        ),
         page_router(page),
     ]
 
@@ -263,7 +255,6 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
-        "record_history": lambda: runtime.rows_history.add(runtime.snapshot()),
     }
     if runtime.policies is not None:
         chores["run_policies"] = runtime.policies.tick

@@ -38,7 +38,6 @@ from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
-from gpumem_exporter.server.web.history import History as RowsHistory
 from gpumem_exporter.view.growth import SPAN_SECONDS
 from gpumem_exporter.view.jobs import job_of_process
 from gpumem_exporter.view.live import NodeView
@@ -140,7 +139,6 @@ class Runtime:
             wall_clock=wall_clock,
             report_interval_seconds=settings.report_interval,
         )
-        self.rows_history = RowsHistory(reading_expiry_seconds=self.store.reading_expiry_seconds)
         self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
         self.history_recorder = HistoryRecorder(
             self.history, self.snapshot, Path(settings.storage_path) if settings.storage_path else None

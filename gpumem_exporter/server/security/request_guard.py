@@ -271,7 +271,7 @@ class Guard:
         await self._require_password(path, peer, headers)
         rule = self.reports if path == REPORTS_PATH else self.callers.rule
         if path != REPORTS_PATH and not is_restricted(path):
-            if path in (CALLER_PATH, HISTORY_PATH, LIVE_PATH, "/api/v1/live-rows"):
+            if path in (CALLER_PATH, HISTORY_PATH, LIVE_PATH):
                 require_own_page(headers)
             if self.loopback_only and peer.host and not rule.matches_token(headers):
                 self.own_names.require_own_host(headers)

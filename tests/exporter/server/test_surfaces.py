@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from hypothesis import given, settings
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.server.api.report_schema import contradictions
-from gpumem_exporter.server.web.live import COLUMNS, LiveState
-from gpumem_exporter.server.web.page import Page
 from gpumem_exporter.view.documents import devices_document, processes_document
+from gpumem_exporter.view.live import NodeView
 from tests.support.exposition_builders import exposition, text_of
 from tests.support.random_snapshots import SNAPSHOTS
 
-HEALTH: Any = {"version": "1", "source": "nvml", "nvml": {"error": ""}, "status": "ok", "checks": {}}
-PAGE = Page("1", demo=False, telemetry_path="/metrics")
 VALUES = {
     "gpumem_process_memory_used_bytes": "used_bytes",
     "gpumem_torch_non_torch_bytes": "non_torch_bytes",
@@ -69,9 +65,14 @@ def test_a_value_is_the_same_everywhere(known: Snapshot) -> None:
             page.setdefault(sample.name, []).append((sample.labels, sample.value))
     processes = processes_document(known, "nvml")["processes"]
     devices = devices_document(known, "nvml")["devices"]
-    state = LiveState(lambda: known, lambda _: HEALTH, PAGE, "", ())
-    assert state.document(None, whole_processes=True)["processes"] == processes
-    rows = [dict(zip(COLUMNS, row, strict=True)) for row in state.document(None, whole_processes=False)["processes"]]
+    view = NodeView(clock=lambda: known.taken_seconds, wall_clock=lambda: 1e9, minima_of=lambda _: ())
+    live = view.document(known, {"failed_checks": []}, 1e9)
+    rows = [
+        {**process, **device}
+        for job in live["jobs"]
+        for process in job["processes"]
+        for device in process["devices"] or [dict.fromkeys(("uuid", *VALUES.values()))]
+    ]
 
     for name, key in VALUES.items():
         shown = {(labels["pid"], labels["uuid"]): value for labels, value in page.get(name, ())}
