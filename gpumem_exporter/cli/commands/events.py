@@ -93,7 +93,7 @@ def events(
     token_file: str | None,
     as_json: bool,
 ) -> int:
-    """Show what happened on the node, oldest first, with local times.
+    """Show what happened on the node, oldest first.
 
     Without --since, the last 100 events. Starts and ends of short jobs are one line. With --follow and --json, each
     event is one line of JSON.

@@ -31,7 +31,7 @@ Examples:
 """
 
 MAX_DEMO_PROCESSES = 512
-"""A reporting thread of the demo has time for about so many."""
+"""The reporting thread of the demo has time for about this number."""
 _METAVARS = {"address": "ADDRESS", "file": "PATH", "socket": "PATH", "path": "PATH", "allow": "ACTION"}
 """The kind of a value, by the last word of its name."""
 

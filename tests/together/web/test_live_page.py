@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Request
 
 from tests.support.builders import MIB
 from tests.support.exporter_process import ExporterProcess
@@ -70,8 +71,13 @@ def test_filter_order_and_job_are_in_the_url(demo: ExporterProcess, open_page: O
 
 def test_a_training_job_clears_with_all_ranks_after_the_same_step(demo: ExporterProcess, open_page: OpenPage) -> None:
     live = open_page(demo)
-    sent: list[dict[str, Any]] = []
-    live.page.on("request", lambda it: sent.append(it.post_data_json) if it.method == "POST" else None)
+    sent: list[Any] = []
+
+    def take(request: Request) -> None:
+        if request.method == "POST":
+            sent.append(request.post_data_json)
+
+    live.page.on("request", take)
     live.page.locator("#jobs tbody:has-text('demo-llm-pretrain') .act:visible").click(timeout=240_000)
     live.until("document.activeElement.id === 'dialog-confirm'")
     assert "Stays free" in live.text("#dialog-status")

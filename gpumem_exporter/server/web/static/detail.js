@@ -1,4 +1,4 @@
-// The page of a job or of a device: its figures, its timeline, where its memory is, its events.
+// The page of a job or of a device: its memory, its timeline, where its memory is, its events.
 
 import { openClear } from "./clear.js";
 import { Bar, stripOf } from "./devices.js";

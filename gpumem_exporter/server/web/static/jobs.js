@@ -6,7 +6,7 @@ import { bytes, count, duration, gpuList, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { go, jobHref, onRoute, param } from "./route.js";
 
-const SORT_SECONDS = 60; // an order that nobody asked for moves rows at most once a minute
+const SORT_SECONDS = 60; // without a click, rows move at most once a minute
 const COLUMNS = [
   ["job", "name"],
   ["devices", "gpus"],
