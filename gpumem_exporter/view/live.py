@@ -124,9 +124,13 @@ class NodeView:
 
 
 def _pressure(ledger: DeviceLedger | None) -> float | None:
-    if ledger is None or not ledger.total_bytes:
+    """Return the pressure, as docs/numbers.md, the dashboards and the alerts define it."""
+    if ledger is None:
         return None
-    return round(1 - ledger.allocatable_bytes / ledger.total_bytes, 4)
+    known = ledger.categories
+    usable = ledger.total_bytes - known.get("driver_reserved", 0)
+    available = known["free"] + known.get("torch_reclaimable", 0)
+    return round(1 - available / usable, 4) if usable > 0 else None
 
 
 def _users(jobs: Iterable[Job]) -> dict[str, list[Document]]:
