@@ -1,8 +1,8 @@
 """Takes the README's pictures of the live page: the demo in Chromium, light and dark.
 
-    python .readme/take.py [--minutes 10]
+    python .readme/take.py [--minutes 2]
 
-Starts the demo on a free port and lets it run until the graphs of the last ten minutes are full. Needs Chromium on PATH
+Starts the demo on a free port and lets it run until the idle cache of each job is known. Needs Chromium on PATH
 and the Python package playwright. take_top.py takes the picture of the terminal.
 
 The page shows the host's name. To show another one, as root:
@@ -22,7 +22,7 @@ from demo import demo
 from playwright.sync_api import sync_playwright
 
 HERE = Path(__file__).parent
-WIDTH, HEIGHT, MARGIN = 1280, 1080, 16
+WIDTH, HEIGHT, MARGIN = 1440, 900, 16
 SETTLE_MS = 15_000
 """Some problems must last for a while before the page shows them."""
 
@@ -30,7 +30,7 @@ SETTLE_MS = 15_000
 def main() -> int:
     """Take the pictures and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="to let the demo run (default: %(default)g)")
+    parser.add_argument("--minutes", type=float, default=2.0, help="to let the demo run (default: %(default)g)")
     minutes = parser.parse_args().minutes
     with demo() as url:
         time.sleep(60 * minutes)
@@ -40,16 +40,16 @@ def main() -> int:
 
 
 def take(url: str, scheme: str, target: Path) -> None:
-    """Take a picture of the page down to the end of the processes."""
+    """Take a picture of the page down to the end of the jobs."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
         page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme)  # type: ignore[arg-type]
         page.goto(url)
-        page.locator("#events li").first.wait_for(state="attached")
+        page.locator("#jobs tbody").first.wait_for(state="attached")
         page.wait_for_timeout(SETTLE_MS)
-        table = page.locator("#table").bounding_box()
+        table = page.locator("#jobs").bounding_box()
         assert table is not None
         clip = {"x": 0, "y": 0, "width": WIDTH, "height": table["y"] + table["height"] + MARGIN}
         page.screenshot(path=target, full_page=True, clip=clip)  # type: ignore[arg-type]
