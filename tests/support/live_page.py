@@ -153,12 +153,6 @@ def serving(folder: Path, *flags: str, **options: Any) -> Iterator[ExporterProce
         exporter.close()
 
 
-def state_of(exporter: ExporterProcess) -> dict[str, Any]:
-    """Return the state that the page receives."""
-    document: dict[str, Any] = exporter.get("/api/v1/live")
-    return document
-
-
 def send(
     exporter: ExporterProcess, pid: int, allocated: int, *, reclaimable_known: bool = True, **changes: Any
 ) -> None:
