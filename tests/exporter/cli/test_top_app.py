@@ -168,7 +168,7 @@ def anyio_backend() -> str:
 
 
 async def _until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + patient(5)
+    end = time.monotonic() + patient(30)
     while not condition():
         assert time.monotonic() < end, f"waited for {what}"
         await asyncio.sleep(0.01)
