@@ -1,4 +1,4 @@
 """The commands, one file each. click and Rich are imported here only, and never by `run`.
 
-Other folders import: `api_client`, `clear`, `live`, `main`, `node`, `options`, `program`.
+Other folders import: `api_client`, `clear`, `completion`, `live`, `main`, `node`, `options`, `program`, `usage`.
 """

@@ -149,8 +149,10 @@ class ExporterApi:
                 return document
             raise ExporterUnreachableError(f"the server at {shown_url(self.url)} is not a gpumem-exporter")
         detail = document.get("detail") or document.get("title") if isinstance(document, dict) else None
-        phrase = http.client.responses.get(answer.status, "no reason given")
-        raise ExporterAnswerError(answer.status, detail if isinstance(detail, str) else phrase)
+        if not isinstance(detail, str):
+            phrase = http.client.responses.get(answer.status, "no reason given")
+            detail = f"the server at {shown_url(self.url)} answers: {phrase}"
+        raise ExporterAnswerError(answer.status, detail)
 
 
 def read_rights(api: ExporterApi) -> Document:

@@ -6,14 +6,17 @@ A command's module has a function of the command's name, which is the click comm
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 import click
+from click.shell_completion import CompletionItem
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.program import COMMANDS, PROGRAM
+from gpumem_exporter.cli.options import quiet_option
+from gpumem_exporter.cli.program import COMMANDS, COMPLETION_VARIABLE, PROGRAM
+from gpumem_exporter.cli.usage import CommandGroup, usage_text
 
 _EXAMPLES = """\b
 Examples:
@@ -36,6 +39,10 @@ def invoke(words: Sequence[str]) -> int:
 
     Raises ConfigurationError for wrong usage, with the invalid word or option, and GpumemError if the command fails.
     """
+    if instruction := os.environ.get(COMPLETION_VARIABLE):
+        from gpumem_exporter.cli.completion import complete
+
+        return complete(_application, instruction)
     try:
         # Not click's `main`, which writes to stderr on Ctrl-C.
         with _application.make_context(PROGRAM, list(words)) as context:
@@ -44,26 +51,51 @@ def invoke(words: Sequence[str]) -> int:
         return ended.exit_code
     except click.UsageError as error:
         # click gives no context if the value of an option is missing.
-        command = error.ctx.command_path if error.ctx else f"{PROGRAM} {words[0]}"
-        raise ConfigurationError(f"{error.format_message().rstrip('.')}; see {command} --help") from error
+        command = error.ctx.command_path if error.ctx else " ".join([PROGRAM, *_command_words(words)])
+        raise ConfigurationError(f"{usage_text(error)}; see {command} --help") from error
 
 
-class _Commands(click.Group):
+def _command_words(words: Sequence[str]) -> list[str]:
+    """Return the first words, which name the command."""
+    named: list[str] = []
+    command: click.Command | None = _application
+    context = click.Context(_application, resilient_parsing=True)
+    for word in words:
+        command = command.get_command(context, word) if isinstance(command, click.Group) else None
+        if command is None:
+            break
+        named.append(word)
+    return named
+
+
+class _Commands(CommandGroup):
     """Imports the module of a command when the command is looked up."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature of click
         """Return the names in the order of the help."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:  # noqa: ARG002 - the signature of click
-        """Return a command. Raises ConfigurationError if there is no such command."""
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - as above
+        """Return a command; None if there is no such command."""
         module = COMMANDS.get(cmd_name)
         if module is None:
-            close = get_close_matches(cmd_name, COMMANDS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
-            raise ConfigurationError(f"no command {cmd_name!r}; {hint}")
+            return None
         command: click.Command = getattr(importlib.import_module(module), cmd_name.replace("-", "_"))
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the names of commands without importing them all; of options, if the word starts like one."""
+        if incomplete.startswith("-"):
+            return click.Command.shell_complete(self, ctx, incomplete)
+        return [CompletionItem(name) for name in COMMANDS if name.startswith(incomplete)]
+
+
+def _install_completion(context: click.Context, _option: click.Parameter, shell: str | None) -> None:
+    if shell is not None and not context.resilient_parsing:
+        from gpumem_exporter.cli.completion import install
+
+        print(install("" if shell == "auto" else shell))
+        context.exit()
 
 
 @click.group(
@@ -72,6 +104,17 @@ class _Commands(click.Group):
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(__version__, message="%(prog)s %(version)s")
+@click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
+@quiet_option
+@click.option(
+    "--install-completion",
+    metavar="[SHELL]",
+    is_flag=False,
+    flag_value="auto",
+    is_eager=True,
+    expose_value=False,
+    callback=_install_completion,
+    help="Install the completion of bash or zsh for this user, by default of $SHELL, and exit.",
+)
 def _application() -> None:
     """Show where every byte of GPU memory is in PyTorch processes, and release it."""

@@ -6,14 +6,24 @@ click parses every command except `run`, which is the client's: see `gpumem_expo
 from __future__ import annotations
 
 import errno
+import http.client
 import io
 import os
 import sys
 from collections.abc import Sequence
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, GpumemError
-from gpumem_exporter.cli.program import COMMANDS, FAILED, INTERRUPTED, PROGRAM, WRONG_USAGE, one_line
+from gpumem_exporter.cli.program import (
+    COMMANDS,
+    COMPLETION_VARIABLE,
+    FAILED,
+    INTERRUPTED,
+    PROGRAM,
+    WRONG_USAGE,
+    one_line,
+)
 
+_CREDENTIALS = "; give a token with --token-file, or a password with --url http://USER:PASSWORD@HOST:PORT"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -32,8 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         return _fail(prefix, str(error), WRONG_USAGE)
     except ExporterAnswerError as error:
-        # 422: a value that only the exporter could check is invalid.
-        return _fail(prefix, *((error.detail, WRONG_USAGE) if error.status == 422 else (str(error), FAILED)))
+        # A value that only the exporter could check is invalid.
+        wrong = error.status == http.client.UNPROCESSABLE_ENTITY
+        hint = _CREDENTIALS if error.status == http.client.UNAUTHORIZED else ""
+        return _fail(prefix, f"{error}{hint}", WRONG_USAGE if wrong else FAILED)
     except GpumemError as error:
         return _fail(prefix, str(error), FAILED)
     except KeyboardInterrupt:
@@ -63,7 +75,10 @@ def _discard_output() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    if words[:1] == ["run"]:  # without click: it would double the time until the job starts
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    # `run` does without click, which would double the time until the job starts.
+    if words[:1] == ["run"] and COMPLETION_VARIABLE not in os.environ:
         from gpumem_client.run import run
 
         return run(words[1:])

@@ -6,7 +6,9 @@ A decorator such as `target_options` adds a group of options to a command, in th
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +16,12 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import exporter_urls as default_urls
+from gpumem_client.wire.http import full_url
 from gpumem_exporter.actions.request import OPTIONS, SELECTORS, ActionRequest, RequestOption, Target, invalid_fields
 from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
+from gpumem_exporter.cli.completion import of_list
+from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.columns import SORTS
 from gpumem_exporter.cli.render.layout import Order
 from gpumem_exporter.cli.render.rows import View
@@ -40,6 +46,36 @@ def option_group(*options: Callable[[Any], Any]) -> Callable[[_Command], _Comman
     return decorate
 
 
+_QUIET = "gpumem_exporter.quiet"
+
+
+def _set_quiet(context: click.Context, _option: click.Parameter, quiet: bool) -> None:
+    context.meta[_QUIET] = quiet or context.meta.get(_QUIET, False)
+
+
+quiet_option = click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_set_quiet,
+    help="Show only the result and errors.",
+)
+
+
+def is_quiet() -> bool:
+    """Return whether the command has --quiet."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_QUIET))
+
+
+def note(text: str) -> None:
+    """Print one line about the progress of a command to stderr, unless it has --quiet."""
+    if not is_quiet():
+        print(one_line(text), file=sys.stderr, flush=True)
+
+
 access_options = option_group(
     click.option(
         "--token-file",
@@ -48,6 +84,7 @@ access_options = option_group(
         "itself.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON with sizes in bytes."),
+    quiet_option,
 )
 """The token of a command, and the form of its output."""
 
@@ -55,7 +92,7 @@ connection_options = option_group(
     click.option(
         "--url",
         metavar="URL",
-        help="The exporter: http://host:port, https://host:port or unix:///path/to.sock. user:password@ before the "
+        help="The exporter: host:port, https://host:port or unix:///path/to.sock. user:password@ before the "
         "host is basic auth. Default: GPUMEM_EXPORTER_URL, else unix:///run/gpumem/exporter.sock, then "
         "http://127.0.0.1:9844.",
     ),
@@ -65,7 +102,7 @@ connection_options = option_group(
 
 def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the addresses to try, in order."""
-    return (url,) if url is not None else default_urls(environ)
+    return (full_url(url),) if url is not None else default_urls(environ)
 
 
 def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -124,8 +161,14 @@ def _checked_interval(_context: click.Context, _option: click.Parameter, seconds
 
 target_options = option_group(
     *(
-        click.option(selector.flag, multiple=True, metavar=selector.metavar, help=selector.description)
-        for selector in SELECTORS.values()
+        click.option(
+            selector.flag,
+            multiple=True,
+            metavar=selector.metavar,
+            help=selector.description,
+            shell_complete=COMPLETIONS[name],
+        )
+        for name, selector in SELECTORS.items()
     ),
     click.option("--all", is_flag=True, help="Every process; an action reaches those that report."),
 )
@@ -185,6 +228,28 @@ def pop_view(values: dict[str, Any]) -> View:
     """Remove the values of `view_options` from `values`, and return them."""
     order = Order(values.pop("sort").replace("-", "_"), values.pop("reverse"))
     return View(values.pop("filter_text"), order)
+
+
+def list_option(flag: str, name: str, values: Mapping[str, str], text: str) -> Callable[[_Command], _Command]:
+    """Return a repeatable option that takes lists of known values; the command receives what the values stand for."""
+
+    def read(_context: click.Context, _option: click.Parameter, texts: Sequence[str]) -> list[str]:
+        for word in (words := split_list(texts)):
+            if word not in values:
+                close = get_close_matches(word, values, n=1)
+                hint = f"did you mean {close[0]}? " if close else ""
+                raise ConfigurationError(f"invalid {flag} {word!r}: {hint}expected {', '.join(values)}")
+        return list(dict.fromkeys(values[word] for word in words))
+
+    return click.option(
+        flag,
+        name,
+        metavar=flag.removeprefix("--").upper(),
+        multiple=True,
+        callback=read,
+        shell_complete=lambda _context, _option, incomplete: of_list(values, incomplete),
+        help=f"{text} Repeatable.",
+    )
 
 
 def action_options(action: str) -> Callable[[_Command], _Command]:

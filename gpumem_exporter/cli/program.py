@@ -11,14 +11,19 @@ _MODULES = {
     "top": ("top",),
     "actions": ("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
     "events": ("events",),
+    "action_log": ("actions",),
     "plan": ("plan",),
     "nvml": ("release-nvml", "attach-nvml"),
     "report": ("report",),
     "doctor": ("doctor",),
     "fleet": ("fleet",),
+    "help": ("help",),
 }
 COMMANDS = {name: f"gpumem_exporter.cli.commands.{module}" for module, names in _MODULES.items() for name in names}
 """The module of each command, in the order of the help."""
+
+COMPLETION_VARIABLE = "_GPUMEM_EXPORTER_COMPLETE"
+"""Set by the shell at a tab."""
 
 FAILED = 1
 """The request failed."""

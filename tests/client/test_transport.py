@@ -69,7 +69,7 @@ def test_a_url_contains_host_and_port(url: str, address: tuple[str, int], monkey
     "url",
     [
         "",
-        "127.0.0.1:9844",
+        "127.0.0.1",
         "ftp://host",
         "http://",
         "http://node:port",

@@ -73,6 +73,6 @@ class ExporterAnswerError(ExporterError):
     """
 
     def __init__(self, status: int, detail: str) -> None:
-        super().__init__(f"HTTP {status}: {detail}")
+        super().__init__(detail)
         self.status = status
         self.detail = detail

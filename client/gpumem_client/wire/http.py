@@ -66,7 +66,7 @@ class Connection:
         trusted_only: bool = False,
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        self.url = url
+        url = self.url = full_url(url)
         self._trust = trust if trust is not None else Trust.from_environment()
         self._trusted_only = trusted_only
         self._max_answer_bytes = max_answer_bytes
@@ -315,20 +315,24 @@ class Connection:
             raise ValueError(f"the response is longer than {self._max_answer_bytes} bytes")
 
     def _unreachable(self, error: Exception) -> ExporterUnreachableError:
-        return ExporterUnreachableError(
-            f"no exporter answers at {shown_url(self.url)}: {str(error) or type(error).__name__}"
-        )
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return ExporterUnreachableError(f"no exporter answers at {shown_url(self.url)}: {reason}")
 
 
 def exporter_urls(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the exporter's addresses in the order of the attempts: GPUMEM_EXPORTER_URL, or the defaults."""
     url = environ.get("GPUMEM_EXPORTER_URL", "").strip()
-    return (url,) if url else DEFAULT_URLS
+    return (full_url(url),) if url else DEFAULT_URLS
+
+
+def full_url(url: str) -> str:
+    """Return an exporter's URL with its scheme: `node:9844` is `http://node:9844`."""
+    return url if "/" in url or ":" not in url else f"http://{url}"
 
 
 def shown_url(url: str) -> str:
     """Return an exporter's URL for messages, without its password."""
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, rest = full_url(url).rpartition("://")
     return url if scheme == "unix" else f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
@@ -349,7 +353,8 @@ class _Exporter:
 
 def _exporter(url: str) -> _Exporter:
     invalid = ConfigurationError(
-        f"invalid exporter URL {shown_url(url)!r}: expected http://host:port, https://host:port or unix:///path/to.sock"
+        f"invalid exporter URL {shown_url(url)!r}: expected host:port, http://host:port, https://host:port or "
+        "unix:///path/to.sock"
     )
     try:
         parts = urlsplit(url)

@@ -17,12 +17,14 @@ from gpumem_exporter.cli.options import (
     action_options,
     action_request,
     connection_options,
+    is_quiet,
+    note,
     open_api,
     option_group,
     pop_target,
     target_options,
 )
-from gpumem_exporter.cli.program import FAILED, one_line
+from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
 
 
@@ -179,7 +181,7 @@ def _run(
             document = plan_clear(api, body).expected
         else:
             document = act(api, plan, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else _print_new())
-        rights = {} if as_json else read_rights(api)
+        rights = {} if as_json or is_quiet() else read_rights(api)
     if as_json:
         print_json(document)
     else:
@@ -199,7 +201,7 @@ def _print_new() -> Callable[[str], None]:
     def print_new(text: str) -> None:
         if text not in printed:
             printed.add(text)
-            print(one_line(text), file=sys.stderr, flush=True)
+            note(text)
 
     return print_new
 

@@ -14,8 +14,8 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.options import connection_options, open_api, split_list
-from gpumem_exporter.cli.program import one_line
+from gpumem_exporter.cli.completion import JOBS
+from gpumem_exporter.cli.options import connection_options, list_option, note, open_api
 from gpumem_exporter.cli.render.event_table import event_line
 from gpumem_exporter.cli.render.terminal import open_console, print_json, print_json_line
 from gpumem_exporter.events.model import EVENT_TYPES
@@ -63,23 +63,13 @@ def _since(_context: click.Context, _option: click.Parameter, text: str | None) 
     )
 
 
-def _types(_context: click.Context, _option: click.Parameter, texts: Sequence[str]) -> list[str]:
-    names = split_list(texts)
-    for name in names:
-        if name not in EVENT_TYPES:
-            raise ConfigurationError(f"invalid --type {name!r}: expected {', '.join(EVENT_TYPES)}")
-    return names
-
-
 @click.command(epilog=_EXAMPLES)
 @click.option("--follow", "-f", is_flag=True, help="Wait for new events and show them, until Ctrl-C.")
 @click.option(
     "--since", metavar="TIME", callback=_since, help="Only events since then: 30s, 15m, 3h, 2d, or a local time."
 )
-@click.option(
-    "--type", "types", metavar="TYPE", multiple=True, callback=_types, help="Only events of these types (repeatable)."
-)
-@click.option("--job", metavar="JOB", help="Only events about this job: its workload or its id.")
+@list_option("--type", "types", dict(zip(EVENT_TYPES, EVENT_TYPES, strict=True)), "Only events of these types.")
+@click.option("--job", metavar="JOB", shell_complete=JOBS, help="Only events about this job: its workload or its id.")
 @click.option("--pid", metavar="PID", help="Only events about this process.")
 @connection_options
 def events(
@@ -153,7 +143,7 @@ def _read(api: ExporterApi, query: Mapping[str, Any], *, patient: bool) -> dict[
             now = time.monotonic()
             if failed_seconds is None:
                 failed_seconds = now
-                print(f"waiting for the exporter: {one_line(str(error))}", file=sys.stderr, flush=True)
+                note(f"waiting for the exporter: {error}")
             elif now - failed_seconds > _LONGEST_OUTAGE_SECONDS:
                 raise
         time.sleep(pause_seconds * random.uniform(0.8, 1.2))  # noqa: S311 - jitter

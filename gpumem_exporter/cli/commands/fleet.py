@@ -15,6 +15,7 @@ from gpumem_exporter.cli.options import action_options, interval_option, pop_vie
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
+from gpumem_exporter.cli.usage import CommandGroup
 
 _EXAMPLES = """\b
 Examples:
@@ -62,13 +63,7 @@ _QUERIES = {
 """For each action, the query and the reason in the examples of its help."""
 
 
-class _Commands(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature of click
-        """Return the names in the order of their definition; click sorts them."""
-        return list(self.commands)
-
-
-@click.group(cls=_Commands, epilog=_EXAMPLES, no_args_is_help=False)
+@click.group(cls=CommandGroup, epilog=_EXAMPLES, no_args_is_help=False)
 def fleet() -> None:
     """Show many nodes, and act on them by a query."""
 

@@ -33,7 +33,7 @@ def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, An
         fix = "use the exporter's own address: another server or a proxy answers there"
         if error.status == 401:
             fix = "put user:password@ before the host of the address, or give the token for actions"
-        return Finding("exporter", FAIL, f"{shown_url(api.url)}/health answers {error}", fix), None
+        return Finding("exporter", FAIL, f"{shown_url(api.url)} refuses: {error}", fix), None
     silent = [shown_url(url) for url in tried[: tried.index(api.url)]]
     also_tried = f" (no answer at {', '.join(silent)})" if silent else ""
     return Finding("exporter", PASS, f"answers at {shown_url(api.url)}{also_tried}"), health

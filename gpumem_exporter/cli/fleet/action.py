@@ -25,8 +25,8 @@ from gpumem_exporter.cli.fleet.selection import (
     select,
     selectors_of,
 )
-from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS, action_request
-from gpumem_exporter.cli.program import FAILED, one_line
+from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS, action_request, note
+from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import result_order, result_tables
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
 from gpumem_exporter.core.ledger import sum_of_known
@@ -169,7 +169,7 @@ class _Run:
             group = form_group(workload, readings, requested_seconds, deadline_seconds=deadline_seconds)
             self._require_allowed_number(group.processes)
             if added := group.added(processes):
-                print(one_line(added), file=sys.stderr, flush=True)
+                note(added)
             requests = group.act(fleet, self.body, wait_seconds=self.wait_seconds)
         return self._result(requests, (), group.at_step, group.cancel_reason)
 

@@ -128,6 +128,7 @@ class FleetOptions:
 
     def connect(self, environ: Mapping[str, str] = os.environ) -> Prometheus:
         """Return the API to query. Raises ConfigurationError if there is no URL, or an option is invalid."""
+        action_token(self.token_file)  # wrong usage is an error before anything is sent
         url = self.prometheus or environ.get("GPUMEM_PROMETHEUS_URL", "").strip()
         if not url:
             raise ConfigurationError("no Prometheus; give --prometheus URL, or set GPUMEM_PROMETHEUS_URL")

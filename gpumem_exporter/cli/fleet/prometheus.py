@@ -72,11 +72,11 @@ class Prometheus:
                 raise ConfigurationError(f"--query: {document['error']}")
             raise PrometheusError(f"{self.url}: {document['error']}")
         if status in (http.client.OK, http.client.NOT_FOUND):
-            raise PrometheusError(f"the server at {self.url}/api/v1/query is not a Prometheus API (HTTP {status})")
+            raise PrometheusError(f"the server at {self.url}/api/v1/query is not a Prometheus API")
         phrase = http.client.responses.get(status, "no reason given")
         if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             phrase += "; see --prometheus-token-file and --prometheus-header"
-        raise PrometheusError(f"{self.url}: HTTP {status}: {phrase}")
+        raise PrometheusError(f"the server at {self.url} refuses: {phrase}")
 
     def _get(self, expression: str) -> tuple[int, str, bytes]:
         """Return the status, the Location and the body of the answer."""
@@ -99,7 +99,8 @@ class Prometheus:
                     raise PrometheusError(f"the answer of {self.url} is larger than {_ANSWER_BYTES_MAX} bytes")
                 return answer.status, answer.headers.get("Location", "elsewhere"), body
         except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
-            reason = getattr(error, "reason", None) or error or type(error).__name__
+            cause = getattr(error, "reason", None) or error
+            reason = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
             raise PrometheusError(f"Prometheus does not answer at {self.url}: {reason}") from error
 
 

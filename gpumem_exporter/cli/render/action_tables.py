@@ -24,7 +24,9 @@ def action_tables(action: Document) -> Iterator[RenderableType]:
     """Yield all that an action prints, from top to bottom."""
     yield from result_tables({**action, "results": sorted(action["results"], key=result_order)})
     if action["state"] in ("queued", "running"):
-        yield plain(f"Action {action['id']} is {action['state']}; see GET /api/v1/actions/{action['id']}.", "bold")
+        yield plain(
+            f"Action {action['id']} is {action['state']}; see gpumem-exporter actions show {action['id'][:8]}.", "bold"
+        )
     else:
         yield plain(sentence(action), "bold")
     if action.get("when"):

@@ -33,15 +33,16 @@ def event_line(event: Event, now_unix_seconds: float, width: int) -> Text:
 def _cells(event: Event, now_unix_seconds: float | None) -> tuple[Text, Text, Text]:
     """Return time, title and text of an event. An exporter of version 0.2 sends neither title nor text."""
     text, folded = str(event.get("text") or ""), event.get("folded")
-    when = _time(event["unix_seconds"], now_unix_seconds)
+    when = local_time(event["unix_seconds"], now_unix_seconds)
     first_unix_seconds = folded["first_unix_seconds"] if folded else event["unix_seconds"]
     lasted = event["unix_seconds"] - first_unix_seconds >= _WORTH_SAYING_SECONDS
-    since = f", since {_time(first_unix_seconds, now_unix_seconds)}" if lasted else ""
+    since = f", since {local_time(first_unix_seconds, now_unix_seconds)}" if lasted else ""
     title = str(event.get("title") or event.get("type"))[:_LONGEST_TITLE]
     return plain(when, "dim"), plain(title, _STYLES.get(str(event.get("severity")), "")), plain(text + since)
 
 
-def _time(unix_seconds: float, now_unix_seconds: float | None) -> str:
+def local_time(unix_seconds: float, now_unix_seconds: float | None) -> str:
+    """Return a time of today as `03:42:04`, and of another day with its date."""
     then = time.localtime(unix_seconds)
     today = now_unix_seconds is not None and time.localtime(now_unix_seconds)[:3] == then[:3]
     return time.strftime("%H:%M:%S" if today else "%m-%d %H:%M:%S", then)

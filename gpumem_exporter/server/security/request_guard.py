@@ -81,7 +81,7 @@ class Rule:
         return ProblemError(
             403,
             f"{self.what} are allowed over loopback and the unix socket, not {place}; start the "
-            f"exporter with {self.flag} and send that token as `Authorization: Bearer TOKEN`",
+            f"exporter with {self.flag} and send that token",
         )
 
     def matches_token(self, headers: Mapping[bytes, bytes]) -> bool:
@@ -94,7 +94,7 @@ class Rule:
         wrong = "wrong token" if bearer else "a token is required"
         return ProblemError(
             401,
-            f"{self.what}: {wrong}; send `Authorization: Bearer TOKEN`, the token of the exporter's {self.flag}",
+            f"{self.what}: {wrong}; send the token of the exporter's {self.flag}",
             {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
         )
 
@@ -147,7 +147,7 @@ class Callers:
             403,
             f"{self.rule.what}: the exporter cannot see whether the process of {caller} is in a container; use the "
             "unix socket, in a sidecar from the exporter's container, or start the exporter with "
-            f"{self.rule.flag} and send that token as `Authorization: Bearer TOKEN`",
+            f"{self.rule.flag} and send that token",
         )
 
     def require_all(self, caller: Caller, what: str) -> None:
@@ -158,8 +158,7 @@ class Callers:
         raise ProblemError(
             403,
             f"{what}: allowed for {users} outside of containers, not for {caller}, which may act on its own "
-            f"processes; use the unix socket as root, or start the exporter with {self.rule.flag} and send that token "
-            "as `Authorization: Bearer TOKEN`",
+            f"processes; use the unix socket as root, or start the exporter with {self.rule.flag} and send that token",
         )
 
 

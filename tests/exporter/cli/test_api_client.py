@@ -81,7 +81,10 @@ def test_the_error_without_an_exporter_names_every_address(api_of: Callable[...,
     ("status", "body", "detail"),
     [
         (404, json.dumps(_PROBLEM).encode(), "nothing matches pid=1"),
-        *((502, body, "Bad Gateway") for body in (b"", b"<html>no</html>", b"[]", b'{"detail": 3}')),
+        *(
+            (502, body, "the server at a answers: Bad Gateway")
+            for body in (b"", b"<html>no</html>", b"[]", b'{"detail": 3}')
+        ),
     ],
 )
 def test_an_error_has_its_status_and_the_detail_of_a_problem(

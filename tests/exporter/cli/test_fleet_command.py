@@ -9,8 +9,8 @@ from gpumem_exporter.cli.program import PROGRAM
 @pytest.mark.parametrize(
     ("arguments", "wrong", "right"),
     [
-        ([], "Missing command", "fleet --help"),
-        (["claer"], "'claer'", "fleet --help"),
+        ([], "no command", "fleet --help"),
+        (["claer"], "'claer'", "'clear'"),
         (["clear"], "--query", "fleet clear --help"),
         (["clear", "--query", "up"], "Prometheus", "--prometheus URL"),
         (["clear", "--query", "up", "--parallel", "0"], "--parallel", "fleet clear --help"),

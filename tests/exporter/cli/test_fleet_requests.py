@@ -80,9 +80,9 @@ def test_an_action_that_does_not_end_in_time_expires() -> None:
     ("error", "outcome", "reason"),
     [
         (ExporterAnswerError(404, "nothing matches pid=1"), "gone", ""),
-        (ExporterAnswerError(403, "not-allowed"), "refused", "HTTP 403: not-allowed"),
+        (ExporterAnswerError(403, "not-allowed"), "refused", "not-allowed"),
         (ExporterAnswerError(401, "token-needed"), "refused", "token-needed"),
-        (ExporterAnswerError(500, "see-log"), "failed", "HTTP 500"),
+        (ExporterAnswerError(500, "see-log"), "failed", "see-log"),
         (ExporterUnreachableError("silent-x"), "failed", "silent-x"),
         (ExporterUntrustedError("uid 1001"), "refused", "uid 1001"),
     ],

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError
@@ -18,9 +20,18 @@ def _exits_with_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str
     return captured.err
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_the_version_is_printed(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([flag]) == 0
     assert capsys.readouterr().out == f"{PROGRAM} {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["clear"], ["fleet", "clear"], ["actions", "list"], ["run"], []])
+def test_help_prints_the_help_of_a_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--help"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["help", *words]) == 0
+    assert capsys.readouterr().out == expected != ""
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []])
@@ -52,13 +63,22 @@ def test_the_help_lists_every_command_with_examples(arguments: list[str], capsys
         (["clear", "--all", "--mode", "now", "--group"], "--mode now", "step"),
         (["fraction", "1.5", "--all"], "F 1.5", "at most 1"),
         (["clear", "--all", "--gpu", "0", "--pid", "3"], "--gpu, --pid", "--all"),
-        (["info", "--url", "ftp://node:9844"], "ftp://node:9844", "http://host:port"),
+        (["info", "--url", "ftp://node:9844"], "ftp://node:9844", "https://host:port"),
         (["info", "--token-file", "/nonexistent/token"], "/nonexistent/token", "No such file"),
         (["serve", "--web.listen-adress", ":1"], "--web.listen-adress", "--web.listen-address"),
         (["serve", "--report.interval", "soon"], "--report.interval", "number"),
         (["serve", "--web.listen-address", "nowhere"], "nowhere", "HOST:PORT"),
         (["serve", "--config.file", "/nonexistent/c.yaml"], "/nonexistent/c.yaml", "No such file"),
         (["run"], "command", "gpumem-exporter run --"),
+        (["help", "claer"], "'claer'", "'clear'"),
+        (["fleet", "claer"], "'claer'", "'clear'"),
+        (["actions", "cancle", "1"], "'cancle'", "'cancel'"),
+        (["actions"], "command", "list, show, cancel"),
+        (["actions", "show"], "ID", "required"),
+        (["actions", "list", "--state", "over"], "--state 'over'", "cancelled"),
+        (["info", "--sort", "size"], "--sort 'size'", "used, "),
+        (["clear", "--json=3"], "--json", "no value"),
+        (["fleet", "clear", "--query"], "--query", "fleet clear --help"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_one_line(
@@ -73,7 +93,8 @@ def test_wrong_usage_exits_with_2_and_one_line(
     ("error", "code", "printed"),
     [
         (KeyboardInterrupt(), 130, ""),
-        (ExporterAnswerError(403, "no token"), 1, "HTTP 403: no token"),
+        (ExporterAnswerError(403, "no token"), 1, "gpumem-exporter info: no token"),
+        (ExporterAnswerError(401, "a token is required"), 1, "--token-file"),
         (ExporterAnswerError(422, "settle_seconds: too long"), 2, "gpumem-exporter info: settle_seconds: too long"),
     ],
 )
@@ -89,6 +110,53 @@ def test_an_error_has_its_exit_code(
     assert captured.out == ""
     assert printed in captured.err
     assert bool(printed) is bool(captured.err)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--no-such-option",
+        "extra",
+        "--deadline",
+        "--deadline soon",
+        "--deadline 0",
+        "--deadline nan",
+        "--settle -1",
+        "--settle 3601",
+        "--mode soon",
+        "--mode now --group",
+        "--dry-run=yes",
+        "--token-file /nonexistent/token",
+    ],
+)
+def test_a_mistake_has_one_exit_code_and_message_in_clear_and_fleet_clear(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = (
+        "clear --all --url unix:///nonexistent.sock",
+        "fleet clear --query up --prometheus http://127.0.0.1:1",
+    )
+    lines = [_exits_with_one_line(capsys, [*words.split(), *wrong.split()], 2) for words in commands]
+    one, other = (line.partition(": ")[2].partition("; see ")[0] for line in lines)
+    assert one == other
+    assert not re.search(r"valid (float|int)|argument|Errno|HTTP|[Tt]raceback", one)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("clear", 2),
+        ("fleet clear --prometheus http://127.0.0.1:1", 2),
+        ("clear --all --url 127.0.0.1:1", 1),
+        ("fleet clear --query up --prometheus http://127.0.0.1:1", 1),
+        ("clear --all --url ftp://node", 2),
+        ("fleet clear --query up --prometheus ftp://node", 2),
+    ],
+)
+def test_a_missing_target_and_a_wrong_address_have_one_exit_code_in_both(
+    words: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "Errno" not in _exits_with_one_line(capsys, words.split(), code)
 
 
 def test_a_message_is_one_printable_line() -> None:

@@ -1,0 +1,179 @@
+"""`actions`: the actions that were requested, one of them with its results, and its cancellation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import click
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.units import human_bytes
+from gpumem_exporter.actions.lifecycle import ActionState
+from gpumem_exporter.actions.request import ACTIONS
+from gpumem_exporter.cli.api_client import ExporterApi, has_ended
+from gpumem_exporter.cli.completion import ACTION_IDS, JOBS
+from gpumem_exporter.cli.options import connection_options, list_option, open_api
+from gpumem_exporter.cli.program import FAILED
+from gpumem_exporter.cli.render.action_tables import action_tables
+from gpumem_exporter.cli.render.event_table import local_time
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
+from gpumem_exporter.cli.usage import CommandGroup
+from gpumem_exporter.errors import TargetNotFoundError
+from gpumem_exporter.events.entries import ACTION_NAMES, caller_text
+
+_EXAMPLES = """\b
+Examples:
+  gpumem-exporter actions list
+  gpumem-exporter actions list --job llm-pretrain --state queued,running
+  gpumem-exporter actions show 3f2a
+  gpumem-exporter actions cancel 3f2a
+
+\b
+An ID may be shortened, as in the list. A user without the rights to all processes has its own actions.
+"""
+_COMMANDS = {ACTION_NAMES.get(action, action): action for action in ACTIONS}
+"""The action of each command."""
+_STATES = {state.value: state.value for state in ActionState}
+_SHOWN_ID = 8
+_FULL_ID = 32
+_CANCEL_SECONDS = 5.0
+"""How long `cancel` waits for processes that have received their command."""
+_POLL_SECONDS = 0.25
+_COLUMNS = (
+    *(("id", "left"), ("requested", "left"), ("action", "left"), ("of", "cut"), ("by", "cut"), ("outcome", "left")),
+    *(("freed", "right"), ("stays free", "right")),
+)
+
+Document = Mapping[str, Any]
+
+
+@click.group(cls=CommandGroup, epilog=_EXAMPLES, no_args_is_help=False)
+def actions() -> None:
+    """Show the actions that were requested, and cancel them."""
+
+
+@actions.command("list")
+@list_option("--action", "names", _COMMANDS, "Only these actions.")
+@list_option("--state", "states", _STATES, "Only actions in these states.")
+@click.option(
+    "--job", metavar="JOB", shell_complete=JOBS, help="Only actions on processes of this job: its workload or its id."
+)
+@connection_options
+def list_actions(
+    *, names: list[str], states: list[str], job: str | None, url: str | None, token_file: str | None, as_json: bool
+) -> int:
+    """Show the last 100 actions, the newest first, without dry runs.
+
+    What was requested, by whom, the outcome, the memory that was freed, and how much of it stayed free if the request
+    had --settle.
+    """
+    given = {"action": ",".join(names), "state": ",".join(states), "job": job}
+    query = {name: value for name, value in given.items() if value} | {"dry_run": "false"}
+    with open_api(url, token_file) as api:
+        document = api.get(f"/api/v1/actions?{urlencode(query)}")
+    if as_json:
+        print_json(document)
+    elif document["actions"]:
+        show(open_console(), [table("", _COLUMNS, map(_row, document["actions"]))])
+    else:
+        print("No actions.")
+    return 0
+
+
+@actions.command("show")
+@click.argument("action_id", metavar="ID", shell_complete=ACTION_IDS)
+@connection_options
+def show_action(action_id: str, url: str | None, token_file: str | None, as_json: bool) -> int:
+    """Show one action with the result of each process."""
+    with open_api(url, token_file) as api:
+        action = api.action(_full_id(api, action_id))
+    if as_json:
+        print_json(action)
+    else:
+        _print(action)
+    return 0
+
+
+@actions.command("cancel")
+@click.argument("action_id", metavar="ID", shell_complete=ACTION_IDS)
+@connection_options
+def cancel_action(action_id: str, url: str | None, token_file: str | None, as_json: bool) -> int:
+    """Cancel an action in the processes that have not started it.
+
+    The exit code is 1 if nothing was canceled, because the action had ended.
+    """
+    with open_api(url, token_file) as api:
+        full_id = _full_id(api, action_id)
+        had_ended = has_ended(api.action(full_id))
+        action = api.cancel(full_id)
+        end = time.monotonic() + _CANCEL_SECONDS
+        while not has_ended(action) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+            action = api.action(full_id)
+    if as_json:
+        print_json(action)
+    else:
+        _print(action)
+        if had_ended:
+            print("The action had ended. Nothing was canceled.")
+    return FAILED if had_ended else 0
+
+
+def _full_id(api: ExporterApi, given: str) -> str:
+    """Return the id that a shortened one stands for."""
+    if not given.strip():
+        raise ConfigurationError("the ID is empty; see gpumem-exporter actions list")
+    if len(given) >= _FULL_ID:
+        return quote(given, safe="")
+    known = [action["id"] for action in api.get("/api/v1/actions?limit=1000")["actions"]]
+    matching = [each for each in known if each.startswith(given)]
+    if len(matching) > 1:
+        raise ConfigurationError(f"{given!r} stands for {len(matching)} actions; give more of the ID")
+    if not matching:
+        raise TargetNotFoundError(f"no action {given!r}; it is unknown, or too old to be kept")
+    return str(matching[0])
+
+
+def _row(action: Document) -> Sequence[Any]:
+    outcome, ended = action["state"], has_ended(action)
+    style = "green" if outcome == "done" else "red" if ended else ""
+    freed = action["freed_bytes"] if action["action"] in ("empty_cache", "terminate") else None
+    return (
+        action["id"][:_SHOWN_ID],
+        _time(action),
+        ACTION_NAMES.get(action["action"], action["action"]),
+        _target(action["target"]),
+        caller_text(action["requested_by"]),
+        plain(outcome, style),
+        human_bytes(freed),
+        human_bytes(action["still_free_bytes"]),
+    )
+
+
+def _print(action: Document) -> None:
+    """Print what was requested, by whom and why, and the results."""
+    name = ACTION_NAMES.get(action["action"], action["action"])
+    dry_run = ", a dry run" if action["dry_run"] else ""
+    mode = f", in mode {action['mode']}" if action["mode"] != "now" else ""
+    group = ", as a group" if action["group"] else ""
+    reason = f": {action['reason']}" if action["reason"] else ""
+    lines = (
+        f"Action {action['id']}: {name} of {_target(action['target'])}{group}{mode}{dry_run}",
+        f"Requested at {_time(action)} by {action['requested_by']}{reason}",
+    )
+    show(open_console(), [*map(plain, lines), *action_tables(action)])
+
+
+def _time(action: Document) -> str:
+    return local_time(datetime.fromisoformat(action["created"].replace("Z", "+00:00")).timestamp(), time.time())
+
+
+def _target(target: Document) -> str:
+    """Return a target for people: `llm-pretrain rank 0`, `GPU 0,1`, `all`."""
+    words = {"workload": "", "gpu": "GPU ", "uuid": "", "rank": "rank ", "user": "user ", "pid": "pid "}
+    given = {name: value if isinstance(value, list) else [value] for name, value in target.items() if name in words}
+    return " ".join(f"{words[name]}{','.join(map(str, given[name]))}" for name in words if name in given) or "all"

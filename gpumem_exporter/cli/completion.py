@@ -1,0 +1,107 @@
+"""Completion in bash and zsh: of commands and options by click, and of names by the running exporter.
+
+The shell runs the program with `_GPUMEM_EXPORTER_COMPLETE` at each tab. Nothing but the completions is ever printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
+
+_ANSWER_SECONDS = 1.0
+"""The timeout of the exporter at a tab."""
+_LIVE = "/api/v1/live"
+
+Document = Mapping[str, Any]
+Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def complete(application: click.Command, instruction: str) -> int:
+    """Print completions, or the script for a shell, and return the exit code."""
+    shell, _, what = instruction.partition("_")
+    kind = get_completion_class(shell)
+    if kind is None or what not in ("source", "complete"):
+        return 1
+    completion = kind(application, {}, PROGRAM, COMPLETION_VARIABLE)
+    with contextlib.suppress(Exception):  # a half-typed line is no error
+        print(completion.source() if what == "source" else completion.complete())
+    return 0
+
+
+def install(shell: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Write the script of a shell into the user's folder, and return what is left to do, as text for people.
+
+    Raises ConfigurationError if the shell is not known, or the file cannot be written.
+    """
+    name = Path(shell or environ.get("SHELL", "")).name
+    home = Path(environ.get("HOME") or "~").expanduser()
+    if name == "bash":
+        data = Path(environ.get("XDG_DATA_HOME") or home / ".local" / "share")
+        path = data / "bash-completion" / "completions" / PROGRAM
+        then = f"Start a new shell. Without the package bash-completion, add to ~/.bashrc: source {path}"
+    elif name == "zsh":
+        path = home / ".zfunc" / f"_{PROGRAM}"
+        then = "Add to ~/.zshrc, if it is missing: fpath+=~/.zfunc; autoload -Uz compinit; compinit"
+    else:
+        raise ConfigurationError(f"--install-completion: the shell is {name or 'unknown'!r}; give bash or zsh")
+    kind = get_completion_class(name)
+    assert kind is not None  # noqa: S101 - click has both
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(kind(click.Command(PROGRAM), {}, PROGRAM, COMPLETION_VARIABLE).source() + "\n")
+    except OSError as error:
+        raise ConfigurationError(f"--install-completion: {path}: {error.strerror}") from error
+    return f"Wrote {path}. {then}"
+
+
+def of_list(known: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    """Return the completions of the last name of a list with commas."""
+    before, comma, last = incomplete.rpartition(",")
+    given = before.split(",")
+    return [CompletionItem(f"{before}{comma}{name}") for name in known if name.startswith(last) and name not in given]
+
+
+def _names(path: str, found: Callable[[Document], Iterable[object]]) -> Completion:
+    """Return the completion of names that a document of the exporter has."""
+
+    def shell_complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        try:
+            known = dict.fromkeys(str(name) for name in found(_read(context, path)) if name not in (None, ""))
+        except Exception:  # noqa: BLE001 - a tab has no place for an error
+            return []
+        return of_list(known, incomplete)
+
+    return shell_complete
+
+
+def _read(context: click.Context, path: str) -> Document:
+    from gpumem_exporter.cli.api_client import ExporterApi
+    from gpumem_exporter.cli.options import action_token, exporter_urls
+
+    values = context.params
+    token = action_token(values.get("token_file"))
+    with ExporterApi(exporter_urls(values.get("url")), token=token, timeout_seconds=_ANSWER_SECONDS) as api:
+        return api.get(path)
+
+
+def _of_processes(name: str) -> Completion:
+    return _names(_LIVE, lambda live: (process.get(name) for job in live["jobs"] for process in job["processes"]))
+
+
+SELECTORS = {
+    "gpu": _names(_LIVE, lambda live: (device["gpu"] for device in live["devices"])),
+    "uuid": _names(_LIVE, lambda live: (device["uuid"] for device in live["devices"])),
+    **{name: _of_processes(name) for name in ("pid", "workload", "rank", "user")},
+}
+"""The completion of each option that selects processes."""
+JOBS = _names(_LIVE, lambda live: (job.get("workload") or job["id"] for job in live["jobs"]))
+ACTION_IDS = _names("/api/v1/actions?dry_run=false", lambda document: (each["id"][:8] for each in document["actions"]))

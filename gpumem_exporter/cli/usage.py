@@ -1,0 +1,67 @@
+"""Wrong usage in this project's words: the group that knows its commands, and click's errors as one plain line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+import click
+
+from gpumem_client.wire.errors import ConfigurationError
+
+
+class CommandGroup(click.Group):
+    """A group whose commands stay in the order of their definition; a mistyped command is an error with the nearest."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - the signature of click
+        """Return the names in the order of the help."""
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command of the words. Raises ConfigurationError if there is no such command."""
+        if not ctx.resilient_parsing and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
+            raise ConfigurationError(f"no command {args[0]!r}; {nearest(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """Return the nearest of the known names as a question, otherwise all of them."""
+    names = list(known)
+    close = get_close_matches(given, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(names)}"
+
+
+def usage_text(error: click.UsageError) -> str:
+    """Return what is wrong and what is accepted. click's own texts speak of types and arguments."""
+    context, name = error.ctx, getattr(error, "option_name", None)
+    if isinstance(error, click.NoSuchOption):
+        close = f"; did you mean {error.possibilities[0]}?" if error.possibilities else ""
+        return f"no option {name}{close}"
+    if isinstance(error, click.BadOptionUsage):
+        return f"{name} takes no value" if "does not take" in error.message else f"{name} needs a value"
+    if isinstance(error, click.MissingParameter) and error.param is not None:
+        return f"{_flag(error.param)} is required"
+    if isinstance(error, click.BadParameter) and error.param is not None:
+        value = error.message.partition(" is not ")[0]
+        return f"invalid {_flag(error.param)} {value}: expected {_expected(error.param.type)}"
+    if extra := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", error.message.rstrip(".")):
+        return f"unexpected {extra[1]!r}"
+    if context is not None and isinstance(context.command, click.Group):
+        return f"no command; give one of {', '.join(context.command.list_commands(context))}"
+    return error.format_message().rstrip(".")
+
+
+def _flag(parameter: click.Parameter) -> str:
+    return parameter.opts[0] if isinstance(parameter, click.Option) else parameter.metavar or str(parameter.name)
+
+
+def _expected(kind: Any) -> str:
+    if isinstance(kind, click.Choice):
+        return ", ".join(map(str, kind.choices))
+    if isinstance(kind, click.IntRange):
+        return f"a whole number from {kind.min}" + ("" if kind.max is None else f" to {kind.max}")
+    return {"integer": "a whole number", "float": "a number"}.get(kind.name, f"a {kind.name}")

@@ -1,0 +1,130 @@
+"""Completion in real shells against a real exporter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.http import Connection
+from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
+from gpumem_exporter.cli.completion import of_list
+from tests.support.builders import UUIDS, report, sample
+from tests.support.exporter_process import ExporterProcess
+from tests.support.running_command import CONSOLE_SCRIPT, clean_environment, run_command
+from tests.support.waiting import patient
+
+
+@pytest.fixture(scope="module")
+def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
+    folder = tmp_path_factory.mktemp("completion")
+    running = ExporterProcess(folder, "--report.expiry", "3600", environment=clean_environment(), ready="/-/healthy")
+    connection = Connection(running.url, timeout_seconds=patient(10.0))
+    for pid, workload in ((4711, "llm-pretrain"), (4812, "notebook")):
+        sent = report(pid, workload=workload, session=workload, devices=(sample(UUIDS[0]),))
+        body = json.dumps(to_wire(sent)).encode()
+        answer = connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
+        assert answer.status == 200, answer.body
+    connection.close()
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with the completion of bash and zsh, and the program."""
+    home = tmp_path_factory.mktemp("home")
+    program = home / "gpumem-exporter"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(CONSOLE_SCRIPT)} "$@"\n')
+    program.chmod(0o755)
+    for words in (("--install-completion",), ("--install-completion", "zsh")):
+        ended = run_command(*words, HOME=str(home), SHELL="/bin/bash", XDG_DATA_HOME="")
+        assert (ended.returncode, ended.stderr) == (0, "")
+    return home
+
+
+def in_bash(home: Path, line: str, url: str) -> list[str]:
+    """Return the completions of the last word of a line in bash, and assert that nothing else is printed."""
+    words = line.split(" ")
+    script = f"""
+        source {home}/.local/share/bash-completion/completions/gpumem-exporter
+        COMP_WORDS=({" ".join(map(shlex.quote, words))}) COMP_CWORD={len(words) - 1}
+        _gpumem_exporter_completion gpumem-exporter
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    environ = clean_environment(GPUMEM_EXPORTER_URL=url, PATH=f"{home}:{os.environ['PATH']}")
+    bash = shutil.which("bash")
+    assert bash
+    ended = subprocess.run(
+        [bash, "--norc", "-c", script], capture_output=True, text=True, timeout=patient(30), check=False, env=environ
+    )
+    assert ended.stderr == ""
+    return ended.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("gpumem-exporter cl", ["clear"]),
+        ("gpumem-exporter fleet cl", ["clear"]),
+        ("gpumem-exporter actions ca", ["cancel"]),
+        ("gpumem-exporter clear --work", ["--workload"]),
+        ("gpumem-exporter clear --workload ll", ["llm-pretrain"]),
+        ("gpumem-exporter clear --workload llm-pretrain,n", ["llm-pretrain,notebook"]),
+        ("gpumem-exporter events --job n", ["notebook"]),
+        ("gpumem-exporter events --type device_", ["device_lost", "device_returned"]),
+        ("gpumem-exporter clear --all --mo", ["--mode"]),
+    ],
+)
+def test_bash_completes(exporter: ExporterProcess, home: Path, line: str, completed: list[str]) -> None:
+    assert in_bash(home, line, exporter.url) == completed
+
+
+def test_bash_completes_pids(exporter: ExporterProcess, home: Path) -> None:
+    (pid,) = in_bash(home, "gpumem-exporter info --pid 47", exporter.url)
+    assert pid.startswith("4711@")  # the exporter does not see the process, so its name has its namespace
+
+
+def test_a_list_completes_its_last_name_and_repeats_none() -> None:
+    assert [item.value for item in of_list(["0", "1", "10"], "0,1")] == ["0,1", "0,10"]
+    assert [item.value for item in of_list(["0", "1"], "0,")] == ["0,1"]
+
+
+@pytest.mark.parametrize("url", ["unix:///nonexistent.sock", "127.0.0.1:1", "no url"])
+def test_without_an_exporter_names_have_no_completion_and_no_error(home: Path, url: str) -> None:
+    assert in_bash(home, "gpumem-exporter clear --pid ", url) == []
+    assert in_bash(home, "gpumem-exporter clear --work", url) == ["--workload"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_accepts_the_script(home: Path) -> None:
+    script = f"fpath+={home}/.zfunc; autoload -Uz compinit; compinit -u -D; whence -w _gpumem-exporter"
+    ended = subprocess.run(
+        ["zsh", "-f", "-c", script], capture_output=True, text=True, timeout=patient(30), check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_zsh_gets_the_names(exporter: ExporterProcess) -> None:
+    ended = run_command(
+        GPUMEM_EXPORTER_URL=exporter.url,
+        COMP_WORDS="gpumem-exporter clear --workload ll",
+        COMP_CWORD="3",
+        _GPUMEM_EXPORTER_COMPLETE="zsh_complete",
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "llm-pretrain" in ended.stdout.split("\n")
+
+
+@pytest.mark.parametrize("shell", ["fish", "/bin/sh"])
+def test_another_shell_is_wrong_usage(shell: str, tmp_path: Path) -> None:
+    ended = run_command("--install-completion", HOME=str(tmp_path), SHELL=shell)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert not list(tmp_path.iterdir())
