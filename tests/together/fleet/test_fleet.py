@@ -151,7 +151,7 @@ def test_exporters_that_refuse_or_are_down_are_named_and_the_others_act(fleet: F
         fleet.instances[1]: "refused",
         third_is_down: "failed",
     }
-    assert "401" in found[fleet.instances[1]]["reason"]
+    assert "--action.token-file" in found[fleet.instances[1]]["reason"]
     assert f"http://{third_is_down}" in found[third_is_down]["reason"]
     assert found[third_is_down]["workload"] == "demo-notebook"
     ended = fleet.command("gc", "--query", RECENT, token=False)
@@ -249,7 +249,6 @@ def test_the_api_gets_path_header_and_user_and_a_redirect_to_another_host_gets_n
         assert "http://other.example/" in ended.stderr
         assert "s3cret" not in ended.stderr
         ended = fleet.command("info", "--prometheus", f"{url}/denied")
-        assert "401" in ended.stderr
         assert "--prometheus-token-file" in ended.stderr
 
 

@@ -65,7 +65,7 @@ def shown_outputs(document: str) -> Iterator[Shown]:
 
 
 NORMAL = (
-    (r"\b[0-9a-f]{32}\b|GPU-[0-9a-f-]{36}", "ID"),
+    (r"\b[0-9a-f]{32}\b|\b[0-9a-f]{8}\b|GPU-[0-9a-f-]{36}", "ID"),
     (r"\d{4}-\d\d-\d\dT[\d:.]+Z", "TIME"),
     (r"\buid=\d+", "uid=UID"),
     (r'(?<=": )-?\d[\d.e+-]*', "NUMBER"),
