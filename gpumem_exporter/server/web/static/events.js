@@ -1,7 +1,7 @@
 // Events and the viewer's rights. The exporter has written the words of each event.
 
 import { Refusal, request } from "./api.js";
-import { $, arrange, h, setAttribute, setText, Views } from "./dom.js";
+import { $, arrange, h, isInUse, setAttribute, setText, Views } from "./dom.js";
 import { dayAndTime, duration, safe } from "./format.js";
 import { go, param } from "./route.js";
 
@@ -93,7 +93,9 @@ export class EventList {
   update(events, refusal, jobOf) {
     const rows = this.rows.update(events.map((event) => ({ ...event, job: event.job ?? jobOf(event) })), ({ id }) => id);
     setText(this.none, refusal ? `Events need the same rights as actions: ${refusal}` : "No events.");
-    arrange(this.element, rows.length > 0 ? rows.map(({ element }) => element) : [this.none]);
+    const elements = rows.length > 0 ? rows.map(({ element }) => element) : [this.none];
+    if (isInUse(this.element) && elements.includes(this.element.firstElementChild)) return; // nothing moves under the pointer
+    arrange(this.element, elements, { glide: true });
   }
 }
 
