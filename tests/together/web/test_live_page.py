@@ -14,29 +14,6 @@ from tests.support.live_page import OpenPage, browser, open_page, send, serving
 
 __all__ = ["browser", "open_page"]
 
-SHIFTS = """
-window.shifted = 0;
-new PerformanceObserver((list) => {
-  for (const entry of list.getEntries()) if (!entry.hadRecentInput) shifted += entry.value;
-}).observe({type: 'layout-shift', buffered: true});
-"""
-
-
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1920, 1080)])
-def test_every_job_of_the_demo_is_above_the_fold_and_nothing_moves(
-    demo: ExporterProcess, open_page: OpenPage, width: int, height: int
-) -> None:
-    live = open_page(demo, viewport={"width": width, "height": height}, script=SHIFTS)
-    live.until("document.querySelectorAll('#jobs .job').length >= 10")
-    bottoms = live.page.evaluate(
-        "[...document.querySelectorAll('#jobs .job')].map((row) => row.getBoundingClientRect().bottom)"
-    )
-    assert max(bottoms) <= height
-    for _ in range(5):
-        first = live.text("#moment")
-        live.until("document.querySelector('#moment').textContent !== it", first)
-    assert live.page.evaluate("shifted") < 0.01
-
 
 def test_on_a_phone_no_job_is_further_than_one_screen(demo: ExporterProcess, open_page: OpenPage) -> None:
     live = open_page(demo, viewport={"width": 390, "height": 844})
