@@ -69,9 +69,9 @@ export class Views {
   }
 }
 
-/** Return whether the pointer or the focus is in an element: nothing in it may move then. */
+/** Return whether the pointer or the keyboard is in an element: nothing in it may move then. */
 export function isInUse(element) {
-  return element.matches(":hover") || element.contains(document.activeElement);
+  return element.matches(":hover") || element.querySelector(":focus-visible") !== null;
 }
 
 /** Replace the children only if the content differs from the last one. */
