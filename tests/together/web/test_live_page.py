@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from playwright.sync_api import Request
 
 from tests.support.builders import MIB
@@ -23,13 +22,6 @@ def test_on_a_phone_no_job_is_further_than_one_screen(demo: ExporterProcess, ope
     )
     assert max(bottoms) <= 2 * 844
     assert live.page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_accessible(demo: ExporterProcess, open_page: OpenPage, scheme: str) -> None:
-    live = open_page(demo, viewport={"width": 1440, "height": 900}, color_scheme=scheme)
-    live.until("document.querySelectorAll('#jobs .job').length >= 10")
-    assert live.violations_of_access() == []
 
 
 def test_filter_order_and_job_are_in_the_url(demo: ExporterProcess, open_page: OpenPage) -> None:
