@@ -33,9 +33,16 @@ function resolveWorkload() {
 }
 
 function receive(reply) {
-  if (reply !== null) state = { ...reply, receivedAt: Date.now() };
+  if (reply !== null) state = { ...withAllowedClears(reply), receivedAt: Date.now() };
   if (state.page !== PAGE && !$("dialog").open && isFirstTry(state.page)) location.reload();
   else show();
+}
+
+/** Return the state without clears if the exporter does not allow them: a button that is always refused helps no one. */
+function withAllowedClears(reply) {
+  if (reply.node.allowed_actions.includes("empty_cache")) return reply;
+  const without = (all) => all.map((each) => ({ ...each, clear: null }));
+  return { ...reply, jobs: without(reply.jobs), findings: without(reply.findings) };
 }
 
 function show() {
