@@ -1,11 +1,8 @@
-"""The live page: its content, its addresses, its accessibility, and its clears."""
+"""The live page: its content and its addresses."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from playwright.sync_api import Request
 
 from tests.support.builders import MIB
 from tests.support.exporter_process import ExporterProcess
@@ -36,26 +33,6 @@ def test_filter_order_and_job_are_in_the_url(demo: ExporterProcess, open_page: O
     live.until("document.querySelector('.plot canvas')")
     live.page.go_back()
     live.until("!document.querySelector('#node').hidden")
-
-
-def test_a_training_job_clears_with_all_ranks_after_the_same_step(demo: ExporterProcess, open_page: OpenPage) -> None:
-    live = open_page(demo)
-    sent: list[Any] = []
-
-    def take(request: Request) -> None:
-        if request.method == "POST":
-            sent.append(request.post_data_json)
-
-    live.page.on("request", take)
-    live.page.locator("#jobs tbody:has-text('demo-llm-pretrain') .act:visible").click(timeout=240_000)
-    live.until("document.activeElement.id === 'dialog-confirm'")
-    assert "Stays free" in live.text("#dialog-status")
-    live.page.locator("#dialog-confirm").click()
-    live.until("document.querySelector('#dialog-confirm').textContent !== 'Clear'")
-    assert [(body["mode"], body["group"], body.get("dry_run", False)) for body in sent] == [
-        ("step", True, True),
-        ("step", True, False),
-    ]
 
 
 def test_names_are_inserted_as_text(tmp_path: Path, open_page: OpenPage) -> None:
