@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Mapping
 
 from gpumem_client.guest_safety import guest_safety
 
-DeviceState: TypeAlias = "Mapping[str, Any]"
+DeviceState = Mapping[str, Any]
 """The statistics of one device: `state[name][metric]`, summed over its pools, and `state[counter]`."""
 
 _MANY_POOLS = 32
