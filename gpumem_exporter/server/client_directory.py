@@ -53,6 +53,7 @@ def put_client(folder: Path) -> None:
     """
     try:
         _require_safe(folder)
+        replaced = _current(folder)
         if not folder.is_dir():
             folder.mkdir()
             folder.chmod(0o755)
@@ -60,7 +61,8 @@ def put_client(folder: Path) -> None:
         version = f"{__version__}-{_digest(files)}"
         if not (folder / version).is_dir():
             _write_version(folder, version, files)
-        _make_current(folder, version)
+        if version != replaced:
+            _make_current(folder, version, replaced)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ClientDirectoryError(
@@ -124,19 +126,23 @@ def _write_version(folder: Path, version: str, files: Mapping[str, bytes]) -> No
             raise
 
 
-def _make_current(folder: Path, version: str) -> None:
-    link, target = folder / _LINK, f"{version}/{_ENTRY}"
-    current = str(link.readlink()) if link.is_symlink() else None
-    if current == target:
-        return
-    if current is None and link.exists():
+def _current(folder: Path) -> str | None:
+    """Return the version that jobs import now; None before the first one."""
+    link = folder / _LINK
+    if link.is_symlink():
+        return link.readlink().parts[0]
+    if link.exists():
         raise OSError(0, f"{link} is a file of another program: name an empty folder")
+    return None
+
+
+def _make_current(folder: Path, version: str, replaced: str | None) -> None:
     new = folder / f".{_LINK}.{os.getpid()}"
     new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    new.replace(link)
-    if current is not None and (replaced := folder / current.partition("/")[0]).is_dir():
-        os.utime(replaced)  # from now on it is old
+    new.symlink_to(f"{version}/{_ENTRY}")
+    new.replace(folder / _LINK)
+    if replaced is not None and (folder / replaced).is_dir():
+        os.utime(folder / replaced)  # from now on it is old
     _log.info("client installed", extra={"fields": {"directory": folder, "version": version}})
 
 

@@ -329,7 +329,7 @@ def _in_ledger(device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[Job])
         if sample is not None and None not in (sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes):
             size = sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes  # type: ignore[operator]
             sizes[job.id] = sizes.get(job.id, 0) + size
-    if sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
+    if 0 < sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
         worst = max(jobs, key=lambda job: sizes.get(job.id, 0))
         sentence = (
             f"{called(worst)} holds {human_bytes(sizes[worst.id])} of fragmented cache on GPU {device.gpu}. "
