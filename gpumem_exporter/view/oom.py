@@ -127,7 +127,7 @@ def _cause(error: _Error) -> tuple[str, str, str]:
     fragmented = error.fragmented_bytes or 0
     if min(free, within) + fragmented >= requested:
         gaps = f"{human_bytes(fragmented)} of the process' own cache was unused, but in gaps between tensors"
-        return "fragmented", f"Fragmentation: {gaps}. No gap had {size}.", _EXPANDABLE
+        return "fragmented", f"Fragmentation: {gaps} that were too small for {size}.", _EXPANDABLE
     if error.growth_bytes_per_hour:
         grew = human_bytes(error.growth_bytes_per_hour)
         return "growth", f"The job grew by {grew} an hour until no memory was left.", _LEAK
