@@ -1,7 +1,7 @@
 """Writes what is generated from the code.
 
-metrics.md comes from the catalog of metrics, command-line.md from the commands' own --help. The settings in the schema of
-the Helm chart come from the model of the settings.
+metrics.md comes from the catalog of metrics, command-line.md from the commands' own --help. The settings in the schema
+of the Helm chart come from the model of the settings.
 
 Run `python docs/generate.py` after a change to one of them, and commit the files. Contract tests compare them.
 """
