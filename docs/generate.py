@@ -157,7 +157,6 @@ def _rules_of_settings() -> Iterator[tuple[str, dict[str, Any]]]:
         yield key, dict(sorted(kept.items(), key=lambda item: item[0] != "type"))
 
 
-
 PAGES = {"metrics.md": metrics_page, "command-line.md": command_line_page}
 """Each generated page, and the function that returns its text."""
 
