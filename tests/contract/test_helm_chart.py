@@ -152,9 +152,11 @@ def test_process_details_adds_the_capabilities_of_the_plain_component(releases: 
     assert container["securityContext"]["capabilities"]["add"] == operation["value"]
 
 
-def test_the_pod_monitor_is_that_of_the_plain_manifest(releases: dict[str, Objects]) -> None:
+def test_the_pod_monitors_are_those_of_the_plain_manifests(releases: dict[str, Objects]) -> None:
+    sidecars = read(KUBERNETES / "prometheus-operator" / "podmonitor-sidecar.yaml")
+    assert releases["operator"]["PodMonitor", "gpumem-exporter-sidecar"]["spec"] == sidecars["spec"]
     plain = read(KUBERNETES / "prometheus-operator" / "podmonitor.yaml")
-    chart = of_kind(releases["operator"], "PodMonitor")
+    chart = releases["operator"]["PodMonitor", "gpumem-exporter"]
     assert chart["metadata"]["labels"]["release"] == "monitoring"
     spec = {**chart["spec"], "selector": without_instance(chart["spec"]["selector"])}
     assert spec == plain["spec"]
@@ -166,7 +168,7 @@ def test_the_service_monitor_scrapes_as_the_pod_monitor(releases: dict[str, Obje
     labels = service["metadata"]["labels"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
     (endpoint,) = monitor["spec"]["endpoints"]
-    (of_pods,) = of_kind(releases["operator"], "PodMonitor")["spec"]["podMetricsEndpoints"]
+    (of_pods,) = releases["operator"]["PodMonitor", "gpumem-exporter"]["spec"]["podMetricsEndpoints"]
     assert endpoint == {**of_pods, "interval": "30s", "honorLabels": True}
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     pods = of_kind(objects, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
