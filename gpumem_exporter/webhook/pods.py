@@ -25,6 +25,8 @@ MOUNT = "/run/gpumem"
 """Where the client looks for the exporter's socket."""
 CLIENT = f"{MOUNT}/client"
 _VOLUME = "gpumem"
+_RESULT_CHARACTERS = 2000
+"""All annotations of a pod have 256 KiB together. With more, the API server refuses the pod."""
 
 Object: TypeAlias = Mapping[str, Any]
 
@@ -42,7 +44,7 @@ class Injection:
 
     def describe(self) -> str:
         """Return one line for people; empty if the pod is none of the webhook's business."""
-        return "; ".join([*(f"injected: {name}" for name in self.injected), *self.reasons])
+        return "; ".join([*(f"injected: {name}" for name in self.injected), *self.reasons])[:_RESULT_CHARACTERS]
 
 
 def inject(pod: Object, *, host_path: str = MOUNT, forbidden: str = "") -> Injection:

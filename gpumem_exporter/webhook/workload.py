@@ -16,15 +16,8 @@ Source: TypeAlias = dict[str, Any]
 
 _LWS = "leaderworkerset.sigs.k8s.io/"
 _JOBSET = "jobset.sigs.k8s.io/"
-_WORKLOADS = (
-    "ray.io/cluster",
-    f"{_JOBSET}jobset-name",
-    "training.kubeflow.org/job-name",
-    f"{_LWS}name",
-    "batch.kubernetes.io/job-name",
-    "job-name",  # of Jobs before Kubernetes 1.27
-)
-"""Labels with the name of a workload. What creates other workloads comes first: a JobSet creates Jobs."""
+_WORKLOADS = (f"{_JOBSET}jobset-name", "training.kubeflow.org/job-name", f"{_LWS}name")
+"""Labels with the name of a workload whose pods have another controller: a JobSet creates Jobs."""
 _COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 
 

@@ -93,7 +93,6 @@ SHAPES: dict[str, Shape] = {
     ),
     "job of an old cluster": Shape(
         pod(
-            labels={"job-name": "train"},
             annotations={"batch.kubernetes.io/job-completion-index": "0"},
             owner=("Job", "train"),
         ),
@@ -141,6 +140,9 @@ SHAPES: dict[str, Shape] = {
         ),
         {"pytorch": f"{CLIENT}:/app:"},
         "finetune",
+    ),
+    "mpijob launcher": Shape(
+        pod(labels={"training.kubeflow.org/job-name": "nccl"}, owner=("Job", "nccl-launcher")), _TRAINER, "nccl"
     ),
     "leaderworkerset": Shape(
         pod(
@@ -227,6 +229,10 @@ SHAPES: dict[str, Shape] = {
     "its own mount of the host's folder": Shape(_of_manifest("training.yaml"), {"training": CLIENT}, "training"),
     "its own exporter": Shape(_of_manifest("sidecar.yaml"), left_alone=("/run/gpumem",)),
     "another volume at the path": Shape(_mounted("/var/run/gpumem", _EMPTY), left_alone=("/run/gpumem",)),
+    "a part of the host's folder": Shape(
+        _mounted("/run/gpumem", _volume("host", hostPath={"path": "/run/gpumem/"}), subPath="x"),
+        left_alone=("/run/gpumem",),
+    ),
     "a volume below the path": Shape(_mounted("/run/gpumem/x", _EMPTY), left_alone=("/run/gpumem",)),
     "a volume that cannot have the mount point": Shape(
         _mounted("/run", _volume("run", configMap={"name": "x"})), left_alone=("/run,",)
