@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
+import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +23,13 @@ _CLIENT_CERTIFICATE = {
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
 
+# In DER, the validity of a certificate is a sequence of two times.
+_TIME = rb"(?:\x17\x0d(?:\d{12})Z|\x18\x0f(?:\d{14})Z)"
+_VALIDITY = re.compile(rb"\x30[\x1e-\x22](" + _TIME + rb")(" + _TIME + rb")")
+_EXPIRES_SOON_SECONDS = 7 * 86400.0
+_EXPIRES_SOON_SHARE = 1 / 6
+"""A certificate of a few days is usually renewed when a third of its time is left."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -32,6 +42,7 @@ class WebAccess:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._config, self._certificate = _read(path)
+        self._not_reloaded = ""
         self._reading = asyncio.Lock()
         self.users = Users(self._config.basic_auth_users)
         """The users of the TCP addresses; empty if every client may use them."""
@@ -55,7 +66,9 @@ class WebAccess:
                     "web configuration not reloaded, the previous one stays in force",
                     extra={"fields": {"error": str(error)}},
                 )
+                self._not_reloaded = "the web configuration is invalid, the previous one stays in force: see the log"
                 return
+            self._not_reloaded = ""
             self.users = self.users.changed_to(config.basic_auth_users)
             self._config, self._certificate = config, certificate
             fields = {"file": str(self._path), "tls": str(certificate is not None).lower(), "users": len(self.users)}
@@ -86,6 +99,10 @@ class WebAccess:
         if certificate is not None:
             certificate.refresh()
 
+    def error(self) -> str:
+        """Return what an operator has to fix: invalid files, or a certificate that expires soon; empty if nothing."""
+        return self._not_reloaded or (self._certificate.problem() if self._certificate is not None else "")
+
     def _use_certificate_in_force(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: ssl.SSLContext
     ) -> None:
@@ -105,6 +122,8 @@ class _Certificate:
             self._files["client_ca_file"] = tls.client_ca_file
         # The version is older than the content if a file changes in between; the next refresh then reads it again.
         self._versions = self._current_versions()
+        self._not_replaced = ""
+        self._validity: tuple[float, float] | None = None
         self.context = self._create_context()
 
     def refresh(self) -> None:
@@ -119,8 +138,20 @@ class _Certificate:
             _log.error(
                 "certificate not replaced, the previous one stays in force", extra={"fields": {"error": str(error)}}
             )
+            self._not_replaced = "the new certificate is invalid, the previous one stays in force: see the log"
         else:
+            self._not_replaced = ""
             _log.info("certificate replaced", extra={"fields": {"certificate": str(self._tls.cert_file)}})
+
+    def problem(self) -> str:
+        """Return why the certificate needs an operator; empty if it does not."""
+        if self._not_replaced or self._validity is None:
+            return self._not_replaced
+        start, end = self._validity
+        left = end - time.time()
+        if left > min(_EXPIRES_SOON_SECONDS, _EXPIRES_SOON_SHARE * (end - start)):
+            return ""
+        return f"the certificate expires in {left / 3600:.0f} h" if left > 0 else "the certificate has expired"
 
     def _current_versions(self) -> list[tuple[int, ...] | None]:
         return [file_version(path) for path in self._files.values()]
@@ -130,6 +161,7 @@ class _Certificate:
         tls = self._tls
         for key, path in self._files.items():
             self._check_file(key, path)
+        self._validity = _validity(tls.cert_file)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3 if tls.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION
@@ -185,6 +217,27 @@ def _refuse_changes_that_need_a_restart(path: Path, before: WebConfig, now: WebC
     for key in ("min_version", "client_auth_type"):
         if getattr(old, key, "") != getattr(new, key, ""):
             raise ConfigurationError(f"{path}: tls_server_config: changing {key} needs a restart")
+
+
+def _validity(path: Path) -> tuple[float, float] | None:
+    """Return start and end of the first certificate in a file in Unix seconds; None if they cannot be read.
+
+    `ssl` reads them only of a peer's certificate.
+    """
+    _, begin, rest = path.read_text("ascii", "replace").partition("-----BEGIN CERTIFICATE-----")
+    body, end, _ = rest.partition("-----END CERTIFICATE-----")
+    try:
+        found = _VALIDITY.search(ssl.PEM_cert_to_DER_cert(f"{begin}{body}{end}"))
+        return None if found is None else (_unix_seconds(found[1]), _unix_seconds(found[2]))
+    except ValueError:
+        return None
+
+
+def _unix_seconds(der: bytes) -> float:
+    """Return the seconds of a UTCTime, whose century is this one, or of a GeneralizedTime."""
+    text = der[2:-1].decode("ascii")
+    digits = text if len(text) == 14 else f"20{text}"
+    return datetime.strptime(digits, "%Y%m%d%H%M%S").replace(tzinfo=timezone.utc).timestamp()
 
 
 def _reason(error: OSError) -> str:
