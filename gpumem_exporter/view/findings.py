@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
@@ -51,6 +51,8 @@ _LASTING_SECONDS = 10.0
 _LASTING = ("fragmented", "unattributed")
 _FORGOTTEN_SECONDS = 5.0
 """A finding that was absent for this time starts again."""
+_CALMER_SECONDS = 60.0
+"""A finding has a lower severity only after this time: the free memory of a device changes with each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +102,45 @@ def find(
     return found
 
 
+class _Seen(NamedTuple):
+    """When a finding was seen, and with which severity."""
+
+    first_seconds: float
+    last_seconds: float
+    severity: str
+    severe_seconds: float
+    """When it was last found with this severity."""
+
+
+def _seen_again(before: _Seen | None, severity: str, now: float) -> _Seen:
+    if before is None:
+        return _Seen(now, now, severity, now)
+    calmer = SEVERITIES.index(severity) > SEVERITIES.index(before.severity)
+    if calmer and now - before.severe_seconds < _CALMER_SECONDS:
+        return before._replace(last_seconds=now)
+    return _Seen(before.first_seconds, now, severity, now)
+
+
 class Since:
     """Remembers since when each finding lasts. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: dict[str, tuple[float, float]] = {}
-        """The first and the last time of each finding, by id."""
+        self._seen: dict[str, _Seen] = {}
+        """By the id of the finding."""
 
     def lasting(self, findings: Iterable[Finding]) -> list[Finding]:
         """Return the findings that have lasted long enough, with their start, the most severe and the oldest first."""
         now = self._clock()
         with self._lock:
-            known = {key: seen for key, seen in self._seen.items() if now - seen[1] < _FORGOTTEN_SECONDS}
+            known = {key: seen for key, seen in self._seen.items() if now - seen.last_seconds < _FORGOTTEN_SECONDS}
             lasting = []
             for finding in findings:
-                first = known.get(finding.id, (now, now))[0]
-                known[finding.id] = first, now
-                if finding.kind not in _LASTING or now - first >= _LASTING_SECONDS:
-                    since = first if finding.since_seconds is None else finding.since_seconds
-                    lasting.append(replace(finding, since_seconds=since))
+                seen = known[finding.id] = _seen_again(known.get(finding.id), finding.severity, now)
+                if finding.kind not in _LASTING or now - seen.first_seconds >= _LASTING_SECONDS:
+                    since = seen.first_seconds if finding.since_seconds is None else finding.since_seconds
+                    lasting.append(replace(finding, severity=seen.severity, since_seconds=since))
             self._seen = known
         lasting.sort(key=lambda each: (SEVERITIES.index(each.severity), each.since_seconds, each.id))
         return lasting[:_MOST]

@@ -158,6 +158,17 @@ def test_a_finding_keeps_its_start_and_must_last_if_it_changes_with_each_step() 
     assert since.lasting([lost]) == [dataclasses.replace(lost, since_seconds=160.0 + 15.0)]
 
 
+def test_a_severity_rises_at_once_and_falls_after_a_minute() -> None:
+    clock = Clock(100.0)
+    since = Since(clock)
+    shown = []
+    for severity in ("info", "warning", "info", *16 * ["info"], "warning", "info"):
+        (finding,) = since.lasting([Finding("a", "idle_cache", severity, "", "")])
+        shown.append(finding.severity)
+        clock.now += 4.0
+    assert shown == ["info", *15 * ["warning"], *3 * ["info"], "warning", "warning"]
+
+
 def test_the_most_severe_and_then_the_oldest_finding_is_first() -> None:
     since = Since(Clock(100.0))
     known = [
