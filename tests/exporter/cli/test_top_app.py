@@ -489,7 +489,7 @@ async def test_a_clear_uses_the_proposed_mode_and_group_after_a_yes() -> None:
             "group": True,
             "action": "empty_cache",
             "reason": "requested in top",
-            "deadline_seconds": 30.0,
+            "deadline_seconds": 65.0,
         }
 
 
