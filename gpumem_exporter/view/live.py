@@ -224,7 +224,7 @@ def _job(
 
 
 def _process(process: SeenProcess, snapshot: Snapshot) -> Document:
-    """Return the values of a process that every reader needs; the names are those of `process_document`."""
+    """Return the values of a process that every reader needs, by the names of `process_document`."""
     # Built by hand: a node has hundreds of processes, each second, and reports wait meanwhile.
     reporter = process.reporter
     report = reporter.report if reporter is not None else None
