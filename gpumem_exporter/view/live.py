@@ -75,7 +75,8 @@ class NodeView:
     ) -> Document:
         """Return the document without its time.
 
-        `node` has what the snapshot does not have: the host's name, the version and the checks. The identities of
+        `node` has what the snapshot does not have: the host's name, the version, the checks and, if an exporter runs,
+        the folder of its client. The identities of
         others' processes are hidden from `viewer`; None shows them. `details` is the id of the job whose processes have
         all their values, or `all`. Unknown values are null.
         """
@@ -95,7 +96,7 @@ class NodeView:
             for device in (reading.devices if reading is not None else ())
         ]
         free = {each.uuid: each.memory.free_bytes for each in (reading.devices if reading else ()) if each.memory}
-        findings = self._findings(snapshot, jobs, ledgers, growths, node["failed_checks"])
+        findings = self._findings(snapshot, jobs, ledgers, growths, node["failed_checks"], node.get("client_directory"))
         return {
             "node": {
                 **node,
@@ -134,8 +135,12 @@ class NodeView:
         ledgers: Mapping[str, DeviceLedger],
         growths: Mapping[str, Growth],
         failed_checks: Iterable[Mapping[str, str]],
+        client_directory: str | None = "",
     ) -> list[Finding]:
-        return self._since.lasting(find(snapshot, jobs, ledgers, failed_checks=failed_checks, growths=growths))
+        found = find(
+            snapshot, jobs, ledgers, failed_checks=failed_checks, growths=growths, client_directory=client_directory
+        )
+        return self._since.lasting(found)
 
 
 def _pressure(ledger: DeviceLedger | None) -> float | None:
