@@ -213,7 +213,7 @@ def require_own_page(headers: Mapping[bytes, bytes]) -> None:
 def is_restricted(path: str) -> bool:
     """Return whether the rule for actions guards a path."""
     return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
-        (ACTIONS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
+        (ACTIONS_PATH + "/", EVENTS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
     )
 
 
