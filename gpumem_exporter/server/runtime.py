@@ -152,12 +152,13 @@ class Runtime:
             driver_pids=driver_pids,
             socket_file=socket_file,
         )
+        self.view = NodeView(
+            clock=clock,
+            wall_clock=wall_clock,
+            minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
+        )
         self.live = LiveNode(
-            NodeView(
-                clock=clock,
-                wall_clock=wall_clock,
-                minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
-            ),
+            self.view,
             self.renderer,
             snapshot=self.snapshot,
             health=self.health.document,
@@ -200,6 +201,7 @@ class Runtime:
             wall_clock=wall_clock,
             on_ooms=lambda ooms: store.put_ooms(last_ooms(ooms, clock(), wall_clock())),
             job_of=job_of_process,
+            device_of=lambda uuid, pid: self.view.device_at_error(uuid, pid),
             on_left_out=self.instruments.count_events_dropped,
         )
 

@@ -180,13 +180,13 @@ def _request(oom: LastOom) -> str:
         return f"requested {requested}{place}"
     within_limit = oom.requested_bytes is not None and free >= oom.requested_bytes
     if within_limit and limit is not None and reserved is not None:
-        had = f"it had reserved {human_bytes(reserved)} of its limit of {human_bytes(limit)}"
+        had = f"{human_bytes(reserved)} of its limit of {human_bytes(limit)} was reserved"
     else:
         had = f"{human_bytes(free)} was free"
         had += f", it had reserved {human_bytes(reserved)}" if reserved else ""
     fragmented = ""
     if oom.fragmented_bytes and reserved is not None and oom.fragmented_bytes >= _FRAGMENTED * reserved:
-        fragmented = f", {human_bytes(oom.fragmented_bytes)} of it fragmented"
+        fragmented = f", {human_bytes(oom.fragmented_bytes)} fragmented"
     return f"requested {requested}{place}; {had}{fragmented}"
 
 

@@ -28,7 +28,7 @@ SCRIPTS = (
 )
 """The modules; the first one starts the page."""
 
-_DEMO = '<p class="demo">Demo: simulated devices and jobs</p>'
+_DEMO = '<p class="demo">Demo<span>: simulated devices and jobs</span></p>'
 _TYPES = {"css": "text/css", "js": "text/javascript"}
 
 

@@ -2,11 +2,12 @@
 
 import { Refusal, request } from "./api.js";
 import { $, arrange, h, setAttribute, setText, Views } from "./dom.js";
-import { dayAndTime, duration, safe } from "./format.js";
-import { go, param } from "./route.js";
+import { dayAndTime, safe } from "./format.js";
+import { deviceHref, go, jobHref, param } from "./route.js";
 
 const EVERY_SECONDS = 5;
 const REFUSED_EVERY_SECONDS = 60;
+const SINCE_SECONDS = 10; // of a shorter series of starts and ends, one time is enough
 const TYPES = ["oom", "action", "process_started,process_ended", "device_lost,device_returned", "policy_stopped"];
 const TYPE_NAMES = ["out of memory", "actions", "starts and ends", "devices", "rules"];
 
@@ -74,25 +75,33 @@ class EventRow {
     setAttribute(this.time, "datetime", event.time);
     setText(this.time, dayAndTime(event.unix_seconds)); // the day may end meanwhile
     setText(this.kind, event.title);
-    const seconds = event.folded ? event.unix_seconds - event.folded.first_unix_seconds : 0;
-    const since = seconds >= 1 ? `, in ${duration(seconds)}` : "";
-    if (event.type === "oom" && this.link === undefined) this.words.append((this.link = h("a", {})));
+    const first = event.folded?.first_unix_seconds ?? event.unix_seconds;
+    const since = event.unix_seconds - first >= SINCE_SECONDS ? `, since ${dayAndTime(first)}` : "";
+    const href = hrefOf(event);
+    if (href !== null && this.link === undefined) this.words.append((this.link = h("a", { class: event.type === "oom" ? null : "plain" })));
     setText(this.link ?? this.words, safe(event.text) + since);
-    if (this.link) setAttribute(this.link, "href", `?${new URLSearchParams({ ...(event.job ? { job: event.job } : { device: event.uuid }), event: event.id })}`);
+    if (this.link) setAttribute(this.link, "href", href);
   }
 }
 
+/** An out-of-memory error leads to its explanation, another event to its job or device. */
+function hrefOf({ type, id, job, uuid, gpu }) {
+  const place = job ? jobHref(job) : uuid ? deviceHref({ gpu, uuid }) : null;
+  return place !== null && type === "oom" ? `${place}&event=${id}` : place;
+}
+
 export class EventList {
-  constructor(element) {
+  constructor(element, none = "No events.") {
     this.element = element;
     this.rows = new Views(() => new EventRow());
     this.none = h("li", { class: "faint" });
+    this.noneText = none;
   }
 
   /** `jobOf`: the id of an event's job, if the job is known. */
   update(events, refusal, jobOf) {
     const rows = this.rows.update(events.map((event) => ({ ...event, job: event.job ?? jobOf(event) })), ({ id }) => id);
-    setText(this.none, refusal ? `Events need the same rights as actions: ${refusal}` : "No events.");
+    setText(this.none, refusal ? `Events need the same rights as actions: ${refusal}` : this.noneText);
     arrange(this.element, rows.length > 0 ? rows.map(({ element }) => element) : [this.none]);
   }
 }
