@@ -181,18 +181,27 @@ def test_the_service_monitor_scrapes_as_the_pod_monitor(releases: dict[str, Obje
 def test_the_rules_are_those_of_prometheus_with_the_urls_of_the_values(
     releases: dict[str, Objects], tmp_path: Path
 ) -> None:
-    for path in sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml")):
+    for path in sorted((REPOSITORY / "deploy" / "prometheus" / "rules").rglob("*.yml")):
         wanted = read(path)
         for group in wanted["groups"]:
             group["rules"] = [rule for rule in group["rules"] if rule.get("alert") != "GpuMemDeviceUnderused"]
             for rule in group["rules"]:
                 if "alert" in rule:
-                    rule["annotations"]["runbook_url"] = f"https://wiki.example/runbooks/{rule['alert']}"
+                    url = rule["annotations"]["runbook_url"]
+                    assert url.count("http://{{") == url.count("}}/runbooks/") == 1
+                    url = url.replace("http://{{", "https://{{").replace("}}/runbooks/", "}}.gpumem.example/runbooks/")
+                    rule["annotations"]["runbook_url"] = url
         rule_object = releases["operator"]["PrometheusRule", f"gpumem-exporter-{path.stem}"]
         assert rule_object["spec"] == wanted
         (tmp_path / path.name).write_text(yaml.safe_dump(rule_object["spec"]))
     checked = run_tool("promtool", "check", "rules", *sorted(tmp_path.glob("*.yml")))
     assert checked.returncode == 0, checked.stdout + checked.stderr
+    everything = [each["spec"] for (kind, _), each in releases["everything"].items() if kind == "PrometheusRule"]
+    alerts = [rule for spec in everything for group in spec["groups"] for rule in group["rules"] if "alert" in rule]
+    urls = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in alerts}
+    assert "GpuMemLeak" in urls
+    assert "GpuMemCoverageLow" not in urls
+    assert urls == {name: f"https://wiki.example/runbooks/{name}" for name in urls}
 
 
 def test_every_dashboard_is_a_config_map_for_the_sidecar_of_grafana(releases: dict[str, Objects]) -> None:
@@ -216,7 +225,7 @@ def test_a_packaged_chart_contains_the_files_behind_its_links(tmp_path: Path) ->
 
     packaged = asyncio.run(helm.Package(helm.Configuration()).run(str(CHART), str(tmp_path)))
     with tarfile.open(packaged) as archive:
-        for linked in sorted(CHART.glob("files/*/*")):
+        for linked in sorted(path for path in (*CHART.glob("files/*/*"), *CHART.glob("files/*/*/*")) if path.is_file()):
             member = archive.extractfile(f"gpumem-exporter/{linked.relative_to(CHART)}")
             assert member is not None
             assert member.read() == linked.read_bytes()

@@ -56,14 +56,6 @@ def test_the_schema_lists_the_alerts_that_can_be_disabled() -> None:
     assert sorted(listed) == sorted(alerts())
 
 
-def test_every_alert_has_the_absolute_url_of_its_runbook() -> None:
-    url = values()["prometheusRule"]["runbookUrl"]
-    assert url.startswith("https://")
-    for name, rule in alerts().items():
-        assert rule["annotations"]["runbook_url"] == url.replace("{alert}", name)
-        assert (REPOSITORY / rule["annotations"]["runbook_url"].partition("/blob/main/")[2]).is_file()
-
-
 def test_the_chart_has_the_version_of_the_package() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)

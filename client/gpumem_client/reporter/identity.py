@@ -35,6 +35,7 @@ def current_process(
         allocator_settings=allocator_settings[:MAX_TEXT_LENGTH],
         client_version=__version__,
         slurm_job_id=os.environ.get("SLURM_JOB_ID", "")[:MAX_LABEL_LENGTH],
+        slurm_account=os.environ.get("SLURM_JOB_ACCOUNT", "")[:MAX_LABEL_LENGTH],
         ray_job_id=procfs.known_ray_job_id(os.environ.get("RAY_JOB_ID", ""))[:MAX_LABEL_LENGTH],
         world_size=settings.world_size,
     )

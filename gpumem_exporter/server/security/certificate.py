@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import ssl
+import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 from gpumem_client.wire.errors import ConfigurationError
@@ -15,6 +18,13 @@ _CLIENT_CERTIFICATE = {
     "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
     "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
 }
+
+# In DER, the validity of a certificate is a sequence of two times.
+_TIME = rb"(?:\x17\x0d(?:\d{12})Z|\x18\x0f(?:\d{14})Z)"
+_VALIDITY = re.compile(rb"\x30[\x1e-\x22](" + _TIME + rb")(" + _TIME + rb")")
+_EXPIRES_SOON_SECONDS = 7 * 86400.0
+_EXPIRES_SOON_SHARE = 1 / 6
+"""A certificate of a few days is usually renewed when a third of its time is left."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +43,8 @@ class Certificate:
             self._files["client_ca_file"] = tls.client_ca_file
         # The version is older than the content if a file changes in between; the next refresh then reads it again.
         self._versions = self._current_versions()
+        self._not_replaced = ""
+        self._validity: tuple[float, float] | None = None
         self.context = self._create_context()
 
     def use_in(self, connection: ssl.SSLObject | ssl.SSLSocket) -> None:
@@ -55,8 +67,20 @@ class Certificate:
             _log.error(
                 "certificate not replaced, the previous one stays in force", extra={"fields": {"error": str(error)}}
             )
+            self._not_replaced = "the new certificate is invalid, the previous one stays in force: see the log"
         else:
+            self._not_replaced = ""
             _log.info("certificate replaced", extra={"fields": {"certificate": str(self._tls.cert_file)}})
+
+    def problem(self) -> str:
+        """Return why the certificate needs an operator; empty if it does not."""
+        if self._not_replaced or self._validity is None:
+            return self._not_replaced
+        start, end = self._validity
+        left = end - time.time()
+        if left > min(_EXPIRES_SOON_SECONDS, _EXPIRES_SOON_SHARE * (end - start)):
+            return ""
+        return f"the certificate expires in {left / 3600:.0f} h" if left > 0 else "the certificate has expired"
 
     def _current_versions(self) -> list[tuple[int, ...] | None]:
         return [file_version(path) for path in self._files.values()]
@@ -66,6 +90,7 @@ class Certificate:
         tls = self._tls
         for key, path in self._files.items():
             self._check_file(key, path)
+        self._validity = _validity(tls.cert_file)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3 if tls.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION
@@ -100,6 +125,27 @@ class Certificate:
 
     def _invalid(self, key: str, reason: str) -> ConfigurationError:
         return ConfigurationError(f"{self._where}: {key} '{self._files[key]}': {reason}")
+
+
+def _validity(path: Path) -> tuple[float, float] | None:
+    """Return start and end of the first certificate in a file in Unix seconds; None if they cannot be read.
+
+    `ssl` reads them only of a peer's certificate.
+    """
+    _, begin, rest = path.read_text("ascii", "replace").partition("-----BEGIN CERTIFICATE-----")
+    body, end, _ = rest.partition("-----END CERTIFICATE-----")
+    try:
+        found = _VALIDITY.search(ssl.PEM_cert_to_DER_cert(f"{begin}{body}{end}"))
+        return None if found is None else (_unix_seconds(found[1]), _unix_seconds(found[2]))
+    except ValueError:
+        return None
+
+
+def _unix_seconds(der: bytes) -> float:
+    """Return the seconds of a UTCTime, whose century is this one, or of a GeneralizedTime."""
+    text = der[2:-1].decode("ascii")
+    digits = text if len(text) == 14 else f"20{text}"
+    return datetime.strptime(digits, "%Y%m%d%H%M%S").replace(tzinfo=timezone.utc).timestamp()
 
 
 def _reason(error: OSError) -> str:

@@ -26,6 +26,7 @@ class WebAccess:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._config, self._certificate = _read(path)
+        self._not_reloaded = ""
         self._reading = asyncio.Lock()
         self.users = Users(self._config.basic_auth_users)
         """The users of the TCP addresses; empty if every client may use them."""
@@ -49,7 +50,9 @@ class WebAccess:
                     "web configuration not reloaded, the previous one stays in force",
                     extra={"fields": {"error": str(error)}},
                 )
+                self._not_reloaded = "the web configuration is invalid, the previous one stays in force: see the log"
                 return
+            self._not_reloaded = ""
             self.users = self.users.changed_to(config.basic_auth_users)
             self._config, self._certificate = config, certificate
             fields = {"file": str(self._path), "tls": str(certificate is not None).lower(), "users": len(self.users)}
@@ -79,6 +82,10 @@ class WebAccess:
         certificate = self._certificate
         if certificate is not None:
             certificate.refresh()
+
+    def error(self) -> str:
+        """Return what an operator has to fix: invalid files, or a certificate that expires soon; empty if nothing."""
+        return self._not_reloaded or (self._certificate.problem() if self._certificate is not None else "")
 
     def _use_certificate_in_force(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: ssl.SSLContext
