@@ -4,8 +4,8 @@
     0.3.0-1f3a9c0e2b44/gpumem_client/...
 
 A job has this folder in its PYTHONPATH, so its Python imports `sitecustomize`. An upgrade adds a folder, and then
-replaces the link: a job that is starting gets all of one version. Jobs that run have loaded the old version, but import
-a few of its modules only when they use them, so it stays for a while.
+replaces the link: a job that is starting gets all of one version. A job keeps its version, which it loads when it
+initializes CUDA and, for a few modules, when it uses them. So a version stays for a while after its last start.
 """
 
 from __future__ import annotations

@@ -331,16 +331,16 @@ def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]
         return
     sizes = [share.used_bytes for process in unreported.values() for share in process.shares.values()]
     known = sum_of_known(sizes or [None])
-    use = f" and use {human_bytes(known)}" if known is not None else ""
+    do, use = ("does", "uses") if len(unreported) == 1 else ("do", "use")
+    size = f" and {use} {human_bytes(known)}" if known is not None else ""
     every = counted(sum(len(job.processes) for job in jobs), "process", "processes")
-    do = "does" if len(unreported) == 1 else "do"
     if not client_directory:
         how = "PyTorch jobs report below gpumem-run, or without a change if the exporter has --client.directory"
     elif any(process.identity("k8s_pod") for process in unreported.values()):
         how = f"Pods with PyTorch report with the label {INJECTION_LABEL}, if the chart's webhook is on"
     else:
         how = f"PyTorch jobs report if they start with PYTHONPATH={client_directory}"
-    sentence = f"{len(unreported)} of {every} {do} not report{use}. {how}."
+    sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
     yield Finding("unreported", "unreported", "info", "Not reporting", sentence)
 
 

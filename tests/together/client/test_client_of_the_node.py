@@ -125,7 +125,7 @@ def test_jobs_go_on_reporting_while_the_client_is_upgraded(
         running.go()
         assert running.heard() is True, running.stderr()
         later = start("later", "hold(4)\nwait()")
-        expected = {"running": (MIB, version), "waiting": (2 * MIB, "9.9.9"), "later": (4 * MIB, "9.9.9")}
+        expected = {"running": (MIB, version), "waiting": (2 * MIB, version), "later": (4 * MIB, "9.9.9")}
         wait_for(lambda: allocated_by_workload(upgraded) == expected, "reports of every job", 30)
         for job in (running, waiting, later):
             job.go()
