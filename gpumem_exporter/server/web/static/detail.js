@@ -94,6 +94,7 @@ class Detail {
     for (const element of [this.facts, this.memory, this.processes.element]) setHidden(element, !known);
     setHidden(this.users, true);
     if (!known) return;
+    setHidden(this.memory, OF_JOB.every((name) => job[`${name}_bytes`] === null));
     this.noteStep(job);
     facts(this.facts, [
       [words.state, job.state],
