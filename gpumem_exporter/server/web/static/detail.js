@@ -70,7 +70,7 @@ class Detail {
     happened.about(`&${subject}${types}`);
     const jobOf = jobFinder(view.jobs);
     this.list.noneText = target.job?.reporting_count === 0 ? "No events. The exporter records the starts and ends of processes that report." : "No events.";
-    this.list.update(happened.events, happened.refusal, jobOf);
+    this.list.update(happened.events, happened.refusal, jobOf, happened.known);
     this.oom.update(param("event"), subject, { ...view, jobOf });
     this.timeline.update({
       query: subject,
