@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = float(os.environ.get("GPUMEM_PATIENCE") or "1")
 """A factor for all limits, for slow machines, as in tests/support/waiting.py."""
 WAIT_SECONDS = 60.0 * PATIENCE
-ALERT_SECONDS = 180.0 * PATIENCE
+ALERT_SECONDS = 600.0 * PATIENCE
 """The demo is scraped every 15 s, its rules are evaluated every 15 s, and Alertmanager groups alerts."""
 STOP_SECONDS = 2.0 * PATIENCE
 EXPORTER, PROMETHEUS, ALERTMANAGER = 9844, 9090, 9093
@@ -182,8 +182,8 @@ def check_prometheus(stack: Stack) -> str:
 
 
 def check_alert(stack: Stack) -> str:
-    """the demo's out-of-memory error is an alert in Alertmanager, and its link leads to the published Prometheus"""
-    path = "/api/v2/alerts?filter=alertname%3DGpuMemOomHappened"
+    """the idle cache of the demo's notebook is an alert in Alertmanager with a link to the published Prometheus"""
+    path = "/api/v2/alerts?filter=alertname%3DGpuMemReclaimableHoarded"
     wait_for("the alert", lambda: json.loads(get(ALERTMANAGER, path)), ALERT_SECONDS)
     alert = json.loads(get(ALERTMANAGER, path))[0]
     assert alert["generatorURL"].startswith(f"http://localhost:{PROMETHEUS}/graph?"), alert
