@@ -89,7 +89,7 @@ def _requests_gpu(container: Object) -> bool:
     resources = container.get("resources") or {}
     amounts = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
     # The names of GPUs are settings of NVIDIA's device plugin: nvidia.com/gpu, gpu.shared, mig-1g.10gb and others. The
-    # device of a claim is unknown here. A Python process without CUDA spends less than a millisecond on the client.
+    # device of a claim is unknown here. A Python process without CUDA spends one to two milliseconds on the client.
     return bool(resources.get("claims")) or any(
         name.startswith("nvidia.com/") and str(amount) != "0" for name, amount in amounts.items()
     )
