@@ -181,7 +181,7 @@ SHAPES: dict[str, Shape] = {
         "tune",
     ),
     "bare pod in the host's namespaces": Shape(pod(hostNetwork=True, hostPID=True), _TRAINER, POD_NAME),
-    "bare pod with a name": Shape(pod(name="shell", hostUsers=False), _TRAINER, "shell"),
+    "bare pod with a name": Shape(pod(name="shell", hostUsers=True), _TRAINER, "shell"),
     "MIG and a sidecar": Shape(
         pod(
             {
@@ -298,6 +298,8 @@ SHAPES: dict[str, Shape] = {
         left_alone=("absent",),
     ),
     "Windows": Shape(pod(os={"name": "windows"}), left_alone=("Windows",)),
+    "Windows by its nodes": Shape(pod(nodeSelector={"kubernetes.io/os": "windows"}), left_alone=("Windows",)),
+    "a user namespace": Shape(pod(hostUsers=False), left_alone=("hostUsers",)),
     "no GPU, with the label": Shape(
         pod(container(gpus=None), labels={"gpumem.io/inject": "true"}), left_alone=("gpumem.io/containers",)
     ),
