@@ -1,7 +1,8 @@
 """Findings: what on the node needs attention, with one definition of severity for page, terminal and commands.
 
-The severities are those of the alert rules. A full device is no finding: it is what it was bought for. `critical`: work
-is lost, or nothing is known of the devices. `warning`: a person should look at it today. `info`: worth knowing.
+Findings and alert rules have the same severities. A full device is no finding: it is what it was bought for.
+`critical`: work is lost, or nothing is known of the devices. `warning`: a person should look at it today. `info`: worth
+knowing.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float |
 def _idle_caches(
     snapshot: Snapshot, jobs: Sequence[Job], devices: Iterable[DeviceReading], ledgers: Mapping[str, DeviceLedger]
 ) -> Iterator[Finding]:
-    """Yield the jobs whose idle cache others lack, and those with much idle cache."""
+    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache."""
     of_device: dict[str, list[tuple[Job, Part]]] = {}
     for job in jobs:
         for part in job.parts:
