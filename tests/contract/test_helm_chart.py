@@ -321,7 +321,9 @@ def test_a_user_other_than_root_gets_the_folders_of_the_host_and_reads_the_token
     on_the_host = {volume["name"] for volume in pod["volumes"] if "hostPath" in volume}
     assert {mount["name"] for mount in folders["volumeMounts"]} == on_the_host
     paths = {mount["mountPath"] for mount in exporter["volumeMounts"] if mount["name"] in on_the_host}
-    assert (folders["command"][:2], set(folders["command"][2:])) == (["chown", "65532:65532"], paths)
+    program, *words = folders["command"]
+    assert (program, set(words[: len(paths)])) == ("find", paths)
+    assert words[-5:] == ["chown", "-h", "65532:65532", "{}", "+"]
     assert folders["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
     assert exporter["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert pod["securityContext"] == {"fsGroup": 65532}
