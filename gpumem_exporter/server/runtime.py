@@ -158,17 +158,19 @@ class Runtime:
             socket_file=socket_file,
             files=self._checked_files(),
         )
+        self.view = NodeView(
+            clock=clock,
+            wall_clock=wall_clock,
+            minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
+        )
         self.live = LiveNode(
-            NodeView(
-                clock=clock,
-                wall_clock=wall_clock,
-                minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
-            ),
+            self.view,
             self.renderer,
             snapshot=self.snapshot,
             health=self.health.document,
             host=socket.gethostname(),
             allowed_actions=settings.action_allow,
+            client_directory=settings.client_directory,
             clock=clock,
             wall_clock=wall_clock,
         )
@@ -200,6 +202,7 @@ class Runtime:
             wall_clock=wall_clock,
             on_ooms=lambda ooms: store.put_ooms(last_ooms(ooms, clock(), wall_clock())),
             job_of=job_of_process,
+            device_of=lambda uuid, pid: self.view.device_at_error(uuid, pid),
             on_left_out=self.instruments.count_events_dropped,
         )
 

@@ -1,7 +1,8 @@
 """Findings: what on the node needs attention, with one definition of severity for page, terminal and commands.
 
-The severities are those of the alert rules. A full device is no finding: it is what it was bought for. `critical`: work
-is lost, or nothing is known of the devices. `warning`: a person should look at it today. `info`: worth knowing.
+Findings and alert rules have the same severities. A full device is no finding: it is what it was bought for.
+`critical`: work is lost, or nothing is known of the devices. `warning`: a person should look at it today. `info`: worth
+knowing.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpumem_client.wire.units import human_bytes, human_seconds
+from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
-from gpumem_exporter.core.ledger import DeviceLedger
+from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.view.growth import Growth
 from gpumem_exporter.view.jobs import Job, Part
@@ -47,10 +48,17 @@ _UNATTRIBUTED = 0.02
 """Shares of the device's memory from which they are findings."""
 _FAILS_SOON_SECONDS = 3600.0
 _LASTING_SECONDS = 10.0
-"""Fragmented and unattributed memory change with each step, so they must last for this time."""
-_LASTING = ("fragmented", "unattributed")
+"""Fragmented and unattributed memory change with each step, so they must last for this time.
+
+A process that starts uses memory before its first report.
+"""
+_LASTING = ("fragmented", "unattributed", "unreported")
+INJECTION_LABEL = 'gpumem.io/inject: "true"'
+"""The label of pods, or of their namespace, into which the webhook injects the client."""
 _FORGOTTEN_SECONDS = 5.0
 """A finding that was absent for this time starts again."""
+_CALMER_SECONDS = 60.0
+"""A finding has a lower severity only after this time: the free memory of a device changes with each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +90,13 @@ def find(
     *,
     failed_checks: Iterable[Mapping[str, str]] = (),
     growths: Mapping[str, Growth] | None = None,
+    client_directory: str | None = None,
 ) -> list[Finding]:
-    """Return the findings of a node in no order; `growths` has the jobs that grow, by id."""
+    """Return the findings of a node in no order.
+
+    `growths` has the jobs that grow, by id. `client_directory` is the folder from which jobs can import the client;
+    empty if there is none, and None without an exporter, to which processes could report.
+    """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
     found = [
         *_checks(failed_checks),
@@ -92,6 +105,7 @@ def find(
         *_growing(jobs, devices, growths or {}),
         *_idle_caches(snapshot, jobs, devices, ledgers),
         *_silent(jobs),
+        *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
     ]
     for device in devices:
@@ -100,27 +114,45 @@ def find(
     return found
 
 
+class _Seen(NamedTuple):
+    """When a finding was seen, and with which severity."""
+
+    first_seconds: float
+    last_seconds: float
+    severity: str
+    severe_seconds: float
+    """When it was last found with this severity."""
+
+
+def _seen_again(before: _Seen | None, severity: str, now: float) -> _Seen:
+    if before is None:
+        return _Seen(now, now, severity, now)
+    calmer = SEVERITIES.index(severity) > SEVERITIES.index(before.severity)
+    if calmer and now - before.severe_seconds < _CALMER_SECONDS:
+        return before._replace(last_seconds=now)
+    return _Seen(before.first_seconds, now, severity, now)
+
+
 class Since:
     """Remembers since when each finding lasts. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: dict[str, tuple[float, float]] = {}
-        """The first and the last time of each finding, by id."""
+        self._seen: dict[str, _Seen] = {}
+        """By the id of the finding."""
 
     def lasting(self, findings: Iterable[Finding]) -> list[Finding]:
         """Return the findings that have lasted long enough, with their start, the most severe and the oldest first."""
         now = self._clock()
         with self._lock:
-            known = {key: seen for key, seen in self._seen.items() if now - seen[1] < _FORGOTTEN_SECONDS}
+            known = {key: seen for key, seen in self._seen.items() if now - seen.last_seconds < _FORGOTTEN_SECONDS}
             lasting = []
             for finding in findings:
-                first = known.get(finding.id, (now, now))[0]
-                known[finding.id] = first, now
-                if finding.kind not in _LASTING or now - first >= _LASTING_SECONDS:
-                    since = first if finding.since_seconds is None else finding.since_seconds
-                    lasting.append(replace(finding, since_seconds=since))
+                seen = known[finding.id] = _seen_again(known.get(finding.id), finding.severity, now)
+                if finding.kind not in _LASTING or now - seen.first_seconds >= _LASTING_SECONDS:
+                    since = seen.first_seconds if finding.since_seconds is None else finding.since_seconds
+                    lasting.append(replace(finding, severity=seen.severity, since_seconds=since))
             self._seen = known
         lasting.sort(key=lambda each: (SEVERITIES.index(each.severity), each.since_seconds, each.id))
         return lasting[:_MOST]
@@ -185,13 +217,13 @@ def _request(oom: LastOom) -> str:
         return f"requested {requested}{place}"
     within_limit = oom.requested_bytes is not None and free >= oom.requested_bytes
     if within_limit and limit is not None and reserved is not None:
-        had = f"it had reserved {human_bytes(reserved)} of its limit of {human_bytes(limit)}"
+        had = f"{human_bytes(reserved)} of its limit of {human_bytes(limit)} was reserved"
     else:
         had = f"{human_bytes(free)} was free"
         had += f", it had reserved {human_bytes(reserved)}" if reserved else ""
     fragmented = ""
     if oom.fragmented_bytes and reserved is not None and oom.fragmented_bytes >= _FRAGMENTED * reserved:
-        fragmented = f", {human_bytes(oom.fragmented_bytes)} of it fragmented"
+        fragmented = f", {human_bytes(oom.fragmented_bytes)} fragmented"
     return f"requested {requested}{place}; {had}{fragmented}"
 
 
@@ -232,7 +264,7 @@ def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float |
 def _idle_caches(
     snapshot: Snapshot, jobs: Sequence[Job], devices: Iterable[DeviceReading], ledgers: Mapping[str, DeviceLedger]
 ) -> Iterator[Finding]:
-    """Yield the jobs whose idle cache others lack, and those with much idle cache."""
+    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache."""
     of_device: dict[str, list[tuple[Job, Part]]] = {}
     for job in jobs:
         for part in job.parts:
@@ -294,6 +326,25 @@ def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
             yield Finding(f"silent {job.id}", "silent", SEVERITY["silent"], "Silent", sentence, job=job)
 
 
+def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]:
+    unreported = {process.pid: process for job in jobs for process in job.processes if process.state == "unreported"}
+    if not unreported:
+        return
+    sizes = [share.used_bytes for process in unreported.values() for share in process.shares.values()]
+    known = sum_of_known(sizes or [None])
+    do, use = ("does", "uses") if len(unreported) == 1 else ("do", "use")
+    size = f" and {use} {human_bytes(known)}" if known is not None else ""
+    every = counted(sum(len(job.processes) for job in jobs), "process", "processes")
+    if not client_directory:
+        how = "PyTorch jobs report below gpumem-run, or without a change if the exporter has --client.directory"
+    elif any(process.identity("k8s_pod") for process in unreported.values()):
+        how = f"Pods with PyTorch report with the label {INJECTION_LABEL}, if the chart's webhook is on"
+    else:
+        how = f"PyTorch jobs report if they start with PYTHONPATH={client_directory}"
+    sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
+    yield Finding("unreported", "unreported", "info", "Not reporting", sentence)
+
+
 def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
     pids: dict[int | None, list[str]] = {}
     for engine in snapshot.starting:
@@ -315,7 +366,7 @@ def _in_ledger(device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[Job])
         if sample is not None and None not in (sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes):
             size = sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes  # type: ignore[operator]
             sizes[job.id] = sizes.get(job.id, 0) + size
-    if sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
+    if 0 < sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
         worst = max(jobs, key=lambda job: sizes.get(job.id, 0))
         sentence = (
             f"{called(worst)} holds {human_bytes(sizes[worst.id])} of fragmented cache on GPU {device.gpu}. "

@@ -11,7 +11,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -203,9 +202,10 @@ def check_actions(stack: Stack) -> str:
         connection.close()
     assert answer.status == 403, (answer.status, detail)
     assert "--action.token-file" in detail, detail
-    summary = stack.inside("gpumem-demo-1", "gpumem-exporter", "clear", "--all", "--dry-run").strip().splitlines()[-1]
-    assert re.search(r"[1-9].* GiB\b.*\b([1-9]\d*) of \1\b", summary), summary
-    return summary
+    action = json.loads(stack.inside("gpumem-demo-1", "gpumem-exporter", "clear", "--all", "--dry-run", "--json"))
+    assert {result["outcome"] for result in action["results"]} == {"would_clear"}, action
+    assert action["freed_bytes"] > 1 << 30, action
+    return str(action["sentence"])
 
 
 def check_demo(stack: Stack) -> str:
@@ -280,7 +280,7 @@ def check_kubernetes(stack: Stack) -> str:
     image = "docker.io/library/gpumem-exporter:latest"
     manifest = (ROOT / "deploy" / "kubernetes" / "exporter.yaml").read_text()
     (tag,) = (line.split("image: ")[1].strip() for line in manifest.splitlines() if "image: " in line)
-    stack.podman("tag", image, f"localhost/{tag}")
+    stack.podman("tag", image, tag)
     host = stack.work / "host"
     host.mkdir()
     pod = stack.podman(

@@ -28,7 +28,7 @@ SCRIPTS = (
 )
 """The modules; the first one starts the page."""
 
-_DEMO = '<p class="demo">Demo: simulated devices and jobs</p>'
+_DEMO = '<p class="demo">Demo<span>: simulated devices and jobs</span></p>'
 _TYPES = {"css": "text/css", "js": "text/javascript"}
 
 
@@ -103,6 +103,7 @@ class Page:
         parts = {
             "version": escape(self.version),
             "telemetry-path": escape(self.telemetry_path),
+            "telemetry-link": escape(self.telemetry_path.lstrip("/")),
             "title": "GPU memory (demo)" if self.demo else "GPU memory",
             "demo": _DEMO if self.demo else "",
             "links": "\n".join(_links()),
