@@ -16,6 +16,7 @@ RUN python -m venv --without-pip /opt/gpumem \
     && python -m pip --python /opt/build/bin/python install --require-hashes -r build-requirements.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
+COPY docs/runbooks docs/runbooks
 COPY gpumem_exporter gpumem_exporter
 RUN /opt/build/bin/hatchling build -t wheel -d /dist \
     && (cd client && /opt/build/bin/hatchling build -t wheel -d /dist) \

@@ -1,23 +1,45 @@
-"""Writes metrics.md from the catalog of metrics and command-line.md from the commands' own --help.
+"""Writes what is generated from the code.
 
-Run `python docs/generate.py` after a change to either, and commit the pages. A contract test compares them.
+metrics.md comes from the catalog of metrics, command-line.md from the commands' own --help. The settings in the schema
+of the Helm chart come from the model of the settings.
+
+Run `python docs/generate.py` after a change to one of them, and commit the files. Contract tests compare them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
 from gpumem_exporter.collectors.catalog import METRICS, Metric
+from gpumem_exporter.server.settings import Settings
 
 HERE = Path(__file__).resolve().parent
+CHART_SCHEMA = HERE.parent / "deploy" / "helm" / "gpumem-exporter" / "values.schema.json"
 HELP_COLUMNS = "100"
+
+FIXED_BY_THE_CHART = {
+    "action.token-file",
+    "client.directory",
+    "policy.file",
+    "report.token-file",
+    "storage.path",
+    "web.config.file",
+    "web.listen-address",
+    "web.listen-socket",
+    "web.systemd-socket",
+    "web.telemetry-path",
+}
+"""Settings that have values of their own in the chart, or that its probes and monitors depend on."""
 
 METRICS_INTRODUCTION = """\
 # Metrics
@@ -112,9 +134,33 @@ def _terminal_of_fixed_width() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def chart_schema() -> str:
+    """Return the text of the chart's values.schema.json with the current settings. The rest is written by hand."""
+    rows = ",\n".join(f"        {json.dumps(key)}: {json.dumps(rule)}" for key, rule in _rules_of_settings())
+    settings = (
+        '    "settings": {\n      "type": "object",\n      "additionalProperties": false,\n'
+        f'      "properties": {{\n{rows}\n      }}\n    }},\n'
+    )
+    written = CHART_SCHEMA.read_text(encoding="utf-8")
+    return re.sub(r'    "settings": \{\n.*?\n    \},\n', lambda _: settings, written, count=1, flags=re.DOTALL)
+
+
+def _rules_of_settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the JSON schema of each setting that the chart leaves to its user, by key."""
+    for key, rule in Settings.model_json_schema(by_alias=True)["properties"].items():
+        if key in FIXED_BY_THE_CHART:
+            continue
+        kept = {name: value for name, value in rule.items() if name not in ("default", "description", "title")}
+        if key == "action.allow":
+            actions = [*ACTIONS, "default"]
+            kept = {"anyOf": [{"enum": [*actions, "none"]}, {"type": "array", "items": {"enum": actions}}]}
+        yield key, dict(sorted(kept.items(), key=lambda item: item[0] != "type"))
+
+
 PAGES = {"metrics.md": metrics_page, "command-line.md": command_line_page}
 """Each generated page, and the function that returns its text."""
 
 if __name__ == "__main__":
     for name, make in PAGES.items():
         (HERE / name).write_text(make(), encoding="utf-8")
+    CHART_SCHEMA.write_text(chart_schema(), encoding="utf-8")

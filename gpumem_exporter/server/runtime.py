@@ -144,6 +144,11 @@ class Runtime:
             self.history, self.snapshot, Path(settings.storage_path) if settings.storage_path else None
         )
         self.renderer = Renderer()
+        self.own_names = OwnNames(_own_names(settings))
+        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
+        self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
+        self.web = _web_access(settings)
+        """None without `--web.config.file`."""
         self.health = Health(
             self.poller,
             self.events.log,
@@ -151,6 +156,7 @@ class Runtime:
             version=self.version,
             driver_pids=driver_pids,
             socket_file=socket_file,
+            files=self._checked_files(),
         )
         self.view = NodeView(
             clock=clock,
@@ -167,13 +173,8 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
         )
-        self.own_names = OwnNames(_own_names(settings))
-        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
-        self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
         self.policies = self._policies()
         """None without `--policy.file`."""
-        self.web = _web_access(settings)
-        """None without `--web.config.file`."""
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
@@ -203,6 +204,15 @@ class Runtime:
             device_of=lambda uuid, pid: self.view.device_at_error(uuid, pid),
             on_left_out=self.instruments.count_events_dropped,
         )
+
+    def _checked_files(self) -> dict[str, Callable[[], str]]:
+        files: dict[str, Callable[[], str]] = {}
+        tokens = [rule.token for rule in (self.reports_rule, self.callers.rule) if rule.token is not None]
+        if tokens:
+            files["tokens"] = lambda: "; ".join(token.error for token in tokens if token.error)
+        if self.web is not None:
+            files["certificate"] = self.web.error
+        return files
 
     def _policies(self) -> PolicyRunner | None:
         settings = self.settings

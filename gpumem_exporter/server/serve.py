@@ -7,10 +7,8 @@ import ctypes
 import gc
 import logging
 import resource
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -156,8 +154,7 @@ def serve(
     # Python's lock. The default is 5 ms, for each of the ten callbacks of a request.
     sys.setswitchinterval(0.001)
     try:
-        with _stopped_by_signals(server):
-            server.run(sockets=list(listeners.sockets))
+        server.run_until_signal(listeners.sockets)
     except SystemExit:
         return 1  # uvicorn exits if the application fails to start; the log has the reason
     return 0
@@ -201,27 +198,6 @@ def build_server(
         timeout_keep_alive=max(75, int(2 * settings.report_interval) + 1),
         timeout_graceful_shutdown=_STOP_SECONDS,
     )
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(server: LimitedServer) -> Iterator[None]:
-    """Stop the server on SIGTERM and SIGINT.
-
-    uvicorn handles both signals while it runs, then restores these handlers and raises the signals again.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        server.should_exit = True
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _max_connections(wanted: int) -> int:

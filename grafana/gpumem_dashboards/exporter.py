@@ -65,6 +65,12 @@ def _overview() -> list[Any]:
             limits=((None, "green"), (30, "yellow"), (60, "orange")),
         ),
         count(
+            "Failed checks",
+            "Parts of exporters that are degraded or failing, such as an invalid token file or certificate, or a lost"
+            " device. /health of the exporter has the reasons.",
+            f"sum(1 - gpumem_health_check_ok{{{NODE}}})",
+        ),
+        count(
             "Rejected processes",
             "Reports rejected in the time range because the maximum number of processes reports"
             " (--report.max-processes). Those processes are on no dashboard.",

@@ -24,13 +24,17 @@ TAGS = ["gpu", "pytorch", "gpumem"]
 # new label, and groups differently at each further point.
 _OOM = "cluster, gpu, instance, pid, rank, uuid, workload"
 BOARDS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
-    "gpumem-fleet": ("Fleet", {"cluster": True, "node": True, "gpu": True, "workload": True}),
+    "gpumem-fleet": (
+        "Fleet",
+        {"cluster": True, "node": True, "gpu": True, "workload": True, "user": True, "namespace": True},
+    ),
     "gpumem-node": ("Node", {"cluster": True, "node": False, "gpu": True, "workload": True, "rank": True}),
     "gpumem-workload": ("Workload", {"cluster": True, "node": True, "workload": False, "rank": True, "gpu": True}),
     "gpumem-oom": (
         "OOM post-mortem",
         {"cluster": True, "node": False, "gpu": True, "workload": True, "rank": True, "pid": False},
     ),
+    "gpumem-usage": ("Usage", {"cluster": True, "user": True, "namespace": True, "account": True}),
     "gpumem-exporter": ("Exporter", {"cluster": True, "node": True}),
 }
 """Each dashboard by uid: the title of links to it, and for each variable whether it has multiple values."""
@@ -184,6 +188,7 @@ def actions_annotation(selector: str = NODE) -> Any:
 def encoded(made: Any) -> str:
     """Return the dashboard as Grafana's JSON with numbered panels and a final newline."""
     model = made.build()
+    model.annotations.list_val = model.annotations.list_val or []
     for hidden in model.templating.list_val:
         if hidden.hide is VariableHide.HIDE_VARIABLE:
             hidden.skip_url_sync = True  # must not be kept longer than the variable it follows; no builder sets it

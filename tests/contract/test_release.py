@@ -81,9 +81,24 @@ def test_the_mixin_has_the_dashboards_and_rules_of_the_repository() -> None:
 
 
 def test_the_runbooks_of_the_mixin_can_be_elsewhere() -> None:
-    groups = mixin("{ runbookURL: 'https://wiki.example/' }")["alerts"]["groups"]
-    alerts = {rule["alert"]: rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]}
-    assert alerts == {name: f"https://wiki.example/{name}.md" for name in alerts}
+    def urls(config: str) -> dict[str, str]:
+        groups = mixin(config)["alerts"]["groups"]
+        return {rule["alert"]: rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]}
+
+    elsewhere = urls("{ runbookURL: 'https://wiki.example/' }")
+    assert elsewhere == {name: f"https://wiki.example/{name}.md" for name in elsewhere}
+    behind_proxy = urls("{ livePageURL: 'https://{node}.gpumem.example/', coverageAlert: true }")
+    assert behind_proxy.keys() == elsewhere.keys() | {"GpuMemCoverageLow"}
+    url = "https://{{ $labels.instance }}.gpumem.example/runbooks/GpuMemCoverageLow"
+    assert behind_proxy["GpuMemCoverageLow"] == url
+
+
+def test_the_clusters_of_the_mixin_can_have_several_labels() -> None:
+    rendered = mixin("{ clusterLabels: 'region, cluster' }")
+    for kind in ("alerts", "rules"):
+        expressions = [rule["expr"] for group in rendered[kind]["groups"] for rule in group["rules"]]
+        assert any("(region, cluster, job" in expression for expression in expressions)
+        assert all("(cluster, " not in expression for expression in expressions)
 
 
 def test_the_live_pages_of_the_mixin_can_be_elsewhere() -> None:

@@ -233,6 +233,15 @@ def test_a_sidecar_shares_a_folder_of_its_own_and_needs_nothing_of_the_host() ->
     assert shared["readOnly"] is True
 
 
+def test_the_operator_scrapes_the_sidecar() -> None:
+    (job,) = documents("deploy/kubernetes/sidecar.yaml")
+    monitor = read("deploy/kubernetes/prometheus-operator/podmonitor-sidecar.yaml")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    (sidecar,) = job["spec"]["template"]["spec"]["initContainers"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in sidecar["ports"]}
+
+
 def test_the_sidecar_is_the_container_of_the_daemonset_without_the_folders_of_the_host() -> None:
     (job,) = documents("deploy/kubernetes/sidecar.yaml")
     (sidecar,) = job["spec"]["template"]["spec"]["initContainers"]

@@ -29,22 +29,26 @@ def current_process(
         session=os.urandom(8).hex(),
         session_started_seconds=time.monotonic(),
         workload=settings.workload,
-        rank=settings.rank,
+        rank=settings.rank or settings.default_rank,
         command=_command(),
         torch_version=torch_version[:MAX_TEXT_LENGTH],
         allocator_settings=allocator_settings[:MAX_TEXT_LENGTH],
         client_version=__version__,
         slurm_job_id=os.environ.get("SLURM_JOB_ID", "")[:MAX_LABEL_LENGTH],
+        slurm_account=os.environ.get("SLURM_JOB_ACCOUNT", "")[:MAX_LABEL_LENGTH],
         ray_job_id=procfs.known_ray_job_id(os.environ.get("RAY_JOB_ID", ""))[:MAX_LABEL_LENGTH],
         world_size=settings.world_size,
     )
 
 
-def with_rank(identity: ProcessIdentity) -> ProcessIdentity:
-    """Return the identity with the rank in torch's process group, if neither the user nor a launcher has set one."""
+def with_rank(identity: ProcessIdentity, default_rank: str = "") -> ProcessIdentity:
+    """Return the identity with the rank in torch's process group, if neither the user nor a launcher has set one.
+
+    `default_rank` is the rank until there is a group: see `ReporterSettings`.
+    """
     # Lightning, `torch.multiprocessing.spawn` and notebooks' launchers set no variable that `start` can read: the rank
     # is known when the process group is initialized.
-    group = None if identity.rank else rank_and_size()
+    group = rank_and_size() if identity.rank == default_rank else None
     return identity if group is None else replace(identity, rank=str(group[0]), world_size=group[1])
 
 

@@ -118,6 +118,8 @@ class ProcessIdentity:
     client_version: str = ""
     slurm_job_id: str = ""
     """SLURM_JOB_ID of its environment."""
+    slurm_account: str = ""
+    """SLURM_JOB_ACCOUNT of its environment: the account that Slurm charges for the job."""
     ray_job_id: str = ""
     """The job of a Ray worker or driver, from Ray itself, otherwise RAY_JOB_ID of its environment."""
     world_size: int | None = None

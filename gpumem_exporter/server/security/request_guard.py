@@ -145,9 +145,9 @@ class Callers:
             return problem
         return ProblemError(
             403,
-            f"{self.rule.what}: the exporter cannot see whether the process of {caller} is in a container; use the "
-            "unix socket, in a sidecar from the exporter's container, or start the exporter with "
-            f"{self.rule.flag} and send that token",
+            f"{self.rule.what}: the exporter cannot see where the process of {caller} runs, as through `kubectl "
+            "port-forward`; use the unix socket, on Kubernetes from the exporter's container with `kubectl exec`, or "
+            f"start the exporter with {self.rule.flag} and send that token",
         )
 
     def require_all(self, caller: Caller, what: str) -> None:

@@ -77,11 +77,11 @@ def test_an_out_of_memory_error_is_critical_only_if_it_ended_its_process(
         assert found.gpu == "0"
 
 
-def test_a_job_that_will_fail_within_an_hour_is_critical() -> None:
+def test_a_job_that_will_fail_within_an_hour_is_a_warning_with_its_time() -> None:
     (job,) = [each for each in jobs_of(Snapshot(1.0, reading(of(1, "leak")), (of(1, "leak"),))) if each.workload]
-    for per_hour, severity in ((10 * GIB, "warning"), (50 * GIB, "critical")):
+    for per_hour, soon in ((10 * GIB, False), (50 * GIB, True)):
         found = findings(of(1, "leak"), growths={job.id: Growth(per_hour, 500.0)})["growth"]
-        assert found.severity == severity
+        assert (found.severity, "out of memory in" in found.sentence) == ("warning", soon)
         assert found.since_seconds == 500.0
 
 
@@ -90,7 +90,7 @@ def test_a_memory_limit_that_is_near_counts() -> None:
     limited = dataclasses.replace(one.report.devices[0], memory_limit_bytes=2 * GIB)
     one = dataclasses.replace(one, report=dataclasses.replace(one.report, devices=(limited,)))
     (job,) = [each for each in jobs_of(Snapshot(1.0, reading(one), (one,))) if each.workload]
-    assert findings(one, growths={job.id: Growth(10 * GIB, 500.0)})["growth"].severity == "critical"
+    assert findings(one, growths={job.id: Growth(10 * GIB, 500.0)})["growth"].sentence.endswith("min.")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +156,17 @@ def test_a_finding_keeps_its_start_and_must_last_if_it_changes_with_each_step() 
     assert {finding.since_seconds for finding in shown} == {100.0}
     clock.now += 60.0
     assert since.lasting([lost]) == [dataclasses.replace(lost, since_seconds=160.0 + 15.0)]
+
+
+def test_a_severity_rises_at_once_and_falls_after_a_minute() -> None:
+    clock = Clock(100.0)
+    since = Since(clock)
+    shown = []
+    for severity in ("info", "warning", "info", *16 * ["info"], "warning", "info"):
+        (finding,) = since.lasting([Finding("a", "idle_cache", severity, "", "")])
+        shown.append(finding.severity)
+        clock.now += 4.0
+    assert shown == ["info", *15 * ["warning"], *3 * ["info"], "warning", "warning"]
 
 
 def test_the_most_severe_and_then_the_oldest_finding_is_first() -> None:

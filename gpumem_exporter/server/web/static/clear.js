@@ -59,6 +59,7 @@ async function preview() {
     if (own !== attempt) return;
     show({ status: safe(action.sentence), when: when(action), action, confirm: "Clear", then: run });
     $("dialog-confirm").focus();
+    if (happened.refusal) happened.refresh(true); // the token that was accepted also shows events
   } catch (error) {
     if (own === attempt) explain(error, preview);
   }

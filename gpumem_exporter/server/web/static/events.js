@@ -1,7 +1,7 @@
 // Events and the viewer's rights. The exporter has written the words of each event.
 
 import { Refusal, request } from "./api.js";
-import { $, arrange, h, setAttribute, setText, Views } from "./dom.js";
+import { $, arrange, h, isInUse, setAttribute, setText, Views } from "./dom.js";
 import { dayAndTime, safe } from "./format.js";
 import { deviceHref, go, jobHref, param, showAgain } from "./route.js";
 
@@ -110,7 +110,9 @@ export class EventList {
   update(events, refusal, jobOf, known = true) {
     const rows = this.rows.update(events.map((event) => ({ ...event, job: event.job ?? jobOf(event) })), ({ id }) => id);
     setText(this.none, refusal ? `Events need the same rights as actions: ${refusal}` : known ? this.noneText : "Loading…");
-    arrange(this.element, rows.length > 0 ? rows.map(({ element }) => element) : [this.none]);
+    const elements = rows.length > 0 ? rows.map(({ element }) => element) : [this.none];
+    if (isInUse(this.element) && elements.includes(this.element.firstElementChild)) return; // nothing moves under the pointer
+    arrange(this.element, elements, { glide: true });
   }
 }
 

@@ -52,8 +52,8 @@ export function showFindings({ findings, node, now: time }) {
   setText(quiet, node.driver.up ? "Nothing needs attention." : "The driver does not answer: the devices are unknown.");
   const wanted = known.length > 0 ? known : [quiet];
   // While the pointer is in the slot, new findings come last.
-  if (isInUse(list)) arrange(list, [...[...list.children].filter((each) => wanted.includes(each)), ...wanted.filter((each) => each.parentNode !== list)]);
-  else arrange(list, wanted);
+  const order = isInUse(list) ? [...[...list.children].filter((each) => wanted.includes(each)), ...wanted.filter((each) => each.parentNode !== list)] : wanted;
+  arrange(list, order, { glide: true });
   const counts = SEVERITIES.map((severity) => [findings.filter((each) => each.severity === severity).length, severity]);
   setText($("findings-count"), counts.filter(([number]) => number > 0).map(([number, severity]) => `${number} ${severity}`).join(", "));
   setAttribute(document.body, "data-worst", findings[0]?.severity ?? null);

@@ -7,6 +7,7 @@ import { hueOf } from "./hues.js";
 import { go, jobHref, onRoute, param } from "./route.js";
 
 const SORT_SECONDS = 60; // without a click, rows move at most once a minute
+const ENDED_SECONDS = 60; // a job that starts meanwhile has its place
 const COLUMNS = [
   ["job", "name"],
   ["devices", "gpus"],
@@ -48,7 +49,11 @@ class JobRow {
     this.element = h("tbody", { role: "rowgroup" }, this.row);
     this.ranks = new Views(() => new RankRow());
     this.open = false;
-    this.ended = false;
+    this.endedAt = null;
+  }
+
+  get ended() {
+    return this.endedAt !== null;
   }
 
   toggle() {
@@ -59,7 +64,7 @@ class JobRow {
 
   update(job) {
     this.job = job;
-    this.ended = false;
+    this.endedAt = null;
     setAttribute(this.element, "data-ended", null);
     setText(this.link, safe(job.name));
     setAttribute(this.link, "href", jobHref(job.id));
@@ -84,9 +89,9 @@ class JobRow {
     this.showRanks();
   }
 
-  /** Keep the place of a job that has ended until the next order, so that no row below it moves. */
+  /** Keep the place of a job that has ended for some time, so that no row below it moves. */
   end() {
-    this.ended = true;
+    this.endedAt = performance.now() / 1000;
     setAttribute(this.element, "data-ended", true);
     setText(this.cells.state, "ended");
     setAttribute(this.cells.state, "data-state", "ended");
@@ -127,7 +132,7 @@ class RankRow {
   }
 }
 
-const known = new Map(); // the rows by job id, in their order
+let known = new Map(); // the rows by job id, in their order
 const headings = new Map();
 let now = 0;
 let sortedAt = -Infinity;
@@ -143,18 +148,18 @@ export function showJobs(view, mustSort = false) {
   now = view.now;
   latest = view;
   showHeadings(view.words);
+  const ids = new Set(view.jobs.map(({ id }) => id));
+  for (const [id, row] of known) if (!ids.has(id) && !row.ended) row.end();
   let added = false;
   for (const job of view.jobs) {
     let row = known.get(job.id);
     if (row === undefined) {
       row = new JobRow();
-      known.set(job.id, row);
+      insert(job.id, row);
       added = true;
     }
     row.update(job);
   }
-  const ids = new Set(view.jobs.map(({ id }) => id));
-  for (const [id, row] of known) if (!ids.has(id) && !row.ended) row.end();
   const due = performance.now() / 1000 - sortedAt >= SORT_SECONDS && !isInUse($("jobs"));
   if (mustSort || due) sort();
   else if (added) place();
@@ -166,18 +171,25 @@ export function showJobs(view, mustSort = false) {
 
 let latest = null;
 
+/** Give a new job the place of a job that has ended, so that no row moves; the last place if the pointer may be on that job. */
+function insert(id, row) {
+  const rows = [...known];
+  const place = isInUse($("jobs")) ? -1 : rows.findIndex(([, each]) => each.ended);
+  rows.splice(place < 0 ? rows.length : place, place < 0 ? 0 : 1, [id, row]);
+  known = new Map(rows);
+}
+
 function sort() {
   sortedAt = performance.now() / 1000;
   const { field, descending } = order();
   const valueOf = ({ job }) => (field === "gpus" ? job.gpus.join(" ") : job[field]);
-  const rows = [...known].filter(([, row]) => !row.ended).sort(([, a], [, b]) => compare(valueOf(a), valueOf(b), descending) || COLLATOR.compare(a.job.name, b.job.name));
-  known.clear();
-  for (const [id, row] of rows) known.set(id, row);
+  const rows = [...known].filter(([, row]) => !row.ended || sortedAt - row.endedAt < ENDED_SECONDS).sort(([, a], [, b]) => compare(valueOf(a), valueOf(b), descending) || COLLATOR.compare(a.job.name, b.job.name));
+  known = new Map(rows);
   place();
 }
 
 function place() {
-  arrange($("jobs"), [$("jobs").tHead, ...[...known.values()].map(({ element }) => element)]);
+  arrange($("jobs"), [$("jobs").tHead, ...[...known.values()].map(({ element }) => element)], { glide: true });
 }
 
 /** Unknown values come last in both orders. */

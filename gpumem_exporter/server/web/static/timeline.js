@@ -64,7 +64,7 @@ export class Timeline {
   zoom(change) {
     const [from, to] = change(...this.shown);
     const [start, end] = [Math.max(from, this.now - 8 * 86400), Math.min(to, this.now)];
-    if (end - start >= MIN_SECONDS) go({ from: Math.round(start), to: Math.round(end), range: null });
+    if (end - start >= MIN_SECONDS) go({ from: Math.round(start), to: Math.round(end) });
   }
 
   /** Show a subject: `query` of the history, `top` bytes of the axis (null for the largest value), `marks` of events, the time of an event or null. */
@@ -166,7 +166,7 @@ export class Timeline {
     if (width < 4) return;
     const [from, to] = [posToVal(left, "x"), posToVal(left + width, "x")];
     this.chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-    if (to - from >= MIN_SECONDS) go({ from: Math.floor(from), to: Math.ceil(to), range: null });
+    if (to - from >= MIN_SECONDS) go({ from: Math.floor(from), to: Math.ceil(to) }); // the range stays for the way back
   }
 
   drawMarks({ ctx, bbox, valToPos }) {
@@ -198,7 +198,9 @@ export class Timeline {
     const time = times[index];
     setText(this.moment, time === undefined ? "" : dayAndTime(time));
     for (const [i, [name]] of SERIES.entries()) {
-      setText(this.values[i], `${this.words[name]?.label ?? PEAK_LABEL} ${bytes(columns[i]?.[index])}`);
+      const least = this.document.series[0]?.[name]?.min?.[index] ?? null;
+      const most = columns[i]?.[index];
+      setText(this.values[i], `${this.words[name]?.label ?? PEAK_LABEL} ${least !== null && least !== most ? `${bytes(least)}–` : ""}${bytes(most)}`);
     }
     const { left } = chart.cursor;
     const near = (mark) => Math.abs(chart.valToPos(mark.unix_seconds, "x") - left);
