@@ -1,7 +1,7 @@
 """Writes what is generated from the code.
 
-metrics.md comes from the catalog of metrics, command-line.md from the commands' own --help. The settings in the schema
-of the Helm chart come from the model of the settings.
+metrics.md comes from the catalog of metrics, command-line.md from the commands' own --help. The settings and the
+policy in the schema of the Helm chart come from their models.
 
 Run `python docs/generate.py` after a change to one of them, and commit the files. Contract tests compare them.
 """
@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gpumem_exporter.actions.policy.rules import MAX_RULES, Rule
+from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
@@ -135,14 +137,44 @@ def _terminal_of_fixed_width() -> Iterator[None]:
 
 
 def chart_schema() -> str:
-    """Return the text of the chart's values.schema.json with the current settings. The rest is written by hand."""
-    rows = ",\n".join(f"        {json.dumps(key)}: {json.dumps(rule)}" for key, rule in _rules_of_settings())
-    settings = (
-        '    "settings": {\n      "type": "object",\n      "additionalProperties": false,\n'
-        f'      "properties": {{\n{rows}\n      }}\n    }},\n'
-    )
+    """Return the text of the chart's values.schema.json for the current code. The rest is written by hand."""
     written = CHART_SCHEMA.read_text(encoding="utf-8")
-    return re.sub(r'    "settings": \{\n.*?\n    \},\n', lambda _: settings, written, count=1, flags=re.DOTALL)
+    for name, schema in (("settings", _closed(dict(_rules_of_settings()))), ("policy", _schema_of_policy())):
+        rows = ",\n".join(
+            f"        {json.dumps(key)}: {json.dumps(rule)}" for key, rule in schema["properties"].items()
+        )
+        text = (
+            f'    "{name}": {{\n      "type": "object",\n      "additionalProperties": false,\n'
+            f'      "properties": {{\n{rows}\n      }}\n    }},\n'
+        )
+        section = rf'    "{name}": \{{\n.*?\n    \}},\n'
+        written = re.sub(section, lambda _, text=text: text, written, count=1, flags=re.DOTALL)
+    return written
+
+
+def _closed(properties: dict[str, Any], **rules: Any) -> dict[str, Any]:
+    """Return the schema of an object that has no other keys."""
+    return {"type": "object", "additionalProperties": False, "properties": properties, **rules}
+
+
+def _schema_of_policy() -> dict[str, Any]:
+    """Return the JSON schema of a policy: its keys, conditions and actions. The exporter alone checks each value."""
+    bounds = _closed({"over": {}, "under": {}}, minProperties=1)
+    kinds: dict[str, dict[str, Any]] = {
+        "when": _closed(dict.fromkeys(FIELDS, bounds), minProperties=1),
+        "do": _closed(
+            {key: {} for key in _keys(Rule.model_fields["do"].annotation)} | {"action": {"enum": list(ACTIONS)}}
+        ),
+    }
+    keys = _keys(Rule)
+    required = [key for key, is_required in keys.items() if is_required]
+    rule = _closed({key: kinds.get(key, {}) for key in keys}, required=required)
+    return _closed({"rules": {"type": "array", "maxItems": MAX_RULES, "items": rule}})
+
+
+def _keys(section: Any) -> dict[str, bool]:
+    """Return the keys of a part of a file, and whether each is required."""
+    return {field.alias or name: field.is_required() for name, field in section.model_fields.items()}
 
 
 def _rules_of_settings() -> Iterator[tuple[str, dict[str, Any]]]:

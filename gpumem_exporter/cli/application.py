@@ -173,5 +173,6 @@ def _show_page(target: str, forward: Forward) -> None:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             time.sleep(_LOOK_SECONDS)
-            if forward.failure != shown and (shown := forward.failure):
-                note(f"waiting for the exporter: {shown}")
+            if forward.failure != shown:
+                shown = forward.failure
+                note(f"waiting for the exporter: {shown}" if shown else "the exporter can be reached again")

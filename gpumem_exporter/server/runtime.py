@@ -170,6 +170,7 @@ class Runtime:
             health=self.health.document,
             host=socket.gethostname(),
             allowed_actions=settings.action_allow,
+            client_directory=settings.client_directory,
             clock=clock,
             wall_clock=wall_clock,
         )

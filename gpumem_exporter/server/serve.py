@@ -22,6 +22,7 @@ from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.background.housekeeping import take_over_hangup
+from gpumem_exporter.server.client_directory import ClientDirectoryError, put_client
 from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind, take_systemd_sockets
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer
@@ -70,6 +71,13 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
         sys.stderr.write(f"gpumem-exporter: {error}\n")
         return 1
     with listeners:
+        if settings.client_directory:
+            # After the socket, whose folder it may be in, and before jobs can connect.
+            try:
+                put_client(Path(settings.client_directory))
+            except ClientDirectoryError as error:
+                sys.stderr.write(f"gpumem-exporter: {error}\n")
+                return 1
         if demo:
             return _run_demo(settings, listeners, demo_processes)
         from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider

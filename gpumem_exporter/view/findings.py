@@ -1,7 +1,8 @@
 """Findings: what on the node needs attention, with one definition of severity for page, terminal and commands.
 
-The severities are those of the alert rules. A full device is no finding: it is what it was bought for. `critical`: work
-is lost, or nothing is known of the devices. `warning`: a person should look at it today. `info`: worth knowing.
+Findings and alert rules have the same severities. A full device is no finding: it is what it was bought for.
+`critical`: work is lost, or nothing is known of the devices. `warning`: a person should look at it today. `info`: worth
+knowing.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from gpumem_client.wire.units import human_bytes, human_seconds
+from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
-from gpumem_exporter.core.ledger import DeviceLedger
+from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.view.growth import Growth
 from gpumem_exporter.view.jobs import Job, Part
@@ -47,8 +48,13 @@ _UNATTRIBUTED = 0.02
 """Shares of the device's memory from which they are findings."""
 _FAILS_SOON_SECONDS = 3600.0
 _LASTING_SECONDS = 10.0
-"""Fragmented and unattributed memory change with each step, so they must last for this time."""
-_LASTING = ("fragmented", "unattributed")
+"""Fragmented and unattributed memory change with each step, so they must last for this time.
+
+A process that starts uses memory before its first report.
+"""
+_LASTING = ("fragmented", "unattributed", "unreported")
+INJECTION_LABEL = 'gpumem.io/inject: "true"'
+"""The label of pods, or of their namespace, into which the webhook injects the client."""
 _FORGOTTEN_SECONDS = 5.0
 """A finding that was absent for this time starts again."""
 _CALMER_SECONDS = 60.0
@@ -84,8 +90,13 @@ def find(
     *,
     failed_checks: Iterable[Mapping[str, str]] = (),
     growths: Mapping[str, Growth] | None = None,
+    client_directory: str | None = None,
 ) -> list[Finding]:
-    """Return the findings of a node in no order; `growths` has the jobs that grow, by id."""
+    """Return the findings of a node in no order.
+
+    `growths` has the jobs that grow, by id. `client_directory` is the folder from which jobs can import the client;
+    empty if there is none, and None without an exporter, to which processes could report.
+    """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
     found = [
         *_checks(failed_checks),
@@ -94,6 +105,7 @@ def find(
         *_growing(jobs, devices, growths or {}),
         *_idle_caches(snapshot, jobs, devices, ledgers),
         *_silent(jobs),
+        *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
     ]
     for device in devices:
@@ -252,7 +264,7 @@ def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float |
 def _idle_caches(
     snapshot: Snapshot, jobs: Sequence[Job], devices: Iterable[DeviceReading], ledgers: Mapping[str, DeviceLedger]
 ) -> Iterator[Finding]:
-    """Yield the jobs whose idle cache others lack, and those with much idle cache."""
+    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache."""
     of_device: dict[str, list[tuple[Job, Part]]] = {}
     for job in jobs:
         for part in job.parts:
@@ -314,6 +326,25 @@ def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
             yield Finding(f"silent {job.id}", "silent", SEVERITY["silent"], "Silent", sentence, job=job)
 
 
+def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]:
+    unreported = {process.pid: process for job in jobs for process in job.processes if process.state == "unreported"}
+    if not unreported:
+        return
+    sizes = [share.used_bytes for process in unreported.values() for share in process.shares.values()]
+    known = sum_of_known(sizes or [None])
+    do, use = ("does", "uses") if len(unreported) == 1 else ("do", "use")
+    size = f" and {use} {human_bytes(known)}" if known is not None else ""
+    every = counted(sum(len(job.processes) for job in jobs), "process", "processes")
+    if not client_directory:
+        how = "PyTorch jobs report below gpumem-run, or without a change if the exporter has --client.directory"
+    elif any(process.identity("k8s_pod") for process in unreported.values()):
+        how = f"Pods with PyTorch report with the label {INJECTION_LABEL}, if the chart's webhook is on"
+    else:
+        how = f"PyTorch jobs report if they start with PYTHONPATH={client_directory}"
+    sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
+    yield Finding("unreported", "unreported", "info", "Not reporting", sentence)
+
+
 def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
     pids: dict[int | None, list[str]] = {}
     for engine in snapshot.starting:
@@ -335,7 +366,7 @@ def _in_ledger(device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[Job])
         if sample is not None and None not in (sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes):
             size = sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes  # type: ignore[operator]
             sizes[job.id] = sizes.get(job.id, 0) + size
-    if sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
+    if 0 < sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
         worst = max(jobs, key=lambda job: sizes.get(job.id, 0))
         sentence = (
             f"{called(worst)} holds {human_bytes(sizes[worst.id])} of fragmented cache on GPU {device.gpu}. "

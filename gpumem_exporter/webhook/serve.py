@@ -36,7 +36,8 @@ PODS_WITHOUT_HOST_PATH = "/pods/without-host-path"
 
 MAX_BODY_BYTES = 4 << 20
 """The API server accepts objects of at most 3 MiB; a review adds little to its pod."""
-_MAX_CONNECTIONS = 512
+_LIMITS = Limits(max_connections=512, bodies=64, bodies_bytes=32 << 20, request_seconds=5.0)
+"""One client, the API server, sends nearly all requests, and waits for a few seconds."""
 _STOP_SECONDS = 5
 """The time for running requests when the webhook stops."""
 _KEEP_ALIVE_SECONDS = 120
@@ -82,7 +83,7 @@ def run(options: Options) -> int:
         fields = {"addresses": ",".join(listeners.names(tls=True)), "version": __version__}
         server = LimitedServer(
             create_app(options.host_path, certificate),
-            limits=Limits(max_connections=_MAX_CONNECTIONS),
+            limits=_LIMITS,
             tls=certificate.context,
             on_started=lambda: _log.info("listening", extra={"fields": fields}),
             on_stopping=lambda: None,

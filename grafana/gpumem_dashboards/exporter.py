@@ -73,7 +73,7 @@ def _overview() -> list[Any]:
         count(
             "Rejected processes",
             "Reports rejected in the time range because the maximum number of processes reports"
-            " (--report.max-processes). Those processes are on no dashboard.",
+            " (--report.max-processes). The rejected processes are on no dashboard.",
             f"round(sum(increase(gpumem_processes_dropped_total{{{NODE}}}[$__range])))",
         ),
         count(
@@ -252,9 +252,9 @@ def _actions() -> list[Any]:
     evaluations = f'gpumem_policy_evaluations_total{{{NODE}, result!="unmet"}}'
     rules = graph(
         "Policy rules, by result",
-        "Evaluations per second of a rule for a process on a device, without those whose conditions were not"
-        " met. Dry runs appear only here. A rule with only the results stopped, limited, held_back or cooling is met"
-        " and is held back.",
+        "Evaluations per second of a rule for a process on a device, without the evaluations whose conditions were"
+        " not met. Dry runs appear only here. A rule with only the results stopped, limited, held_back or cooling is"
+        " met and is held back.",
         units.CountsPerSecond,
         [(f"sum by (rule, result) (rate({evaluations}[$__rate_interval])) > 0", "{{rule}} {{result}}")],
     ).no_value("No rule, or no rule whose conditions were met.")

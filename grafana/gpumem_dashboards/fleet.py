@@ -335,7 +335,7 @@ def _retries_over_the_day() -> Any:
 
 def _silent() -> Any:
     chosen = f'{NODE}, workload=~"$workload"'
-    # The sum removes the target's labels; those of Kubernetes include another `pod`.
+    # The sum removes the target's labels; a target in Kubernetes has another `pod`.
     silent = (
         "sum by (cluster, instance, pid, workload, rank)"
         f" (time() - gpumem_reporter_last_report_timestamp_seconds{{{chosen}}})"

@@ -193,7 +193,7 @@ def _ranks() -> Any:
     return table(
         "Ranks side by side",
         "One row for each process on each device. A rank whose allocated bytes differ from the others is an"
-        " imbalance; a rank with fewer steps delays the others. Peaks are those since the last reset. Click a"
+        " imbalance; a rank with fewer steps delays the others. A peak counts since the last reset. Click a"
         " node to see the device.",
         units.BytesIEC,
         [

@@ -31,6 +31,8 @@ OPERATOR = json.loads((REPOSITORY / "tests" / "data" / "prometheus-operator.sche
 MAX_SECRET_BYTES = 1 << 20
 """The limit of Kubernetes. Helm stores a release, with the chart, in one Secret."""
 
+RULE = yaml.safe_load((REPOSITORY / "deploy" / "policy.example.yml").read_text(encoding="utf-8"))["rules"][0]
+
 Objects = dict[tuple[str, str], dict[str, Any]]
 """Objects by kind and name."""
 
@@ -393,6 +395,9 @@ def test_the_network_policy_admits_prometheus_and_the_test_to_the_exporter(relea
         ({"settings": {"report.expiry": "30s"}}, "/settings/report.expiry"),
         ({"settings": {"web.listen-address": ":80"}}, "web.listen-address"),
         ({"hostPort": "9844"}, "/hostPort"),
+        ({"policy": {"rules": [{"name": "a", "workloads": ["*"], "when": {}, "do": {"action": "clear"}}]}}, "/when"),
+        ({"policy": {"rules": [{**RULE, "cooldwon": "1h"}]}}, "cooldwon"),
+        ({"policy": {"rules": [{**RULE, "do": {"action": "clear"}}]}}, "/policy/rules/0/do/action"),
         ({"nodeSelector": {"gpu": True}}, "/nodeSelector/gpu"),
         ({"socket": {"hostPath": "run"}}, "/socket/hostPath"),
         ({"monitor": {"kind": "Probe"}}, "/monitor/kind"),
@@ -406,4 +411,4 @@ def test_the_network_policy_admits_prometheus_and_the_test_to_the_exporter(relea
 def test_the_schema_rejects_a_value_and_names_it(cluster: Cluster, values: dict[str, Any], place: str) -> None:
     with pytest.raises(helm.InstallError) as raised:
         cluster.install(CHART, values)
-    assert f"'{place}'" in str(raised.value)
+    assert f"{place}'" in str(raised.value)

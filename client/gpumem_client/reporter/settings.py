@@ -17,7 +17,7 @@ _RANKS = (("GPUMEM_RANK", ""), ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_S
 """Variables with a rank and with the number of ranks. Only srun sets SLURM_STEP_NUM_TASKS."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReporterSettings:
     """The settings of one reporter: argument, otherwise environment, otherwise default.
 

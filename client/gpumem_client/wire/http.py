@@ -37,7 +37,7 @@ _CLOSED_TLS_ERRORS = ("SSLEOFError", "SSLZeroReturnError")
 """The names of the errors of `ssl`, which is not imported here, for a connection that the exporter closed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Answer:
     """A complete HTTP response. Header names are lower case."""
 
@@ -336,7 +336,7 @@ def shown_url(url: str) -> str:
     return url if scheme == "unix" else f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Exporter:
     """The parts of an exporter's URL."""
 

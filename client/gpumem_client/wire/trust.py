@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WRITABLE_BY_OTHERS = 0o022
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trust:
     """The users whose exporters are accepted. Immutable."""
 

@@ -111,7 +111,7 @@ def _check_exporter(api: ExporterApi, health: dict[str, Any], *, has_token: bool
         "auth": lambda: check_auth(api, has_token=has_token),
         "actions": lambda: check_actions(read_rights(api)),
         "clock": lambda: check_clock(live()["node"]),
-        "reporters": lambda: check_reporters(processes()),
+        "reporters": lambda: check_reporters(processes(), live()["findings"]),
         "pid namespace": lambda: check_pid_namespace(processes(), mode=health.get("mode"), driver_up=driver_up),
         "jobs": lambda: check_jobs(live()["findings"]),
     }

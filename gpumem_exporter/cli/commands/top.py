@@ -39,7 +39,7 @@ Examples:
   gpumem-exporter top --once --json | jq -r '.rows[] | select(.fragmented_bytes > 1e9) | .workload'
 
 \b
-Keys: arrows or j and k select, enter shows the job, space folds, / searches, f filters, s sorts,
+Keys: arrows or j and k select, enter shows the job or the device, space folds, / searches, f filters, s sorts,
 r reverses, c clears after a question, ? helps, q quits. The mouse works, too.
 
 \b

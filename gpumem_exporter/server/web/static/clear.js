@@ -1,5 +1,5 @@
 // The dialog of a clear: a dry run, the confirmation, the results. It is modal, so the browser keeps the focus in it.
-// Target, mode and group are the exporter's choice; they go to the exporter as they came.
+// Target, mode, group and deadline are the exporter's choice; they go to the exporter as they came.
 
 import { ACTIONS, Refusal, request, setToken } from "./api.js";
 import { $, h, setHidden, setText } from "./dom.js";
@@ -47,8 +47,8 @@ function show({ status = "", when = "", error = "", action = null, confirm = "",
 }
 
 function bodyOf(more) {
-  const { target, mode, group } = clear;
-  return { action: "empty_cache", target, mode, group, ...more };
+  const { target, mode, group, deadline_seconds } = clear;
+  return { action: "empty_cache", target, mode, group, deadline_seconds, ...more };
 }
 
 async function preview() {
