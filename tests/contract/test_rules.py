@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import urllib.request
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
 from gpumem_exporter.view.findings import SEVERITIES, SEVERITY
+from tests.support.alert_path import Receiver, alertmanager, receiving
 from tests.support.dashboard_rules import nodes
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool
@@ -321,13 +322,21 @@ def test_the_configuration_of_alertmanager_is_valid() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.parametrize(("severity", "receiver"), [("critical", "page"), ("warning", "tickets"), ("info", "notes")])
+ROUTES = [
+    ({"severity": "critical"}, "page"),
+    ({"severity": "warning"}, "tickets"),
+    ({"severity": "info"}, "notes"),
+    ({"severity": "critical", "user": "ann"}, "owners"),
+    ({"severity": "warning", "k8s_namespace": "ml"}, "owners"),
+    ({"severity": "warning", "workload": "train"}, "tickets"),
+]
+
+
+@pytest.mark.parametrize(("labels", "receiver"), ROUTES)
 @pytest.mark.tools
-def test_an_alert_reaches_the_receiver_of_its_severity(severity: str, receiver: str) -> None:
-    routed = run_tool(
-        "amtool",
-        *("config", "routes", "test", f"--config.file={ALERTMANAGER}", "alertname=GpuMemX", f"severity={severity}"),
-    )
+def test_an_alert_reaches_its_owner_or_else_the_receiver_of_its_severity(labels: dict[str, str], receiver: str) -> None:
+    given = [f"{name}={value}" for name, value in {"alertname": "GpuMemX", **labels}.items()]
+    routed = run_tool("amtool", "config", "routes", "test", f"--config.file={ALERTMANAGER}", *given)
     assert routed.stdout.split() == [receiver], routed.stderr
 
 
@@ -337,74 +346,83 @@ def alert(name: str, instance: str = "node-1:9844", **labels: str) -> dict[str, 
     return {"labels": {"alertname": name, "job": "gpumem", "instance": instance, "severity": severity, **labels}}
 
 
+def of_process(name: str, pid: str, *, user: str = "ann", cluster: str = "east") -> dict[str, Any]:
+    owner = {"user": user, "k8s_namespace": "ml", "workload": "train", "cluster": cluster}
+    return alert(name, "node-4:9844", uuid="GPU-e", pid=pid, **owner)
+
+
 @pytest.mark.tools
 def test_an_alert_inhibits_its_effects_on_the_same_node_device_and_process(tmp_path: Path) -> None:
     sent = {
         "the driver": alert("GpuMemNvmlDown"),
         "a device of that node": alert("GpuMemDeviceLost", gpu="0", uuid="GPU-a"),
         "a device of another node": alert("GpuMemDeviceLost", "node-2:9844", gpu="0", uuid="GPU-b"),
+        "a device of another cluster": alert("GpuMemDeviceLost", cluster="west", gpu="0", uuid="GPU-a"),
         "a process that outlived itself": alert("GpuMemProcessGoneMemoryHeld", "node-3:9844", gpu="0", uuid="GPU-c"),
         "its memory": alert("GpuMemUnattributed", "node-3:9844", gpu="0", uuid="GPU-c"),
         "other memory": alert("GpuMemUnattributed", "node-3:9844", gpu="1", uuid="GPU-d"),
-        "an error": alert("GpuMemOomHappened", "node-4:9844", uuid="GPU-e", pid="7"),
-        "the retries before it": alert("GpuMemAllocatorRetrying", "node-4:9844", uuid="GPU-e", pid="7"),
-        "retries of another process": alert("GpuMemAllocatorRetrying", "node-4:9844", uuid="GPU-e", pid="8"),
-        "an error that ended its process": alert("GpuMemOomEndedProcess", "node-7:9844", uuid="GPU-h", pid="7"),
-        "the same error": alert("GpuMemOomHappened", "node-7:9844", uuid="GPU-h", pid="7"),
+        "a forecast": of_process("GpuMemOomSoon", "7"),
+        "the leak behind it": of_process("GpuMemLeak", "7"),
+        "the growth behind it": of_process("GpuMemNonTorchGrowth", "7"),
+        "the retries before it": of_process("GpuMemAllocatorRetrying", "7"),
+        "the leak of another process": of_process("GpuMemLeak", "8"),
+        "the leak of that pid in another cluster": of_process("GpuMemLeak", "7", cluster="west", user="bob"),
+        "an error that ended its process": of_process("GpuMemOomEndedProcess", "9"),
+        "its forecast": of_process("GpuMemOomSoon", "9"),
+        "fragmentation": of_process("GpuMemFragmentationHigh", "10"),
+        "its retries": of_process("GpuMemAllocatorRetrying", "10"),
         "no exporter": alert("GpuMemExporterAbsent", "node-5:9844", host="node-5"),
-        "what it said last": alert("GpuMemLeak", "node-5:9844", uuid="GPU-f", pid="7"),
+        "what it reported last": alert("GpuMemLeak", "node-5:9844", uuid="GPU-f", pid="7"),
         "an idle job": alert("GpuMemReporterSilent", "node-1:9844", pid="7"),
         "a lost device": alert("GpuMemDeviceLost", "node-6:9844", uuid="GPU-g"),
         "its unattributed memory": alert("GpuMemUnattributed", "node-6:9844", uuid="GPU-g"),
     }
-    silenced = {"a device of that node", "its memory", "the retries before it", "what it said last"}
-    silenced.add("the same error")
-    silenced.add("its unattributed memory")
-    log = tmp_path / "alertmanager.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [
-                "prometheus-alertmanager",
-                f"--config.file={ALERTMANAGER}",
-                f"--storage.path={tmp_path}",
-                *("--web.listen-address=127.0.0.1:0", "--cluster.listen-address="),
-            ],
-            stdout=out,
-            stderr=out,
-        )
-
-    def listening() -> str:
-        assert process.poll() is None, log.read_text()
-        return "".join(re.findall(r'msg="Listening on" address=(\S+)', log.read_text()))
-
-    try:
-        address = wait_for(listening, "Alertmanager's address")
+    silenced = {
+        *("a device of that node", "its memory", "the leak behind it", "the growth behind it", "the retries before it"),
+        *("its forecast", "its retries", "what it reported last", "its unattributed memory"),
+    }
+    with receiving() as receiver, alertmanager(tmp_path, receiver.url, times=20) as address:
         url = f"http://{address}/api/v2/alerts"
-        wait_for(lambda: _asked(f"http://{address}/-/ready"), "Alertmanager")
-        assert _asked(url, list(sent.values())) is not None
+        post(url, list(sent.values()))
         wait_until_equal(lambda: _silenced(url, sent), silenced, "the alerts that others silence")
-    finally:
-        process.kill()
-        process.wait()
+        for name, labels in (("owners", {"user": "ann"}), ("owners", {"user": "bob"}), ("page", {})):
+            sent_to = partial(notifications_to, receiver, name, labels)
+            alerts = [each for notification in wait_for(sent_to, f"{name} {labels}") for each in notification["alerts"]]
+            assert {each["labels"].get("user") for each in alerts} == {labels.get("user")}
+        notified = {
+            (each["labels"]["alertname"], each["labels"]["pid"])
+            for notification in receiver.notifications
+            if notification["groupLabels"].get("user") == "ann"
+            for each in notification["alerts"]
+        }
+    assert notified == {
+        ("GpuMemOomSoon", "7"),
+        ("GpuMemLeak", "8"),
+        ("GpuMemOomEndedProcess", "9"),
+        ("GpuMemFragmentationHigh", "10"),
+    }
+
+
+def notifications_to(receiver: Receiver, name: str, labels: dict[str, str]) -> list[Mapping[str, Any]]:
+    """Return the notifications of a receiver of the configuration about groups with these labels."""
+    return [
+        each
+        for each in receiver.notifications
+        if each["receiver"] == name and labels.items() <= each["groupLabels"].items()
+    ]
+
+
+def post(url: str, body: Any) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=patient(30)):
+        pass
 
 
 def _silenced(url: str, sent: dict[str, Any]) -> set[str] | None:
     """Return the inhibited ones of the sent alerts; None until Alertmanager has all of them."""
-    known = json.loads(_asked(url) or b"[]")
+    with urllib.request.urlopen(url, timeout=patient(30)) as answer:
+        known = json.load(answer)
     if len(known) != len(sent):
         return None
     labels = [one["labels"] for one in known if one["status"]["inhibitedBy"]]
     return {what for what, one in sent.items() if one["labels"] in labels}
-
-
-def _asked(url: str, body: Any = None) -> bytes | None:
-    """Return the body of the answer; None if there is none yet."""
-    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(
-            request, None if body is None else json.dumps(body).encode(), timeout=patient(5)
-        ) as answer:
-            held: bytes = answer.read()
-            return held or b" "
-    except OSError:
-        return None

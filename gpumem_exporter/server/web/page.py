@@ -103,6 +103,7 @@ class Page:
         parts = {
             "version": escape(self.version),
             "telemetry-path": escape(self.telemetry_path),
+            "telemetry-link": escape(self.telemetry_path.lstrip("/")),
             "title": "GPU memory (demo)" if self.demo else "GPU memory",
             "demo": _DEMO if self.demo else "",
             "links": "\n".join(_links()),

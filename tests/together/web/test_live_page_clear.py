@@ -37,9 +37,9 @@ def open_dialog(live: LivePage, job: str) -> None:
     live.page.locator(f"#jobs tbody:has-text('{job}') .act:visible").click()
 
 
-def sent_actions(live: LivePage) -> list[dict[str, Any]]:
+def sent_actions(live: LivePage) -> list[Any]:
     """Return the list to which the bodies of the page's requests for actions are added."""
-    bodies: list[dict[str, Any]] = []
+    bodies: list[Any] = []
 
     def take(request: Request) -> None:
         if request.method == "POST":

@@ -70,7 +70,7 @@ class Detail {
     happened.about(`&${subject}${types}`);
     const jobOf = jobFinder(view.jobs);
     this.list.noneText = target.job?.reporting_count === 0 ? "No events. The exporter records the starts and ends of processes that report." : "No events.";
-    this.list.update(happened.events, happened.refusal, jobOf);
+    this.list.update(happened.events, happened.refusal, jobOf, happened.known);
     this.oom.update(param("event"), subject, { ...view, jobOf });
     this.timeline.update({
       query: subject,
@@ -94,6 +94,7 @@ class Detail {
     for (const element of [this.facts, this.memory, this.processes.element]) setHidden(element, !known);
     setHidden(this.users, true);
     if (!known) return;
+    setHidden(this.memory, OF_JOB.every((name) => job[`${name}_bytes`] === null));
     this.noteStep(job);
     facts(this.facts, [
       [words.state, job.state],
@@ -184,8 +185,9 @@ function markOf({ type, unix_seconds: time, title, text }) {
   return kind ? { unix_seconds: time, kind, text: `${title}: ${text}` } : null;
 }
 
+/** Show the known values. */
 function facts(element, entries) {
-  refill(element, entries, (all) => all.map(([word, text]) => h("div", { title: word?.help }, h("dt", {}, word?.label ?? ""), h("dd", {}, text))));
+  refill(element, entries.filter(([, text]) => text !== UNKNOWN), (all) => all.map(([word, text]) => h("div", { title: word?.help }, h("dt", {}, word?.label ?? ""), h("dd", {}, text))));
 }
 
 function amounts(element, entries) {

@@ -8,7 +8,7 @@ import { h, refill, setHidden, setText } from "./dom.js";
 import { EventList } from "./events.js";
 import { bytes, dayAndTime, duration, gpuName, safe } from "./format.js";
 import { hueOf } from "./hues.js";
-import { go, jobHref, LAST_OOM } from "./route.js";
+import { go, jobHref, LAST_OOM, showAgain } from "./route.js";
 
 const AGAIN_SECONDS = 5;
 
@@ -60,7 +60,9 @@ export class OomView {
       if (error.status === 401 || error.status === 403) refusal = `Events need the same rights as actions: ${error.message}`;
       else if (error.status !== 404 && error.status !== 422) return;
     }
-    if (key === this.key) Object.assign(this, { found, refusal: found ? null : refusal });
+    if (key !== this.key) return;
+    Object.assign(this, { found, refusal: found ? null : refusal });
+    showAgain();
   }
 
   show({ jobs, now, jobOf }) {

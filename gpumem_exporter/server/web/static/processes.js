@@ -63,7 +63,7 @@ class ProcessPart {
 
 function settingsOf(process, device) {
   const known = [
-    ["Allocator settings", process.allocator_settings === undefined ? null : process.allocator_settings || "default"],
+    ["Allocator settings", process.allocator_settings === "" ? "default" : process.allocator_settings],
     ["Torch", process.torch_version],
     ["Command", process.command],
     ["Memory limit", device.memory_limit_bytes ? bytes(device.memory_limit_bytes) : null],

@@ -36,12 +36,15 @@ function enter(params, replace) {
   const url = query === "" ? location.pathname : `?${query}`;
   if (replace) history.replaceState(null, "", url);
   else history.pushState(null, "", url);
+  showAgain();
+}
+
+/** Show the view of the URL at once, for example when a reply has arrived for it. */
+export function showAgain() {
   for (const listener of listeners) listener();
 }
 
-addEventListener("popstate", () => {
-  for (const listener of listeners) listener();
-});
+addEventListener("popstate", showAgain);
 document.addEventListener("click", (event) => {
   const link = event.target.closest?.('a[href^="?"]');
   if (!link || event.defaultPrevented || event.button !== 0 || event.ctrlKey || event.metaKey || event.shiftKey) return;

@@ -187,13 +187,14 @@ export class Timeline {
     ctx.restore();
   }
 
-  /** Show the values under the pointer, otherwise the last ones, and the mark next to the pointer. */
+  /** Show the values under the pointer, otherwise the values at the event or the last ones, and the mark next to the pointer. */
   showValues() {
     const { chart } = this;
     if (!chart) return;
     const [times, ...columns] = chart.data;
     const last = times.length - 1;
-    const index = chart.cursor.idx ?? last;
+    const event = this.around && times[0] <= this.around && this.around <= times[last] ? times.findIndex((each) => each >= this.around) : last;
+    const index = chart.cursor.idx ?? event;
     const time = times[index];
     setText(this.moment, time === undefined ? "" : dayAndTime(time));
     for (const [i, [name]] of SERIES.entries()) {
