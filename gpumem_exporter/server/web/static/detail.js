@@ -185,8 +185,9 @@ function markOf({ type, unix_seconds: time, title, text }) {
   return kind ? { unix_seconds: time, kind, text: `${title}: ${text}` } : null;
 }
 
+/** Show the known values. */
 function facts(element, entries) {
-  refill(element, entries, (all) => all.map(([word, text]) => h("div", { title: word?.help }, h("dt", {}, word?.label ?? ""), h("dd", {}, text))));
+  refill(element, entries.filter(([, text]) => text !== UNKNOWN), (all) => all.map(([word, text]) => h("div", { title: word?.help }, h("dt", {}, word?.label ?? ""), h("dd", {}, text))));
 }
 
 function amounts(element, entries) {
