@@ -1,6 +1,6 @@
 """JupyterHub: every notebook reports. Append the part of your spawner to jupyterhub_config.py.
 
-A notebook's workload is `notebook-USER`, until its code calls gpumem_client.start(workload=...).
+A notebook's workload is `notebook-USER`, unless its code names another one before it uses the GPU.
 """
 
 c = get_config()  # noqa: F821 - JupyterHub defines it
@@ -8,7 +8,7 @@ c = get_config()  # noqa: F821 - JupyterHub defines it
 VARIABLES = {
     # In front of the image's own entries, if it has some.
     "PYTHONPATH": "/run/gpumem/client",
-    "GPUMEM_WORKLOAD": lambda spawner: f"notebook-{spawner.user.name}",
+    "GPUMEM_DEFAULT_WORKLOAD": lambda spawner: f"notebook-{spawner.user.name}",
 }
 
 # KubeSpawner. The node's folder may not exist yet. Pod Security Standards other than privileged reject hostPath.

@@ -332,15 +332,16 @@ def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]
         return
     sizes = [share.used_bytes for process in unreported.values() for share in process.shares.values()]
     known = sum_of_known(sizes or [None])
-    do, use = ("does", "uses") if len(unreported) == 1 else ("do", "use")
-    size = f" and {use} {human_bytes(known)}" if known is not None else ""
+    size = f" ({human_bytes(known)})" if known is not None else ""
     every = counted(sum(len(job.processes) for job in jobs), "process", "processes")
+    # Short: the page shows a finding in one line.
     if not client_directory:
-        how = "PyTorch jobs report below gpumem-run, or without a change if the exporter has --client.directory"
+        how = "Start PyTorch jobs below gpumem-run, or set --client.directory"
     elif any(process.identity("k8s_pod") for process in unreported.values()):
-        how = f"Pods with PyTorch report with the label {INJECTION_LABEL}, if the chart's webhook is on"
+        how = f"The chart's webhook lets pods with the label {INJECTION_LABEL} report"
     else:
-        how = f"PyTorch jobs report if they start with PYTHONPATH={client_directory}"
+        how = f"Start PyTorch jobs with PYTHONPATH={client_directory}"
+    do = "does" if len(unreported) == 1 else "do"
     sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
     yield Finding("unreported", "unreported", "info", "Not reporting", sentence)
 

@@ -89,3 +89,14 @@ def test_the_client_starts_with_cuda_or_tells_that_python_is_too_old(version: st
         told = number(version) >= number(FIRST_WITH_A_MESSAGE)
         lines = done.stderr.splitlines()
         assert [FIRST_SUPPORTED in line and version in line for line in lines] == [True] * told
+
+
+@pytest.mark.parametrize("version", [version for version in VERSIONS if number(version) >= number(FIRST_SUPPORTED)])
+def test_every_module_of_the_client_imports_in_every_supported_python(version: str) -> None:
+    package = BOOTSTRAP.parent
+    modules = [path for path in package.rglob("*.py") if path.parent != BOOTSTRAP]
+    names = [".".join(path.relative_to(package.parent).with_suffix("").parts) for path in modules]
+    imports = "".join(f"import {name}\n".replace(".__init__", "") for name in names)
+    command = [interpreter(version), "-W", "error", "-B", "-c", imports]
+    done = subprocess.run(command, env={"PYTHONPATH": str(package.parent)}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -196,7 +196,7 @@ def test_processes_that_do_not_report_are_counted_with_what_to_do_on_this_node(
         listed = dataclasses.replace(listed, facts={99: ProcessFacts(99, 1, k8s_pod="other-0")})
     found = findings(of(1, "train"), node=listed, client_directory=client_directory)["unreported"]
     assert found.severity == "info"
-    assert found.sentence.startswith("1 of 2 processes does not report and uses 39.0 GiB.")
+    assert found.sentence.startswith("1 of 2 processes does not report (39.0 GiB).")
     assert told in found.sentence
 
 
