@@ -118,9 +118,39 @@ def _shrunk(job: Job) -> None:
         job.step([96] * 12)
 
 
+def _long_evaluation(job: Job) -> None:
+    """Training that stops for an evaluation of 70 s, which needs less memory."""
+    while job.running:
+        if _STARTED_SECONDS <= job.now < LATE_BURST_SECONDS:
+            job.hold([64] * 2, 0.2)
+        else:
+            job.step([64] * 30)
+
+
+def _short_peak(job: Job) -> None:
+    """Training of which less than a thousandth of each step needs one more tensor."""
+    while job.running:
+        held = job.tensors([96] * 12)
+        job.tensors([400])
+        time.sleep(0.4)
+        del held
+        client.step()
+        time.sleep(0.1)
+
+
 JOBS: dict[str, Callable[[Job], None]] = {
     job.__name__.removeprefix("_"): job
-    for job in (_training, _notebook, _bursts, _steady, _evaluation, _shrunk, _late_burst)
+    for job in (
+        _training,
+        _notebook,
+        _bursts,
+        _steady,
+        _evaluation,
+        _shrunk,
+        _long_evaluation,
+        _late_burst,
+        _short_peak,
+    )
 }
 
 

@@ -1,4 +1,4 @@
-"""Compares the idle cache of six kinds of jobs with what was still free 10 s after a clear.
+"""Compares the idle cache of nine kinds of jobs with what was still free 10 s after a clear.
 
     python -m benchmarks.idle_cache [--quick] [--json] [--real-gpu]
 
@@ -6,7 +6,8 @@ The jobs run at the same time, each in a process of its own, and on devices of t
 one action clears all of them, 5 s before the next burst or evaluation. The claim: idle cache and still free differ by
 at most one segment. That is 20 MiB, the allocator's unit for tensors of 1 to 10 MiB. After a phase with larger batches
 it is 400 MiB: a smaller tensor then uses part of a segment of the first phase, which a clear replaces by a smaller one.
-The last row claims nothing: its burst comes after more than a minute, which the idle cache cannot know.
+The last two rows claim nothing: the burst comes after more than a minute, and the short peak is between two readings,
+which the idle cache cannot know.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ WORKLOADS = {
     "steady": "inference server with a steady small load",
     "evaluation": "training, batches of four lengths, evaluation every 20 s",
     "shrunk": "fine-tuning after a phase with larger batches",
+    "long_evaluation": "training, evaluation of 70 s with less memory",
     "late_burst": "server with a burst after 80 s",
+    "short_peak": "training, 400 MiB more for under a thousandth of a step",
 }
 SEGMENT_MIB = dict.fromkeys(WORKLOADS, 20) | {"shrunk": 400}
-NOT_CLAIMED = "late_burst"
+NOT_CLAIMED = ("late_burst", "short_peak")
 START_SECONDS = 3.0
 CLEAR_SECONDS = 75.0
 SETTLE_SECONDS = 10.0
@@ -106,7 +109,7 @@ def row_of(name: str, cache: Cache) -> Row:
         abs(cache.idle - cache.still_free) / MIB,
         "MiB",
         f"idle {idle}, still free {still_free}; reclaimable {reclaimable}, freed {freed}",
-        limit=None if name == NOT_CLAIMED else SEGMENT_MIB[name] + 1,
+        limit=None if name in NOT_CLAIMED else SEGMENT_MIB[name] + 1,
     )
 
 

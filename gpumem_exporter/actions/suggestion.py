@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, StepRate, first_common_step, seconds_until_step_ends
 from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS, ActionRequest, Target
@@ -28,23 +29,31 @@ class Suggestion:
     """The processes of all requests: the given target, and the other ranks of its groups."""
 
 
-def suggested_mode(
+class Timing(NamedTuple):
+    """When all processes of a job clear, as a request has it."""
+
+    mode: str
+    group: bool
+    deadline_seconds: float
+
+
+def suggested_timing(
     job: Sequence[ReportingProcess], now_seconds: float, *, deadline_seconds: float | None = None
-) -> tuple[str, bool]:
-    """Return the mode in which all processes of a job clear with the least harm, and whether they clear as a group.
+) -> Timing:
+    """Return when all processes of a job clear with the least harm.
 
     `job` are all processes of a workload and owner that report. Without `deadline_seconds`, the deadline is chosen.
     """
     training = [process for process in job if trains(process)]
-    if not training:
-        return "now", False
-    if len(job) == 1 or len(training) < len(job):
-        return "step", False
     if deadline_seconds is None:
-        deadline_seconds = _deadline_seconds(job, DEFAULT_DEADLINE_SECONDS)
+        deadline_seconds = long_enough_seconds(process.report.step_seconds for process in training)
+    if not training:
+        return Timing("now", False, deadline_seconds)
+    if len(job) == 1 or len(training) < len(job):
+        return Timing("step", False, deadline_seconds)
     rates = [StepRate.of(process, now_seconds) for process in job]
     at_step = first_common_step(rates, GROUP_LEAD_SECONDS)
-    return "step", seconds_until_step_ends(rates, at_step) <= deadline_seconds
+    return Timing("step", seconds_until_step_ends(rates, at_step) <= deadline_seconds, deadline_seconds)
 
 
 def trains(process: ReportingProcess) -> bool:
@@ -75,8 +84,8 @@ def suggest_clears(
     for key, job in _jobs(selected).items():
         # Also the ranks that the target does not name. They have the same owner, so the caller may act on them as well.
         ranks = whole[key]
-        _, group = suggested_mode([one.process for one in ranks], now_seconds, deadline_seconds=deadline_seconds)
-        if group:
+        job_timing = suggested_timing([one.process for one in ranks], now_seconds, deadline_seconds=deadline_seconds)
+        if job_timing.group:
             groups.append(ranks)
         else:
             alone += [one for one in job if trains(one.process)]
@@ -105,7 +114,8 @@ def _at_step(
 ) -> ActionRequest:
     deadline_seconds = request.deadline_seconds
     if free_deadline:
-        deadline_seconds = _deadline_seconds([one.process for one in processes], deadline_seconds)
+        steps = [one.process.report.step_seconds for one in processes]
+        deadline_seconds = long_enough_seconds(steps, deadline_seconds)
     return replace(
         request,
         dry_run=False,
@@ -116,8 +126,9 @@ def _at_step(
     )
 
 
-def _deadline_seconds(processes: Iterable[ReportingProcess], least_seconds: float) -> float:
-    longest = max(process.report.step_seconds or 0.0 for process in processes)
+def long_enough_seconds(step_seconds: Iterable[float | None], least_seconds: float = DEFAULT_DEADLINE_SECONDS) -> float:
+    """Return the deadline for a clear at the end of a step; `step_seconds` has the duration of each process' steps."""
+    longest = max((seconds or 0.0 for seconds in step_seconds), default=0.0)
     return min(MAX_DEADLINE_SECONDS, max(least_seconds, round(GROUP_LEAD_SECONDS + _DEADLINE_STEPS * longest, 1)))
 
 

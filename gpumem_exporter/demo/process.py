@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import NoReturn
 
@@ -78,6 +78,8 @@ class DeviceSlot:
         self.unmapped = Unmapped(0, 0)
         """The memory of the allocator that the device does not hold."""
         self.allocations = self.frees = 0
+        self._least_reclaimable_bytes: int | None = None
+        """The smallest value since the last call of `unused`."""
         self._phase_peak_bytes: dict[str, int] = {}
         self._component_bytes: dict[str, int] = {}
 
@@ -90,6 +92,7 @@ class DeviceSlot:
         """Create a tensor, or raise SimulatedOutOfMemoryError; `component` is empty if the program names none."""
         block = self.allocator.allocate(size_bytes)
         self.allocations += 1
+        self._least_reclaimable_bytes = self._least()
         if component:
             self._component_bytes[component] = self._component_bytes.get(component, 0) + block.size_bytes
         return Tensor(block, self, component)
@@ -147,6 +150,20 @@ class DeviceSlot:
             component_bytes=components,
         )
         return without_unmapped(sample, self.unmapped) if self.unmapped.reserved_bytes else sample
+
+    def unused(self) -> DeviceSample:
+        """Return a sample with the smallest reclaimable value since the last call.
+
+        Everything that a program does in a tick happens at one time. A real reporter reads the cache at random moments
+        of a step, and so sees what the step needs; this one would see the ends of ticks alone.
+        """
+        sample = replace(self.sample(), reclaimable_bytes=self._least())
+        self._least_reclaimable_bytes = None
+        return sample
+
+    def _least(self) -> int:
+        now_bytes = self.allocator.reclaimable_bytes
+        return now_bytes if self._least_reclaimable_bytes is None else min(now_bytes, self._least_reclaimable_bytes)
 
 
 class SimulatedProcess:
@@ -279,7 +296,8 @@ class SimulatedProcess:
     def samples(self) -> tuple[DeviceSample, ...]:
         return tuple(slot.sample() for slot in self.slots)
 
-    unused = samples
+    def unused(self) -> tuple[DeviceSample, ...]:
+        return tuple(slot.unused() for slot in self.slots)
 
     def sample_at_oom(self, index: int) -> DeviceSample:
         return self.slots[index].sample()

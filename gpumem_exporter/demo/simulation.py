@@ -96,7 +96,8 @@ class Simulation:
         process, program = instance.running
         try:
             next(program)
-            process.loop.sampler.take()  # also a reading for the idle cache
+            process.loop.sampler.take()  # the reports fit the next reading of the driver
+            process.loop.sampler.read()  # for the idle cache
         except StopIteration:
             self._end(instance, process, crashed=False)
         except SimulatedOutOfMemoryError:

@@ -57,8 +57,8 @@ class History:
     So the order of rows never changes. The wall clock that a document shows is that time plus the present difference:
     after a step of the wall clock, earlier rows have the times that the new clock would have shown.
 
-    If the memory is used up, the owner of jobs with the most bytes loses rows: ended jobs, the one that ended first,
-    then the oldest rows of its largest jobs.
+    If the memory is used up, the owner of jobs with the most bytes loses rows: first its ended jobs in the order
+    of their ends, then the oldest rows of its largest jobs.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class History:
         """Free a part of the budget, from the owners with the most bytes."""
         target = _BUDGET_BYTES * (1 - _FREED_SHARE)
         by_end: dict[str, list[str]] = {}
-        """The series of each owner; the one that ended first is the last."""
+        """The series of each owner; the series that ended first is the last."""
         for key, series in sorted(self._series.items(), key=lambda item: -item[1].last_seconds):
             by_end.setdefault(series.subject.owner, []).append(key)
         by_size: dict[str, list[tuple[int, str]]] = {}

@@ -39,16 +39,31 @@ class Part(NamedTuple):
     """The reporter's values."""
 
 
-_SUMS: Mapping[str, Callable[[Part], int | None]] = {
+def _reserved(value: Callable[[DeviceSample], int | None]) -> Callable[[Part], int | None]:
+    """Return a function of a part: a value of what the allocator reserves, 0 where it reserves nothing."""
+
+    def of_part(part: Part) -> int | None:
+        if part.sample is None:
+            # A report has every device on which torch has a context, or no device at all. On another device the process
+            # has only the context of another library.
+            reporter = part.process.reporter
+            return 0 if reporter is not None and reporter.report.devices else None
+        return 0 if part.sample.reserved_bytes == 0 else value(part.sample)
+
+    return of_part
+
+
+VALUES: Mapping[str, Callable[[Part], int | None]] = {
     "used_bytes": lambda part: part.share.used_bytes if part.share else None,
-    "allocated_bytes": lambda part: part.sample.allocated_bytes if part.sample else None,
-    "reserved_bytes": lambda part: part.sample.reserved_bytes if part.sample else None,
-    "idle_cache_bytes": lambda part: part.sample.idle_cache_bytes if part.sample else None,
-    "reclaimable_bytes": lambda part: part.sample.reclaimable_bytes if part.sample else None,
-    "fragmented_bytes": lambda part: fragmented_bytes(part.sample) if part.sample else None,
+    "allocated_bytes": _reserved(lambda sample: sample.allocated_bytes),
+    "reserved_bytes": _reserved(lambda sample: sample.reserved_bytes),
+    "idle_cache_bytes": _reserved(lambda sample: sample.idle_cache_bytes),
+    "reclaimable_bytes": _reserved(lambda sample: sample.reclaimable_bytes),
+    "fragmented_bytes": _reserved(fragmented_bytes),
     "non_torch_bytes": lambda part: part.share.non_torch_bytes if part.share else None,
     "unmapped_bytes": lambda part: part.sample.unmapped_bytes if part.sample else None,
 }
+"""The values of a part that a job sums up; None where a value is unknown."""
 _PARTIAL = ("unmapped_bytes",)
 """Values that only some processes have; one without the value lacks nothing."""
 
@@ -85,7 +100,7 @@ class Job:
     @cached_property
     def sums(self) -> Mapping[str, int | None]:
         """The sum of each value over the processes and devices where it is known; None where none is."""
-        known = {name: [value(part) for part in self.parts] for name, value in _SUMS.items()}
+        known = {name: [value(part) for part in self.parts] for name, value in VALUES.items()}
         return {name: sum_of_known(values or [None]) for name, values in known.items()}
 
     @property
@@ -93,7 +108,7 @@ class Job:
         """The names of the sums that lack a process or a device."""
         return [
             name
-            for name, value in _SUMS.items()
+            for name, value in VALUES.items()
             if name not in _PARTIAL and self.sums[name] is not None and any(value(part) is None for part in self.parts)
         ]
 

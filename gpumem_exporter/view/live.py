@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gpumem_exporter.actions.caller import Caller, Rights
-from gpumem_exporter.actions.suggestion import suggested_mode
+from gpumem_exporter.actions.suggestion import suggested_timing
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.view.documents import SeenProcess, device_document, process_document
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
 from gpumem_exporter.view.growth import Growth, growth
-from gpumem_exporter.view.jobs import Job, Part, job_uuids, jobs_of, parts_of
+from gpumem_exporter.view.jobs import VALUES, Job, Part, job_uuids, jobs_of, parts_of
+from gpumem_exporter.view.oom import NEAR_SECONDS, DeviceUse, uses_of
 from gpumem_exporter.view.sentences import stays_free
 from gpumem_exporter.view.words import WORDS
 
 ALL_DETAILS = "all"
 _GROWTH_SECONDS = 30.0
 """The minima of minutes change no more often."""
+_OF_USER = ("used_bytes", "idle_cache_bytes")
+"""What a device shows of each job on it."""
 
 Document = dict[str, Any]
 
@@ -42,12 +45,26 @@ class NodeView:
         self._minima_of = minima_of
         self._growths: dict[str, tuple[float, Growth | None]] = {}
         """The growth of each job, by its id, and when it was computed. Replaced, never changed."""
+        self._uses: tuple[float, Mapping[str, DeviceUse]] = (-NEAR_SECONDS, {})
+        """The use of each device, and when it was noticed. Replaced, never changed."""
 
     def notice(self, snapshot: Snapshot, failed_checks: Iterable[Mapping[str, str]]) -> None:
-        """Note since when each finding lasts; called about once a second, also while no client reads the document."""
+        """Note since when each finding lasts, and who uses each device.
+
+        Called about once a second, also while no client reads the document.
+        """
         shares = node_shares(snapshot)
         jobs = jobs_of(snapshot, shares=shares)
         self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growing(jobs), failed_checks)
+        self._uses = self._clock(), uses_of(snapshot, jobs)
+
+    def device_at_error(self, uuid: str, pid: str) -> Document | None:
+        """Return who else uses a device now, for the event of an error in the process `pid`; None if not known."""
+        noticed, uses = self._uses
+        if uuid not in uses or self._clock() - noticed >= NEAR_SECONDS:
+            return None
+        growths = self._growths
+        return uses[uuid].document(pid, lambda job: growths.get(job, (0.0, None))[1])
 
     def document(
         self,
@@ -60,7 +77,8 @@ class NodeView:
     ) -> Document:
         """Return the document without its time.
 
-        `node` has what the snapshot does not have: the host's name, the version and the checks. The identities of
+        `node` has what the snapshot does not have: the host's name, the version, the checks and, if an exporter runs,
+        the folder of its client. The identities of
         others' processes are hidden from `viewer`; None shows them. `details` is the id of the job whose processes have
         all their values, or `all`. Unknown values are null.
         """
@@ -80,7 +98,7 @@ class NodeView:
             for device in (reading.devices if reading is not None else ())
         ]
         free = {each.uuid: each.memory.free_bytes for each in (reading.devices if reading else ()) if each.memory}
-        findings = self._findings(snapshot, jobs, ledgers, growths, node["failed_checks"])
+        findings = self._findings(snapshot, jobs, ledgers, growths, node["failed_checks"], node.get("client_directory"))
         return {
             "node": {
                 **node,
@@ -119,8 +137,12 @@ class NodeView:
         ledgers: Mapping[str, DeviceLedger],
         growths: Mapping[str, Growth],
         failed_checks: Iterable[Mapping[str, str]],
+        client_directory: str | None = "",
     ) -> list[Finding]:
-        return self._since.lasting(find(snapshot, jobs, ledgers, failed_checks=failed_checks, growths=growths))
+        found = find(
+            snapshot, jobs, ledgers, failed_checks=failed_checks, growths=growths, client_directory=client_directory
+        )
+        return self._since.lasting(found)
 
 
 def _pressure(ledger: DeviceLedger | None) -> float | None:
@@ -141,9 +163,8 @@ def _users(jobs: Iterable[Job]) -> dict[str, list[Document]]:
         for part in job.parts:
             there.setdefault(part.uuid, []).append(part)
         for uuid, parts in there.items():
-            used = sum_of_known([part.share.used_bytes if part.share else None for part in parts])
-            idle = sum_of_known([part.sample.idle_cache_bytes if part.sample else None for part in parts])
-            users.setdefault(uuid, []).append({"job": job.id, "used_bytes": used, "idle_cache_bytes": idle})
+            sums = {name: sum_of_known([VALUES[name](part) for part in parts]) for name in _OF_USER}
+            users.setdefault(uuid, []).append({"job": job.id, **sums})
     for of_device in users.values():
         of_device.sort(key=lambda each: -(each["used_bytes"] or 0))
     return users
@@ -223,7 +244,7 @@ def _job(
 
 
 def _process(process: SeenProcess, snapshot: Snapshot) -> Document:
-    """Return the values of a process that every reader needs; the names are those of `process_document`."""
+    """Return the values of a process that every reader needs, by the names of `process_document`."""
     # Built by hand: a node has hundreds of processes, each second, and reports wait meanwhile.
     reporter = process.reporter
     report = reporter.report if reporter is not None else None
@@ -280,16 +301,16 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
         if sample.reclaimable_bytes is not None and sample.idle_cache_bytes is not None
     )
     pids = [pid for pid, _ in able]
-    mode, group = suggested_mode([reporter for _, reporter in able], now_seconds)
-    again, at_least = max(0, again), any(sample.idle_cache_bytes is None for sample in samples)
+    timing = suggested_timing([reporter for _, reporter in able], now_seconds)
+    again = max(0, again)
+    at_least = any(sample.idle_cache_bytes is None and sample.reserved_bytes != 0 for sample in samples)
     return {
         "stays_free_bytes": idle,
         "again_bytes": again,
         "at_least": at_least,
-        "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=mode == 'step')}.",
+        "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=timing.mode == 'step')}.",
         "target": {"pid": pids[0] if len(pids) == 1 else pids},
-        "mode": mode,
-        "group": group,
+        **timing._asdict(),
     }
 
 

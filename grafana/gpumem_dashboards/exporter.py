@@ -6,7 +6,7 @@ from typing import Any
 
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards.frame import actions_annotation, board, first_of, live_page, variable, with_rows
+from gpumem_dashboards.frame import board, live_page, with_rows
 from gpumem_dashboards.palette import UP, none_is_good
 from gpumem_dashboards.panels import columns, count, graph, history, number
 from gpumem_dashboards.promql import CLUSTER, EXPORTER_UP, IS_EXPORTER, NODE
@@ -17,18 +17,18 @@ TO_PAGE = ("Live page", live_page("__data.fields.instance"))
 
 def exporter() -> Any:
     """Build the dashboard of the exporters."""
-    made = (
-        board(
-            "GPU memory: exporter",
-            "gpumem-exporter",
-            "Whether the values can be trusted: polls of the driver, reports, scrapes and rejected data; the"
-            " results of actions; and the exporter's own resources.",
-            time="now-1h",
-            refresh="30s",
-        )
-        .with_variable(variable("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"))
-        .with_variable(first_of("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"))
-        .annotation(actions_annotation())
+    made = board(
+        "GPU memory: exporter",
+        "gpumem-exporter",
+        "Whether the values can be trusted: polls of the driver, reports, scrapes and rejected data; the"
+        " results of actions; and the exporter's own resources.",
+        time="now-1h",
+        refresh="30s",
+        variables=[
+            ("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"),
+        ],
+        first=[("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance")],
+        actions=NODE,
     )
     return with_rows(
         made,
@@ -65,9 +65,15 @@ def _overview() -> list[Any]:
             limits=((None, "green"), (30, "yellow"), (60, "orange")),
         ),
         count(
+            "Failed checks",
+            "Parts of exporters that are degraded or failing, such as an invalid token file or certificate, or a lost"
+            " device. /health of the exporter has the reasons.",
+            f"sum(1 - gpumem_health_check_ok{{{NODE}}})",
+        ),
+        count(
             "Rejected processes",
             "Reports rejected in the time range because the maximum number of processes reports"
-            " (--report.max-processes). Those processes are on no dashboard.",
+            " (--report.max-processes). The rejected processes are on no dashboard.",
             f"round(sum(increase(gpumem_processes_dropped_total{{{NODE}}}[$__range])))",
         ),
         count(
@@ -246,9 +252,9 @@ def _actions() -> list[Any]:
     evaluations = f'gpumem_policy_evaluations_total{{{NODE}, result!="unmet"}}'
     rules = graph(
         "Policy rules, by result",
-        "Evaluations per second of a rule for a process on a device, without those whose conditions were not"
-        " met. Dry runs appear only here. A rule with only the results stopped, limited, held_back or cooling is met"
-        " and is held back.",
+        "Evaluations per second of a rule for a process on a device, without the evaluations whose conditions were"
+        " not met. Dry runs appear only here. A rule with only the results stopped, limited, held_back or cooling is"
+        " met and is held back.",
         units.CountsPerSecond,
         [(f"sum by (rule, result) (rate({evaluations}[$__rate_interval])) > 0", "{{rule}} {{result}}")],
     ).no_value("No rule, or no rule whose conditions were met.")

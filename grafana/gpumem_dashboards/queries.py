@@ -67,7 +67,7 @@ class Scope:
 
 
 def all_panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield every panel that is not a row, including those in collapsed rows."""
+    """Yield every panel that is not a row, including the panels in collapsed rows."""
     for panel in dashboard["panels"]:
         if panel["type"] == "row":
             yield from panel.get("panels", ())
@@ -76,7 +76,7 @@ def all_panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def queries(dashboard: Mapping[str, Any]) -> Iterator[Query]:
-    """Yield every query of panels and annotations; `resolve` evaluates those of variables."""
+    """Yield every query of panels and annotations; `resolve` evaluates the queries of variables."""
     for panel in all_panels(dashboard):
         for target in panel["targets"]:
             where = f"{dashboard['uid']} / {panel['title']} / {target['refId']}"

@@ -28,7 +28,7 @@ class Column:
     expression: str = ""
     """The query; empty if the column is a label."""
     unit: str = ""
-    """The unit; empty for that of the table."""
+    """The unit; empty for the unit of the table."""
     limits: Limits = ()
     """Thresholds for the color of the cell's background."""
     gauge: bool = False

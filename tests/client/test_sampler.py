@@ -242,3 +242,16 @@ def test_no_reading_waits_for_a_flush(bench: Bench) -> None:
     assert bench.allocator.readings == readings + 1  # this one shows the retry: flushes come in series
     wait(bench, 30.0, 90)
     assert bench.allocator.readings > readings + 1
+
+
+@pytest.mark.parametrize(("step_seconds", "pause_seconds"), [(90.0, 30.0), (1.0, 200.0)])
+def test_the_idle_cache_covers_two_steps_and_a_minute(bench: Bench, step_seconds: float, pause_seconds: float) -> None:
+    """A step of more than a minute, or an evaluation after the steps, does not hide what the steps need."""
+    for _ in range(4 if step_seconds > 60.0 else 100):
+        wait(bench, 0.1 * step_seconds, 20)  # the part that needs the most
+        wait(bench, 0.9 * step_seconds, 90)
+        bench.step(0.0)
+    wait(bench, pause_seconds, 90)
+    assert idle_cache(bench) == 20
+    wait(bench, 301.0, 90)  # no step for five windows
+    assert idle_cache(bench) == 90

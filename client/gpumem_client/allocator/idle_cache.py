@@ -1,19 +1,21 @@
-"""Keeps the idle cache of each device: the smallest reclaimable value of the last minute."""
+"""Keeps the idle cache of each device: the smallest reclaimable value of the last minute, or of a longer time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 
 from gpumem_client.wire.protocol import DeviceSample
 
 IDLE_CACHE_SECONDS = 60.0
 """The window of the idle cache."""
+_LONGEST_WINDOWS = 5
+"""Readings are kept for this number of windows, for a job whose last steps are older than one window."""
 _GAP_SHARE = 0.5
 """After a longer gap between two readings, as a share of the window, the window starts again."""
 
 
-@dataclass(slots=True)
+@dataclass
 class _Device:
     """The readings of one device."""
 
@@ -28,9 +30,9 @@ class IdleCache:
     """The smallest reclaimable value of each device within a window. One thread at a time may call `note`."""
 
     def __init__(self, window_seconds: float = IDLE_CACHE_SECONDS) -> None:
+        self.window_seconds = window_seconds
         self.retried_seconds = float("-inf")
         """When a reading last showed that the allocator had retried an allocation."""
-        self._window_seconds = window_seconds
         self._devices: dict[str, _Device] = {}
 
     def note(self, reading: DeviceSample, now_seconds: float) -> None:
@@ -40,19 +42,25 @@ class IdleCache:
         if reclaimable is None:
             self._devices.pop(reading.uuid, None)
             return
-        if device is None or now_seconds - device.last_seconds > _GAP_SHARE * self._window_seconds:
+        if device is None or now_seconds - device.last_seconds > _GAP_SHARE * self.window_seconds:
             device = self._devices[reading.uuid] = _Device(now_seconds, reading, now_seconds)
         least = min(reclaimable, self._least_since(device.last, reading, now_seconds))
         device.last, device.last_seconds = reading, now_seconds
-        kept = [(seconds, value) for seconds, value in self._recent(device, now_seconds) if value < least]
+        oldest_seconds = now_seconds - _LONGEST_WINDOWS * self.window_seconds
+        kept = [(seconds, value) for seconds, value in device.minima if seconds >= oldest_seconds and value < least]
         device.minima = (*kept, (now_seconds, least))
 
-    def bytes(self, uuid: str, now_seconds: float) -> int | None:
-        """Return the idle cache of a device; None before the first reading is as old as the window. Thread-safe."""
+    def bytes(self, uuid: str, now_seconds: float, since_seconds: float = math.inf) -> int | None:
+        """Return the idle cache of a device; None before the first reading is as old as the window. Thread-safe.
+
+        Readings since `since_seconds` count even if they are older than the window, up to five windows.
+        """
         device = self._devices.get(uuid)
-        if device is None or now_seconds - device.since_seconds < self._window_seconds:
+        if device is None or now_seconds - device.since_seconds < self.window_seconds:
             return None
-        return next((value for _, value in self._recent(device, now_seconds)), None)
+        longest, shortest = (now_seconds - windows * self.window_seconds for windows in (_LONGEST_WINDOWS, 1))
+        oldest_seconds = max(longest, min(shortest, since_seconds))
+        return next((value for seconds, value in device.minima if seconds >= oldest_seconds), None)
 
     def _least_since(self, before: DeviceSample, now: DeviceSample, now_seconds: float) -> int:
         """Return an upper bound for the smallest reclaimable value between two readings, as the second one shows it."""
@@ -67,7 +75,3 @@ class IdleCache:
         if peak is None or peak == before.allocated_peak_bytes or now.segments_freed != before.segments_freed:
             return reserved
         return max(0, reserved - peak)
-
-    def _recent(self, device: _Device, now_seconds: float) -> Iterator[tuple[float, int]]:
-        """Yield the minima within the window."""
-        return (entry for entry in device.minima if entry[0] >= now_seconds - self._window_seconds)

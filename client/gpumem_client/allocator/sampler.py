@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import threading
@@ -29,13 +30,13 @@ _FLUSH_SECONDS_MAX = 10.0
 """While the cache is being emptied the last sample is reported again, up to this age."""
 _READING_SECONDS = 0.5
 """The mean time between two readings of the cache…"""
-_READING_SHARE = 20_000
-"""…or this multiple of the CPU time of a reading, if that is longer: 0.005 % of a core."""
+_READING_SHARE = 5_000
+"""…or this multiple of the CPU time of a reading, if that is longer: 0.02 % of a core."""
 _RETRY_SECONDS = 30.0
 """For this time after the allocator retried an allocation, the reporter's thread reads nothing while steps run."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sample:
     """The allocator's state at one time."""
 
@@ -112,7 +113,7 @@ class Sampler:
         if latest is None or not steps_run or self._late(latest):
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
         else:
-            self._read()
+            self.read()
         now = self._clock()
         if not steps_run or self._wanted_from_seconds > now:  # otherwise a requested sample waits for a step
             lead = max((next_report_seconds - now) * _LEAD, (self.step_seconds or 0.0) * _LEAD_STEPS)
@@ -123,7 +124,7 @@ class Sampler:
     def read_when_due(self) -> float:
         """Read the cache if its random time has come. Return the seconds until the next reading."""
         if self._clock() >= self._next_reading_seconds:
-            self._read()
+            self.read()
         return max(0.0, self._next_reading_seconds - self._clock())
 
     def outdated(self) -> None:
@@ -184,7 +185,7 @@ class Sampler:
             self._idle_cache.note(device, sample.taken_seconds)
         return sample
 
-    def _read(self) -> None:
+    def read(self) -> None:
         """Read the cache at this moment, unless that could wait for another thread."""
         # The cache is at its largest between two steps, where the samples are. So this reads it at random moments of a
         # step. Flushes come in series: after a retry there is no reading for a while, and 0 bytes are idle in any case.
@@ -202,8 +203,8 @@ class Sampler:
         self._next_reading_seconds = self._clock() + pause * self._random.uniform(0.5, 1.5)
 
     def _with_idle_cache(self, sample: Sample) -> Sample:
-        now = self._clock()
-        devices = [(device, self._idle_cache.bytes(device.uuid, now)) for device in sample.devices]
+        now, since = self._clock(), self._idle_cache_since_seconds()
+        devices = [(device, self._idle_cache.bytes(device.uuid, now, since)) for device in sample.devices]
         # The sample of a step may be older than the window.
         return replace(
             sample,
@@ -214,6 +215,14 @@ class Sampler:
                 for device, idle in devices
             ),
         )
+
+    def _idle_cache_since_seconds(self) -> float:
+        # A long step, an evaluation or a checkpoint would fill the window with work that needs less than the steps. So
+        # the window has a minute of steps, and two of them.
+        if self._last_step_seconds is None:
+            return math.inf
+        two_steps = sum(self._recent_step_seconds[(self._steps - n) % _RATE_STEPS] for n in (1, 2))
+        return self._last_step_seconds - max(two_steps, self._idle_cache.window_seconds)
 
     def _last_known(self, latest: Sample | None) -> Sample:
         now = self._clock()

@@ -6,11 +6,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN
 from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
@@ -165,12 +166,14 @@ class _Run:
         with self.options.fleet(exporters, timeout_seconds=GROUP_TIMEOUT_SECONDS) as fleet:
             requested_seconds = time.monotonic()
             readings = fleet.read(exporters, "processes")
-            deadline_seconds = self.body["deadline_seconds"]
+            given = self.body["deadline_seconds"]
+            deadline_seconds = None if given == DEFAULT_DEADLINE_SECONDS else given
             group = form_group(workload, readings, requested_seconds, deadline_seconds=deadline_seconds)
+            run = replace(self, body={**self.body, "deadline_seconds": group.deadline_seconds})
             self._require_allowed_number(group.processes)
             if added := group.added(processes):
                 note(added)
-            requests = group.act(fleet, self.body, wait_seconds=self.wait_seconds)
+            requests = group.act(fleet, run.body, wait_seconds=run.wait_seconds)
         return self._result(requests, (), group.at_step, group.cancel_reason)
 
     def _select(

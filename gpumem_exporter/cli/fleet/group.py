@@ -16,6 +16,7 @@ from typing import Any
 from gpumem_client.wire.units import UNKNOWN, counted
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, StepRate, first_common_step, require_in_time
 from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.actions.suggestion import long_enough_seconds
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess, target_process
 from gpumem_exporter.errors import GroupIncompleteError
@@ -35,6 +36,7 @@ class Group:
 
     processes: tuple[TargetProcess, ...]
     at_step: int
+    deadline_seconds: float
     compared_seconds: float
     """When the ranks' steps were compared, by the monotonic clock."""
     cancel_reason: str = ""
@@ -92,14 +94,14 @@ def form_group(
     readings: Mapping[Exporter, Mapping[str, Any] | Failure],
     requested_seconds: float,
     *,
-    deadline_seconds: float,
+    deadline_seconds: float | None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Group:
     """Return the ranks of a workload, and a step that no rank ends before every exporter has the request.
 
     `readings` has the processes of each exporter, which were requested at `requested_seconds` by the clock, or why they
     are unknown. Raises GroupIncompleteError if not every rank can take part, or the step would end after the deadline;
-    the message has every reason.
+    the message has every reason. Without `deadline_seconds`, the deadline leaves time for a few steps.
     """
     processes: list[TargetProcess] = []
     rates: list[StepRate] = []
@@ -139,8 +141,10 @@ def form_group(
     if not processes:
         raise GroupIncompleteError(f"no exporter has a process of the workload {workload}; nothing was requested")
     at_step = first_common_step(rates, SUBMIT_SECONDS + GROUP_LEAD_SECONDS)
+    if deadline_seconds is None:
+        deadline_seconds = long_enough_seconds(rate.step_seconds for rate in rates)
     require_in_time(rates, at_step, deadline_seconds)
-    return Group(tuple(processes), at_step, now)
+    return Group(tuple(processes), at_step, deadline_seconds, now)
 
 
 def _missing_ranks(world_size: int, known: Collection[str]) -> str:

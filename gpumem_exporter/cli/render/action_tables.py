@@ -114,14 +114,17 @@ _NAMES: tuple[_Column, ...] = (
 )
 _TOOK: _Column = ("took", "right", lambda result: human_seconds(result.get("duration_seconds")))
 _STAYS_FREE: _Column = ("stays free", "right", _bytes("still_free"))
-_AGAIN: _Column = ("again", "right", _difference("freed", "still_free"))
 _RESERVED: _Column = ("reserved", "right", _bytes("reserved_before"))
 _LIMIT: _Column = ("limit", "right", _bytes("limit"))
 _FREED: _Column = ("freed", "right", _bytes("freed"))
 
 _SIZES: Mapping[tuple[str, bool], tuple[_Column, ...]] = {
-    ("empty_cache", True): (_STAYS_FREE, _AGAIN, _RESERVED),
-    ("empty_cache", False): (_STAYS_FREE, _FREED, ("reserved", "right", _bytes("reserved_after")), _TOOK),
+    ("empty_cache", True): (
+        ("reserved now", "right", _bytes("reserved_before")),
+        _STAYS_FREE,
+        ("reserved again", "right", _difference("freed", "still_free")),
+    ),
+    ("empty_cache", False): (_FREED, _STAYS_FREE, ("reserved after", "right", _bytes("reserved_after")), _TOOK),
     ("collect_garbage", True): (("allocated", "right", _bytes("allocated_before")),),
     ("collect_garbage", False): (
         ("before", "right", _bytes("allocated_before")),

@@ -150,7 +150,6 @@ def _device(node: Node, device: Row, jobs: Sequence[Row]) -> Row:
         "text": _text(
             node.name, f"gpu {device['gpu']}", device["uuid"], device["name"], *(job["name"] for job in jobs)
         ),
-        "job": jobs[0]["job"] if jobs else None,
     }
     return {**device, **_common(node), **own}
 

@@ -21,13 +21,15 @@ from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
 from gpumem_exporter.cli.render.rows import BY_GPU, Key, Row, View, called, matches, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.clearing import Clearing
+from gpumem_exporter.cli.top.detail import DetailScreen
+from gpumem_exporter.cli.top.device import DeviceScreen
 from gpumem_exporter.cli.top.job import JobScreen
 from gpumem_exporter.cli.top.tables import RowTable
 
 _KEYS = (
     ("arrows, j k", "select a row, which stays selected when the order changes"),
     ("tab", "go to the next table: findings, devices, jobs"),
-    ("enter", "show the job: timeline, processes, components, phases, events; a second click does the same"),
+    ("enter", "show the job or the device: timeline, processes, memory, events; a second click does the same"),
     ("space, ← →", "fold and unfold the processes of a job; a click on the mark does the same; a: all jobs"),
     ("/ n N", "search in every table, then the next and the previous match"),
     ("f", "filter every table: only jobs with every word, and their devices and findings; escape clears the filter"),
@@ -151,7 +153,7 @@ class Top(LiveApp):
         self._noted = text
         self.show()
         for screen in self.screen_stack:
-            if isinstance(screen, JobScreen):
+            if isinstance(screen, DetailScreen):
                 screen.note(text)
         if seconds is not None:
             self.set_timer(seconds, lambda: self.note("") if self._noted == text else None)
@@ -168,9 +170,9 @@ class Top(LiveApp):
         self.push_screen(Question(table("", (("any key returns", "left"), ("", "wrap")), dict.fromkeys(rows))))
 
     def on_data_table_row_selected(self) -> None:
-        """Show the job of the selected row, for a device the job that uses most of it."""
+        """Show the device of the selected row, or the job of a finding or a process."""
         row = self._table.selected
-        if row is None or row["job"] is None:
+        if row is None:
             return
         name, at = row["from"].name, row["from"]
 
@@ -180,7 +182,10 @@ class Top(LiveApp):
         def clear(job: Row) -> None:
             self._clear(called(job), job["clear"], node())
 
-        self.push_screen(JobScreen(row["job"], node, self._open_api, clear))
+        if self._table is self._devices:
+            self.push_screen(DeviceScreen(row, node, self._open_api))
+        elif row["job"] is not None:
+            self.push_screen(JobScreen(row["job"], node, self._open_api, clear))
 
     def action_ask_words(self, asks: str) -> None:
         """Let the user type words to search for, or to filter by, which apply at once."""
@@ -224,7 +229,7 @@ class Top(LiveApp):
     def action_clear(self) -> None:
         """Clear the job of the selected row after a question, or cancel a clear that waits."""
         row = self._table.selected
-        if row is None or row["job"] is None or self._table is self._devices:
+        if row is None or row.get("job") is None:
             self.note("Select a job to clear.", _SHOWN_SECONDS)
         elif self._table is self._findings and row["clear"]:  # the job that should clear, not the one that lacks memory
             self._clear(row["clear"]["name"], row["clear"], row["from"])

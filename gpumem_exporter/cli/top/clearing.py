@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from gpumem_client.wire.errors import GpumemError
-from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.clear import Plan, act
 from gpumem_exporter.cli.live import in_daemon_thread
@@ -64,8 +63,8 @@ class Clearing:
             return ""
         self._note(f"Clearing {name} …", None)
         loop = asyncio.get_running_loop()
-        body = {name: clear[name] for name in ("target", "mode", "group")}
-        body |= {"action": "empty_cache", "reason": "requested in top", "deadline_seconds": DEFAULT_DEADLINE_SECONDS}
+        body = {name: clear[name] for name in ("target", "mode", "group", "deadline_seconds")}
+        body |= {"action": "empty_cache", "reason": "requested in top"}
 
         def say(text: str) -> None:
             loop.call_soon_threadsafe(self._note, f"{one_line(text)} c cancels.", None)

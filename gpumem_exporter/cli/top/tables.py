@@ -20,7 +20,7 @@ class RowTable(DataTable[Text]):
     """Rows of one kind. The selected row stays selected when the order changes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "select_cursor", "job"),
+        Binding("enter", "select_cursor", "show"),
         Binding("j", "cursor_down", show=False),
         Binding("k", "cursor_up", show=False),
         Binding("g,home", "scroll_top", show=False),

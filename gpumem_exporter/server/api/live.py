@@ -64,12 +64,17 @@ class LiveNode:
         health: Callable[[Snapshot], HealthDocument],
         host: str,
         allowed_actions: Sequence[str],
+        client_directory: str,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         self._view, self._renderer = view, renderer
         self._snapshot, self._health = snapshot, health
-        self._facts = {"host": host, "allowed_actions": list(allowed_actions)}
+        self._facts = {
+            "host": host,
+            "allowed_actions": list(allowed_actions),
+            "client_directory": client_directory,
+        }
         self._clock, self._wall_clock = clock, wall_clock
         self._recent: dict[Rights, Rendering] = {}
         """The last rendering for pages whose viewers see every name, and for pages whose viewers see none."""

@@ -10,7 +10,7 @@ from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.results import NodeFacts, dry_run_results
 from gpumem_exporter.actions.selection import select, select_reporting
-from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears, suggested_mode
+from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears, suggested_timing
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
@@ -136,5 +136,6 @@ def test_a_suggestion_takes_no_search_for_each_job(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_the_mode_of_a_job_is_the_mode_of_its_requests(job: list[ReportingProcess], mode: tuple[str, bool]) -> None:
-    assert suggested_mode(job, 0.0) == mode
-    assert mode in [(request.mode, request.group) for request in suggested(*job).requests]
+    timing = suggested_timing(job, 0.0)
+    assert (timing.mode, timing.group) == mode
+    assert timing in [(one.mode, one.group, one.deadline_seconds) for one in suggested(*job).requests]

@@ -108,7 +108,19 @@ def test_the_table_fits_in_80_columns_and_cuts_only_the_job() -> None:
         still_free_bytes=1023 << 30,
     )
     heading, row, *_ = _printed(action(result))
-    assert heading.split() == ["job", "rank", "pid", "gpu", "outcome", "stays", "free", "freed", "reserved", "took"]
+    assert heading.split() == [
+        "job",
+        "rank",
+        "pid",
+        "gpu",
+        "outcome",
+        "freed",
+        "stays",
+        "free",
+        "reserved",
+        "after",
+        "took",
+    ]
     assert len(row) <= 80
     for cell in ("4194304", "1023", "7:6", "unsupported", "1023 GiB", "1023 MiB", "3.1 ms"):
         assert cell in row

@@ -26,8 +26,10 @@ def of(*processes: dict[str, Any]) -> dict[str, Any]:
     return {"processes": list(processes)}
 
 
-def group(readings: Readings, requested_seconds: float = 0.0, now: float = 0.0) -> Group:
-    return form_group("train", readings, requested_seconds, deadline_seconds=60.0, clock=lambda: now)
+def group(
+    readings: Readings, requested_seconds: float = 0.0, now: float = 0.0, deadline_seconds: float | None = 60.0
+) -> Group:
+    return form_group("train", readings, requested_seconds, deadline_seconds=deadline_seconds, clock=lambda: now)
 
 
 def two_nodes(**second: Any) -> Readings:
@@ -67,6 +69,13 @@ def test_the_step_counts_the_age_of_samples() -> None:
 def test_a_rank_that_cannot_take_part_stops_the_group(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(GroupIncompleteError, match=named):
         group(two_nodes(**changes))
+
+
+def test_without_a_deadline_ranks_with_long_steps_have_time() -> None:
+    long_steps = {"step": 50, "step_seconds": 40.0}
+    readings: Readings = {A: of(rank(1, 0, **long_steps)), B: of(rank(1, 1, **long_steps))}
+    found = group(readings, deadline_seconds=None)
+    assert found.deadline_seconds > (found.at_step - 50) * 40.0
 
 
 def test_an_exporter_that_does_not_answer_stops_the_group() -> None:

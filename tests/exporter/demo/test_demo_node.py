@@ -12,6 +12,7 @@ from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.demo import DemoNode, workloads_of
 from gpumem_exporter.demo.process import SimulatedProcess
+from gpumem_exporter.demo.programs import MIB
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 
@@ -186,6 +187,42 @@ def test_a_clear_frees_the_reported_bytes_on_the_device(node: DemoNode) -> None:
                 assert device.freed_bytes == before[uuid].reclaimable_bytes
             freed_bytes += device.freed_bytes or 0
     assert freed_bytes > 10 << 30
+
+
+def test_the_idle_cache_of_each_job_stays_free_after_a_clear(node: DemoNode) -> None:
+    """It differs in jobs whose sizes or loads vary, by about a segment."""
+    predicted: dict[tuple[str, str], tuple[str, int]] = {}
+    still_free: dict[tuple[str, str], int] = {}
+    for now in advance(node, 500.0):
+        clear = now - START in (80.0, 217.0, 354.0, 475.0)
+        for process in node.simulation.processes() if now % 1.0 == 0.0 else ():
+            if not process.reports:
+                continue
+            sent = report(process)
+            still_free |= {(result.id, result.uuid): result.still_free_bytes for result in sent.still_free}
+            mode = "step" if sent.step_seconds else "now"
+            asked = (command("empty_cache", mode=mode, settle_seconds=10.0),) if clear else ()
+            process.loop.answered(sent, Outcome.ACCEPTED, Reply(commands=asked))
+            predicted |= {
+                (one.id, device.uuid): (process.identity.workload, device.idle_cache_bytes)
+                for one in asked
+                for device in sent.devices
+                if device.idle_cache_bytes is not None
+            }
+    missing = [key for key in predicted if key not in still_free]
+    assert all(predicted[key][0] == "demo-nightly-eval" for key in missing), "only this job ends"
+    most_mib = {
+        "demo-asr-varlen": 2200,  # a segment for the longest batch
+        "demo-chat-server": 720,  # three requests more than in the last burst
+        "demo-diffusion-graphs": 480,  # images of other sizes
+        "demo-pipeline-finetune": 192,  # the copy between the devices and the gradients take turns
+    }
+    for key in predicted.keys() & still_free.keys():
+        workload, idle_bytes = predicted[key]
+        assert idle_bytes - still_free[key] <= most_mib.get(workload, 0) * MIB, workload
+    notebook = {predicted[key][1]: still_free[key] for key in predicted if predicted[key][0] == "demo-notebook"}
+    assert max(notebook) > 20 * 1024 * MIB
+    assert all(idle_bytes == free_bytes for idle_bytes, free_bytes in notebook.items())
 
 
 def test_a_clear_after_a_garbage_collection_frees_reference_cycles(node: DemoNode) -> None:

@@ -69,6 +69,22 @@ def test_a_silent_rank_belongs_to_its_job_and_makes_the_sums_incomplete() -> Non
     assert "unmapped_bytes" not in job.incomplete
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_device_with_only_a_context_makes_no_sum_incomplete(sampled: bool) -> None:
+    """Another library may have the context. Of torch's own context, the idle cache is unknown for a minute."""
+    empty = dataclasses.replace(sample(UUIDS[1], 0), reserved_bytes=0, idle_cache_bytes=None, reclaimable_bytes=None)
+    process = of(1)
+    if sampled:
+        process = of(1, devices=(*process.report.devices, empty))
+    reading = node(device(processes={1: 150 * MIB}), device(UUIDS[1], gpu="1", processes={1: 5 * MIB}))
+    (job,) = jobs_of(Snapshot(100.0, reading, (process,)))
+    assert (job.sums["used_bytes"], job.sums["idle_cache_bytes"]) == (155 * MIB, 10 * MIB)
+    assert set(job.incomplete) <= {"non_torch_bytes"}
+    # A report without a device shows nothing about torch's memory.
+    (unknown,) = jobs_of(Snapshot(100.0, reading, (of(1, devices=()),)))
+    assert unknown.sums["idle_cache_bytes"] is None
+
+
 def test_what_no_process_knows_is_unknown() -> None:
     (job,) = jobs_of(snapshot(listed={6: None}))
     assert set(job.sums.values()) == {None}

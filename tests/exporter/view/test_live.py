@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.group import whole_group
+from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.selection import select
 from gpumem_exporter.core.ledger import CATEGORIES
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
@@ -48,6 +52,7 @@ def test_a_clear_says_what_stays_free_and_what_the_next_step_reserves_again() ->
         "target": {"pid": [1, 2]},
         "mode": "now",
         "group": False,
+        "deadline_seconds": 30.0,
     }
 
 
@@ -57,6 +62,18 @@ def test_a_clear_of_a_job_that_trains_is_at_a_step_and_in_a_group() -> None:
     assert (job["clear"]["mode"], job["clear"]["group"], job["clear"]["at_least"]) == ("step", True, True)
     (alone, *_) = document(of(1, GIB, GIB, **training))["jobs"]
     assert (alone["clear"]["mode"], alone["clear"]["group"], alone["clear"]["target"]) == ("step", False, {"pid": 1})
+
+
+@pytest.mark.parametrize("step_seconds", [0.5, 15.0, 40.0, 600.0])
+def test_a_clear_is_accepted_as_it_is_however_long_the_steps_are(step_seconds: float) -> None:
+    training = {"step": 5, "step_seconds": step_seconds, "workload": "llm", "actions": ("empty_cache",)}
+    ranks = [of(pid, GIB, GIB, **training) for pid in (1, 2)]
+    (job, *_) = document(*ranks)["jobs"]
+    timing = {name: job["clear"][name] for name in ("mode", "group", "deadline_seconds")}
+    request = ActionRequest("empty_cache", Target(**job["clear"]["target"]), **timing)
+    operator = Caller(CallerKind.POLICY, Rights.ALL)
+    selection = select(request, operator, Snapshot(100.0, None, tuple(ranks)))
+    assert len(whole_group(selection, request, operator, 100.0).reporting) == 2
 
 
 def test_a_job_of_which_nothing_stays_free_has_no_clear() -> None:

@@ -1,5 +1,5 @@
 // The dialog of a clear: a dry run, the confirmation, the results. It is modal, so the browser keeps the focus in it.
-// Target, mode and group are the exporter's choice; they go to the exporter as they came.
+// Target, mode, group and deadline are the exporter's choice; they go to the exporter as they came.
 
 import { ACTIONS, Refusal, request, setToken } from "./api.js";
 import { $, h, setHidden, setText } from "./dom.js";
@@ -47,8 +47,8 @@ function show({ status = "", when = "", error = "", action = null, confirm = "",
 }
 
 function bodyOf(more) {
-  const { target, mode, group } = clear;
-  return { action: "empty_cache", target, mode, group, ...more };
+  const { target, mode, group, deadline_seconds } = clear;
+  return { action: "empty_cache", target, mode, group, deadline_seconds, ...more };
 }
 
 async function preview() {
@@ -132,8 +132,8 @@ function randomKey() {
 
 function resultsTable({ results, dry_run: dry }) {
   const head = ["Process", "GPU", dry ? "Reclaimable now" : "Freed", dry ? "Stays free" : "Still free", "Outcome"];
-  const row = ({ pid, workload, rank, gpu, freed_bytes: freed, still_free_bytes: stays, outcome: end, reason }) => [
-    `${safe([workload, rank && `rank ${rank}`].filter(Boolean).join(" "))} pid ${pid}`.trim(),
+  const row = ({ pid, rank, gpu, freed_bytes: freed, still_free_bytes: stays, outcome: end, reason }) => [
+    `${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`,
     gpu ?? UNKNOWN,
     bytes(freed),
     bytes(stays),

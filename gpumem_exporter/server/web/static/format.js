@@ -49,9 +49,9 @@ export function day(unixSeconds) {
 }
 
 /** Return the local time, with the day unless it is today. */
-export function dayAndTime(unixSeconds) {
+export function dayAndTime(unixSeconds, toSecond = true) {
   const today = new Date(unixSeconds * 1000).toDateString() === new Date().toDateString();
-  return `${today ? "" : `${day(unixSeconds)} `}${timeOfDay(unixSeconds)}`;
+  return `${today ? "" : `${day(unixSeconds)} `}${timeOfDay(unixSeconds, toSecond)}`;
 }
 
 export function duration(seconds) {

@@ -1,8 +1,8 @@
 // The jobs, one row each; the ranks of a job on demand. Rows are reused, and only changed cells are written.
 
 import { openClear } from "./clear.js";
-import { $, arrange, h, isInUse, setAttribute, setHidden, setText, Views } from "./dom.js";
-import { bytes, count, duration, gpuList, integer, safe, UNKNOWN } from "./format.js";
+import { $, arrange, h, isInUse, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
+import { bytes, count, dayAndTime, duration, gpuList, integer, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { go, jobHref, onRoute, param } from "./route.js";
 
@@ -29,6 +29,10 @@ export function sumOf(job, key) {
   return `${job[name] !== null && job.incomplete?.includes(name) ? "≥ " : ""}${bytes(job[name])}`;
 }
 
+function timeOrDash(unixSeconds) {
+  return unixSeconds === null || unixSeconds === undefined ? UNKNOWN : dayAndTime(unixSeconds, false);
+}
+
 class JobRow {
   constructor() {
     this.cells = Object.fromEntries(COLUMNS.map(([key]) => [key, h("td", { role: "cell", "data-column": key, class: RIGHT.has(key) ? "number" : null })]));
@@ -37,7 +41,8 @@ class JobRow {
     this.link = h("a", { class: "name" });
     this.owner = h("span", { class: "owner faint" });
     this.name = h("th", { role: "rowheader", scope: "row", "data-column": "job" }, h("div", {}, this.link, this.owner, this.fold));
-    this.clear = h("button", { type: "button", class: "act" }, "Clear…");
+    this.size = h("span", { class: "size" });
+    this.clear = h("button", { type: "button", class: "act" }, "Clear", this.size, "…");
     this.clear.addEventListener("click", () => openClear(this.job.name, this.job.clear));
     const { job: _, ...cells } = this.cells;
     this.row = h("tr", { role: "row", class: "job" }, this.name, ...Object.values(cells), h("td", { role: "cell", "data-column": "clear" }, this.clear));
@@ -74,11 +79,12 @@ class JobRow {
     setText(growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h`);
     setAttribute(growth, "data-fails", job.full_in_seconds !== null);
     setAttribute(growth, "title", job.full_in_seconds === null ? null : `fails in ${duration(job.full_in_seconds)}`);
-    setText(since, job.since_unix_seconds === null ? UNKNOWN : duration(now - job.since_unix_seconds));
+    setText(since, timeOrDash(job.since_unix_seconds));
     setText(this.fold, count(job.process_count, job.ranks.length > 0 ? "rank" : "process", job.ranks.length > 0 ? "ranks" : "processes"));
     setAttribute(this.fold, "aria-label", `${safe(job.name)}: ${this.fold.textContent}`);
     setHidden(this.fold, job.process_count < 2 && !this.open);
     setHidden(this.clear, job.clear === null);
+    setText(this.size, job.clear === null ? "" : ` ${bytes(job.clear.stays_free_bytes)}`);
     setAttribute(this.clear, "aria-label", `Clear ${safe(job.name)}…`);
     this.showRanks();
   }
@@ -123,7 +129,7 @@ class RankRow {
     setText(cells.devices, device.gpu ?? UNKNOWN);
     setText(cells.state, process.state === "reporting" ? "" : process.state === "silent" ? `silent for ${duration(now - process.last_report_unix_seconds)}` : "no reporter");
     for (const key of SIZES) setText(cells[key], bytes(device[`${key}_bytes`]));
-    setText(cells.since, process.started_unix_seconds === null || process.started_unix_seconds === undefined ? "" : duration(now - process.started_unix_seconds));
+    setText(cells.since, timeOrDash(process.started_unix_seconds));
   }
 }
 
@@ -227,6 +233,8 @@ function showHeadings(words) {
     setAttribute(heading.firstChild, "title", words[key]?.help);
     setAttribute(heading, "aria-sort", key === sorted ? (descending ? "descending" : "ascending") : "none");
   }
+  refill($("sort"), COLUMNS.map(([key]) => [key, words[key]?.label ?? key]), (all) => all.map(([key, label]) => h("option", { value: key }, `by ${label}`)));
+  $("sort").value = sorted;
   if (headings.size === $("jobs-head").children.length) $("jobs-head").append(h("td", { role: "cell" }));
 }
 
@@ -238,6 +246,11 @@ function showRights({ node, happened }) {
   setText($("rights"), node.allowed_actions.includes("empty_cache") ? own || none : "Clearing is disabled: --action.allow does not include empty_cache.");
 }
 
+// A narrow screen shows no headings, and this choice instead.
+$("sort").addEventListener("change", () => {
+  const key = $("sort").value;
+  go({ sort: key === "used" ? null : `${RIGHT.has(key) ? "-" : ""}${key}` }, { replace: true });
+});
 $("filter").addEventListener("input", () => go({ q: $("filter").value }, { replace: true }));
 let shownSort = param("sort");
 onRoute(() => {

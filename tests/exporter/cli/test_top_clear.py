@@ -1,0 +1,107 @@
+"""A clear in `top`: the question, the request, and its result."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter.cli.node import Node
+from tests.support.live_documents import full_node
+from tests.support.top_screen import URL, TopScreen, until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def test_a_clear_uses_the_proposed_mode_and_group_after_a_yes() -> None:
+    world = TopScreen()
+    async with world.on_screen(120) as pilot:
+        await pilot.press("c")
+        await until(lambda: "? " in world.text and "y/n" in world.text, "the question")
+        question = " ".join(world.text.split("\n")[-2:])
+        assert "Clear llm-pretrain (alice)? Stays free 27.4 GiB; 27.4 GiB more would be reserved again" in question
+        assert world.requests == []
+        await pilot.press("n")
+        await until(lambda: "y/n" not in world.text, "the end of the question")
+        assert world.requests == []
+        await pilot.press("c")
+        await until(lambda: "y/n" in world.text, "the question")
+        await pilot.press("y")
+        await until(lambda: "Stays free 3.0 GiB" in world.text, "the result")
+        (request,) = world.requests
+        assert request == {
+            "target": {"pid": [50100, 50101, 50102, 50103]},
+            "mode": "step",
+            "group": True,
+            "action": "empty_cache",
+            "reason": "requested in top",
+            "deadline_seconds": 65.0,
+        }
+
+
+async def test_a_clear_from_the_job_screen_shows_its_result_there() -> None:
+    world = TopScreen()
+    async with world.on_screen(120) as pilot:
+        await pilot.press("enter")
+        await until(lambda: "last 10 min" in world.text, "the job")
+        await pilot.press("c")
+        await until(lambda: "y/n" in world.text, "the question")
+        await pilot.press("y")
+        await until(lambda: "Stays free 3.0 GiB in notebook" in world.text, "the result")
+        assert world.text.startswith("llm-pretrain")
+
+
+async def test_a_clear_from_a_finding_is_of_the_job_that_has_the_idle_cache() -> None:
+    world = TopScreen()
+    async with world.on_screen() as pilot:
+        await pilot.press("shift+tab", "shift+tab", "down", "down", "c")
+        await until(lambda: "Clear notebook? Stays free 3.2 GiB" in world.text, "the question")
+        await pilot.press("y")
+        await until(lambda: world.requests, "the request")
+        assert (world.requests[0]["target"], world.requests[0]["mode"]) == ({"pid": 50723}, "now")
+
+
+async def test_a_clear_that_waits_is_canceled_with_c() -> None:
+    world = TopScreen()
+    world.waits = True
+    async with world.on_screen(120) as pilot:
+        await pilot.press("c")
+        await until(lambda: "y/n" in world.text, "the question")
+        await pilot.press("y")
+        await until(lambda: "end of a step" in world.text and "c cancels" in world.text, "the wait")
+        await pilot.press("c")
+        await until(lambda: "refused: cancelled" in world.text, "the end")
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(ExporterAnswerError(403, "needs-a-token"), "needs-a-token"), (ExporterUnreachableError("gone\x1b"), "gone?")],
+)
+async def test_a_refused_clear_says_why(error: Exception, shown: str) -> None:
+    world = TopScreen()
+    async with world.on_screen(120) as pilot:
+        await pilot.press("c")
+        await until(lambda: "y/n" in world.text, "the question")
+        world.error = error
+        await pilot.press("y")
+        await until(lambda: shown in world.text, "the reason")
+
+
+@pytest.mark.parametrize(
+    ("keys", "url", "shown"),
+    [
+        (("G",), URL, "tritonserver (carol) has no idle cache"),
+        (("shift+tab",), URL, "Select a job"),
+        ((), "", "needs an exporter"),
+    ],
+)
+async def test_a_row_that_cannot_clear_gets_no_question(keys: tuple[str, ...], url: str, shown: str) -> None:
+    world = TopScreen(nodes=[Node(full_node(), url)])
+    async with world.on_screen(120) as pilot:
+        await pilot.press(*keys, "c")
+        await until(lambda: shown in world.text, shown)
+        assert "y/n" not in world.text

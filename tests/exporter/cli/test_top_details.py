@@ -1,0 +1,99 @@
+"""The screens of a job and of a device in `top`."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter.cli.node import Node
+from tests.support.live_documents import GIB, NOW, device, event, finding, full_node, job, live, process
+from tests.support.top_screen import URL, TopScreen, query_value, until
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def test_the_job_screen_has_timeline_ranks_memory_and_events() -> None:
+    world = TopScreen()
+    world.events = [event(1, "oom", NOW - 300, detail={"requested_bytes": 2 * GIB})]
+    async with world.on_screen(100, 50) as pilot:
+        await pilot.press("enter")
+        await until(lambda: "parameters" in world.text, "the details")
+        text = world.text
+        assert text.startswith("llm-pretrain  alice, Slurm 4711  training, since 22:42, step 18204")
+        assert "Stays free 27.4 GiB; 27.4 GiB more would be reserved again in the next step." in text
+        assert [line for line in text.split("\n") if line.split() == ["03:32", "03:37", "03:42"]]
+        assert "!" in next(line for line in text.split("\n") if "└" in line)
+        for shown in ("Idle cache", "rank 3 (50103)", "16.0G", "30.0G", "requested 2.0 GiB", "last 10 min"):
+            assert shown in text
+        assert "/api/v1/live?details=llm-pretrain~1f3a9c0e" in world.paths
+        await pilot.press("minus", "minus", "minus")
+        await until(lambda: "last 24 h" in world.text, "the longest span")
+        await until(lambda: any(_span(path) == 86400 for path in world.paths), "its points")
+        await pilot.press("plus")
+        await until(lambda: any(_span(path) == 21600 for path in world.paths), "the points of a shorter span")
+        await pilot.press("escape")
+        assert "fold" in world.text.split("\n")[-1]
+
+
+def _span(path: str) -> int:
+    return int(query_value(path, "to")) - int(query_value(path, "from")) if "history" in path else 0
+
+
+async def test_the_job_screen_says_that_the_job_has_ended_and_why_it_has_no_past() -> None:
+    world = TopScreen()
+    world.error = ExporterAnswerError(403, "needs a token")
+    async with world.on_screen() as pilot:
+        for _ in range(2):
+            await pilot.click(offset=await world.place("dave"))
+        await until(lambda: world.text.startswith("notebook"), "the job")
+        await until(lambda: "needs a token" in world.text, "the reason")
+        world.nodes = [Node({**full_node(), "jobs": []}, URL)]
+        await until(lambda: "ended" in world.text.split("\n")[0], "the end")
+        world.lost = ExporterUnreachableError("refused")
+        await until(lambda: "as of 03:42:04" in world.text.split("\n")[0], "the loss")
+
+
+async def test_text_of_a_job_cannot_control_the_terminal() -> None:
+    hostile = "\x1b[2J\x1b]0;x\x07[bold]x[/bold]"
+    one = job(hostile, process(7, "0", workload=hostile, user=hostile, command=hostile), owner=hostile)
+    world = TopScreen(live([device("0", one, name=hostile)], [one], [finding("oom", "warning", hostile, hostile)]))
+    async with world.on_screen(200, 50) as pilot:
+        assert all(line.isprintable() for line in world.text.split("\n"))
+        await pilot.press("enter")
+        await until(lambda: "last 10 min" in world.text, "the job")
+        assert world.text.count("[bold]x[/bold]") >= 3
+        assert all(line.isprintable() for line in world.text.split("\n"))
+
+
+async def test_a_finding_opens_its_job() -> None:
+    world = TopScreen()
+    async with world.on_screen() as pilot:
+        await pilot.press("shift+tab", "shift+tab", "enter")
+        await until(lambda: world.text.startswith("rag-indexer"), "the job of the first finding")
+
+
+async def test_the_device_screen_has_timeline_ledger_processes_and_events() -> None:
+    world = TopScreen()
+    world.events = [event(1, "oom", NOW - 300, detail={"requested_bytes": 2 * GIB})]
+    async with world.on_screen(160, 50) as pilot:
+        await pilot.press("shift+tab", "G", "enter")
+        await until(lambda: "last 10 min" in world.text, "the past")
+        lines = world.text.split("\n")
+        assert lines[0] == "GPU 7  NVIDIA H100 80GB HBM3  GPU-7"
+        assert "moe-finetune (alice) rank 1 requested" in lines[1]
+        assert any(path.startswith("/api/v1/events?device=GPU-7&") for path in world.paths)
+        assert "!" in next(line for line in lines if "└" in line)
+        (heading,) = (index for index, line in enumerate(lines) if "Other processes" in line)
+        assert lines[heading + 1].split()[0] == "7"
+        used = [line for line in lines[heading:] if "(51145)" in line or "(50723)" in line or "pid 50723" in line]
+        assert ["notebook" in used[0], "moe-finetune rank 1" in used[1], len(used)] == [True, True, 2]
+        assert "(51144)" not in world.text, "the rank on another device"
+        world.nodes = [Node({**full_node(), "devices": full_node()["devices"][:7]}, URL)]
+        await until(lambda: "removed" in world.text.split("\n")[0], "the end")
+        await pilot.press("escape")
+        assert "fold" in world.text.split("\n")[-1]
