@@ -63,8 +63,8 @@ def inject(pod: Object, *, host_path: str = MOUNT, forbidden: str = "") -> Injec
     if not containers:
         if label == "true" and not result.reasons:
             result.reasons.append(f"not injected: no container requests an NVIDIA GPU; name them in {CONTAINERS}")
-    elif forbidden or _is_windows(spec):
-        result.reasons.append(f"not injected: {forbidden or 'the pod is for Windows'}")
+    elif reason := forbidden or _pod_conflict(spec):
+        result.reasons.append(f"not injected: {reason}")
     else:
         _inject_into(containers, pod, host_path, result)
     _annotate(metadata, result)
@@ -95,9 +95,14 @@ def _requests_gpu(container: Object) -> bool:
     )
 
 
-def _is_windows(spec: Object) -> bool:
-    named = (spec.get("os") or {}).get("name") or (spec.get("nodeSelector") or {}).get("kubernetes.io/os")
-    return bool(named == "windows")
+def _pod_conflict(spec: Object) -> str:
+    """Return why no container of a pod can report; empty if they can."""
+    if "windows" in ((spec.get("os") or {}).get("name"), (spec.get("nodeSelector") or {}).get("kubernetes.io/os")):
+        return "the pod is for Windows"
+    if spec.get("hostUsers") is False:
+        # In a user namespace without the users of the host, the kernel shows all of them as the user 65534.
+        return "with hostUsers: false, the client cannot verify whose process the exporter is"
+    return ""
 
 
 def _inject_into(containers: Sequence[tuple[str, Object]], pod: Object, host_path: str, result: Injection) -> None:

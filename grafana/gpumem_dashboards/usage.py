@@ -6,7 +6,7 @@ from typing import Any
 
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards.frame import board, link, variable, with_rows
+from gpumem_dashboards.frame import board, link, with_rows
 from gpumem_dashboards.palette import shares
 from gpumem_dashboards.panels import columns, graph, number, stacked
 from gpumem_dashboards.promql import CLUSTER
@@ -29,18 +29,18 @@ _NOTE = (
 
 def usage() -> Any:
     """Build the dashboard of the memory-hours by owner."""
-    made = (
-        board(
-            "GPU memory: usage",
-            "gpumem-usage",
-            "Who held how much GPU memory for how long, and how much of it lay idle: by user, namespace, workload and"
-            " Slurm account. It needs the recording rules of gpumem_exporter.",
-            time="now-7d",
-            refresh="5m",
-        )
-        .with_variable(variable("user", "User", f"{HELD}{{{CLUSTER}}}", "user"))
-        .with_variable(variable("namespace", "Namespace", f"{HELD}{{{CLUSTER}}}", "k8s_namespace"))
-        .with_variable(variable("account", "Slurm account", f"{HELD}{{{CLUSTER}}}", "slurm_account"))
+    made = board(
+        "GPU memory: usage",
+        "gpumem-usage",
+        "Who held how much GPU memory for how long, and how much of it lay idle: by user, namespace, workload and"
+        " Slurm account. It needs the recording rules of gpumem_exporter.",
+        time="now-7d",
+        refresh="5m",
+        variables=[
+            ("user", "User", f"{HELD}{{{CLUSTER}}}", "user"),
+            ("namespace", "Namespace", f"{HELD}{{{CLUSTER}}}", "k8s_namespace"),
+            ("account", "Slurm account", f"{HELD}{{{CLUSTER}}}", "slurm_account"),
+        ],
     )
     by_name = (
         _owners("Users", "user", "user", span=12),
@@ -85,7 +85,7 @@ def _overview() -> list[Any]:
         ),
         number(
             "Reported share",
-            "The part of the held memory that belonged to processes that report. What the others did with theirs is"
+            "The part of the held memory that belonged to processes that report. What the other processes did is"
             " unknown.",
             units.PercentUnit,
             f"{_gib_hours(REPORTED)} / ({_gib_hours(HELD)})",

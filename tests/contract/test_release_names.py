@@ -72,7 +72,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of what `.ci/build-release` builds from the tag, in a copy with a dated changelog."""
     copy = tmp_path_factory.mktemp("release") / "repository"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "dist", "build")
-    for folder in (".ci", "client", "deploy", "gpumem_exporter", "grafana", "toolkit"):
+    for folder in (".ci", "client", "deploy", "docs", "gpumem_exporter", "grafana", "toolkit"):
         shutil.copytree(REPOSITORY / folder, copy / folder, symlinks=True, ignore=ignored)
     for path in REPOSITORY.iterdir():
         if path.is_file() and path.name != ".git":

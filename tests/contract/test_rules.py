@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
 from gpumem_exporter.view.findings import SEVERITIES, SEVERITY
-from tests.support.alert_path import alertmanager, receiving
+from tests.support.alert_path import Receiver, alertmanager, receiving
 from tests.support.dashboard_rules import nodes
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool
@@ -384,17 +385,10 @@ def test_an_alert_inhibits_its_effects_on_the_same_node_device_and_process(tmp_p
         url = f"http://{address}/api/v2/alerts"
         post(url, list(sent.values()))
         wait_until_equal(lambda: _silenced(url, sent), silenced, "the alerts that others silence")
-        for receiver_name, labels in (("owners", {"user": "ann"}), ("owners", {"user": "bob"}), ("page", {})):
-            told = wait_for(
-                lambda receiver_name=receiver_name, labels=labels: [
-                    each
-                    for each in receiver.notifications
-                    if each["receiver"] == receiver_name and labels.items() <= each["groupLabels"].items()
-                ],
-                f"a notification of {receiver_name} {labels}",
-            )
-            owners = {each["labels"].get("user") for notification in told for each in notification["alerts"]}
-            assert owners == {labels.get("user")}
+        for name, labels in (("owners", {"user": "ann"}), ("owners", {"user": "bob"}), ("page", {})):
+            sent_to = partial(notifications_to, receiver, name, labels)
+            alerts = [each for notification in wait_for(sent_to, f"{name} {labels}") for each in notification["alerts"]]
+            assert {each["labels"].get("user") for each in alerts} == {labels.get("user")}
         notified = {
             (each["labels"]["alertname"], each["labels"]["pid"])
             for notification in receiver.notifications
@@ -407,6 +401,15 @@ def test_an_alert_inhibits_its_effects_on_the_same_node_device_and_process(tmp_p
         ("GpuMemOomEndedProcess", "9"),
         ("GpuMemFragmentationHigh", "10"),
     }
+
+
+def notifications_to(receiver: Receiver, name: str, labels: dict[str, str]) -> list[Mapping[str, Any]]:
+    """Return the notifications of a receiver of the configuration about groups with these labels."""
+    return [
+        each
+        for each in receiver.notifications
+        if each["receiver"] == name and labels.items() <= each["groupLabels"].items()
+    ]
 
 
 def post(url: str, body: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -89,13 +89,15 @@ class Cluster:
                     subprocess.Popen([*self.launcher, _path(name), *options], stdout=log, stderr=log, text=True)
                 )
             if name == "munged":
-                wait_for((self.root / "run/munge/munge.socket.2").exists, "munged")
+                self._wait_for_daemons((self.root / "run/munge/munge.socket.2").exists, "munged")
+        self._wait_for_daemons(lambda: self.node_state() == "idle", "the node to be idle")
 
-        def idle() -> bool:
+    def _wait_for_daemons(self, condition: Callable[[], bool], what: str) -> None:
+        def reached() -> bool:
             assert all(process.poll() is None for process in self._processes), "a daemon has exited"
-            return self.node_state() == "idle"
+            return condition()
 
-        wait_for(idle, "the node to be idle")
+        wait_for(reached, what)
 
     def command(self, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command there until it exits."""

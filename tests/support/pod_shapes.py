@@ -1,13 +1,18 @@
-"""Pods as controllers create them, and what the webhook does with each."""
+"""Pods as controllers create them, what the webhook does with each, and its reviews."""
 
 from __future__ import annotations
 
+import base64
+import copy
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jsonpatch
 import yaml
 
+from gpumem_exporter.webhook.review import answer
 from tests.support.paths import REPOSITORY
 
 Pod = dict[str, Any]
@@ -176,7 +181,7 @@ SHAPES: dict[str, Shape] = {
         "tune",
     ),
     "bare pod in the host's namespaces": Shape(pod(hostNetwork=True, hostPID=True), _TRAINER, POD_NAME),
-    "bare pod with a name": Shape(pod(name="shell", hostUsers=False), _TRAINER, "shell"),
+    "bare pod with a name": Shape(pod(name="shell", hostUsers=True), _TRAINER, "shell"),
     "MIG and a sidecar": Shape(
         pod(
             {
@@ -293,6 +298,8 @@ SHAPES: dict[str, Shape] = {
         left_alone=("absent",),
     ),
     "Windows": Shape(pod(os={"name": "windows"}), left_alone=("Windows",)),
+    "Windows by its nodes": Shape(pod(nodeSelector={"kubernetes.io/os": "windows"}), left_alone=("Windows",)),
+    "a user namespace": Shape(pod(hostUsers=False), left_alone=("hostUsers",)),
     "no GPU, with the label": Shape(
         pod(container(gpus=None), labels={"gpumem.io/inject": "true"}), left_alone=("gpumem.io/containers",)
     ),
@@ -300,3 +307,34 @@ SHAPES: dict[str, Shape] = {
     "opted out": Shape(pod(labels={"gpumem.io/inject": "false"})),
     "static pod": Shape(pod(name="static", annotations={"kubernetes.io/config.mirror": "x"}, owner=("Node", "n"))),
 }
+
+
+def review_of(created: Pod) -> dict[str, Any]:
+    """The request of the API server, as a JSON document."""
+    request = {
+        "uid": "705ab4f5",
+        "kind": {"group": "", "version": "v1", "kind": "Pod"},
+        "resource": {"group": "", "version": "v1", "resource": "pods"},
+        "namespace": "team-a",
+        "operation": "CREATE",
+        "userInfo": {"username": "system:serviceaccount:kube-system:job-controller"},
+        "object": created,
+        "oldObject": None,
+        "dryRun": False,
+    }
+    return dict(
+        json.loads(json.dumps({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}))
+    )
+
+
+def answered(created: Pod, **options: Any) -> tuple[Pod, dict[str, Any]]:
+    """Return the pod after the patch, and the response."""
+    document = json.loads(json.dumps(answer(review_of(created), **options)))
+    response = document["response"]
+    assert (document["apiVersion"], document["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
+    assert (response["uid"], response["allowed"]) == ("705ab4f5", True)
+    if "patch" not in response:
+        return created, response
+    assert response["patchType"] == "JSONPatch"
+    patch = jsonpatch.JsonPatch(json.loads(base64.b64decode(response["patch"])))
+    return dict(patch.apply(copy.deepcopy(created))), response

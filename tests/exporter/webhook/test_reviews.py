@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 import base64
-import copy
-import json
 from typing import Any
 
-import jsonpatch
 import kubernetes_validate
 import pytest
 
 from gpumem_exporter.server.logs import LogfmtFormatter
 from gpumem_exporter.webhook.review import FORBIDDEN, NotAReviewError, answer
-from tests.support.pod_shapes import CLIENT, SHAPES, Pod, Shape, container, pod
+from tests.support.pod_shapes import CLIENT, SHAPES, Pod, Shape, answered, container, pod, review_of
 
 RESULT = "gpumem.io/injection"
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-
-
-def review_of(created: Pod) -> dict[str, Any]:
-    """The request of the API server, as a JSON document."""
-    request = {
-        "uid": "705ab4f5",
-        "kind": {"group": "", "version": "v1", "kind": "Pod"},
-        "resource": {"group": "", "version": "v1", "resource": "pods"},
-        "namespace": "team-a",
-        "operation": "CREATE",
-        "userInfo": {"username": "system:serviceaccount:kube-system:job-controller"},
-        "object": created,
-        "oldObject": None,
-        "dryRun": False,
-    }
-    return dict(
-        json.loads(json.dumps({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}))
-    )
-
-
-def answered(created: Pod, **options: Any) -> tuple[Pod, dict[str, Any]]:
-    """Return the pod after the patch, and the response."""
-    document = json.loads(json.dumps(answer(review_of(created), **options)))
-    response = document["response"]
-    assert (document["apiVersion"], document["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
-    assert (response["uid"], response["allowed"]) == ("705ab4f5", True)
-    if "patch" not in response:
-        return created, response
-    assert response["patchType"] == "JSONPatch"
-    patch = jsonpatch.JsonPatch(json.loads(base64.b64decode(response["patch"])))
-    return dict(patch.apply(copy.deepcopy(created))), response
 
 
 def all_containers(changed: Pod) -> dict[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.injected_scripts import MIB, StartScript, folder_with, run_to_the_end, start_script
 from tests.support.namespaces import CONTAINER, needs_namespaces
 from tests.support.paths import REPOSITORY
+from tests.support.pod_shapes import SHAPES, answered
 from tests.support.waiting import wait_for
 
 __all__ = ["start_script"]
@@ -62,26 +63,29 @@ def allocated_by_workload(exporter: ExporterProcess) -> dict[str, tuple[int, str
 
 
 @needs_namespaces
-def test_a_container_needs_one_mount_and_one_variable(
+def test_a_container_needs_the_mount_and_the_variables_of_the_webhook(
     serving: ExporterProcess, start_script: StartScript, run_folder: Path, python: str
 ) -> None:
-    # Its own mounts, with the node's folder read-only at the default place, and nothing else of this project.
+    pod, _ = answered(SHAPES["statefulset"].pod, host_path=str(run_folder))
+    (container,), (volume,) = pod["spec"]["containers"], pod["spec"]["volumes"]
+    (mount,) = container["volumeMounts"]
+    source, target = volume["hostPath"]["path"], mount["mountPath"]
+    # Its own mounts, with the node's folder read-only, and nothing else of this project.
     mounts = (
-        f"mount -t tmpfs none /run && mkdir /run/gpumem && mount --bind {run_folder} /run/gpumem && "
-        f'mount -o remount,ro,bind /run/gpumem && mount -t tmpfs none {REPOSITORY / "client"} && exec "$@"'
+        f"mount -t tmpfs none /run && mkdir {target} && mount --bind {source} {target} && "
+        f'mount -o remount,ro,bind {target} && mount -t tmpfs none {REPOSITORY / "client"} && exec "$@"'
     )
     job = start_script(
         WITHOUT_PACKAGE + "hold(3)\nsay(os.getpid())\nwait()",
         injected=False,
         command=(*CONTAINER, "--mount", "sh", "-c", mounts, "sh", python),
-        PYTHONPATH="/run/gpumem/client",
-        GPUMEM_WORKLOAD="in-a-container",
+        **{variable["name"]: variable["value"] for variable in container["env"]},
     )
     assert job.heard() == 1, job.stderr()
-    wait_for(lambda: allocated_by_workload(serving).get("in-a-container", (0,))[0] == 3 * MIB, "the container's report")
+    wait_for(lambda: allocated_by_workload(serving).get("notebook", (0,))[0] == 3 * MIB, "the container's report")
     (process,) = serving.processes().values()
-    assert process["own_pid"] == 1
-    cleared = serving.act("empty_cache", target={"workload": "in-a-container"}, wait_seconds=10)
+    assert (process["own_pid"], process["rank"]) == (1, "12")
+    cleared = serving.act("empty_cache", target={"workload": "notebook"}, wait_seconds=10)
     assert [result["outcome"] for result in cleared["results"]] == ["done"]
     job.go()
     assert job.finish() == 0

@@ -18,21 +18,11 @@ import pytest
 import trustme
 
 from tests.support.certificates import issue, trust
-from tests.support.pod_shapes import SHAPES
+from tests.support.pod_shapes import SHAPES, review_of
 from tests.support.running_command import clean_environment
 from tests.support.waiting import patient, wait_for
 
-REVIEW = {
-    "apiVersion": "admission.k8s.io/v1",
-    "kind": "AdmissionReview",
-    "request": {
-        "uid": "7",
-        "kind": {"group": "", "version": "v1", "kind": "Pod"},
-        "operation": "CREATE",
-        "namespace": "team-a",
-        "object": SHAPES["indexed job"].pod,
-    },
-}
+REVIEW = review_of(SHAPES["indexed job"].pod)
 
 
 class Webhook:
@@ -88,7 +78,7 @@ def test_it_answers_reviews_until_it_is_stopped(webhook: Webhook) -> None:
     connection = webhook.connect()
     status, answer = post(connection, json.dumps(REVIEW).encode())
     patch = json.loads(base64.b64decode(answer["response"]["patch"]))
-    assert (status, answer["response"]["uid"]) == (200, "7")
+    assert (status, answer["response"]["uid"]) == (200, REVIEW["request"]["uid"])
     assert {"/spec/volumes", "/spec/containers/0/env"} <= {operation["path"] for operation in patch}
 
     status, answer = post(connection, json.dumps(REVIEW).encode(), "/pods/without-host-path?timeout=3s")
