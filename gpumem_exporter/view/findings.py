@@ -332,7 +332,8 @@ def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]
         return
     sizes = [share.used_bytes for process in unreported.values() for share in process.shares.values()]
     known = sum_of_known(sizes or [None])
-    size = f" ({human_bytes(known)})" if known is not None else ""
+    least = "at least " if None in sizes else ""
+    size = f" ({least}{human_bytes(known)})" if known is not None else ""
     every = counted(sum(len(job.processes) for job in jobs), "process", "processes")
     # Short: the page shows a finding in one line.
     if not client_directory:
