@@ -85,7 +85,7 @@ def _overview() -> list[Any]:
         ),
         number(
             "Reported share",
-            "The part of the held memory that belonged to processes that report. What the others did with theirs is"
+            "The part of the held memory that belonged to processes that report. What the other processes did is"
             " unknown.",
             units.PercentUnit,
             f"{_gib_hours(REPORTED)} / ({_gib_hours(HELD)})",
