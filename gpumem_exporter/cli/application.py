@@ -168,9 +168,9 @@ def _uses_exporter(command: click.Command | None) -> bool:
 
 def _show_page(target: str, forward: Forward) -> None:
     """Keep the port open until Ctrl-C, with a line when the exporter cannot be reached."""
-    print(f"The page of {target}: {forward.url}/  (Ctrl-C ends)", flush=True)
-    shown = ""
+    url, shown = forward.url, ""
     with contextlib.suppress(KeyboardInterrupt):
+        print(f"The page of {target}: {url}/  (Ctrl-C ends)", flush=True)
         while True:
             time.sleep(_LOOK_SECONDS)
             if forward.failure != shown:

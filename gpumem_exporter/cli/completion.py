@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
+from click.shell_completion import BashComplete, CompletionItem, ShellComplete, ZshComplete, split_arg_string
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
@@ -20,15 +20,74 @@ from gpumem_exporter.cli.program import COMPLETION_VARIABLE, PROGRAM
 _ANSWER_SECONDS = 1.0
 """The timeout of the exporter at a tab."""
 _LIVE = "/api/v1/live"
+_BASH = r"""
+%(complete_func)s() {
+    local line=${COMP_LINE:0:COMP_POINT} type value
+    # readline replaces only what follows the last of these characters, such as the colon of a pid or of a MIG device.
+    # An at sign is replaced, too.
+    local breaks=${COMP_WORDBREAKS//[[:space:]\"\']/} word=${line##*[[:space:]]}
+    local kept=${word%%"${word##*[$breaks]}"}
+    kept=${kept%%@}
+    COMPREPLY=()
+    while IFS=, read -r type value; do
+        case $type in
+            dir) compopt -o dirnames ;;
+            file) compopt -o default ;;
+            plain)
+                value=${value#"$kept"}
+                # Another user may have named a job `$(...)`.
+                [[ $value == *[!A-Za-z0-9_.,:@=/+%%-]* ]] && printf -v value %%q "$value"
+                COMPREPLY+=("$value")
+                ;;
+        esac
+    done < <(COMP_WORDS=$line %(complete_var)s=bash_complete "$1" 2>/dev/null)
+}
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
+# The body of an autoloaded function. The script of click 8 completes nothing at the second tab of a shell: it then only
+# registers a function.
+_ZSH = r"""#compdef %(prog_name)s
+local -a names described
+local type value help
+local -x COMP_WORDS="${words[*]}" COMP_CWORD=$((CURRENT-1)) %(complete_var)s=zsh_complete
+for type value help in "${(@f)$($words[1] 2>/dev/null)}"; do
+    case $type in
+        dir) _path_files -/ ;;
+        file) _path_files -f ;;
+        plain) if [[ $help == _ ]]; then names+=("$value"); else described+=("$value:$help"); fi ;;
+    esac
+done
+(( $#described )) && _describe -V unsorted described -U
+(( $#names )) && compadd -U -V unsorted -a names
+(( compstate[nmatches] ))
+"""
 
 Document = Mapping[str, Any]
 Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
+class _Bash(BashComplete):
+    """The completion of bash, whose own words end at each colon and at sign; so this one reads the line."""
+
+    source_template = _BASH
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        line = os.environ["COMP_WORDS"]
+        words = [*split_arg_string(line)[1:], *([""] if line[-1:].isspace() else [])]
+        return words[:-1], words[-1]
+
+
+class _Zsh(ZshComplete):
+    source_template = _ZSH
+
+
+_SHELLS: Mapping[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh}
+
+
 def complete(application: click.Command, instruction: str) -> int:
     """Print completions, or the script for a shell, and return the exit code."""
     shell, _, what = instruction.partition("_")
-    kind = get_completion_class(shell)
+    kind = _SHELLS.get(shell)
     if kind is None or what not in ("source", "complete"):
         return 1
     completion = kind(application, {}, PROGRAM, COMPLETION_VARIABLE)
@@ -53,11 +112,9 @@ def install(shell: str, environ: Mapping[str, str] = os.environ) -> str:
         then = "Add to ~/.zshrc, if it is missing: fpath+=~/.zfunc; autoload -Uz compinit; compinit"
     else:
         raise ConfigurationError(f"--install-completion: the shell is {name or 'unknown'!r}; give bash or zsh")
-    kind = get_completion_class(name)
-    assert kind is not None  # noqa: S101 - click has both
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(kind(click.Command(PROGRAM), {}, PROGRAM, COMPLETION_VARIABLE).source() + "\n")
+        path.write_text(_SHELLS[name](click.Command(PROGRAM), {}, PROGRAM, COMPLETION_VARIABLE).source() + "\n")
     except OSError as error:
         raise ConfigurationError(f"--install-completion: {path}: {error.strerror}") from error
     return f"Wrote {path}. {then}"
@@ -75,7 +132,8 @@ def _names(path: str, found: Callable[[Document], Iterable[object]]) -> Completi
 
     def shell_complete(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         try:
-            known = dict.fromkeys(str(name) for name in found(_read(context, path)) if name not in (None, ""))
+            names = dict.fromkeys(str(name) for name in found(_read(context, path)) if name not in (None, ""))
+            known = [name for name in names if name.isprintable()]
         except Exception:  # noqa: BLE001 - a tab has no place for an error
             return []
         return of_list(known, incomplete)

@@ -140,6 +140,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         opened.append(live)
         if now is not None:
             live.page.clock.install(time=now)
+            live.page.clock.pause_at(now + 1)
         if script:
             live.page.add_init_script(script)
         if answer is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_client.wire.http import DEFAULT_URLS, shown_url
+from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.node import node_document
 from gpumem_exporter.cli.options import (
@@ -16,6 +17,7 @@ from gpumem_exporter.cli.options import (
     connection_options,
     exporter_trust,
     exporter_urls,
+    forwarded_url,
     interval_option,
     pop_target,
     pop_view,
@@ -81,7 +83,7 @@ def top(
         require_terminal("top --once")
     token = action_token(token_file)
     urls, trust = exporter_urls(url), exporter_trust()
-    named = urls != DEFAULT_URLS
+    named = url is not None or bool(forwarded_url() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
     source = Source(
         lambda: ExporterApi(urls, token=token, trust=trust, timeout_seconds=_ANSWER_SECONDS),
         target,

@@ -194,7 +194,7 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
         caller: Caller = request.state.caller
         if caller.rights is Rights.ALL:
             return tuple(events)
-        return _for_user(events, caller, hide_identities=hide_identities)
+        return events_for_user(events, caller, hide_identities=hide_identities)
 
     @router.get(EVENTS_PATH, responses={200: json_reply(EventsDocument), **problems(401, 403, 422, 503)})
     async def events(request: Request, parameters: Annotated[EventParameters, QueryParameters()]) -> Response:
@@ -248,7 +248,7 @@ def one_event_document(event: Event, earlier: Iterable[Event]) -> OneEventDocume
     }
 
 
-def _for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> tuple[Event, ...]:
+def events_for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> tuple[Event, ...]:
     """Return the events for a caller that may only act on its own processes."""
     visible = [event for event in events if event.type not in AUDIT_TYPES or event.detail.get("caller") == caller.key]
     if hide_identities:

@@ -19,6 +19,7 @@ from gpumem_exporter.cli.completion import of_list
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import CONSOLE_SCRIPT, clean_environment, run_command
+from tests.support.terminal_program import TerminalProgram
 from tests.support.waiting import patient
 
 
@@ -27,7 +28,7 @@ def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProce
     folder = tmp_path_factory.mktemp("completion")
     running = ExporterProcess(folder, "--report.expiry", "3600", environment=clean_environment(), ready="/-/healthy")
     connection = Connection(running.url, timeout_seconds=patient(10.0))
-    for pid, workload in ((4711, "llm-pretrain"), (4812, "notebook")):
+    for pid, workload in enumerate(("llm-pretrain", "notebook", "eval:all", "t$(touch x)"), 4711):
         sent = report(pid, workload=workload, session=workload, devices=(sample(UUIDS[0]),))
         body = json.dumps(to_wire(sent)).encode()
         answer = connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
@@ -52,10 +53,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_bash(home: Path, line: str, url: str) -> list[str]:
     """Return the completions of the last word of a line in bash, and assert that nothing else is printed."""
-    words = line.split(" ")
     script = f"""
         source {home}/.local/share/bash-completion/completions/gpumem-exporter
-        COMP_WORDS=({" ".join(map(shlex.quote, words))}) COMP_CWORD={len(words) - 1}
+        COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)}
         _gpumem_exporter_completion gpumem-exporter
         printf '%s\\n' "${{COMPREPLY[@]}}"
     """
@@ -88,7 +88,7 @@ def test_bash_completes(exporter: ExporterProcess, home: Path, line: str, comple
 
 
 def test_bash_completes_pids(exporter: ExporterProcess, home: Path) -> None:
-    (pid,) = in_bash(home, "gpumem-exporter info --pid 47", exporter.url)
+    (pid,) = in_bash(home, "gpumem-exporter info --pid 4711", exporter.url)
     assert pid.startswith("4711@")  # the exporter does not see the process, so its name has its namespace
 
 
@@ -103,24 +103,35 @@ def test_without_an_exporter_names_have_no_completion_and_no_error(home: Path, u
     assert in_bash(home, "gpumem-exporter clear --work", url) == ["--workload"]
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
-def test_zsh_accepts_the_script(home: Path) -> None:
-    script = f"fpath+={home}/.zfunc; autoload -Uz compinit; compinit -u -D; whence -w _gpumem-exporter"
-    ended = subprocess.run(
-        ["zsh", "-f", "-c", script], capture_output=True, text=True, timeout=patient(30), check=False
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_zsh_gets_the_names(exporter: ExporterProcess) -> None:
-    ended = run_command(
-        GPUMEM_EXPORTER_URL=exporter.url,
-        COMP_WORDS="gpumem-exporter clear --workload ll",
-        COMP_CWORD="3",
-        _GPUMEM_EXPORTER_COMPLETE="zsh_complete",
-    )
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "llm-pretrain" in ended.stdout.split("\n")
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_tab_completes_names_with_colons_and_quotes_others(
+    exporter: ExporterProcess, home: Path, shell: str, tmp_path: Path
+) -> None:
+    """A person types in the shell, whose files have what `--install-completion` has said."""
+    (pid,) = in_bash(home, "gpumem-exporter info --pid 4711", exporter.url)
+    prompt = "PS1='ready> '\n"
+    (home / ".bashrc").write_text(f"{prompt}source ~/.local/share/bash-completion/completions/gpumem-exporter\n")
+    (home / ".zshrc").write_text(f"{prompt}fpath+=~/.zfunc; autoload -Uz compinit; compinit\n")
+    path = f"{home}:{os.environ['PATH']}"
+    places = {"PATH": path, "HOME": str(home), "ZDOTDIR": str(home), "TERM": "xterm"}
+    program = TerminalProgram([shell, "-i"], clean_environment(GPUMEM_EXPORTER_URL=exporter.url, **places), columns=160)
+    try:
+        program.until_shows("ready>")
+        for typed, completed in (
+            ("clear --workload ll", "--workload llm-pretrain"),
+            ("clear --mo", "--mode"),
+            ("info --pid 4711@", f"--pid {pid}"),
+            (f"info --pid {pid[:-1]}", f"--pid {pid}"),
+            ("clear --workload eval:a", "--workload eval:all"),
+            ("clear --workload notebook,eval:a", "--workload notebook,eval:all"),
+            ("clear --workload t", r"--workload t\$\(touch\ x\)"),
+        ):
+            program.type(f"gpumem-exporter {typed}\t")
+            program.until_shows(f"gpumem-exporter {typed.partition(' ')[0]} {completed}")
+            program.type("\x15")
+            program.until(lambda: "gpumem-exporter" not in program.lines[program.screen.cursor.y], "an empty line")
+    finally:
+        program.close()
 
 
 @pytest.mark.parametrize("shell", ["fish", "/bin/sh"])

@@ -135,3 +135,6 @@ def test_an_event_that_was_deleted_leaves_the_page_usable(exporter: OnTcp, open_
     live.page.goto(f"{exporter.url}/?gpu=0&event=1")
     live.until("document.querySelector('.oom')?.textContent.includes('does not have this event')")
     live.until("document.querySelector('.jobs-of-device li')")
+    # A finding of a job that has ended leads to the last error of the device.
+    live.page.goto(f"{exporter.url}/?gpu=0&event=oom@{UUIDS[0]}")
+    live.until("document.querySelector('.oom .verdict')")

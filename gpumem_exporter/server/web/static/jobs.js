@@ -2,7 +2,7 @@
 
 import { openClear } from "./clear.js";
 import { $, arrange, h, isInUse, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
-import { bytes, count, dayAndTime, duration, gpuList, safe, UNKNOWN } from "./format.js";
+import { bytes, count, dayAndTime, duration, gpuList, integer, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { go, jobHref, onRoute, param } from "./route.js";
 
@@ -73,7 +73,7 @@ class JobRow {
     setText(this.owner, safe(job.owner));
     const { devices, state, growth, since } = this.cells;
     setText(devices, gpuList(job.gpus));
-    setText(state, job.step ? `${job.state}, step ${job.step.toLocaleString("en")}` : job.state);
+    setText(state, job.step ? `${job.state}, step ${integer(job.step)}` : job.state);
     setAttribute(state, "data-state", job.state);
     for (const key of SIZES) setText(this.cells[key], sumOf(job, key));
     setText(growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h`);
@@ -99,6 +99,7 @@ class JobRow {
   }
 
   showRanks() {
+    if (!this.open && this.element.children.length === 1) return;
     const shown = this.open ? this.job.processes.slice(0, RANK_LIMIT) : [];
     const rows = this.ranks.update(shown.flatMap((process) => process.devices.map((device) => ({ process, device }))), ({ process, device }) => `${process.pid} ${device.uuid}`);
     const left = this.open ? this.job.processes.length - shown.length : 0;

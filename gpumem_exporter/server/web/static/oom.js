@@ -36,11 +36,12 @@ export class OomView {
     const key = wanted && `${wanted} ${subject}`;
     if (key !== this.key) {
       this.key = key;
-      this.found = this.refusal = null;
+      this.found = this.refusal = this.denied = null;
       this.requested = -Infinity;
     }
     setHidden(this.element, !wanted);
     if (!wanted) return;
+    if (this.denied && view.happened.refusal === "") this.refusal = this.denied = null; // the viewer has entered a token
     if (!this.found && !this.refusal) this.request(wanted, subject);
     this.show(view);
   }
@@ -57,7 +58,8 @@ export class OomView {
       if (id !== undefined) found = (await request(`api/v1/events/${encodeURIComponent(id)}`)).document;
     } catch (error) {
       if (!(error instanceof Refusal)) return; // the connection shows a missing reply
-      if (error.status === 401 || error.status === 403) refusal = `Events need the same rights as actions: ${error.message}`;
+      this.denied = error.status === 401 || error.status === 403;
+      if (this.denied) refusal = `Events need the same rights as actions: ${error.message}`;
       else if (error.status !== 404 && error.status !== 422) return;
     }
     if (key !== this.key) return;
