@@ -14,7 +14,8 @@ from pathlib import Path
 
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
-from gpumem_exporter.collectors.catalog import METRICS, Metric
+from gpumem_exporter.collectors.catalog import METRICS
+from gpumem_exporter.collectors.subjects import Metric
 
 HERE = Path(__file__).resolve().parent
 HELP_COLUMNS = "100"
