@@ -1,8 +1,8 @@
 # The exporter: docker build -t gpumem-exporter . && docker run --rm -p 127.0.0.1:9844:9844 gpumem-exporter serve --demo
 # With GPUs it needs the NVIDIA container toolkit and the host's PID namespace: see docs/installation.md.
 
-# Pin it by digest with --build-arg PYTHON_IMAGE=python@sha256:…
-ARG PYTHON_IMAGE=python:3.13-slim-trixie
+# By the digest of the list of platforms. Dependabot proposes newer ones; --build-arg PYTHON_IMAGE=… takes another image.
+ARG PYTHON_IMAGE=python:3.13-slim-trixie@sha256:9d2e5553305c7c7b0097999bb17187c69b921ccd6bc9d40e4bb5ebe652c00285
 
 FROM ${PYTHON_IMAGE} AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
@@ -16,6 +16,7 @@ RUN python -m venv --without-pip /opt/gpumem \
     && python -m pip --python /opt/build/bin/python install --require-hashes -r build-requirements.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
+COPY docs/runbooks docs/runbooks
 COPY gpumem_exporter gpumem_exporter
 RUN /opt/build/bin/hatchling build -t wheel -d /dist \
     && (cd client && /opt/build/bin/hatchling build -t wheel -d /dist) \

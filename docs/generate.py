@@ -1,24 +1,48 @@
-"""Writes metrics.md from the catalog of metrics and command-line.md from the commands' own --help.
+"""Writes what is generated from the code.
 
-Run `python docs/generate.py` after a change to either, and commit the pages. A contract test compares them.
+metrics.md comes from the catalog of metrics, command-line.md from the commands' own --help. The settings and the
+policy in the schema of the Helm chart come from their models.
+
+Run `python docs/generate.py` after a change to one of them, and commit the files. Contract tests compare them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from gpumem_exporter.actions.policy.rules import MAX_RULES, Rule
+from gpumem_exporter.actions.policy.values import FIELDS
+from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.collectors.subjects import Metric
+from gpumem_exporter.server.settings import Settings
 
 HERE = Path(__file__).resolve().parent
+CHART_SCHEMA = HERE.parent / "deploy" / "helm" / "gpumem-exporter" / "values.schema.json"
 HELP_COLUMNS = "100"
+
+FIXED_BY_THE_CHART = {
+    "action.token-file",
+    "client.directory",
+    "policy.file",
+    "report.token-file",
+    "storage.path",
+    "web.config.file",
+    "web.listen-address",
+    "web.listen-socket",
+    "web.systemd-socket",
+    "web.telemetry-path",
+}
+"""Settings that have values of their own in the chart, or that its probes and monitors depend on."""
 
 METRICS_INTRODUCTION = """\
 # Metrics
@@ -113,9 +137,63 @@ def _terminal_of_fixed_width() -> Iterator[None]:
                 os.environ[name] = value
 
 
+def chart_schema() -> str:
+    """Return the text of the chart's values.schema.json for the current code. The rest is written by hand."""
+    written = CHART_SCHEMA.read_text(encoding="utf-8")
+    for name, schema in (("settings", _closed(dict(_rules_of_settings()))), ("policy", _schema_of_policy())):
+        rows = ",\n".join(
+            f"        {json.dumps(key)}: {json.dumps(rule)}" for key, rule in schema["properties"].items()
+        )
+        text = (
+            f'    "{name}": {{\n      "type": "object",\n      "additionalProperties": false,\n'
+            f'      "properties": {{\n{rows}\n      }}\n    }},\n'
+        )
+        section = rf'    "{name}": \{{\n.*?\n    \}},\n'
+        written = re.sub(section, lambda _, text=text: text, written, count=1, flags=re.DOTALL)
+    return written
+
+
+def _closed(properties: dict[str, Any], **rules: Any) -> dict[str, Any]:
+    """Return the schema of an object that has no other keys."""
+    return {"type": "object", "additionalProperties": False, "properties": properties, **rules}
+
+
+def _schema_of_policy() -> dict[str, Any]:
+    """Return the JSON schema of a policy: its keys, conditions and actions. The exporter alone checks each value."""
+    bounds = _closed({"over": {}, "under": {}}, minProperties=1)
+    kinds: dict[str, dict[str, Any]] = {
+        "when": _closed(dict.fromkeys(FIELDS, bounds), minProperties=1),
+        "do": _closed(
+            {key: {} for key in _keys(Rule.model_fields["do"].annotation)} | {"action": {"enum": list(ACTIONS)}}
+        ),
+    }
+    keys = _keys(Rule)
+    required = [key for key, is_required in keys.items() if is_required]
+    rule = _closed({key: kinds.get(key, {}) for key in keys}, required=required)
+    return _closed({"rules": {"type": "array", "maxItems": MAX_RULES, "items": rule}})
+
+
+def _keys(section: Any) -> dict[str, bool]:
+    """Return the keys of a part of a file, and whether each is required."""
+    return {field.alias or name: field.is_required() for name, field in section.model_fields.items()}
+
+
+def _rules_of_settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the JSON schema of each setting that the chart leaves to its user, by key."""
+    for key, rule in Settings.model_json_schema(by_alias=True)["properties"].items():
+        if key in FIXED_BY_THE_CHART:
+            continue
+        kept = {name: value for name, value in rule.items() if name not in ("default", "description", "title")}
+        if key == "action.allow":
+            actions = [*ACTIONS, "default"]
+            kept = {"anyOf": [{"enum": [*actions, "none"]}, {"type": "array", "items": {"enum": actions}}]}
+        yield key, dict(sorted(kept.items(), key=lambda item: item[0] != "type"))
+
+
 PAGES = {"metrics.md": metrics_page, "command-line.md": command_line_page}
 """Each generated page, and the function that returns its text."""
 
 if __name__ == "__main__":
     for name, make in PAGES.items():
         (HERE / name).write_text(make(), encoding="utf-8")
+    CHART_SCHEMA.write_text(chart_schema(), encoding="utf-8")

@@ -14,6 +14,7 @@ from gpumem_dashboards.fleet import fleet
 from gpumem_dashboards.frame import encoded
 from gpumem_dashboards.node import node
 from gpumem_dashboards.oom import oom
+from gpumem_dashboards.usage import usage
 from gpumem_dashboards.workload import workload
 
 TARGET = Path(__file__).with_name("dashboards")
@@ -21,7 +22,7 @@ TARGET = Path(__file__).with_name("dashboards")
 
 def dashboards() -> dict[str, str]:
     """Return the text of each dashboard by file name."""
-    made = {"fleet": fleet, "node": node, "workload": workload, "oom": oom, "exporter": exporter}
+    made = {"fleet": fleet, "node": node, "workload": workload, "oom": oom, "usage": usage, "exporter": exporter}
     return {f"{name}.json": encoded(build()) for name, build in made.items()}
 
 

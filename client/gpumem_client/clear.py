@@ -16,7 +16,7 @@ from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.wire.units import ShownAsText, human_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rung:
     """One step of a deep clean."""
 
@@ -30,7 +30,7 @@ class Rung:
     """The reason why the step was not done."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeepClean(ShownAsText):
     """The bytes that each step of a deep clean has freed. Prints as a table."""
 

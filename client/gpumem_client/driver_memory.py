@@ -24,7 +24,7 @@ class _Utilization(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DriverReading:
     """One device, as the driver reports it. None is unknown, for example in another PID namespace."""
 
@@ -60,7 +60,7 @@ def read_driver(uuid: str) -> DriverReading:
             nvml.nvmlShutdown()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None)
 def _library() -> ctypes.CDLL:
     """Load the library once: each load leaves several kilobytes of garbage."""
     return ctypes.CDLL("libnvidia-ml.so.1")

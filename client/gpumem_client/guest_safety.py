@@ -9,9 +9,8 @@ import functools
 import logging
 import signal
 import threading
-from collections.abc import Callable
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, TypeVar
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]

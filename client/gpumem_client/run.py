@@ -101,7 +101,7 @@ def run(arguments: Sequence[str], *, program: str = "gpumem-exporter run") -> in
     if settings:
         from gpumem_client.allocator.settings import environment_with
 
-        given |= environment_with(os.environ, ",".join(settings))
+        given.update(environment_with(os.environ, ",".join(settings)))
     if "GPUMEM_EXPORTER_URL" in given:
         from gpumem_client.wire.http import Connection
 

@@ -27,7 +27,7 @@ _FROM_SAMPLE = (
 """Attributes of `DeviceSummary` that are the same in `DeviceSample`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceSummary(ShownAsText):
     """One device, as the allocator of this process, CUDA and the driver report it. None is unknown."""
 
@@ -86,7 +86,7 @@ class DeviceSummary(ShownAsText):
         return _less(self.device_total_bytes, self.device_free_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Summary(ShownAsText):
     """The GPU memory of this process at one time. `print` it for a table.
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Mapping
 
 from gpumem_client.guest_safety import guest_safety
 
-DeviceState: TypeAlias = "Mapping[str, Any]"
+DeviceState = Mapping[str, Any]
 """The statistics of one device: `state[name][metric]`, summed over its pools, and `state[counter]`."""
 
 _MANY_POOLS = 32
@@ -90,6 +90,25 @@ class Statistics:
     def reset_peaks(self, index: int) -> None:
         """Reset every peak of one device to the current value."""
         self._c._cuda_resetPeakMemoryStats(index)
+
+
+def driver_uuid(index: int) -> str:
+    """Return the UUID of a device from CUDA's driver, without a prefix, for torch before 2.5; empty if it is unknown.
+
+    CUDA must be initialized. Creates no context.
+    """
+    import ctypes
+
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        # Since CUDA 11.4, and the only one that knows MIG devices.
+        if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetUuid_v2(uuid, device):
+            return ""
+    except (OSError, AttributeError):
+        return ""
+    digits = bytes(uuid).hex()
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
 def rank_and_size() -> tuple[int, int] | None:

@@ -5,13 +5,18 @@
 //   (import 'gpumem-exporter/deploy/mixin/mixin.libsonnet') + { _config+:: { runbookURL: 'https://wiki.example/runbooks/' } }
 local alerts = std.parseYaml(importstr '../prometheus/rules/alerts.yml');
 local recording = std.parseYaml(importstr '../prometheus/rules/recording.yml');
+local coverage = std.parseYaml(importstr '../prometheus/rules/optional/coverage.yml');
 
 {
   _config+:: {
-    // The folder of the runbooks, with the final slash. null keeps the URLs of the rules.
+    // The folder of the runbooks, with the final slash. null: the pages of the exporters, below livePageURL.
     runbookURL: null,
     // The URL at which a browser reaches the live page of a node; `{node}` is the label `instance`.
     livePageURL: 'http://{node}/',
+    // The labels that tell clusters apart, such as 'region, cluster'.
+    clusterLabels: 'cluster',
+    // Whether there is an alert on nodes where much memory belongs to processes that do not report.
+    coverageAlert: false,
   },
 
   local live = std.split($._config.livePageURL, '{node}'),
@@ -30,19 +35,30 @@ local recording = std.parseYaml(importstr '../prometheus/rules/recording.yml');
     'gpumem-fleet.json': withLivePage(import '../../grafana/dashboards/fleet.json'),
     'gpumem-node.json': withLivePage(import '../../grafana/dashboards/node.json'),
     'gpumem-oom.json': withLivePage(import '../../grafana/dashboards/oom.json'),
+    'gpumem-usage.json': withLivePage(import '../../grafana/dashboards/usage.json'),
     'gpumem-workload.json': withLivePage(import '../../grafana/dashboards/workload.json'),
   },
 
+  local inClusters(rule) = rule {
+    expr: std.strReplace(rule.expr, '(cluster, ', '(' + $._config.clusterLabels + ', '),
+  },
   local folder = $._config.runbookURL,
-  local withRunbook(rule) =
-    if folder == null then rule
-    else rule { annotations+: { runbook_url: folder + rule.alert + '.md' } },
+  local withRunbook(rule) = inClusters(rule) {
+    annotations+: {
+      runbook_url:
+        if folder != null then folder + rule.alert + '.md'
+        else std.strReplace(std.strReplace(super.runbook_url, 'http://{{', live[0] + '{{'), '}}/', '}}' + live[1]),
+    },
+  },
 
   prometheusAlerts+:: {
-    groups+: [group { rules: std.map(withRunbook, group.rules) } for group in alerts.groups],
+    groups+: [
+      group { rules: std.map(withRunbook, group.rules) }
+      for group in alerts.groups + (if $._config.coverageAlert then coverage.groups else [])
+    ],
   },
 
   prometheusRules+:: {
-    groups+: recording.groups,
+    groups+: [group { rules: std.map(inClusters, group.rules) } for group in recording.groups],
   },
 }

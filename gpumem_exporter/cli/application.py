@@ -5,19 +5,26 @@ A command's module has a function of the command's name, which is the click comm
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 from click.shell_completion import CompletionItem
 
-from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.options import quiet_option
+from gpumem_exporter.cli.options import forward_failure, note, quiet_option, set_forward
 from gpumem_exporter.cli.program import COMMANDS, COMPLETION_VARIABLE, PROGRAM
 from gpumem_exporter.cli.usage import CommandGroup, usage_text
 
+if TYPE_CHECKING:
+    from gpumem_exporter.cli.kube import Forward
+
+_LOOK_SECONDS = 1.0
 _EXAMPLES = """\b
 Examples:
   gpumem-exporter serve                               # on a node with GPUs
@@ -28,6 +35,13 @@ Examples:
   gpumem-exporter clear --gpu 0                       # release cached memory
   gpumem-exporter plan train:make_model --input 'float32[B,3,224,224]' --gpu 80GiB
   gpumem-exporter doctor                              # what is wrong and how to fix it
+  gpumem-exporter --kube gpu-node-7                   # the page of a node of Kubernetes, until Ctrl-C
+  gpumem-exporter --kube gpu-node-7 top
+
+\b
+--kube runs `kubectl port-forward` to the pod with this name or on this node. GPUMEM_KUBECTL is the command
+(kubectl), GPUMEM_KUBE_NAMESPACE the namespace (gpumem), GPUMEM_KUBE_SELECTOR the label of the exporters' pods
+(app.kubernetes.io/name=gpumem-exporter).
 
 \b
 Exit codes: 0 done; 1 the request failed; 2 wrong usage or configuration.
@@ -46,7 +60,12 @@ def invoke(words: Sequence[str]) -> int:
     try:
         # Not click's `main`, which writes to stderr on Ctrl-C.
         with _application.make_context(PROGRAM, list(words)) as context:
-            return int(_application.invoke(context) or 0)
+            try:
+                return int(_application.invoke(context) or 0)
+            except ExporterUnreachableError as error:
+                if reason := forward_failure(context):
+                    raise ExporterUnreachableError(f"{error}; {reason}") from None
+                raise
     except click.exceptions.Exit as ended:
         return ended.exit_code
     except click.UsageError as error:
@@ -102,6 +121,7 @@ def _install_completion(context: click.Context, _option: click.Parameter, shell:
     cls=_Commands,
     epilog=_EXAMPLES,
     no_args_is_help=False,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
@@ -116,5 +136,43 @@ def _install_completion(context: click.Context, _option: click.Parameter, shell:
     callback=_install_completion,
     help="Install the completion of bash or zsh for this user, by default of $SHELL, and exit.",
 )
-def _application() -> None:
+@click.option(
+    "--kube", metavar="NODE|POD", help="Use the exporter of a node of Kubernetes; without a command: its page."
+)
+@click.pass_context
+def _application(context: click.Context, kube: str | None) -> None:
     """Show where every byte of GPU memory is in PyTorch processes, and release it."""
+    name = context.invoked_subcommand
+    if kube is None:
+        if name is None:
+            raise click.UsageError("Missing command.", context)
+        return
+    if name is not None and not _uses_exporter(_application.get_command(context, name)):
+        hint = "; use --instance-url kube://{instance}" if name == "fleet" else ""
+        raise ConfigurationError(f"--kube: `{name}` uses no exporter of one node{hint}")
+    from gpumem_exporter.cli.kube import Forward, Kubectl
+
+    forward = Forward(Kubectl.from_environment(), kube)
+    context.call_on_close(forward.close)
+    set_forward(context, forward)
+    if name is None:
+        _show_page(kube, forward)
+
+
+def _uses_exporter(command: click.Command | None) -> bool:
+    """Return whether a command has the option --url, or one of its commands has it."""
+    if isinstance(command, click.Group):
+        return any(_uses_exporter(each) for each in command.commands.values())
+    return command is not None and any(parameter.name == "url" for parameter in command.params)
+
+
+def _show_page(target: str, forward: Forward) -> None:
+    """Keep the port open until Ctrl-C, with a line when the exporter cannot be reached."""
+    url, shown = forward.url, ""
+    with contextlib.suppress(KeyboardInterrupt):
+        print(f"The page of {target}: {url}/  (Ctrl-C ends)", flush=True)
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            if forward.failure != shown:
+                shown = forward.failure
+                note(f"waiting for the exporter: {shown}" if shown else "the exporter can be reached again")

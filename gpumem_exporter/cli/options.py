@@ -8,15 +8,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import exporter_urls as default_urls
 from gpumem_client.wire.http import full_url
+from gpumem_client.wire.trust import Trust
 from gpumem_exporter.actions.request import OPTIONS, SELECTORS, ActionRequest, RequestOption, Target, invalid_fields
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
@@ -25,6 +27,9 @@ from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.columns import SORTS
 from gpumem_exporter.cli.render.layout import Order
 from gpumem_exporter.cli.render.rows import View
+
+if TYPE_CHECKING:
+    from gpumem_exporter.cli.kube import Forward
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
@@ -100,9 +105,39 @@ connection_options = option_group(
 )
 
 
+_FORWARD = "gpumem_exporter.forward"
+
+
+def set_forward(context: click.Context, forward: Forward) -> None:
+    """Let a command use the exporter of --kube."""
+    context.meta[_FORWARD] = forward
+
+
+def forward_failure(context: click.Context) -> str:
+    """Return why the exporter of --kube cannot be reached; empty if it can, or without --kube."""
+    forward: Forward | None = context.meta.get(_FORWARD)
+    return forward.failure if forward is not None else ""
+
+
+def forwarded_url() -> str:
+    """Return the URL of the exporter of --kube; empty without --kube. Raises the errors of `Forward.url`."""
+    context = click.get_current_context(silent=True)
+    forward: Forward | None = context.meta.get(_FORWARD) if context is not None else None
+    return forward.url if forward is not None else ""
+
+
 def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the addresses to try, in order."""
+    """Return the addresses to try, in order. Raises ConfigurationError if two options name the exporter."""
+    if forwarded := forwarded_url():
+        if url is not None:
+            raise ConfigurationError("--kube and --url both name the exporter; give one of them")
+        return (forwarded,)
     return (full_url(url),) if url is not None else default_urls(environ)
+
+
+def exporter_trust() -> Trust:
+    """Return which servers receive the token: over --kube, kubectl of this user needs no certificate."""
+    return replace(Trust.from_environment(), own_tunnel=bool(forwarded_url()))
 
 
 def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:
@@ -120,7 +155,7 @@ def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ
 
 def open_api(url: str | None, token_file: str | None) -> ExporterApi:
     """Return the API of the exporter that `connection_options` name."""
-    return ExporterApi(exporter_urls(url), token=action_token(token_file))
+    return ExporterApi(exporter_urls(url), token=action_token(token_file), trust=exporter_trust())
 
 
 def read_token(path: str) -> str:

@@ -17,6 +17,7 @@ _MODULES = {
     "report": ("report",),
     "doctor": ("doctor",),
     "fleet": ("fleet",),
+    "webhook": ("webhook",),
     "help": ("help",),
 }
 COMMANDS = {name: f"gpumem_exporter.cli.commands.{module}" for module, names in _MODULES.items() for name in names}

@@ -142,6 +142,7 @@ PROCESS_INFO = _gauge(
         "k8s_pod",
         "k8s_container",
         "slurm_job_id",
+        "slurm_account",
         "ray_job_id",
         "reporting",
         "torch_version",
@@ -451,6 +452,12 @@ EVENTS_DROPPED = _counter(
 HELD_REQUESTS = _gauge(
     "gpumem_held_requests",
     "Open requests that wait: reports for commands, actions for their end. About one per reporting process.",
+)
+HEALTH_CHECK_OK = _gauge(
+    "gpumem_health_check_ok",
+    "1 if this check of /health is ok, 0 if this part of the exporter is degraded or failing. tokens and certificate"
+    " are absent without such files, socket without a unix socket.",
+    ("check",),
 )
 POLICY_EVALUATIONS = _counter(
     "gpumem_policy_evaluations_total",

@@ -9,7 +9,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -65,6 +65,12 @@ class Instruments:
     def show_held_requests(self, count: Callable[[], int]) -> None:
         """Export the number of held requests, which `count` returns; it is called in each scrape."""
         self._held_requests = count
+
+    def show_health(self, checks: Mapping[str, bool]) -> None:
+        """Export whether each check of /health is ok, until the next call."""
+        metric = catalog.HEALTH_CHECK_OK
+        with self._lock:
+            self._values[metric] = {(metric, (name,)): int(ok) for name, ok in checks.items()}
 
     def count_report(self, outcome: str) -> None:
         """Count a report; `outcome` becomes a label, so it must have few values."""

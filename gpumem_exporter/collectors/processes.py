@@ -58,7 +58,8 @@ def _info_rows(view: View, node: NodeReading) -> dict[str, tuple[str, ...]]:
     for pid, process in view.names.reporting:
         own = process.report.process
         facts = node.facts_of(process) or _UNKNOWN
-        row = _described(facts, own.workload, own.rank, own.command, own.slurm_job_id, own.ray_job_id)
+        job = (own.slurm_job_id, own.slurm_account, own.ray_job_id)
+        row = _described(facts, own.workload, own.rank, own.command, job)
         rows[pid] = (*row, "true", own.torch_version, own.allocator_settings)
     for pid, reporter in view.names.silent:
         row = _described(node.facts_of(reporter) or _UNKNOWN, reporter.workload, reporter.rank)
@@ -74,10 +75,10 @@ def _described(
     workload: str = "",
     rank: str = "",
     command: str = "",
-    slurm_job_id: str = "",
-    ray_job_id: str = "",
+    job: tuple[str, str, str] = ("", "", ""),
 ) -> tuple[str, ...]:
-    """Return the labels from workload to ray_job_id. The reported job ids precede the host's."""
+    """Return the labels from workload to ray_job_id. The reported `job` (the last three) precedes the host's."""
+    of_host_job = (facts.slurm_job_id, facts.slurm_account, facts.ray_job_id)
     return (
         workload,
         rank,
@@ -88,8 +89,7 @@ def _described(
         facts.k8s_namespace,
         facts.k8s_pod,
         facts.k8s_container,
-        slurm_job_id or facts.slurm_job_id,
-        ray_job_id or facts.ray_job_id,
+        *(own or of_host for own, of_host in zip(job, of_host_job, strict=True)),
     )
 
 

@@ -82,6 +82,7 @@ class ProcessFacts:
     k8s_container: str = ""
     k8s_pod_uid: str = ""
     slurm_job_id: str = ""
+    slurm_account: str = ""
     ray_job_id: str = ""
     uid: int | None = None
     """The effective uid; None if it cannot be read."""

@@ -73,6 +73,8 @@ class Query:
     limit: int = 100
     newest_of_each: bool = False
     """Only the newest event of each process on each device."""
+    before: int | None = None
+    """Only events with a smaller id."""
     job_id: str | None = None
     """Only ends of processes with this Slurm or Ray job id."""
 

@@ -266,6 +266,7 @@ class ProcessHistory:
                 "own_pid": identity.pid,
                 "host_pid": process.host_pid,
                 **{name: getattr(identity, name) for name in _STARTED},
+                "devices": [{"gpu": self.gpus.get(each.uuid), "uuid": each.uuid} for each in process.report.devices],
             },
             subject=_subject(process),
         )

@@ -24,6 +24,8 @@ _COLUMNS = ("gpu", "uuid", "pid", "workload", "rank")
 _COMMON = ("id", "action", "requested_by", "caller", "created_unix_seconds", "reason", "mode", "group", "at_step")
 _RESULT = (*_COLUMNS, "outcome", "reason", "reason_code", "freed_bytes", "step")
 
+_NEAR_SECONDS = 5.0
+"""For a report of an older error, the node has changed since."""
 MAX_RESULTS = 512
 """The maximum number of results in an event. Of more results, it has the first ones and the number of the others."""
 
@@ -101,7 +103,7 @@ class Recorder:
 
     The event loop calls all methods except `take_reading`, which the poller's thread calls. `on_ooms` receives each new
     out-of-memory error, even if it cannot be stored, and `on_left_out` the number of events beyond the limits of their
-    process or user. `job_of` returns the id of a process' job.
+    process or user. `job_of` returns the id of a process' job, and `device_of` who uses a device beside a process.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Recorder:
         wall_clock: Callable[[], float],
         on_ooms: Callable[[Sequence[Event]], None],
         job_of: Callable[[ReportingProcess], str],
+        device_of: Callable[[str, str], Mapping[str, Any] | None] = lambda _, __: None,
         on_left_out: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.log = log
@@ -121,6 +124,7 @@ class Recorder:
         self._on_ooms = on_ooms
         self._on_left_out = on_left_out
         self._job_of = job_of
+        self._device_of = device_of
         self._processes = ProcessHistory(
             reading_expiry_seconds=reading_expiry_seconds, job_of=job_of, on_left_out=on_left_out
         )
@@ -147,8 +151,16 @@ class Recorder:
             self._on_left_out(len(events) - len(stored))
             if stored:
                 job = self._job_of(process)
-                self._uncommitted[session] = self.log.put([replace(event, job=job) for event in stored])
+                complete = [replace(event, job=job, detail=self._with_device(event, now)) for event in stored]
+                self._uncommitted[session] = self.log.put(complete)
         return self._uncommitted.get(session)
+
+    def _with_device(self, event: Event, now_unix_seconds: float) -> Mapping[str, Any]:
+        """Return the detail of an error with its device; without the other jobs there if they may have changed."""
+        device = self._device_of(event.uuid, str(event.pid)) if event.uuid is not None else None
+        if device is not None and now_unix_seconds - event.time_unix_seconds >= _NEAR_SECONDS:
+            device = {"total_bytes": device["total_bytes"]}
+        return {**event.detail, "device": device}
 
     def take_reading(self, reading: NodeReading) -> None:
         """Record a reading of the driver."""

@@ -82,7 +82,7 @@ _EXPIRED = f"SELECT id, {_IS_AUDIT}, owner, length(detail) + 256 FROM events WHE
 _ABOUT = """({0} = :{0} OR (type = 'action' AND EXISTS (
     SELECT 1 FROM json_each(detail, '$.results') WHERE CAST(json_extract(value, '$.{0}') AS TEXT) = :{0})))"""
 """Selects the events with a value in a column, and the actions with a result that has it."""
-_OF_DEVICE = f"""({_ABOUT.format("uuid")} OR (type = 'process_ended' AND EXISTS (
+_OF_DEVICE = f"""({_ABOUT.format("uuid")} OR (type IN ('process_started', 'process_ended') AND EXISTS (
     SELECT 1 FROM json_each(detail, '$.devices') WHERE json_extract(value, '$.uuid') = :uuid)))"""  # noqa: S608 - constant names
 _PIDS_OF_JOB = "(SELECT pid FROM events WHERE job = :job AND job != '')"
 _OF_JOB = f"""(job = :job OR workload = :job OR (type IN ('action', 'policy_stopped') AND (
@@ -388,11 +388,14 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
         earlier = " AND ".join(conditions)
         conditions.append(f"id IN (SELECT max(id) FROM events WHERE {earlier} GROUP BY uuid, pid)")  # noqa: S608
     conditions.append("id > :after")
+    if query.before is not None:
+        conditions.append("id < :before")
     order = "DESC" if latest else "ASC"
     rows = connection.execute(
         f"SELECT {', '.join(_COLUMNS)} FROM events WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT :limit",  # noqa: S608
         {
             "after": after,
+            "before": query.before,
             "since": query.since_unix_seconds,
             "pid": query.pid,
             "job": query.job,

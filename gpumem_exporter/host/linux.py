@@ -29,7 +29,7 @@ from gpumem_exporter.host.proc_entries import HiddenError, ProcEntries
 _READ_AGAIN_SECONDS = 60.0
 _ANCESTORS_MAX = 4
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_JOB_VARIABLES = ("SLURM_JOB_ID", "RAY_JOB_ID")
+_JOB_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_ACCOUNT", "RAY_JOB_ID")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class LinuxHost:
         if folder is None:
             return None
         cgroup = self._entries.text(pid, "cgroup")
-        slurm_job_id, ray_job_id = self._jobs(pid)
+        slurm_job_id, slurm_account, ray_job_id = self._jobs(pid)
         # Root owns the folder of a process that is not dumpable, so `status` comes first.
         known_uid = self._uid(pid)
         return ProcessFacts(
@@ -137,15 +137,21 @@ class LinuxHost:
             container_id=container_id(cgroup),
             k8s_pod_uid=pod_uid(cgroup),
             slurm_job_id=slurm_job_id,
+            slurm_account=slurm_account,
             ray_job_id=ray_job_id,
         )
 
-    def _jobs(self, pid: int) -> tuple[str, str]:
+    def _jobs(self, pid: int) -> tuple[str, str, str]:
+        """Return job and account of Slurm, and the job of Ray."""
         try:
-            slurm_job_id, ray_job_id = self._entries.variables(pid, _JOB_VARIABLES)
+            job, account, ray_job = self._entries.variables(pid, _JOB_VARIABLES)
         except HiddenError:
-            return ("", "")
-        return (slurm_job_id[:MAX_LABEL_LENGTH], known_ray_job_id(ray_job_id)[:MAX_LABEL_LENGTH])
+            return ("", "", "")
+        return (
+            job[:MAX_LABEL_LENGTH],
+            account[:MAX_LABEL_LENGTH],
+            known_ray_job_id(ray_job)[:MAX_LABEL_LENGTH],
+        )
 
     def _command(self, pid: int) -> str:
         try:

@@ -36,6 +36,8 @@ _POD = re.compile(
 _USER = re.compile(r"(?:/\.\.)*/user\.slice/user-([0-9]{1,10})\.slice(?:/|$)")
 _MAX_NESTED = 4
 """The containers of a place. A container may nest others in itself without end; all of them are in its place."""
+_FIRST_CGROUP_NAMESPACE = 0xEFFFFFFB
+"""PROC_CGROUP_INIT_INO of Linux."""
 _NO_UID = (1 << 32) - 1
 """A uid that the exporter's user namespace does not have."""
 
@@ -138,6 +140,7 @@ class Places:
         own = self._namespaces("self")
         # In a /proc of another PID namespace, the pid of a socket is the pid of another process.
         self._own = own if own is not None and own.depth == 0 else None
+        self._has_cgroup_namespace = _has_cgroup_namespace(proc)
 
     def of(self, pid: int) -> Place:
         """Return the place of a process; unknown if it does not exist, or if /proc does not show it to this user.
@@ -160,6 +163,16 @@ class Places:
         if user is None and found.uid_map != own.uid_map:
             user = found.made_by
         return Place(known=True, container=name, user=user)
+
+    def is_outside_container(self, pid: int) -> bool:
+        """Return whether the exporter runs in a container, and the process in no container or in another one."""
+        own = self._own.containers if self._own is not None else ()
+        if not own and not self._has_cgroup_namespace:
+            return False
+        text = self._entries.text(pid, "cgroup")
+        # In a cgroup namespace, the path of a cgroup outside of it starts with `..`.
+        outside = not text or any(path.startswith("/..") for path in _paths(text))
+        return outside or container_ids(text)[: len(own)] != own
 
     def _namespaces(self, pid: int | str) -> _Namespaces | None:
         try:
@@ -188,6 +201,14 @@ class Places:
         rows = [line.split(" ", 5) for line in self._entries.text(pid, "mountinfo").split("\n")]
         root = next((row[0] for row in rows if len(row) > 5 and row[4] == "/"), None)
         return f"mount{int(root)}" if root is not None else ""
+
+
+def _has_cgroup_namespace(proc: Path) -> bool:
+    """Return whether this process is in another cgroup namespace than the machine's first one."""
+    try:
+        return (proc / "self" / "ns" / "cgroup").stat().st_ino != _FIRST_CGROUP_NAMESPACE
+    except OSError:
+        return False
 
 
 def _without_prefix(containers: Sequence[str], own: Sequence[str]) -> Sequence[str]:

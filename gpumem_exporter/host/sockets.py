@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from gpumem_client.wire.peer import SocketOwner
-from gpumem_exporter.core.place import Place
+from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.host.places import CgroupIds, Places
 from gpumem_exporter.host.proc_entries import ProcEntries
 
@@ -61,6 +61,10 @@ class SocketHolders:
         if self._uid(pid) != owner.uid or (created_in is not None and self._cgroup_ids.of(pid) != created_in):
             return None
         place = self._places.of(pid)
+        if place.here and self._places.is_outside_container(pid):
+            # The container runtime enters the network of a pod to forward a port, as root of the host, for each user of
+            # `kubectl port-forward`. Over loopback, it cannot be distinguished from a service of the host.
+            place = UNKNOWN
         # After the place: the process that has the socket now had this pid before.
         return place if self._sockets(pid, {owner.inode: owner}) else None
 

@@ -1,4 +1,6 @@
-"""The exporter's HTTP server and its composition root. Only here: fastapi, pydantic, uvicorn.
+"""The exporter's HTTP server and its composition root.
 
-Other folders import: `serve`, `settings`.
+Only here and in `webhook`: fastapi, pydantic, uvicorn.
+
+Other folders import: `logs`, `serve`, `settings`.
 """

@@ -40,6 +40,7 @@ from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.security.tokens import FileRefresher
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.page import Page, page_router
+from gpumem_exporter.server.web.runbooks import runbook_router
 
 _Lifespan: TypeAlias = "Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]"
 
@@ -191,6 +192,7 @@ def _page_routers(runtime: Runtime) -> list[APIRouter]:
     return [
         live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hide_identities_from),
         page_router(page),
+        runbook_router(),
     ]
 
 
@@ -255,6 +257,7 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
+        "show_health": lambda: runtime.instruments.show_health(runtime.health.passed(runtime.snapshot())),
     }
     if runtime.policies is not None:
         chores["run_policies"] = runtime.policies.tick

@@ -144,6 +144,11 @@ class Runtime:
             self.history, self.snapshot, Path(settings.storage_path) if settings.storage_path else None
         )
         self.renderer = Renderer()
+        self.own_names = OwnNames(_own_names(settings))
+        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
+        self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
+        self.web = _web_access(settings)
+        """None without `--web.config.file`."""
         self.health = Health(
             self.poller,
             self.events.log,
@@ -151,28 +156,26 @@ class Runtime:
             version=self.version,
             driver_pids=driver_pids,
             socket_file=socket_file,
+            files=self._checked_files(),
+        )
+        self.view = NodeView(
+            clock=clock,
+            wall_clock=wall_clock,
+            minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
         )
         self.live = LiveNode(
-            NodeView(
-                clock=clock,
-                wall_clock=wall_clock,
-                minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
-            ),
+            self.view,
             self.renderer,
             snapshot=self.snapshot,
             health=self.health.document,
             host=socket.gethostname(),
             allowed_actions=settings.action_allow,
+            client_directory=settings.client_directory,
             clock=clock,
             wall_clock=wall_clock,
         )
-        self.own_names = OwnNames(_own_names(settings))
-        self.reports_rule = _rule("reports", "--report.token-file", settings.report_token_file)
-        self.callers = Callers(_rule("actions", "--action.token-file", settings.action_token_file), places=peer_places)
         self.policies = self._policies()
         """None without `--policy.file`."""
-        self.web = _web_access(settings)
-        """None without `--web.config.file`."""
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
@@ -199,8 +202,18 @@ class Runtime:
             wall_clock=wall_clock,
             on_ooms=lambda ooms: store.put_ooms(last_ooms(ooms, clock(), wall_clock())),
             job_of=job_of_process,
+            device_of=lambda uuid, pid: self.view.device_at_error(uuid, pid),
             on_left_out=self.instruments.count_events_dropped,
         )
+
+    def _checked_files(self) -> dict[str, Callable[[], str]]:
+        files: dict[str, Callable[[], str]] = {}
+        tokens = [rule.token for rule in (self.reports_rule, self.callers.rule) if rule.token is not None]
+        if tokens:
+            files["tokens"] = lambda: "; ".join(token.error for token in tokens if token.error)
+        if self.web is not None:
+            files["certificate"] = self.web.error
+        return files
 
     def _policies(self) -> PolicyRunner | None:
         settings = self.settings

@@ -7,10 +7,8 @@ import ctypes
 import gc
 import logging
 import resource
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +22,7 @@ from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.background.housekeeping import take_over_hangup
+from gpumem_exporter.server.client_directory import ClientDirectoryError, put_client
 from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind, take_systemd_sockets
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer
@@ -72,6 +71,13 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
         sys.stderr.write(f"gpumem-exporter: {error}\n")
         return 1
     with listeners:
+        if settings.client_directory:
+            # After the socket, whose folder it may be in, and before jobs can connect.
+            try:
+                put_client(Path(settings.client_directory))
+            except ClientDirectoryError as error:
+                sys.stderr.write(f"gpumem-exporter: {error}\n")
+                return 1
         if demo:
             return _run_demo(settings, listeners, demo_processes)
         from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
@@ -156,8 +162,7 @@ def serve(
     # Python's lock. The default is 5 ms, for each of the ten callbacks of a request.
     sys.setswitchinterval(0.001)
     try:
-        with _stopped_by_signals(server):
-            server.run(sockets=list(listeners.sockets))
+        server.run_until_signal(listeners.sockets)
     except SystemExit:
         return 1  # uvicorn exits if the application fails to start; the log has the reason
     return 0
@@ -201,27 +206,6 @@ def build_server(
         timeout_keep_alive=max(75, int(2 * settings.report_interval) + 1),
         timeout_graceful_shutdown=_STOP_SECONDS,
     )
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(server: LimitedServer) -> Iterator[None]:
-    """Stop the server on SIGTERM and SIGINT.
-
-    uvicorn handles both signals while it runs, then restores these handlers and raises the signals again.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        server.should_exit = True
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _max_connections(wanted: int) -> int:

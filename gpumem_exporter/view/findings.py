@@ -1,7 +1,8 @@
 """Findings: what on the node needs attention, with one definition of severity for page, terminal and commands.
 
 Findings and alert rules have the same severities. A full device is no finding: it is what it was bought for.
-`critical`: work is lost, or will be within an hour. `warning`: a person should look at it today. `info`: worth knowing.
+`critical`: work is lost, or nothing is known of the devices. `warning`: a person should look at it today. `info`: worth
+knowing.
 """
 
 from __future__ import annotations
@@ -9,16 +10,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpumem_client.wire.units import human_bytes, human_seconds
+from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
-from gpumem_exporter.core.ledger import DeviceLedger
+from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.view.growth import Growth
 from gpumem_exporter.view.jobs import Job, Part
 
 SEVERITIES = ("critical", "warning", "info")
+SEVERITY = {
+    "oom_ended_process": "critical",
+    "oom_caught": "warning",
+    "growth": "warning",  # also within the hour: a forecast is for the owner of the process, who can act on it
+    "device_lost": "critical",
+    "driver": "critical",
+    "check_failing": "critical",
+    "check_degraded": "warning",
+    "idle_cache_lacked": "warning",
+    "idle_cache": "info",
+    "fragmented": "warning",
+    "unattributed": "warning",
+    "silent": "warning",
+    "starting": "info",
+}
+"""The severity of each state. A test compares it with the alert rules."""
 _MOST = 50
 _CAUGHT_SECONDS = 600.0
 """How long an error is shown whose process continues."""
@@ -31,10 +48,17 @@ _UNATTRIBUTED = 0.02
 """Shares of the device's memory from which they are findings."""
 _FAILS_SOON_SECONDS = 3600.0
 _LASTING_SECONDS = 10.0
-"""Fragmented and unattributed memory change with each step, so they must last for this time."""
-_LASTING = ("fragmented", "unattributed")
+"""Fragmented and unattributed memory change with each step, so they must last for this time.
+
+A process that starts uses memory before its first report.
+"""
+_LASTING = ("fragmented", "unattributed", "unreported")
+INJECTION_LABEL = 'gpumem.io/inject: "true"'
+"""The label of pods, or of their namespace, into which the webhook injects the client."""
 _FORGOTTEN_SECONDS = 5.0
 """A finding that was absent for this time starts again."""
+_CALMER_SECONDS = 60.0
+"""A finding has a lower severity only after this time: the free memory of a device changes with each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +90,13 @@ def find(
     *,
     failed_checks: Iterable[Mapping[str, str]] = (),
     growths: Mapping[str, Growth] | None = None,
+    client_directory: str | None = None,
 ) -> list[Finding]:
-    """Return the findings of a node in no order; `growths` has the jobs that grow, by id."""
+    """Return the findings of a node in no order.
+
+    `growths` has the jobs that grow, by id. `client_directory` is the folder from which jobs can import the client;
+    empty if there is none, and None without an exporter, to which processes could report.
+    """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
     found = [
         *_checks(failed_checks),
@@ -76,6 +105,7 @@ def find(
         *_growing(jobs, devices, growths or {}),
         *_idle_caches(snapshot, jobs, devices, ledgers),
         *_silent(jobs),
+        *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
     ]
     for device in devices:
@@ -84,27 +114,45 @@ def find(
     return found
 
 
+class _Seen(NamedTuple):
+    """When a finding was seen, and with which severity."""
+
+    first_seconds: float
+    last_seconds: float
+    severity: str
+    severe_seconds: float
+    """When it was last found with this severity."""
+
+
+def _seen_again(before: _Seen | None, severity: str, now: float) -> _Seen:
+    if before is None:
+        return _Seen(now, now, severity, now)
+    calmer = SEVERITIES.index(severity) > SEVERITIES.index(before.severity)
+    if calmer and now - before.severe_seconds < _CALMER_SECONDS:
+        return before._replace(last_seconds=now)
+    return _Seen(before.first_seconds, now, severity, now)
+
+
 class Since:
     """Remembers since when each finding lasts. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: dict[str, tuple[float, float]] = {}
-        """The first and the last time of each finding, by id."""
+        self._seen: dict[str, _Seen] = {}
+        """By the id of the finding."""
 
     def lasting(self, findings: Iterable[Finding]) -> list[Finding]:
         """Return the findings that have lasted long enough, with their start, the most severe and the oldest first."""
         now = self._clock()
         with self._lock:
-            known = {key: seen for key, seen in self._seen.items() if now - seen[1] < _FORGOTTEN_SECONDS}
+            known = {key: seen for key, seen in self._seen.items() if now - seen.last_seconds < _FORGOTTEN_SECONDS}
             lasting = []
             for finding in findings:
-                first = known.get(finding.id, (now, now))[0]
-                known[finding.id] = first, now
-                if finding.kind not in _LASTING or now - first >= _LASTING_SECONDS:
-                    since = first if finding.since_seconds is None else finding.since_seconds
-                    lasting.append(replace(finding, since_seconds=since))
+                seen = known[finding.id] = _seen_again(known.get(finding.id), finding.severity, now)
+                if finding.kind not in _LASTING or now - seen.first_seconds >= _LASTING_SECONDS:
+                    since = seen.first_seconds if finding.since_seconds is None else finding.since_seconds
+                    lasting.append(replace(finding, severity=seen.severity, since_seconds=since))
             self._seen = known
         lasting.sort(key=lambda each: (SEVERITIES.index(each.severity), each.since_seconds, each.id))
         return lasting[:_MOST]
@@ -122,17 +170,17 @@ def _checks(failed: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
         if part == "devices":
             continue  # each lost device is a finding
         if part == "nvml":
-            yield Finding("driver", "driver", "critical", "No driver", f"The driver does not answer: {detail}.")
+            yield Finding("driver", "driver", SEVERITY["driver"], "No driver", f"The driver does not answer: {detail}.")
         else:
-            severity = "critical" if check["status"] == "failing" else "warning"
+            severity = SEVERITY["check_failing" if check["status"] == "failing" else "check_degraded"]
             yield Finding(f"check {part}", "check", severity, "Exporter", f"{part}: {detail}.")
 
 
 def _lost(device: DeviceReading) -> Finding:
     name = f"GPU {device.gpu}" if device.gpu else device.uuid
     sentence = f"{name} does not answer: {device.error}."
-    key = f"device_lost {device.uuid or device.gpu}"
-    return Finding(key, "device_lost", "critical", "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
+    key, kind = f"device_lost {device.uuid or device.gpu}", "device_lost"
+    return Finding(key, kind, SEVERITY[kind], "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
 
 
 def _ooms(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -149,7 +197,7 @@ def _ooms(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
         name = called(job) if job is not None else oom.workload or f"pid {oom.pid}"
         rank = f" rank {oom.rank}" if oom.rank else ""
         fate = "; the process ended" if oom.ended_process else "; the process continues" if job is not None else ""
-        severity = "critical" if oom.ended_process else "warning"
+        severity = SEVERITY["oom_ended_process" if oom.ended_process else "oom_caught"]
         sentence = f"{name}{rank} {_request(oom)}{fate}."
         key = f"oom {oom.uuid} {oom.session} {oom.number}"
         yield Finding(
@@ -169,13 +217,13 @@ def _request(oom: LastOom) -> str:
         return f"requested {requested}{place}"
     within_limit = oom.requested_bytes is not None and free >= oom.requested_bytes
     if within_limit and limit is not None and reserved is not None:
-        had = f"it had reserved {human_bytes(reserved)} of its limit of {human_bytes(limit)}"
+        had = f"{human_bytes(reserved)} of its limit of {human_bytes(limit)} was reserved"
     else:
         had = f"{human_bytes(free)} was free"
         had += f", it had reserved {human_bytes(reserved)}" if reserved else ""
     fragmented = ""
     if oom.fragmented_bytes and reserved is not None and oom.fragmented_bytes >= _FRAGMENTED * reserved:
-        fragmented = f", {human_bytes(oom.fragmented_bytes)} of it fragmented"
+        fragmented = f", {human_bytes(oom.fragmented_bytes)} fragmented"
     return f"requested {requested}{place}; {had}{fragmented}"
 
 
@@ -189,9 +237,8 @@ def _growing(jobs: Sequence[Job], devices: Iterable[DeviceReading], growths: Map
         soon = left is not None and left < _FAILS_SOON_SECONDS
         fate = f"; it will be out of memory in {human_seconds(left)}" if left is not None and soon else ""
         sentence = f"{called(job)} grows by {human_bytes(grows.bytes_per_hour)} an hour{fate}."
-        severity = "critical" if soon else "warning"
-        key = f"growth {job.id}"
-        yield Finding(key, "growth", severity, "Growing", sentence, job=job, since_seconds=grows.since_seconds)
+        key, kind = f"growth {job.id}", "growth"
+        yield Finding(key, kind, SEVERITY[kind], "Growing", sentence, job=job, since_seconds=grows.since_seconds)
 
 
 def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float | None:
@@ -252,8 +299,9 @@ def _idle_caches(
         why = ", where others lack memory" if lacked else ""
         sentence = f"{called(job)} holds {human_bytes(size)} of idle cache on {where}{why}."
         device = (lacked or [places[0][0]])[0]
+        severity = SEVERITY["idle_cache_lacked" if lacked else "idle_cache"]
         yield Finding(
-            *(f"idle_cache {key}", "idle_cache", "warning" if lacked else "info", "Idle cache", sentence),
+            *(f"idle_cache {key}", "idle_cache", severity, "Idle cache", sentence),
             job=job,
             gpu=device.gpu,
             uuid=device.uuid,
@@ -275,7 +323,27 @@ def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
         if silent:
             many = f" ({len(silent)} of {len(job.processes)} processes)" if len(job.processes) > 1 else ""
             sentence = f"No recent report from {called(job)}{many}: its allocated memory is unknown."
-            yield Finding(f"silent {job.id}", "silent", "warning", "Silent", sentence, job=job)
+            yield Finding(f"silent {job.id}", "silent", SEVERITY["silent"], "Silent", sentence, job=job)
+
+
+def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]:
+    unreported = {process.pid: process for job in jobs for process in job.processes if process.state == "unreported"}
+    if not unreported:
+        return
+    sizes = [share.used_bytes for process in unreported.values() for share in process.shares.values()]
+    known = sum_of_known(sizes or [None])
+    size = f" ({human_bytes(known)})" if known is not None else ""
+    every = counted(sum(len(job.processes) for job in jobs), "process", "processes")
+    # Short: the page shows a finding in one line.
+    if not client_directory:
+        how = "Start PyTorch jobs below gpumem-run, or set --client.directory"
+    elif any(process.identity("k8s_pod") for process in unreported.values()):
+        how = f"The chart's webhook lets pods with the label {INJECTION_LABEL} report"
+    else:
+        how = f"Start PyTorch jobs with PYTHONPATH={client_directory}"
+    do = "does" if len(unreported) == 1 else "do"
+    sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
+    yield Finding("unreported", "unreported", "info", "Not reporting", sentence)
 
 
 def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -286,7 +354,7 @@ def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
         job = next((job for job in jobs if any(process.host_pid == pid for process in job.processes)), None)
         if job is not None:
             sentence = f"{called(job)} starts on {gpus_in_words(gpus)}; clears there wait until it has started."
-            yield Finding(f"starting {job.id}", "starting", "info", "Engine starts", sentence, job=job)
+            yield Finding(f"starting {job.id}", "starting", SEVERITY["starting"], "Engine starts", sentence, job=job)
 
 
 def _in_ledger(device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -299,14 +367,14 @@ def _in_ledger(device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[Job])
         if sample is not None and None not in (sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes):
             size = sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes  # type: ignore[operator]
             sizes[job.id] = sizes.get(job.id, 0) + size
-    if sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
+    if 0 < sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
         worst = max(jobs, key=lambda job: sizes.get(job.id, 0))
         sentence = (
             f"{called(worst)} holds {human_bytes(sizes[worst.id])} of fragmented cache on GPU {device.gpu}. "
             "A clear cannot free it."
         )
         key = f"fragmented {device.uuid}"
-        yield Finding(key, "fragmented", "warning", "Fragmented", sentence, job=worst, **place)
+        yield Finding(key, "fragmented", SEVERITY["fragmented"], "Fragmented", sentence, job=worst, **place)
     # Not if the memory of a process may be unattributed, or if the memory is the host's.
     known = "other_processes" in ledger.categories and not (device.memory is not None and device.memory.of_host)
     hidden = any(_used_is_unknown(part) for _, part in parts)
@@ -314,7 +382,7 @@ def _in_ledger(device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[Job])
     if known and not hidden and size >= _UNATTRIBUTED * ledger.total_bytes:
         sentence = f"{human_bytes(size)} on GPU {device.gpu} is used by no process that the driver lists."
         key = f"unattributed {device.uuid}"
-        yield Finding(key, "unattributed", "warning", "Unattributed", sentence, **place)
+        yield Finding(key, "unattributed", SEVERITY["unattributed"], "Unattributed", sentence, **place)
 
 
 def _used_is_unknown(part: Part) -> bool:

@@ -13,6 +13,7 @@ from gpumem_exporter.view.documents import SeenProcess, device_document, process
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
 from gpumem_exporter.view.growth import Growth, growth
 from gpumem_exporter.view.jobs import VALUES, Job, Part, job_uuids, jobs_of, parts_of
+from gpumem_exporter.view.oom import NEAR_SECONDS, DeviceUse, uses_of
 from gpumem_exporter.view.sentences import stays_free
 from gpumem_exporter.view.words import WORDS
 
@@ -44,12 +45,26 @@ class NodeView:
         self._minima_of = minima_of
         self._growths: dict[str, tuple[float, Growth | None]] = {}
         """The growth of each job, by its id, and when it was computed. Replaced, never changed."""
+        self._uses: tuple[float, Mapping[str, DeviceUse]] = (-NEAR_SECONDS, {})
+        """The use of each device, and when it was noticed. Replaced, never changed."""
 
     def notice(self, snapshot: Snapshot, failed_checks: Iterable[Mapping[str, str]]) -> None:
-        """Note since when each finding lasts; called about once a second, also while no client reads the document."""
+        """Note since when each finding lasts, and who uses each device.
+
+        Called about once a second, also while no client reads the document.
+        """
         shares = node_shares(snapshot)
         jobs = jobs_of(snapshot, shares=shares)
         self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growing(jobs), failed_checks)
+        self._uses = self._clock(), uses_of(snapshot, jobs)
+
+    def device_at_error(self, uuid: str, pid: str) -> Document | None:
+        """Return who else uses a device now, for the event of an error in the process `pid`; None if not known."""
+        noticed, uses = self._uses
+        if uuid not in uses or self._clock() - noticed >= NEAR_SECONDS:
+            return None
+        growths = self._growths
+        return uses[uuid].document(pid, lambda job: growths.get(job, (0.0, None))[1])
 
     def document(
         self,
@@ -62,7 +77,8 @@ class NodeView:
     ) -> Document:
         """Return the document without its time.
 
-        `node` has what the snapshot does not have: the host's name, the version and the checks. The identities of
+        `node` has what the snapshot does not have: the host's name, the version, the checks and, if an exporter runs,
+        the folder of its client. The identities of
         others' processes are hidden from `viewer`; None shows them. `details` is the id of the job whose processes have
         all their values, or `all`. Unknown values are null.
         """
@@ -82,7 +98,7 @@ class NodeView:
             for device in (reading.devices if reading is not None else ())
         ]
         free = {each.uuid: each.memory.free_bytes for each in (reading.devices if reading else ()) if each.memory}
-        findings = self._findings(snapshot, jobs, ledgers, growths, node["failed_checks"])
+        findings = self._findings(snapshot, jobs, ledgers, growths, node["failed_checks"], node.get("client_directory"))
         return {
             "node": {
                 **node,
@@ -121,8 +137,12 @@ class NodeView:
         ledgers: Mapping[str, DeviceLedger],
         growths: Mapping[str, Growth],
         failed_checks: Iterable[Mapping[str, str]],
+        client_directory: str | None = "",
     ) -> list[Finding]:
-        return self._since.lasting(find(snapshot, jobs, ledgers, failed_checks=failed_checks, growths=growths))
+        found = find(
+            snapshot, jobs, ledgers, failed_checks=failed_checks, growths=growths, client_directory=client_directory
+        )
+        return self._since.lasting(found)
 
 
 def _pressure(ledger: DeviceLedger | None) -> float | None:

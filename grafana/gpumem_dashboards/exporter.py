@@ -6,7 +6,7 @@ from typing import Any
 
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards.frame import actions_annotation, board, first_of, live_page, variable, with_rows
+from gpumem_dashboards.frame import board, live_page, with_rows
 from gpumem_dashboards.palette import UP, none_is_good
 from gpumem_dashboards.panels import columns, count, graph, history, number
 from gpumem_dashboards.promql import CLUSTER, EXPORTER_UP, IS_EXPORTER, NODE
@@ -17,18 +17,18 @@ TO_PAGE = ("Live page", live_page("__data.fields.instance"))
 
 def exporter() -> Any:
     """Build the dashboard of the exporters."""
-    made = (
-        board(
-            "GPU memory: exporter",
-            "gpumem-exporter",
-            "Whether the values can be trusted: polls of the driver, reports, scrapes and rejected data; the"
-            " results of actions; and the exporter's own resources.",
-            time="now-1h",
-            refresh="30s",
-        )
-        .with_variable(variable("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"))
-        .with_variable(first_of("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"))
-        .annotation(actions_annotation())
+    made = board(
+        "GPU memory: exporter",
+        "gpumem-exporter",
+        "Whether the values can be trusted: polls of the driver, reports, scrapes and rejected data; the"
+        " results of actions; and the exporter's own resources.",
+        time="now-1h",
+        refresh="30s",
+        variables=[
+            ("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"),
+        ],
+        first=[("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance")],
+        actions=NODE,
     )
     return with_rows(
         made,
@@ -63,6 +63,12 @@ def _overview() -> list[Any]:
             units.Seconds,
             f"max(time() - gpumem_poll_timestamp_seconds{{{NODE}}})",
             limits=((None, "green"), (30, "yellow"), (60, "orange")),
+        ),
+        count(
+            "Failed checks",
+            "Parts of exporters that are degraded or failing, such as an invalid token file or certificate, or a lost"
+            " device. /health of the exporter has the reasons.",
+            f"sum(1 - gpumem_health_check_ok{{{NODE}}})",
         ),
         count(
             "Rejected processes",

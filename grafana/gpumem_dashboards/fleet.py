@@ -8,16 +8,7 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import (
-    actions_annotation,
-    board,
-    first_of,
-    link,
-    live_page,
-    ooms_annotation,
-    variable,
-    with_rows,
-)
+from gpumem_dashboards.frame import board, link, live_page, with_rows
 from gpumem_dashboards.palette import PRESSURE, ledger_words, none_is_good
 from gpumem_dashboards.panels import (
     colored,
@@ -68,24 +59,26 @@ TO_JOB = ("This job on the live page", live_page(CELL["node"], workload="__data.
 
 def fleet() -> Any:
     """Build the dashboard of all nodes, the entry to the others."""
-    made = (
-        board(
-            "GPU memory: fleet",
-            "gpumem-fleet",
-            "The fullest devices, the jobs, users and namespaces that use their memory, and the idle cache. Rows link"
-            " to the node, the workload, the live page or the post-mortem.",
-            time="now-1h",
-            refresh="30s",
-        )
-        .with_variable(variable("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"))
-        .with_variable(variable("gpu", "GPU", f"gpumem_device_up{{{NODE}}}", "gpu"))
-        .with_variable(variable("user", "User", f"gpumem_process_info{{{NODE}}}", "user"))
-        .with_variable(variable("namespace", "Namespace", f"gpumem_process_info{{{NODE}}}", "k8s_namespace"))
-        .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{NODE}}}", "workload"))
-        .with_variable(first_of("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"))
-        .with_variable(first_of("workload", f'gpumem_reporter_up{{{NODE}, workload=~"$workload"}}', "workload"))
-        .annotation(ooms_annotation(WORKLOAD))
-        .annotation(actions_annotation())
+    made = board(
+        "GPU memory: fleet",
+        "gpumem-fleet",
+        "The fullest devices, the jobs, users and namespaces that use their memory, and the idle cache. Rows link"
+        " to the node, the workload, the live page or the post-mortem.",
+        time="now-1h",
+        refresh="30s",
+        variables=[
+            ("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"),
+            ("gpu", "GPU", f"gpumem_device_up{{{NODE}}}", "gpu"),
+            ("user", "User", f"gpumem_process_info{{{NODE}}}", "user"),
+            ("namespace", "Namespace", f"gpumem_process_info{{{NODE}}}", "k8s_namespace"),
+            ("workload", "Workload", f"gpumem_reporter_up{{{NODE}}}", "workload"),
+        ],
+        first=[
+            ("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"),
+            ("workload", f'gpumem_reporter_up{{{NODE}, workload=~"$workload"}}', "workload"),
+        ],
+        ooms=WORKLOAD,
+        actions=NODE,
     )
     errors = oom_list.listed(WORKLOAD, node_shown=True)
     return with_rows(

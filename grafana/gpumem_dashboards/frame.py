@@ -17,20 +17,23 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 
 from gpumem_dashboards.panels import SOURCE
-from gpumem_dashboards.promql import NODE
 
 TAGS = ["gpu", "pytorch", "gpumem"]
 # Sorted, and before the added labels: Prometheus up to 2.42 sorts the list of a count_values in place, including the
 # new label, and groups differently at each further point.
 _OOM = "cluster, gpu, instance, pid, rank, uuid, workload"
 BOARDS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
-    "gpumem-fleet": ("Fleet", {"cluster": True, "node": True, "gpu": True, "workload": True}),
+    "gpumem-fleet": (
+        "Fleet",
+        {"cluster": True, "node": True, "gpu": True, "workload": True, "user": True, "namespace": True},
+    ),
     "gpumem-node": ("Node", {"cluster": True, "node": False, "gpu": True, "workload": True, "rank": True}),
     "gpumem-workload": ("Workload", {"cluster": True, "node": True, "workload": False, "rank": True, "gpu": True}),
     "gpumem-oom": (
         "OOM post-mortem",
         {"cluster": True, "node": False, "gpu": True, "workload": True, "rank": True, "pid": False},
     ),
+    "gpumem-usage": ("Usage", {"cluster": True, "user": True, "namespace": True, "account": True}),
     "gpumem-exporter": ("Exporter", {"cluster": True, "node": True}),
 }
 """Each dashboard by uid: the title of links to it, and for each variable whether it has multiple values."""
@@ -40,11 +43,33 @@ _FROM, _TO = "x_from", "x_to"
 _BEFORE_SECONDS, _AFTER_SECONDS = 600, 60
 
 
-def board(title: str, uid: str, description: str, *, time: str, refresh: str) -> Any:
-    """Build an empty dashboard with the variables of all dashboards, and links to the others.
+def board(
+    title: str,
+    uid: str,
+    description: str,
+    *,
+    time: str,
+    refresh: str,
+    variables: Iterable[tuple[str, str, str, str]],
+    first: Iterable[tuple[str, str, str]] = (),
+    ooms: str = "",
+    actions: str = "",
+) -> Any:
+    """Build a dashboard without panels: with its variables and annotations, and links to the others.
 
     The links keep time range and variables. The URL of a node's live page is `live_page`, the label `instance` and
     `live_page_end`.
+
+    Args:
+        title: the title.
+        uid: one of `BOARDS`, which has the variables with multiple values.
+        description: what it shows.
+        time: the start of the time range.
+        refresh: the time between two refreshes.
+        variables: name, label, metric and the metric's label of each variable after the cluster.
+        first: name, metric and the metric's label of each hidden variable `one_NAME`: see `_first_of`.
+        ooms: the selector of the errors that are marked; empty for none.
+        actions: the selector of the nodes whose actions are marked; empty for none.
     """
     made = (
         dashboard.Dashboard(title)
@@ -56,10 +81,18 @@ def board(title: str, uid: str, description: str, *, time: str, refresh: str) ->
         .time(time, "now")
         .refresh(refresh)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(variable("cluster", "Cluster", "gpumem_exporter_build_info", "cluster"))
+        .with_variable(_variable("cluster", "Cluster", "gpumem_exporter_build_info", "cluster"))
     )
     for name, value in _LIVE_PAGE.items():
         made = made.with_variable(dashboard.ConstantVariable(name).value(value))
+    for name, label, metric, value_of in variables:
+        made = made.with_variable(_variable(name, label, metric, value_of, several=BOARDS[uid][1][name]))
+    for name, metric, value_of in first:
+        made = made.with_variable(_first_of(name, metric, value_of))
+    if ooms:
+        made = made.annotation(_ooms_annotation(ooms))
+    if actions:
+        made = made.annotation(_actions_annotation(actions))
     for other in BOARDS:
         if other != uid:
             made = made.link(_link_to(other, uid))
@@ -101,16 +134,16 @@ def live_page(node: str, **values: str) -> str:
     return f"${{live_page}}${{{node}}}${{live_page_end}}{'?' if chosen else ''}{chosen}"
 
 
-def first_of(name: str, metric: str, value_of: str) -> Any:
+def _first_of(name: str, metric: str, value_of: str) -> Any:
     """Build a hidden variable `one_NAME`: the first value of a variable with multiple values.
 
     Links to a dashboard with a single value use it, because Grafana would pass "all" as "a,b,c".
     """
-    made = variable(f"one_{name}", f"First {name}", metric, value_of, several=False)
+    made = _variable(f"one_{name}", f"First {name}", metric, value_of, several=False)
     return made.hide(VariableHide.HIDE_VARIABLE)
 
 
-def variable(name: str, label: str, metric: str, value_of: str, *, several: bool = True) -> Any:
+def _variable(name: str, label: str, metric: str, value_of: str, *, several: bool = True) -> Any:
     """Build a variable with the values of a label; with `several`, multiple values and all by default.
 
     All is `.*`, which includes series without the label.
@@ -150,7 +183,7 @@ def post_mortem_times(timestamp: str) -> tuple[str, str]:
     )
 
 
-def ooms_annotation(selector: str) -> Any:
+def _ooms_annotation(selector: str) -> Any:
     """Build the annotation of each error at its time, with a link to its post-mortem."""
     happened = f"gpumem_last_oom_timestamp_seconds{{{selector}}}"
     expression = f"{happened} * 1000"
@@ -170,7 +203,7 @@ def ooms_annotation(selector: str) -> Any:
     )
 
 
-def actions_annotation(selector: str = NODE) -> Any:
+def _actions_annotation(selector: str) -> Any:
     """Build the annotation of actions by outcome; they are not counted by device or process."""
     increase = f"increase(gpumem_actions_total{{{selector}}}[$__rate_interval])"
     return (
@@ -184,6 +217,7 @@ def actions_annotation(selector: str = NODE) -> Any:
 def encoded(made: Any) -> str:
     """Return the dashboard as Grafana's JSON with numbered panels and a final newline."""
     model = made.build()
+    model.annotations.list_val = model.annotations.list_val or []
     for hidden in model.templating.list_val:
         if hidden.hide is VariableHide.HIDE_VARIABLE:
             hidden.skip_url_sync = True  # must not be kept longer than the variable it follows; no builder sets it

@@ -8,18 +8,7 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
-from gpumem_dashboards.frame import (
-    actions_annotation,
-    board,
-    collapsed_row,
-    first_of,
-    link,
-    live_page,
-    ooms_annotation,
-    variable,
-    with_live_page,
-    with_rows,
-)
+from gpumem_dashboards.frame import board, collapsed_row, link, live_page, with_live_page, with_rows
 from gpumem_dashboards.palette import PRESSURE, UP
 from gpumem_dashboards.panels import bars, count, graph, idle_cache, ledger, number, share_reported, stacked
 from gpumem_dashboards.promql import (
@@ -50,21 +39,21 @@ TO_THIS_WORKLOAD = link("gpumem-workload", "cluster", node="node", workload="__f
 
 def node() -> Any:
     """Build the dashboard of one node, with a collapsed row for each device: a node may have sixteen."""
-    made = (
-        board(
-            "GPU memory: one node",
-            "gpumem-node",
-            "The GPU memory of one node by category and by process, and how much of it is reclaimable.",
-            time="now-1h",
-            refresh="10s",
-        )
-        .with_variable(variable("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance", several=False))
-        .with_variable(variable("gpu", "GPU", f"gpumem_device_up{{{ONE_NODE}}}", "gpu"))
-        .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{ONE_NODE}}}", "workload"))
-        .with_variable(variable("rank", "Rank", f'gpumem_reporter_up{{{ONE_NODE}, workload=~"$workload"}}', "rank"))
-        .with_variable(first_of("workload", f'gpumem_reporter_up{{{ONE_NODE}, workload=~"$workload"}}', "workload"))
-        .annotation(ooms_annotation(TORCH))
-        .annotation(actions_annotation(ONE_NODE))
+    made = board(
+        "GPU memory: one node",
+        "gpumem-node",
+        "The GPU memory of one node by category and by process, and how much of it is reclaimable.",
+        time="now-1h",
+        refresh="10s",
+        variables=[
+            ("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"),
+            ("gpu", "GPU", f"gpumem_device_up{{{ONE_NODE}}}", "gpu"),
+            ("workload", "Workload", f"gpumem_reporter_up{{{ONE_NODE}}}", "workload"),
+            ("rank", "Rank", f'gpumem_reporter_up{{{ONE_NODE}, workload=~"$workload"}}', "rank"),
+        ],
+        first=[("workload", f'gpumem_reporter_up{{{ONE_NODE}, workload=~"$workload"}}', "workload")],
+        ooms=TORCH,
+        actions=ONE_NODE,
     )
     made = with_rows(made, ("Node", [*_overview(), _devices(), _processes()]))
     made = made.with_row(collapsed_row("GPU $gpu", (_ledger(), _clear(), _holders())).repeat("gpu"))

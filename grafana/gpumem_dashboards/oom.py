@@ -9,17 +9,7 @@ from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import (
-    actions_annotation,
-    board,
-    first_of,
-    link,
-    live_page,
-    ooms_annotation,
-    variable,
-    with_live_page,
-    with_rows,
-)
+from gpumem_dashboards.frame import board, link, live_page, with_live_page, with_rows
 from gpumem_dashboards.palette import LEDGER, color, words
 from gpumem_dashboards.panels import bars, colored, dashed, graph, ledger, number, stacked
 from gpumem_dashboards.promql import CLUSTER, ON_DEVICE, ON_PROCESS, ONE_NODE, filled, info
@@ -95,24 +85,22 @@ def oom() -> Any:
     """Build the dashboard of one error."""
     known = f"gpumem_last_oom_timestamp_seconds{{{GPU}}}"
     chosen = f'gpumem_last_oom_timestamp_seconds{{{GPU}, workload=~"$workload", rank=~"$rank"}}'
-    made = (
-        board(
-            "GPU memory: OOM post-mortem",
-            "gpumem-oom",
-            "One out-of-memory error: the request, the available memory, the use of the rest, and the minutes before.",
-            time="now-30m",
-            refresh="1m",
-        )
-        .with_variable(
-            variable("node", "Node", f"gpumem_last_oom_timestamp_seconds{{{CLUSTER}}}", "instance", several=False)
-        )
-        .with_variable(variable("gpu", "GPU", f"gpumem_last_oom_timestamp_seconds{{{ONE_NODE}}}", "gpu"))
-        .with_variable(variable("workload", "Workload", known, "workload"))
-        .with_variable(variable("rank", "Rank", f'{known[:-1]}, workload=~"$workload"}}', "rank"))
-        .with_variable(variable("pid", "Process", chosen, "pid", several=False))
-        .with_variable(first_of("workload", f'{known[:-1]}, workload=~"$workload"}}', "workload"))
-        .annotation(ooms_annotation(LISTED))
-        .annotation(actions_annotation(ONE_NODE))
+    made = board(
+        "GPU memory: OOM post-mortem",
+        "gpumem-oom",
+        "One out-of-memory error: the request, the available memory, the use of the rest, and the minutes before.",
+        time="now-30m",
+        refresh="1m",
+        variables=[
+            ("node", "Node", f"gpumem_last_oom_timestamp_seconds{{{CLUSTER}}}", "instance"),
+            ("gpu", "GPU", f"gpumem_last_oom_timestamp_seconds{{{ONE_NODE}}}", "gpu"),
+            ("workload", "Workload", known, "workload"),
+            ("rank", "Rank", f'{known[:-1]}, workload=~"$workload"}}', "rank"),
+            ("pid", "Process", chosen, "pid"),
+        ],
+        first=[("workload", f'{known[:-1]}, workload=~"$workload"}}', "workload")],
+        ooms=LISTED,
+        actions=ONE_NODE,
     )
     return with_rows(
         with_live_page(made),

@@ -27,8 +27,8 @@ LEDGER = (
 )
 """Each category with its name on graphs and its color, from the bottom of the stack to its top."""
 
-# Red is what the alert rules call critical: a lost device, a driver or an exporter that does not answer, memory that is
-# full within the hour. A full device is no fault, and one device of many does not make a fleet's value red.
+# Red is what the alert rules call critical: a lost device, a driver or an exporter that does not answer. A full device
+# is no fault, and one device of many does not make a fleet's value red.
 PRESSURE = ((None, "green"), (0.75, "yellow"), (ABOVE, "orange"), (FULL, "dark-orange"))
 UP = ((None, "red"), (1, "green"))
 

@@ -11,16 +11,7 @@ from grafana_foundation_sdk.models.common import AxisPlacement
 from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, DynamicConfigValue
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import (
-    actions_annotation,
-    board,
-    first_of,
-    link,
-    live_page,
-    ooms_annotation,
-    variable,
-    with_rows,
-)
+from gpumem_dashboards.frame import board, link, live_page, with_rows
 from gpumem_dashboards.palette import PRESSURE, color
 from gpumem_dashboards.panels import (
     bars,
@@ -72,21 +63,21 @@ STEP_RATE = f"sum by ({RANK}) (deriv(gpumem_torch_step{{{ONE_WORKLOAD}}}[$__rang
 def workload() -> Any:
     """Build the dashboard of one workload on all of its nodes."""
     reporters = f'gpumem_reporter_up{{{NODE}, workload="$workload"}}'
-    made = (
-        board(
-            "GPU memory: one workload",
-            "gpumem-workload",
-            "The ranks of one workload: their memory, its growth, the cache, and the time until the memory is full.",
-            time="now-1h",
-            refresh="10s",
-        )
-        .with_variable(variable("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"))
-        .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{NODE}}}", "workload", several=False))
-        .with_variable(variable("rank", "Rank", reporters, "rank"))
-        .with_variable(variable("gpu", "GPU", f'gpumem_torch_reserved_bytes{{{NODE}, workload="$workload"}}', "gpu"))
-        .with_variable(first_of("node", f'gpumem_reporter_up{{{NODE}, workload="$workload"}}', "instance"))
-        .annotation(ooms_annotation(ONE_WORKLOAD))
-        .annotation(actions_annotation())
+    made = board(
+        "GPU memory: one workload",
+        "gpumem-workload",
+        "The ranks of one workload: their memory, its growth, the cache, and the time until the memory is full.",
+        time="now-1h",
+        refresh="10s",
+        variables=[
+            ("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"),
+            ("workload", "Workload", f"gpumem_reporter_up{{{NODE}}}", "workload"),
+            ("rank", "Rank", reporters, "rank"),
+            ("gpu", "GPU", f'gpumem_torch_reserved_bytes{{{NODE}, workload="$workload"}}', "gpu"),
+        ],
+        first=[("node", f'gpumem_reporter_up{{{NODE}, workload="$workload"}}', "instance")],
+        ooms=ONE_WORKLOAD,
+        actions=NODE,
     )
     return with_rows(
         made,

@@ -24,6 +24,16 @@ def test_arguments_take_precedence_over_the_environment_and_defaults() -> None:
     assert (given.workload, given.rank, given.urls) == ("arg", "0", ("unix:///x",))
 
 
+def test_the_defaults_of_a_platform_come_last() -> None:
+    defaults = {"GPUMEM_DEFAULT_WORKLOAD": "job-7", "GPUMEM_DEFAULT_RANK": "2"}
+    alone = ReporterSettings.resolve(environ=defaults)
+    assert (alone.workload, current_process(alone).rank, alone.world_size) == ("job-7", "2", None)
+    launched = ReporterSettings.resolve(environ={**defaults, "GPUMEM_WORKLOAD": "a", "SLURM_PROCID": "5"})
+    assert (launched.workload, current_process(launched).rank) == ("a", "5")
+    given = ReporterSettings.resolve(workload="b", rank=0, environ={**defaults, "GPUMEM_INJECT": "1"})
+    assert (given.workload, current_process(given).rank, given.ignored) == ("b", "0", ())
+
+
 def test_below_run_its_labels_take_precedence_over_arguments() -> None:
     run = {"GPUMEM_INJECT": "1", "GPUMEM_EXPORTER_URL": "http://env:1", "RANK": "8", "WORLD_SIZE": "9"}
     named = ReporterSettings.resolve(
@@ -68,19 +78,25 @@ def test_the_number_of_ranks_comes_from_the_same_launcher_as_the_rank(
 
 @pytest.mark.parametrize(
     ("given", "environ", "expected"),
-    [(None, {}, ("3", 4)), (None, {"RANK": "7", "WORLD_SIZE": "8"}, ("7", 8)), ("actor", {}, ("actor", None))],
+    [
+        (None, {}, ("3", 4)),
+        (None, {"GPUMEM_DEFAULT_RANK": "5"}, ("3", 4)),
+        (None, {"RANK": "7", "WORLD_SIZE": "8", "GPUMEM_DEFAULT_RANK": "7"}, ("7", 8)),
+        ("actor", {"GPUMEM_DEFAULT_RANK": "5"}, ("actor", None)),
+    ],
 )
 def test_without_another_rank_it_is_that_of_torch_s_process_group(
     monkeypatch: pytest.MonkeyPatch, given: str | None, environ: dict[str, str], expected: tuple[str, int | None]
 ) -> None:
-    identity = current_process(ReporterSettings.resolve(rank=given, environ=environ))
+    settings = ReporterSettings.resolve(rank=given, environ=environ)
+    identity = current_process(settings)
     group = {"get_rank": lambda: 3, "get_world_size": lambda: 4}
     started: list[bool] = []
     distributed = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: bool(started), **group)
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
-    assert with_rank(identity) == identity
+    assert with_rank(identity, settings.default_rank) == identity
     started.append(True)
-    named = with_rank(identity)
+    named = with_rank(identity, settings.default_rank)
     assert (named.rank, named.world_size) == expected
 
 

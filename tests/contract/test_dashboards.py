@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from gpumem_dashboards.queries import queries
 
 from gpumem_exporter.collectors.catalog import METRICS, OWN_PROCESS
-from tests.support.dashboard_rules import RULES, parsed, selectors
+from tests.support.dashboard_rules import RECORDED, RULES, parsed, selectors
 from tests.support.paths import REPOSITORY
 
 FOLDER = REPOSITORY / "grafana"
-NAMES = ("exporter", "fleet", "node", "oom", "workload")
+NAMES = ("exporter", "fleet", "node", "oom", "usage", "workload")
 FILES = {name: FOLDER / "dashboards" / f"{name}.json" for name in NAMES}
 
 ON_NO_DASHBOARD = {
@@ -34,7 +35,7 @@ def load(name: str) -> dict[str, Any]:
     return dict(json.loads(FILES[name].read_text(encoding="utf-8")))
 
 
-def test_there_are_five_dashboards() -> None:
+def test_there_are_six_dashboards() -> None:
     assert sorted(path.stem for path in (FOLDER / "dashboards").iterdir()) == sorted(NAMES)
     assert {load(name)["uid"] for name in NAMES} == {f"gpumem-{name}" for name in NAMES}
 
@@ -76,8 +77,18 @@ def metrics_on(dashboard: dict[str, Any]) -> set[str]:
     return {str(selector.name) for query in queries(dashboard) for selector, _ in selectors(parsed(query.expression))}
 
 
+def test_dashboards_of_weeks_use_existing_recording_rules() -> None:
+    rules = yaml.safe_load((REPOSITORY / "deploy/prometheus/rules/recording.yml").read_text(encoding="utf-8"))
+    recorded = {rule["record"] for group in rules["groups"] for rule in group["rules"]}
+    for uid in RECORDED:
+        used = metrics_on(load(uid.removeprefix("gpumem-")))
+        assert used
+        assert used <= recorded | {"gpumem_exporter_build_info"}
+
+
 def test_the_dashboards_show_every_metric_and_no_other() -> None:
-    shown = set().union(*(metrics_on(load(name)) for name in NAMES)) - OF_PROMETHEUS - OF_THE_PROCESS
+    of_metrics = [name for name in NAMES if f"gpumem-{name}" not in RECORDED]
+    shown = set().union(*(metrics_on(load(name)) for name in of_metrics)) - OF_PROMETHEUS - OF_THE_PROCESS
     families = {re.sub(r"(_seconds)_(?:bucket|count|sum)$", r"\1", name) for name in shown}
     catalog = {metric.name for metric in METRICS if metric not in OWN_PROCESS}
     assert families - catalog == set()

@@ -25,8 +25,8 @@ WORKLOADS: Mapping[str, set[str]] = {
     "demo-sleeping-engine": set(),
     # No reporter.
     "": set(),
-    "demo-rag-indexer-leak": {"GpuMemLeak", "GpuMemOomSoon", "GpuMemOomHappened", "GpuMemOomEndedProcess"},
-    "demo-asr-varlen": {"GpuMemFragmentationHigh", "GpuMemAllocatorRetrying", "GpuMemOomHappened"},
+    "demo-rag-indexer-leak": {"GpuMemLeak", "GpuMemOomSoon", "GpuMemOomEndedProcess"},
+    "demo-asr-varlen": {"GpuMemFragmentationHigh", "GpuMemAllocatorRetrying"},
     "demo-notebook": {"GpuMemReclaimableHoarded"},
     "demo-moe-finetune": {"GpuMemAllocatorRetrying", "GpuMemRankImbalance"},
 }

@@ -14,7 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from gpumem_exporter.server.settings import environment_name
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.server.settings import environment_name, load_settings
 from tests.support.helm import Cluster, running_cluster
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool
@@ -24,10 +25,13 @@ pytestmark = pytest.mark.tools
 
 CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
 CI = sorted(path.stem.removesuffix("-values") for path in CHART.glob("ci/*-values.yaml"))
+PLATFORMS = sorted(path.stem for path in CHART.glob("platforms/*.yaml"))
 KUBERNETES = REPOSITORY / "deploy" / "kubernetes"
 OPERATOR = json.loads((REPOSITORY / "tests" / "data" / "prometheus-operator.schema.json").read_text(encoding="utf-8"))
 MAX_SECRET_BYTES = 1 << 20
 """The limit of Kubernetes. Helm stores a release, with the chart, in one Secret."""
+
+RULE = yaml.safe_load((REPOSITORY / "deploy" / "policy.example.yml").read_text(encoding="utf-8"))["rules"][0]
 
 Objects = dict[tuple[str, str], dict[str, Any]]
 """Objects by kind and name."""
@@ -41,8 +45,12 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def releases(cluster: Cluster) -> dict[str, Objects]:
-    """The objects of a release for each file of ci/, including those of `helm test`."""
-    return {name: install(cluster, read(CHART / "ci" / f"{name}-values.yaml")) for name in CI}
+    """The objects of a release for each file of ci/ and platforms/, including those of `helm test`."""
+    found = {name: install(cluster, read(CHART / "ci" / f"{name}-values.yaml")) for name in CI}
+    for name in PLATFORMS:
+        values = read(CHART / "platforms" / f"{name}.yaml")
+        found[name] = install(cluster, {**values, "dashboards": {"enabled": False}})
+    return found
 
 
 def install(cluster: Cluster, values: dict[str, Any]) -> Objects:
@@ -68,6 +76,11 @@ def pod_of(objects: Objects) -> dict[str, Any]:
     return dict(of_kind(objects, "DaemonSet")["spec"]["template"]["spec"])
 
 
+def exporter_of(objects: Objects) -> dict[str, Any]:
+    """Return the container of the exporter."""
+    return dict(next(each for each in pod_of(objects)["containers"] if each["name"] == "exporter"))
+
+
 def without_instance(found: Any) -> Any:
     """Remove the label by which several releases in one namespace differ; the plain manifests do not have it."""
     changed = copy.deepcopy(found)
@@ -77,14 +90,10 @@ def without_instance(found: Any) -> Any:
     return changed
 
 
-# --- Every file of ci/
+# --- Every file of ci/ and platforms/
 
 
-def test_there_are_six_files_of_values() -> None:
-    assert CI == ["default", "everything", "no-actions", "operator", "restricted", "tls-and-token"]
-
-
-@pytest.mark.parametrize("name", CI)
+@pytest.mark.parametrize("name", [*CI, *PLATFORMS])
 def test_every_object_is_valid(releases: dict[str, Objects], name: str) -> None:
     for document in releases[name].values():
         if document["apiVersion"] == "monitoring.coreos.com/v1":
@@ -93,6 +102,33 @@ def test_every_object_is_valid(releases: dict[str, Objects], name: str) -> None:
             kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
         labels = document["metadata"]["labels"]
         assert labels["app.kubernetes.io/instance"] == "gpumem-exporter"
+    pod = pod_of(releases[name])
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    containers = (*pod.get("initContainers", ()), *pod["containers"])
+    assert {mount["name"] for each in containers for mount in each.get("volumeMounts", ())} == volumes
+    # Kubernetes itself checks these two.
+    for security in (each.get("securityContext", {}) for each in containers):
+        assert security.get("allowPrivilegeEscalation", True) or not security.get("privileged")
+    exported = {port["name"]: port for port in exporter_of(releases[name])["ports"]}
+    assert not pod.get("hostNetwork") or exported["metrics"].get("hostPort", 9844) == 9844
+
+
+def test_there_are_values_for_each_platform(releases: dict[str, Objects]) -> None:
+    assert PLATFORMS == ["aks", "eks", "gke", "gpu-operator", "k3s"]
+    defaults = pod_of(releases["default"])
+    assert pod_of(releases["gpu-operator"]) == {**defaults, "priorityClassName": "system-node-critical"}
+    gke = exporter_of(releases["gke"])
+    (driver,) = (mount["mountPath"] for mount in gke["volumeMounts"] if mount["name"] == "driver")
+    (libraries,) = (item["value"] for item in gke["env"] if item["name"] == "LD_LIBRARY_PATH")
+    assert libraries == f"{driver}/lib64"
+    assert gke["securityContext"] == {
+        "privileged": True,
+        "readOnlyRootFilesystem": True,
+        "runAsUser": 0,
+        "runAsGroup": 0,
+    }
+    for name in ("aks", "eks", "gke"):
+        assert "nvidia.com/gpu.present" not in pod_of(releases[name]).get("nodeSelector", {})
 
 
 def test_a_release_fits_into_a_secret(cluster: Cluster) -> None:
@@ -117,13 +153,15 @@ def test_the_default_pod_is_that_of_the_plain_manifest(releases: dict[str, Objec
 def test_process_details_adds_the_capabilities_of_the_plain_component(releases: dict[str, Objects]) -> None:
     (patch,) = read(KUBERNETES / "process-details" / "kustomization.yaml")["patches"]
     (operation,) = yaml.safe_load(patch["patch"])
-    (container,) = pod_of(releases["everything"])["containers"]
+    container = exporter_of(releases["everything"])
     assert container["securityContext"]["capabilities"]["add"] == operation["value"]
 
 
-def test_the_pod_monitor_is_that_of_the_plain_manifest(releases: dict[str, Objects]) -> None:
+def test_the_pod_monitors_are_those_of_the_plain_manifests(releases: dict[str, Objects]) -> None:
+    sidecars = read(KUBERNETES / "prometheus-operator" / "podmonitor-sidecar.yaml")
+    assert releases["operator"]["PodMonitor", "gpumem-exporter-sidecar"]["spec"] == sidecars["spec"]
     plain = read(KUBERNETES / "prometheus-operator" / "podmonitor.yaml")
-    chart = of_kind(releases["operator"], "PodMonitor")
+    chart = releases["operator"]["PodMonitor", "gpumem-exporter"]
     assert chart["metadata"]["labels"]["release"] == "monitoring"
     spec = {**chart["spec"], "selector": without_instance(chart["spec"]["selector"])}
     assert spec == plain["spec"]
@@ -135,7 +173,7 @@ def test_the_service_monitor_scrapes_as_the_pod_monitor(releases: dict[str, Obje
     labels = service["metadata"]["labels"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
     (endpoint,) = monitor["spec"]["endpoints"]
-    (of_pods,) = of_kind(releases["operator"], "PodMonitor")["spec"]["podMetricsEndpoints"]
+    (of_pods,) = releases["operator"]["PodMonitor", "gpumem-exporter"]["spec"]["podMetricsEndpoints"]
     assert endpoint == {**of_pods, "interval": "30s", "honorLabels": True}
     assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     pods = of_kind(objects, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
@@ -148,18 +186,27 @@ def test_the_service_monitor_scrapes_as_the_pod_monitor(releases: dict[str, Obje
 def test_the_rules_are_those_of_prometheus_with_the_urls_of_the_values(
     releases: dict[str, Objects], tmp_path: Path
 ) -> None:
-    for path in sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml")):
+    for path in sorted((REPOSITORY / "deploy" / "prometheus" / "rules").rglob("*.yml")):
         wanted = read(path)
         for group in wanted["groups"]:
             group["rules"] = [rule for rule in group["rules"] if rule.get("alert") != "GpuMemDeviceUnderused"]
             for rule in group["rules"]:
                 if "alert" in rule:
-                    rule["annotations"]["runbook_url"] = f"https://wiki.example/runbooks/{rule['alert']}"
+                    url = rule["annotations"]["runbook_url"]
+                    assert url.count("http://{{") == url.count("}}/runbooks/") == 1
+                    url = url.replace("http://{{", "https://{{").replace("}}/runbooks/", "}}.gpumem.example/runbooks/")
+                    rule["annotations"]["runbook_url"] = url
         rule_object = releases["operator"]["PrometheusRule", f"gpumem-exporter-{path.stem}"]
         assert rule_object["spec"] == wanted
         (tmp_path / path.name).write_text(yaml.safe_dump(rule_object["spec"]))
     checked = run_tool("promtool", "check", "rules", *sorted(tmp_path.glob("*.yml")))
     assert checked.returncode == 0, checked.stdout + checked.stderr
+    everything = [each["spec"] for (kind, _), each in releases["everything"].items() if kind == "PrometheusRule"]
+    alerts = [rule for spec in everything for group in spec["groups"] for rule in group["rules"] if "alert" in rule]
+    urls = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in alerts}
+    assert "GpuMemLeak" in urls
+    assert "GpuMemCoverageLow" not in urls
+    assert urls == {name: f"https://wiki.example/runbooks/{name}" for name in urls}
 
 
 def test_every_dashboard_is_a_config_map_for_the_sidecar_of_grafana(releases: dict[str, Objects]) -> None:
@@ -183,7 +230,7 @@ def test_a_packaged_chart_contains_the_files_behind_its_links(tmp_path: Path) ->
 
     packaged = asyncio.run(helm.Package(helm.Configuration()).run(str(CHART), str(tmp_path)))
     with tarfile.open(packaged) as archive:
-        for linked in sorted(CHART.glob("files/*/*")):
+        for linked in sorted(path for path in (*CHART.glob("files/*/*"), *CHART.glob("files/*/*/*")) if path.is_file()):
             member = archive.extractfile(f"gpumem-exporter/{linked.relative_to(CHART)}")
             assert member is not None
             assert member.read() == linked.read_bytes()
@@ -194,11 +241,108 @@ def test_a_packaged_chart_contains_the_files_behind_its_links(tmp_path: Path) ->
 
 
 def test_settings_are_variables_of_the_exporter(cluster: Cluster) -> None:
-    settings = {"report.max-processes": 67108864, "action.allow": ["gc", "clear"], "web.hide-identities": True}
+    settings = {
+        "storage.max-bytes": 67108864,
+        "action.allow": ["empty_cache", "terminate"],
+        "web.hide-identities": True,
+    }
     (container,) = pod_of(install(cluster, {"settings": settings}))["containers"]
     variables = {item["name"]: item["value"] for item in container["env"]}
     given = {environment_name(key): variables.get(environment_name(key)) for key in settings}
-    assert list(given.values()) == ["67108864", "gc,clear", "true"]
+    assert list(given.values()) == ["67108864", "empty_cache,terminate", "true"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"report.expiry": 1},
+        {"report.interval": 10},
+        {"report.interval": 0.5, "report.expiry": 1},
+        {"report.interval": 0},
+        {"collect.interval": 0.01},
+        {"storage.max-bytes": 1024},
+        {"storage.max-bytes": 16777216.5},
+        {"history.retention": 604801},
+        {"action.allow": "clear"},
+        {"action.allow": ["gc"]},
+        {"action.allow": ["default", "terminate"]},
+        {"action.allow": "none"},
+        {"log.level": "loud"},
+        {"report.max-processes": 100000},
+    ],
+    ids=str,
+)
+def test_the_chart_accepts_the_settings_that_the_exporter_accepts(cluster: Cluster, settings: dict[str, Any]) -> None:
+    """A setting that the exporter refuses must not reach a pod, which would end again and again."""
+    texts = {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in settings.items()}
+    environment = {environment_name(key): text for key, text in texts.items()}
+    try:
+        load_settings(environ=environment)
+    except ConfigurationError:
+        with pytest.raises(helm.InstallError, match=next(iter(settings))):
+            cluster.install(CHART, {"settings": settings})
+    else:
+        objects = install(cluster, {"settings": settings, "dashboards": {"enabled": False}})
+        (container,) = pod_of(objects)["containers"]
+        assert {item["name"]: item["value"] for item in container["env"]}.items() >= environment.items()
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"actionToken": {"existingSecret": "a", "value": "b"}}, "actionToken: existingSecret and value are both set"),
+        ({"reportToken": {"existingSecret": "a", "value": "b"}}, "reportToken: existingSecret and value are both set"),
+        ({"tls": {"existingSecret": "a", "certificate": "b", "key": "c"}}, "tls: existingSecret and certificate"),
+        ({"processDetails": True, "securityContext": {"runAsUser": 65532}}, "processDetails: needs"),
+        ({"hostNetwork": True, "hostPort": 80}, "hostNetwork: the port of the node is 9844"),
+        ({"hostNetwork": True, "networkPolicy": {"enabled": True}}, "networkPolicy: has no effect"),
+    ],
+)
+def test_values_that_contradict_each_other_are_an_error(cluster: Cluster, values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(helm.InstallError, match=reason):
+        cluster.install(CHART, values)
+
+
+def test_extra_values_are_parts_of_the_pod(releases: dict[str, Objects]) -> None:
+    given = read(CHART / "ci" / "everything-values.yaml")
+    pod, exporter = pod_of(releases["everything"]), exporter_of(releases["everything"])
+    assert exporter["args"] == ["serve", *given["extraArgs"]]
+    assert exporter["ports"][0]["hostPort"] == given["hostPort"]
+    assert exporter["volumeMounts"][-1:] == given["extraVolumeMounts"]
+    assert exporter["env"][-1:] == given["env"]
+    assert pod["volumes"][-1:] == given["extraVolumes"]
+    assert pod["containers"][1:] == given["extraContainers"]
+    assert pod["initContainers"] == given["extraInitContainers"]
+
+
+def test_a_user_other_than_root_gets_the_folders_of_the_host_and_reads_the_tokens(releases: dict[str, Objects]) -> None:
+    pod, exporter = pod_of(releases["nonroot"]), exporter_of(releases["nonroot"])
+    (folders,) = pod["initContainers"]
+    on_the_host = {volume["name"] for volume in pod["volumes"] if "hostPath" in volume}
+    assert {mount["name"] for mount in folders["volumeMounts"]} == on_the_host
+    paths = {mount["mountPath"] for mount in exporter["volumeMounts"] if mount["name"] in on_the_host}
+    program, *words = folders["command"]
+    assert (program, set(words[: len(paths)])) == ("find", paths)
+    assert words[-5:] == ["chown", "-h", "65532:65532", "{}", "+"]
+    assert folders["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    assert exporter["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert pod["securityContext"] == {"fsGroup": 65532}
+
+
+@pytest.mark.parametrize(
+    ("values", "start", "end"),
+    [
+        ({}, "http://", "/"),
+        ({"hostPort": 80}, "http://", ":80/"),
+        ({"hostNetwork": True, "tls": {"existingSecret": "certificate"}}, "https://", ":9844/"),
+    ],
+)
+def test_the_links_to_the_live_page_lead_to_the_port_of_the_node(
+    cluster: Cluster, values: dict[str, Any], start: str, end: str
+) -> None:
+    dashboard = install(cluster, values)["ConfigMap", "gpumem-exporter-dashboard-node"]["data"]["node.json"]
+    variables = {each["name"]: each.get("query") for each in json.loads(dashboard)["templating"]["list"]}
+    assert (variables["live_page"], variables["live_page_end"]) == (start, end)
 
 
 def test_null_removes_the_default_of_a_value(cluster: Cluster) -> None:
@@ -241,6 +385,8 @@ def test_the_network_policy_admits_prometheus_and_the_test_to_the_exporter(relea
     test, prometheus = rule["from"]
     assert test["podSelector"]["matchLabels"].items() <= of_kind(objects, "Pod")["metadata"]["labels"].items()
     assert prometheus["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "prometheus"}
+    (namespaces,) = prometheus["namespaceSelector"]["matchExpressions"]
+    assert namespaces == {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["monitoring"]}
     (container,) = pods["spec"]["containers"]
     assert [port["port"] for port in rule["ports"]] == [port["name"] for port in container["ports"]]
 
@@ -253,6 +399,10 @@ def test_the_network_policy_admits_prometheus_and_the_test_to_the_exporter(relea
         ({"image": {"tga": "1"}}, "tga"),
         ({"settings": {"report.expiry": "30s"}}, "/settings/report.expiry"),
         ({"settings": {"web.listen-address": ":80"}}, "web.listen-address"),
+        ({"hostPort": "9844"}, "/hostPort"),
+        ({"policy": {"rules": [{"name": "a", "workloads": ["*"], "when": {}, "do": {"action": "clear"}}]}}, "/when"),
+        ({"policy": {"rules": [{**RULE, "cooldwon": "1h"}]}}, "cooldwon"),
+        ({"policy": {"rules": [{**RULE, "do": {"action": "clear"}}]}}, "/policy/rules/0/do/action"),
         ({"nodeSelector": {"gpu": True}}, "/nodeSelector/gpu"),
         ({"socket": {"hostPath": "run"}}, "/socket/hostPath"),
         ({"monitor": {"kind": "Probe"}}, "/monitor/kind"),
@@ -266,4 +416,4 @@ def test_the_network_policy_admits_prometheus_and_the_test_to_the_exporter(relea
 def test_the_schema_rejects_a_value_and_names_it(cluster: Cluster, values: dict[str, Any], place: str) -> None:
     with pytest.raises(helm.InstallError) as raised:
         cluster.install(CHART, values)
-    assert f"'{place}'" in str(raised.value)
+    assert f"{place}'" in str(raised.value)

@@ -191,6 +191,7 @@ RICH = Snapshot(
                 "trainer",
                 k8s_pod_uid="0a1b2c3d-1111-2222-3333-444455556666",
                 slurm_job_id="4242",
+                slurm_account="vision",
             ),
             999: ProcessFacts(999, 8000, "Xorg", "root"),
             300: ProcessFacts(300, 7000, "python leak.py", "bob"),

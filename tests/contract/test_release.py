@@ -81,9 +81,24 @@ def test_the_mixin_has_the_dashboards_and_rules_of_the_repository() -> None:
 
 
 def test_the_runbooks_of_the_mixin_can_be_elsewhere() -> None:
-    groups = mixin("{ runbookURL: 'https://wiki.example/' }")["alerts"]["groups"]
-    alerts = {rule["alert"]: rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]}
-    assert alerts == {name: f"https://wiki.example/{name}.md" for name in alerts}
+    def urls(config: str) -> dict[str, str]:
+        groups = mixin(config)["alerts"]["groups"]
+        return {rule["alert"]: rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"]}
+
+    elsewhere = urls("{ runbookURL: 'https://wiki.example/' }")
+    assert elsewhere == {name: f"https://wiki.example/{name}.md" for name in elsewhere}
+    behind_proxy = urls("{ livePageURL: 'https://{node}.gpumem.example/', coverageAlert: true }")
+    assert behind_proxy.keys() == elsewhere.keys() | {"GpuMemCoverageLow"}
+    url = "https://{{ $labels.instance }}.gpumem.example/runbooks/GpuMemCoverageLow"
+    assert behind_proxy["GpuMemCoverageLow"] == url
+
+
+def test_the_clusters_of_the_mixin_can_have_several_labels() -> None:
+    rendered = mixin("{ clusterLabels: 'region, cluster' }")
+    for kind in ("alerts", "rules"):
+        expressions = [rule["expr"] for group in rendered[kind]["groups"] for rule in group["rules"]]
+        assert any("(region, cluster, job" in expression for expression in expressions)
+        assert all("(cluster, " not in expression for expression in expressions)
 
 
 def test_the_live_pages_of_the_mixin_can_be_elsewhere() -> None:
@@ -104,3 +119,51 @@ def test_a_release_has_the_version_of_its_tag(tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert "v99.0.0" in refused.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def versions() -> dict[str, dict[str, str]]:
+    """Return the table of versions, by its first column and its heading."""
+    lines = (REPOSITORY / "docs" / "versions.md").read_text(encoding="utf-8").partition("\n\n| |")[2].splitlines()
+    headings = [cell.strip() for cell in lines[0].split("|")]
+    table = {}
+    for line in lines[2:]:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        table[name] = dict(zip(headings, cells, strict=False))
+    return table
+
+
+def test_the_table_of_versions_has_what_ci_tests() -> None:
+    table = versions()
+    workflows = {
+        name: _read(REPOSITORY / ".github" / "workflows" / f"{name}.yml")["jobs"][name] for name in ("ci", "weekly")
+    }
+    images = workflows["ci"]["strategy"]["matrix"]["image"]
+    weekly = {row["name"]: row for row in workflows["weekly"]["strategy"]["matrix"]["include"]}
+    (debian,) = (image.removeprefix("debian:") for image in images if image.startswith("debian:"))
+    # Debian's own Python, and the images of other versions.
+    pythons = {"12": "3.11"}[debian], *(match[1] for image in images if (match := re.match(r"python:([\d.]+)", image)))
+    tested = ", ".join(sorted(pythons, key=Version))
+    assert f"Debian {debian}" in table["Linux"]["tested on each change"]
+    assert table["Python, exporter"]["tested on each change"] == tested
+    assert tested in table["Python, client in a job"]["tested on each change"]
+    client = tomllib.loads((REPOSITORY / "client" / "pyproject.toml").read_text(encoding="utf-8"))
+    oldest = client["project"]["requires-python"].removeprefix(">=")
+    assert table["Python, client in a job"]["tested on each change"].startswith(f"{oldest} ")
+    torch = next(text for text in PYPROJECT["dependency-groups"]["test"] if str(text).startswith("torch>="))
+    assert "oldest dependencies" in weekly
+    assert table["torch, CUDA build"]["tested once a week"] == torch.removeprefix("torch>=") + ".0"
+    chart = _read(REPOSITORY / "deploy" / "helm" / "gpumem-exporter" / "Chart.yaml")
+    assert table["Kubernetes"]["expected"].startswith(chart["kubeVersion"].removeprefix(">=").removesuffix(".0-0"))
+    assert "Slurm" in weekly
+    assert table["Slurm"]["tested once a week"]
+    compose = _read(REPOSITORY / "docker-compose.yml")["services"]
+    for name in ("prometheus", "alertmanager", "grafana"):
+        major_and_minor = re.search(r":v?(\d+\.\d+)\.", compose[name]["image"])
+        assert major_and_minor
+        assert table[name.capitalize()]["expected"] == f"{major_and_minor[1]}, as in Compose"
+
+
+def _read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -28,6 +28,7 @@ ENTRY_SCRIPTS = (
     ".ci/run",
     ".ci/build-docs",
     ".ci/build-release",
+    ".ci/release-names",
     ".ci/check-wheel",
 )
 SHELL = (*ENTRY_SCRIPTS, "deploy/environment.sh")
@@ -53,7 +54,7 @@ def tracked_texts() -> dict[str, str]:
 
 def _is_ours(folder: Path) -> bool:
     made = {"__pycache__", "build", "dist", "node_modules"}
-    hidden = folder.name.startswith(".") and folder.name != ".ci"
+    hidden = folder.name.startswith(".") and folder.name not in (".ci", ".github")
     captured = folder == REPOSITORY / "tests" / "data"
     return not (
         hidden or captured or folder.name in made or folder.suffix == ".egg-info" or (folder / "pyvenv.cfg").exists()
@@ -73,7 +74,7 @@ def found(pattern: str, *, but: tuple[str, ...] = ()) -> list[str]:
 
 
 def test_no_text_has_a_path_of_one_machine_or_the_address_of_a_registry() -> None:
-    paths = r"(?<![\w.-])/(work|farm|root|home/\w+|opt/gm)/"
+    paths = r"(?<![\w.-])/(work|farm|root|home/(?!kubernetes/bin)\w+|opt/gm)/"
     registries = r"pypi[.]org|python[h]osted|deb[.]debian|registry[.]npm|download[.]pytorch"
     assert found(f"{paths}|{registries}") == []
 
@@ -128,10 +129,16 @@ def headings(markdown: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_the_changelog_and_the_kubernetes_image_have_the_version() -> None:
+def test_the_changelog_has_the_version() -> None:
     assert re.search(rf"^## {re.escape(__version__)}\b", tracked_texts()["CHANGELOG.md"], flags=re.MULTILINE)
-    (image,) = re.findall(r"image: gpumem-exporter:(\S+)", tracked_texts()["deploy/kubernetes/exporter.yaml"])
-    assert image == __version__
+
+
+def test_every_address_has_the_owner_of_the_repository() -> None:
+    texts = tracked_texts()
+    (owner,) = re.findall(r'^Homepage = "https://github.com/([\w-]+)/', texts["pyproject.toml"], flags=re.MULTILINE)
+    address = re.compile(r"(?:github\.com|ghcr\.io)/([\w-]+)/(?:gpumem-exporter|charts)\b")
+    found = {name: set(address.findall(text)) - {owner} for name, text in texts.items()}
+    assert {name: owners for name, owners in found.items() if owners} == {}
 
 
 @pytest.mark.parametrize("script", SHELL)

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import urllib.request
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import promql_parser as promql
 import pytest
 import yaml
 
 from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
+from gpumem_exporter.view.findings import SEVERITIES, SEVERITY
+from tests.support.alert_path import Receiver, alertmanager, receiving
+from tests.support.dashboard_rules import nodes
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool
 from tests.support.waiting import patient, wait_for, wait_until_equal
@@ -30,11 +35,32 @@ TESTS = Path(__file__).parent / "rules"
 
 SECTIONS = ("What it means", "Confirm", "Do", "Do not")
 KINDS = ("fires", "silent", "resolves")
+EXPECTATIONS = {"alert_rule_test", "promql_expr_test"}
 FOREIGN = {"up", "process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"}
 """Metrics of other projects that rules and runbooks may use."""
-LEVELS = "process|device|node|rank|workload|slurm_job|ray_job|pod"
+TARGET_LABELS = {"cluster", "job", "instance"}
+"""The labels that Prometheus adds to every series."""
+FILES = ("recording.yml", "alerts.yml", "optional/coverage.yml")
+"""The rule files in the order of their evaluation."""
+LEVELS = "process|device|node|rank|workload|slurm_job|ray_job|pod|namespace|cluster|owner"
 """The first parts of the names of recording rules."""
 CATALOG = {metric.name: metric for metric in METRICS}
+KINDS_OF_FINDINGS = {
+    "GpuMemOomEndedProcess": "oom_ended_process",
+    "GpuMemOomSoon": "growth",
+    "GpuMemLeak": "growth",
+    "GpuMemNonTorchGrowth": "growth",
+    "GpuMemServerGrowth": "growth",
+    "GpuMemFragmentationHigh": "fragmented",
+    "GpuMemReclaimableHoarded": "idle_cache_lacked",
+    "GpuMemUnattributed": "unattributed",
+    "GpuMemDeviceLost": "device_lost",
+    "GpuMemNvmlDown": "driver",
+    "GpuMemReporterSilent": "silent",
+    "GpuMemExporterDegraded": "check_degraded",
+    "GpuMemExporterAbsent": "check_failing",
+}
+"""The finding that the live page shows for the state that an alert is about."""
 
 
 @cache
@@ -44,10 +70,9 @@ def groups(file: str) -> list[dict[str, Any]]:
     return loaded
 
 
-ALERTS: dict[str, dict[str, Any]] = {rule["alert"]: rule for group in groups("alerts.yml") for rule in group["rules"]}
-RECORDS: dict[str, dict[str, Any]] = {
-    rule["record"]: rule for group in groups("recording.yml") for rule in group["rules"]
-}
+EVERY_RULE = [rule for file in FILES for group in groups(file) for rule in group["rules"]]
+ALERTS: dict[str, dict[str, Any]] = {rule["alert"]: rule for rule in EVERY_RULE if "alert" in rule}
+RECORDS: dict[str, dict[str, Any]] = {rule["record"]: rule for rule in EVERY_RULE if "record" in rule}
 
 
 # --- Rules
@@ -55,9 +80,10 @@ RECORDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.tools
 def test_the_rules_are_valid() -> None:
-    checked = run_tool("promtool", "check", "rules", *sorted(RULES.glob("*.yml")))
+    assert {RULES / file for file in FILES} == set(RULES.rglob("*.yml"))
+    checked = run_tool("promtool", "check", "rules", *(RULES / file for file in FILES))
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert f"{len(ALERTS)} rules found" in checked.stdout
+    assert sum(map(int, re.findall(r"(\d+) rules found", checked.stdout))) == len(EVERY_RULE)
 
 
 def test_prometheus_loads_the_rules_and_has_their_job() -> None:
@@ -70,8 +96,8 @@ def test_prometheus_loads_the_rules_and_has_their_job() -> None:
 
 
 def test_rules_and_runbooks_use_only_metrics_of_the_catalog() -> None:
-    texts = {path.name: path.read_text() for path in (*RULES.glob("*.yml"), *RUNBOOKS.glob("*.md"))}
-    assert len(texts) == len(ALERTS) + 3
+    texts = {path.name: path.read_text() for path in (*RULES.rglob("*.yml"), *RUNBOOKS.glob("*.md"))}
+    assert len(texts) == len(FILES) + len(ALERTS) + 1
     for file, text in texts.items():
         # Names of recording rules contain names of metrics, so they are removed first.
         recorded = re.findall(rf"\b(?:{LEVELS}):\w+:\w+", text)
@@ -82,6 +108,66 @@ def test_rules_and_runbooks_use_only_metrics_of_the_catalog() -> None:
         assert named <= CATALOG.keys() | buckets, file
         foreign = set(re.findall(r"\b(?:up|process_[a-z0-9_]+)(?=[{\[])", plain))
         assert foreign <= FOREIGN, file
+
+
+def loses_the_cluster(expression: str) -> list[str]:
+    """Return the joins and sums of an expression that merge clusters, jobs or nodes with equal names."""
+    found = []
+    for node, _ in nodes(promql.parse(expression)):
+        if isinstance(node, promql.AggregateExpr):
+            labels = node.modifier.labels if node.modifier else []
+            kept = node.modifier is not None and node.modifier.type == promql.AggModifierType.Without
+        elif isinstance(node, promql.BinaryExpr) and node.modifier is not None and node.modifier.matching is not None:
+            labels = node.modifier.matching.labels
+            kept = node.modifier.matching.type == promql.LabelModifierType.Exclude
+        else:
+            continue
+        if kept and TARGET_LABELS & set(labels):
+            found.append(f"{labels} are dropped: {node}")
+        elif not kept and (labels[:1] != ["cluster"] or not {"job", "host"} & set(labels)):
+            found.append(f"{labels} do not have `cluster` first, and `job`: {node}")
+        elif not kept and {"pid", "uuid"} & set(labels) and "instance" not in labels:
+            found.append(f"{labels} do not have `instance`: {node}")
+    return found
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE, ids=lambda rule: rule.get("alert") or rule["record"])
+def test_a_rule_keeps_clusters_apart(rule: dict[str, Any]) -> None:
+    expression = str(rule["expr"])
+    assert loses_the_cluster(expression) == []
+    for place in re.finditer(r"(?<=\()cluster, ", expression):
+        assert loses_the_cluster(expression[: place.start()] + expression[place.end() :]), place
+
+
+def test_the_texts_of_an_alert_ask_only_about_its_own_cluster_and_node() -> None:
+    for name, rule in ALERTS.items():
+        for text in rule["annotations"].values():
+            asked = re.findall(r'query \(printf "((?:[^"\\]|\\.)*)"', text)
+            # Each selector starts with one of the variables that are defined at the start.
+            assert all(selector.startswith("%s") for query in asked for selector in re.findall(r"\{([^}]*)", query)), (
+                name
+            )
+            defined = re.findall(r':= printf "([^"]*)"((?: [$.\w]+)+)', text)
+            for selector, values in defined:
+                assert selector.startswith(("cluster=%q,job=%q,", "%s,pid=%q")), name
+                assert values.startswith((" $labels.cluster $labels.job ", " $device ")), name
+            assert len(defined) == text.count(":= printf")
+
+
+def test_an_alert_about_a_process_has_its_owner() -> None:
+    """Its expression joins the owner; the tests of each alert evaluate that."""
+    owned = {name for name, rule in ALERTS.items() if "user, k8s_namespace" in rule["expr"]}
+    about = {name for name, rule in ALERTS.items() if re.search(r"\$labels\.(pid|workload)\b", str(rule))}
+    assert owned == about
+    assert len(owned) > 10
+
+
+def test_the_severities_are_those_of_the_findings() -> None:
+    severities = {kind: ALERTS[name]["labels"]["severity"] for name, kind in KINDS_OF_FINDINGS.items()}
+    assert severities == {kind: SEVERITY[kind] for kind in severities}
+    assert {rule["labels"]["severity"] for rule in ALERTS.values()} == set(SEVERITIES)
+    # What is no finding: caught errors are findings and no alerts, and advice about capacity is an alert alone.
+    assert severities.keys() == SEVERITY.keys() - {"oom_caught", "idle_cache", "starting"}
 
 
 # --- Runbooks
@@ -151,9 +237,10 @@ def test_every_query_of_a_runbook_is_valid() -> None:
 @pytest.mark.parametrize("name", ALERTS)
 def test_an_alert_has_tests_for_firing_staying_silent_and_resolving(name: str) -> None:
     document = yaml.safe_load((TESTS / f"{name}.yml").read_text())
-    assert document["rule_files"] == ["../../../deploy/prometheus/rules/*.yml"]
-    in_order = (*groups("recording.yml"), *groups("alerts.yml"))
-    assert document["group_eval_order"] == [group["name"] for group in in_order]
+    files = FILES if name in {rule.get("alert") for rule in groups(FILES[2])[0]["rules"]} else FILES[:2]
+    folder = "../../../deploy/prometheus/rules"
+    assert document["rule_files"] == [f"{folder}/*.yml", *(f"{folder}/{file}" for file in files[2:])]
+    assert document["group_eval_order"] == [group["name"] for file in files for group in groups(file)]
     assert {test["name"].partition(":")[0] for test in document["tests"]} == set(KINDS)
     assert {case["alertname"] for test in document["tests"] for case in test["alert_rule_test"]} == {name}
 
@@ -165,6 +252,67 @@ def test_every_alert_passes_its_tests() -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.tools
+def test_every_rule_is_evaluated_for_two_clusters_with_equal_nodes_and_the_labels_of_the_pod_monitor(
+    tmp_path: Path,
+) -> None:
+    """The tests again, with each series twice: in two clusters, with the labels that the Prometheus operator adds."""
+    for path in TESTS.glob("*.yml"):
+        document = yaml.safe_load(path.read_text())
+        document["rule_files"] = [str(TESTS / file) for file in document["rule_files"]]
+        document["tests"] = [twice(test) for test in document["tests"] if is_in_any_cluster(test)]
+        (tmp_path / path.name).write_text(yaml.safe_dump(document))
+    ran = run_tool("promtool", "test", "rules", *sorted(tmp_path.glob("*.yml")))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def is_in_any_cluster(test: dict[str, Any]) -> bool:
+    """Return whether a test expects something, and is neither about named clusters nor about no target at all."""
+    expected = [
+        each.get("exp_alerts") or each.get("exp_samples") for kind in EXPECTATIONS for each in test.get(kind, ())
+    ]
+    return any(expected) and "cluster=" not in str(test) and "no target at all" not in test["name"]
+
+
+def twice(test: dict[str, Any]) -> dict[str, Any]:
+    """Return a test with its series and its expectations in each of two clusters."""
+
+    def labeled(name: str, cluster: str) -> str:
+        added = f'cluster="{cluster}"'
+        if 'instance="' in name and 'job="gpumem"' in name and of_pod_monitor not in name:
+            added += f",{of_pod_monitor}"
+        return name.replace("{", f"{{{added},", 1)
+
+    of_pod_monitor = 'namespace="gpumem",endpoint="metrics"'
+    clusters = ("east", "west")
+    made = {**test, "input_series": []}
+    for series, cluster in product(test["input_series"], clusters):
+        made["input_series"].append({**series, "series": labeled(series["series"], cluster)})
+    for kind in EXPECTATIONS & test.keys():
+        made[kind] = []
+        for each in test[kind]:
+            expected = {**each}
+            if "exp_alerts" in each:
+                expected["exp_alerts"] = [
+                    {**alert, "exp_labels": of_cluster(alert["exp_labels"], cluster)}
+                    for alert, cluster in product(each["exp_alerts"], clusters)
+                ]
+            else:
+                expected["exp_samples"] = [
+                    {**sample, "labels": labeled(sample["labels"], cluster)}
+                    for sample, cluster in product(each["exp_samples"], clusters)
+                ]
+            made[kind].append(expected)
+    return made
+
+
+def of_cluster(labels: dict[str, str], cluster: str) -> dict[str, str]:
+    """Return the labels of an alert in a cluster, with the labels of the PodMonitor if it is about one instance."""
+    of_pod_monitor = {"namespace": "gpumem", "endpoint": "metrics"} if "instance" in labels else {}
+    return {**labels, "cluster": cluster, **of_pod_monitor}
+
+
 # --- Alertmanager
 
 
@@ -174,13 +322,21 @@ def test_the_configuration_of_alertmanager_is_valid() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.parametrize(("severity", "receiver"), [("critical", "page"), ("warning", "tickets"), ("info", "notes")])
+ROUTES = [
+    ({"severity": "critical"}, "page"),
+    ({"severity": "warning"}, "tickets"),
+    ({"severity": "info"}, "notes"),
+    ({"severity": "critical", "user": "ann"}, "owners"),
+    ({"severity": "warning", "k8s_namespace": "ml"}, "owners"),
+    ({"severity": "warning", "workload": "train"}, "tickets"),
+]
+
+
+@pytest.mark.parametrize(("labels", "receiver"), ROUTES)
 @pytest.mark.tools
-def test_an_alert_reaches_the_receiver_of_its_severity(severity: str, receiver: str) -> None:
-    routed = run_tool(
-        "amtool",
-        *("config", "routes", "test", f"--config.file={ALERTMANAGER}", "alertname=GpuMemX", f"severity={severity}"),
-    )
+def test_an_alert_reaches_its_owner_or_else_the_receiver_of_its_severity(labels: dict[str, str], receiver: str) -> None:
+    given = [f"{name}={value}" for name, value in {"alertname": "GpuMemX", **labels}.items()]
+    routed = run_tool("amtool", "config", "routes", "test", f"--config.file={ALERTMANAGER}", *given)
     assert routed.stdout.split() == [receiver], routed.stderr
 
 
@@ -190,74 +346,83 @@ def alert(name: str, instance: str = "node-1:9844", **labels: str) -> dict[str, 
     return {"labels": {"alertname": name, "job": "gpumem", "instance": instance, "severity": severity, **labels}}
 
 
+def of_process(name: str, pid: str, *, user: str = "ann", cluster: str = "east") -> dict[str, Any]:
+    owner = {"user": user, "k8s_namespace": "ml", "workload": "train", "cluster": cluster}
+    return alert(name, "node-4:9844", uuid="GPU-e", pid=pid, **owner)
+
+
 @pytest.mark.tools
 def test_an_alert_inhibits_its_effects_on_the_same_node_device_and_process(tmp_path: Path) -> None:
     sent = {
         "the driver": alert("GpuMemNvmlDown"),
         "a device of that node": alert("GpuMemDeviceLost", gpu="0", uuid="GPU-a"),
         "a device of another node": alert("GpuMemDeviceLost", "node-2:9844", gpu="0", uuid="GPU-b"),
+        "a device of another cluster": alert("GpuMemDeviceLost", cluster="west", gpu="0", uuid="GPU-a"),
         "a process that outlived itself": alert("GpuMemProcessGoneMemoryHeld", "node-3:9844", gpu="0", uuid="GPU-c"),
         "its memory": alert("GpuMemUnattributed", "node-3:9844", gpu="0", uuid="GPU-c"),
         "other memory": alert("GpuMemUnattributed", "node-3:9844", gpu="1", uuid="GPU-d"),
-        "an error": alert("GpuMemOomHappened", "node-4:9844", uuid="GPU-e", pid="7"),
-        "the retries before it": alert("GpuMemAllocatorRetrying", "node-4:9844", uuid="GPU-e", pid="7"),
-        "retries of another process": alert("GpuMemAllocatorRetrying", "node-4:9844", uuid="GPU-e", pid="8"),
-        "an error that ended its process": alert("GpuMemOomEndedProcess", "node-7:9844", uuid="GPU-h", pid="7"),
-        "the same error": alert("GpuMemOomHappened", "node-7:9844", uuid="GPU-h", pid="7"),
+        "a forecast": of_process("GpuMemOomSoon", "7"),
+        "the leak behind it": of_process("GpuMemLeak", "7"),
+        "the growth behind it": of_process("GpuMemNonTorchGrowth", "7"),
+        "the retries before it": of_process("GpuMemAllocatorRetrying", "7"),
+        "the leak of another process": of_process("GpuMemLeak", "8"),
+        "the leak of that pid in another cluster": of_process("GpuMemLeak", "7", cluster="west", user="bob"),
+        "an error that ended its process": of_process("GpuMemOomEndedProcess", "9"),
+        "its forecast": of_process("GpuMemOomSoon", "9"),
+        "fragmentation": of_process("GpuMemFragmentationHigh", "10"),
+        "its retries": of_process("GpuMemAllocatorRetrying", "10"),
         "no exporter": alert("GpuMemExporterAbsent", "node-5:9844", host="node-5"),
-        "what it said last": alert("GpuMemLeak", "node-5:9844", uuid="GPU-f", pid="7"),
+        "what it reported last": alert("GpuMemLeak", "node-5:9844", uuid="GPU-f", pid="7"),
         "an idle job": alert("GpuMemReporterSilent", "node-1:9844", pid="7"),
         "a lost device": alert("GpuMemDeviceLost", "node-6:9844", uuid="GPU-g"),
         "its unattributed memory": alert("GpuMemUnattributed", "node-6:9844", uuid="GPU-g"),
     }
-    silenced = {"a device of that node", "its memory", "the retries before it", "what it said last"}
-    silenced.add("the same error")
-    silenced.add("its unattributed memory")
-    log = tmp_path / "alertmanager.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [
-                "prometheus-alertmanager",
-                f"--config.file={ALERTMANAGER}",
-                f"--storage.path={tmp_path}",
-                *("--web.listen-address=127.0.0.1:0", "--cluster.listen-address="),
-            ],
-            stdout=out,
-            stderr=out,
-        )
-
-    def listening() -> str:
-        assert process.poll() is None, log.read_text()
-        return "".join(re.findall(r'msg="Listening on" address=(\S+)', log.read_text()))
-
-    try:
-        address = wait_for(listening, "Alertmanager's address")
+    silenced = {
+        *("a device of that node", "its memory", "the leak behind it", "the growth behind it", "the retries before it"),
+        *("its forecast", "its retries", "what it reported last", "its unattributed memory"),
+    }
+    with receiving() as receiver, alertmanager(tmp_path, receiver.url, times=20) as address:
         url = f"http://{address}/api/v2/alerts"
-        wait_for(lambda: _asked(f"http://{address}/-/ready"), "Alertmanager")
-        assert _asked(url, list(sent.values())) is not None
+        post(url, list(sent.values()))
         wait_until_equal(lambda: _silenced(url, sent), silenced, "the alerts that others silence")
-    finally:
-        process.kill()
-        process.wait()
+        for name, labels in (("owners", {"user": "ann"}), ("owners", {"user": "bob"}), ("page", {})):
+            sent_to = partial(notifications_to, receiver, name, labels)
+            alerts = [each for notification in wait_for(sent_to, f"{name} {labels}") for each in notification["alerts"]]
+            assert {each["labels"].get("user") for each in alerts} == {labels.get("user")}
+        notified = {
+            (each["labels"]["alertname"], each["labels"]["pid"])
+            for notification in receiver.notifications
+            if notification["groupLabels"].get("user") == "ann"
+            for each in notification["alerts"]
+        }
+    assert notified == {
+        ("GpuMemOomSoon", "7"),
+        ("GpuMemLeak", "8"),
+        ("GpuMemOomEndedProcess", "9"),
+        ("GpuMemFragmentationHigh", "10"),
+    }
+
+
+def notifications_to(receiver: Receiver, name: str, labels: dict[str, str]) -> list[Mapping[str, Any]]:
+    """Return the notifications of a receiver of the configuration about groups with these labels."""
+    return [
+        each
+        for each in receiver.notifications
+        if each["receiver"] == name and labels.items() <= each["groupLabels"].items()
+    ]
+
+
+def post(url: str, body: Any) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=patient(30)):
+        pass
 
 
 def _silenced(url: str, sent: dict[str, Any]) -> set[str] | None:
     """Return the inhibited ones of the sent alerts; None until Alertmanager has all of them."""
-    known = json.loads(_asked(url) or b"[]")
+    with urllib.request.urlopen(url, timeout=patient(30)) as answer:
+        known = json.load(answer)
     if len(known) != len(sent):
         return None
     labels = [one["labels"] for one in known if one["status"]["inhibitedBy"]]
     return {what for what, one in sent.items() if one["labels"] in labels}
-
-
-def _asked(url: str, body: Any = None) -> bytes | None:
-    """Return the body of the answer; None if there is none yet."""
-    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(
-            request, None if body is None else json.dumps(body).encode(), timeout=patient(5)
-        ) as answer:
-            held: bytes = answer.read()
-            return held or b" "
-    except OSError:
-        return None

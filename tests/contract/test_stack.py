@@ -73,10 +73,11 @@ def test_every_container_of_compose_is_restricted_and_has_a_health_check() -> No
             assert f"http://127.0.0.1:{port}/" in service["healthcheck"]["test"][-1], name
 
 
-def test_the_base_image_of_the_build_can_be_pinned_and_has_the_same_default_everywhere() -> None:
+def test_the_base_image_of_the_build_has_a_digest_and_can_be_replaced() -> None:
     (default,) = re.findall(r"^ARG PYTHON_IMAGE=(.+)$", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    assert re.fullmatch(r"[\w.:-]+@sha256:[0-9a-f]{64}", default)
     built = [service["build"] for service in services().values() if "build" in service]
-    assert {build["args"]["PYTHON_IMAGE"] for build in built} == {f"${{PYTHON_IMAGE:-{default}}}"}
+    assert [build["args"] for build in built] == [["PYTHON_IMAGE"]] * len(built)
 
 
 def test_prometheus_uses_the_service_names_of_compose() -> None:
@@ -192,8 +193,17 @@ def test_the_units_of_systemd_are_valid(tmp_path: Path) -> None:
     unit = (folder / "gpumem-exporter.service").read_text(encoding="utf-8")
     (tmp_path / "gpumem-exporter.service").write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", unit))
     shutil.copy(folder / "gpumem-exporter.socket", tmp_path)
+    (tmp_path / "job.service").write_text("[Service]\nExecStart=/bin/true\n")
+    (tmp_path / "job.service.d").mkdir()
+    shutil.copy(folder / "gpumem-job.conf", tmp_path / "job.service.d" / "gpumem.conf")
     checked = subprocess.run(
-        [analyze, "verify", "--man=no", "--recursive-errors=yes", *map(str, sorted(tmp_path.iterdir()))],
+        [
+            analyze,
+            "verify",
+            "--man=no",
+            "--recursive-errors=yes",
+            *map(str, filter(Path.is_file, sorted(tmp_path.iterdir()))),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -216,6 +226,41 @@ def test_training_containers_mount_the_socket_read_only() -> None:
     assert "-v /run/gpumem:/run/gpumem:ro" in (DEPLOY / "systemd" / "gpumem-exporter.service").read_text()
 
 
+def test_every_recipe_for_jobs_uses_the_folder_of_the_exporters() -> None:
+    folder = "/run/gpumem/client"
+    unit = (DEPLOY / "systemd" / "gpumem-exporter.service").read_text(encoding="utf-8")
+    assert f"\nEnvironment=GPUMEM_CLIENT_DIRECTORY={folder}\n" in unit
+    assert {services()[name]["environment"]["GPUMEM_CLIENT_DIRECTORY"] for name in ("exporter", "sidecar", "demo")} == {
+        folder
+    }
+    (exporter,) = daemonset()["spec"]["template"]["spec"]["containers"]
+    assert {"name": "GPUMEM_CLIENT_DIRECTORY", "value": folder} in exporter["env"]
+
+    (job,) = documents("deploy/kubernetes/training.yaml")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert {"name": "PYTHONPATH", "value": folder} in container["env"]
+    (device,) = read("deploy/jobs/cdi.yaml")["devices"]
+    assert device["containerEdits"]["env"] == [f"PYTHONPATH={folder}"]
+    assert [mount["containerPath"] for mount in device["containerEdits"]["mounts"]] == ["/run/gpumem"]
+    (training,) = read("deploy/jobs/compose.yaml")["services"].values()
+    assert training["environment"]["PYTHONPATH"] == folder
+    assert mounts(training)["/run/gpumem"] == read("docker-compose.yml")["volumes"]["run"]["name"]
+    drop_in = (DEPLOY / "systemd" / "gpumem-job.conf").read_text(encoding="utf-8")
+    assert f"\nEnvironment=PYTHONPATH={folder}\n" in drop_in
+    assert f'"PYTHONPATH": "{folder}"' in (DEPLOY / "jobs" / "jupyterhub_config.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, "FOLDER/client"), ("/app", "FOLDER/client:/app"), ("", "FOLDER/client")]
+)
+def test_the_profile_adds_no_empty_entry_to_pythonpath(tmp_path: Path, before: str | None, after: str) -> None:
+    script = (DEPLOY / "jobs" / "profile.sh").read_text(encoding="utf-8").replace("/run/gpumem", str(tmp_path))
+    environment = {} if before is None else {"PYTHONPATH": before}
+    command = ["/bin/sh", "-euc", f'{script}\nprintf %s "$PYTHONPATH"']
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert shown == after.replace("FOLDER", str(tmp_path))
+
+
 def test_a_sidecar_shares_a_folder_of_its_own_and_needs_nothing_of_the_host() -> None:
     (job,) = documents("deploy/kubernetes/sidecar.yaml")
     pod = job["spec"]["template"]["spec"]
@@ -231,6 +276,15 @@ def test_a_sidecar_shares_a_folder_of_its_own_and_needs_nothing_of_the_host() ->
     assert {"name": "GPUMEM_WEB_LISTEN_SOCKET", "value": socket} in sidecar["env"]
     assert f"unix://{shared['mountPath']}/exporter.sock" in DEFAULT_URLS
     assert shared["readOnly"] is True
+
+
+def test_the_operator_scrapes_the_sidecar() -> None:
+    (job,) = documents("deploy/kubernetes/sidecar.yaml")
+    monitor = read("deploy/kubernetes/prometheus-operator/podmonitor-sidecar.yaml")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
+    (sidecar,) = job["spec"]["template"]["spec"]["initContainers"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in sidecar["ports"]}
 
 
 def test_the_sidecar_is_the_container_of_the_daemonset_without_the_folders_of_the_host() -> None:

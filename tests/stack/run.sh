@@ -62,7 +62,9 @@ export CONTAINERS_CONF="$work/build.conf" DOCKER_HOST="unix://$work/podman.sock"
 # quietly COMMAND…: prints the output only if the command fails.
 quietly() { "$@" >"$work/log" 2>&1 || { cat "$work/log" >&2; fail "failed: $*"; }; }
 
-base=$(sed -n 's/^ARG PYTHON_IMAGE=//p' Dockerfile)
+# The stand-in has the name of the Dockerfile's base, without the digest.
+base=$(sed -n 's/^ARG PYTHON_IMAGE=\(.*\)@.*/\1/p' Dockerfile)
+export PYTHON_IMAGE="$base"
 say "making the stand-in for $base from Debian's packages"
 set -- --quiet --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates
 authorities=/etc/ssl/certs/ca-certificates.crt
@@ -85,7 +87,7 @@ mounted=$("$work/podman" image mount docker.io/gpumem-stack/compose)
 cp -L "$mounted/usr/bin/docker-compose" "$work/docker-compose"
 "$work/podman" image umount docker.io/gpumem-stack/compose >/dev/null
 
-say "docker compose --profile demo build: the project's own Dockerfile, as it is"
+say "docker compose --profile demo build: the project's own Dockerfile, on that stand-in"
 "$work/podman" system service --time 0 "$DOCKER_HOST" >"$work/service.log" 2>&1 &
 service=$!
 for _ in 1 2 3 4 5 6 7 8 9 10; do [ -S "$work/podman.sock" ] || sleep 0.5; done

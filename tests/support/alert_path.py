@@ -152,7 +152,9 @@ def prometheus(folder: Path, *, exporter: str, alerts_to: str, times: float) -> 
     with _running(command, folder / "prometheus.log") as log:
         wait_for(lambda: "Server is ready to receive web requests" in log(), "Prometheus")
         yield
-        assert _first(r"(level=(?:warn|error).*)", log()) == "", log()
+        # A machine that is too slow for the interval evaluates a group again at the time of a missed evaluation.
+        logged = re.sub(r".*different value but same timestamp.*\n", "", log())
+        assert _first(r"(level=(?:warn|error).*)", logged) == "", logged
 
 
 def _written(path: Path, document: Any) -> Path:

@@ -96,9 +96,8 @@ def fleet_of(exporters: Mapping[Exporter, ScriptedExporter], clock: Clock, paral
     by_url = {address.url: exporter for address, exporter in exporters.items()}
     return Fleet(
         exporters,
-        token="",
+        by_url.__getitem__,  # type: ignore[arg-type]
         parallel=parallel,
-        connect=by_url.__getitem__,  # type: ignore[arg-type]
         clock=clock,
         sleep=clock.sleep,
     )

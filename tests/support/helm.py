@@ -22,10 +22,14 @@ import yaml
 
 _KINDS = {
     "v1": ("ConfigMap", "Pod", "Secret", "Service", "ServiceAccount"),
-    "apps/v1": ("DaemonSet",),
+    "admissionregistration.k8s.io/v1": ("MutatingWebhookConfiguration",),
+    "apps/v1": ("DaemonSet", "Deployment"),
+    "cert-manager.io/v1": ("Certificate", "Issuer"),
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "monitoring.coreos.com/v1": ("PodMonitor", "PrometheusRule", "ServiceMonitor"),
+    "policy/v1": ("PodDisruptionBudget",),
 }
+_OF_NO_NAMESPACE = ("MutatingWebhookConfiguration",)
 
 
 class Cluster:
@@ -47,6 +51,8 @@ class Cluster:
         )
         self.stored = b""
         """The request that stored the latest release."""
+        self.secrets: dict[str, Mapping[str, Any]] = {}
+        """Secrets that exist before an installation, by name, for the function `lookup` of charts."""
 
     def install(self, chart: Path, values: Mapping[str, Any]) -> dict[str, Any]:
         """Install a chart and return the release as Helm stores it; raises helm_sdkpy.InstallError."""
@@ -85,6 +91,8 @@ class _Requests(BaseHTTPRequestHandler):
             self._answer(200, answers[path])
         elif path.endswith("/secrets"):
             self._answer(200, {"apiVersion": "v1", "kind": "SecretList", "metadata": {}, "items": []})
+        elif secret := self.server.cluster.secrets.get(path.partition("/secrets/")[2]):  # type: ignore[attr-defined]
+            self._answer(200, secret)
         else:
             self._answer(404, {"apiVersion": "v1", "kind": "Status", "status": "Failure", "reason": "NotFound"})
 
@@ -97,6 +105,11 @@ class _Requests(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         self.do_POST()
+
+    def do_PATCH(self) -> None:
+        changes = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        secrets = self.server.cluster.secrets  # type: ignore[attr-defined]
+        self._answer(200, {**secrets[self.path.partition("?")[0].rpartition("/")[2]], **changes})
 
     def _answer(self, status: int, document: Mapping[str, Any]) -> None:
         body = json.dumps(document).encode()
@@ -118,7 +131,12 @@ def _discovery() -> dict[str, Mapping[str, Any]]:
     }
     for group_version, kinds in _KINDS.items():
         resources = [
-            {"name": _plural(kind), "namespaced": True, "kind": kind, "verbs": ["get", "list", "create"]}
+            {
+                "name": _plural(kind),
+                "namespaced": kind not in _OF_NO_NAMESPACE,
+                "kind": kind,
+                "verbs": ["get", "list", "create"],
+            }
             for kind in kinds
         ]
         root = "/api/" if group_version == "v1" else "/apis/"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import pytest
@@ -30,6 +30,14 @@ document.addEventListener('securitypolicyviolation', (e) => violations.push(`${e
 """
 
 OpenPage = Callable[..., "LivePage"]
+
+
+class Served(Protocol):
+    """A real exporter, or another server that has its page."""
+
+    @property
+    def tcp_url(self) -> str:
+        """The URL of the page, without the slash at its end."""
 
 
 class LivePage:
@@ -61,6 +69,12 @@ class LivePage:
         while not self.page.evaluate(f"(it) => Boolean({condition})", argument):
             assert time.monotonic() < deadline, f"waited for {condition} ({argument}):\n{self.text('body')}"
             self.page.wait_for_timeout(20)
+
+    def pass_second(self) -> None:
+        """Let one second of the page's time pass, and wait for the refresh in it; with `now` of `open_page` only."""
+        before = self.text("#moment")
+        self.page.clock.run_for(1000)
+        self.until("document.querySelector('#moment').textContent !== it", before)
 
     def text(self, selector: str) -> str:
         """Return the visible text of an element, with plain spaces."""
@@ -105,22 +119,28 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Return a function that opens a page: `open_page(exporter, expects=(), script="", answer=None, **options)`.
+    """Return a function that opens a page: `open_page(exporter, path="", expects=(), script="", answer=None)`.
 
-    `script` runs before the page's script; `answer` replaces the exporter's state; `options` are of the context.
+    `script` runs before the page's script; `answer` replaces the exporter's state; `now`, in Unix seconds, stops the
+    page's time, which then passes in `pass_second`. The other options are of the context.
     """
     opened: list[LivePage] = []
 
     def open_(
-        exporter: ExporterProcess,
+        exporter: Served,
         *,
+        path: str = "",
         expects: tuple[str, ...] = (),
         script: str = "",
         answer: Callable[[], dict[str, Any]] | None = None,
+        now: float | None = None,
         **options: Any,
     ) -> LivePage:
-        live = LivePage(browser.new_context(**options).new_page(), f"{exporter.tcp_url}/", expects)
+        live = LivePage(browser.new_context(**options).new_page(), f"{exporter.tcp_url}/{path}", expects)
         opened.append(live)
+        if now is not None:
+            live.page.clock.install(time=now)
+            live.page.clock.pause_at(now + 1)
         if script:
             live.page.add_init_script(script)
         if answer is not None:

@@ -200,6 +200,7 @@ def running_exporter(
     limits: Limits | None = None,
     ready: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
     **flags: Any,
 ) -> Iterator[RunningExporter]:
     """Run an exporter; flags are settings by field name. `ready` waits for the first poll.
@@ -220,7 +221,7 @@ def running_exporter(
         loops.append(asyncio.get_running_loop())
         started.set()
 
-    app = create_app(settings, provider=provider, host=host, clock=clock)
+    app = create_app(settings, provider=provider, host=host, clock=clock, wall_clock=wall_clock)
     server = build_server(app, settings, listeners, on_started=on_started, limits=limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)}, name="exporter")
     thread.start()

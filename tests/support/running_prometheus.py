@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ class RunningPrometheus:
 
     `targets` are `host:port` by the label `instance`; two names may have the same exporter. `clusters` are the values
     of the label `cluster` by instance. With an `authority`, its API uses https. `scrape` has more keys of the scrape
-    configuration, such as `scheme`.
+    configuration, such as `scheme`; `flags` are more flags of Prometheus.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class RunningPrometheus:
         authority: trustme.CA | None = None,
         scrape: Mapping[str, Any] | None = None,
         clusters: Mapping[str, str] | None = None,
+        flags: Sequence[str] = (),
     ) -> None:
         binary = shutil.which("prometheus")
         assert binary, "prometheus is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
@@ -62,6 +63,7 @@ class RunningPrometheus:
                 f"--web.listen-address={address}",
                 "--log.level=warn",
                 *web,
+                *flags,
             ],
             stdout=self._log,
             stderr=self._log,

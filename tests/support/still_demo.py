@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import threading
-from collections.abc import Iterator
-from functools import partial
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.node import NodeReporter
@@ -20,11 +20,12 @@ _TICK_PAUSE_SECONDS = 0.02
 
 
 class StillDemo:
-    """The node and its exporter. Its time stands still, except in `time_passes`."""
+    """The node and its exporter. Its time stands still, except in `time_passes` and `advance`."""
 
     def __init__(self) -> None:
         self.url = ""
         self._now = 1000.0
+        self._origin_unix_seconds = time.time() - self._now - _SECONDS
         self.node = DemoNode(clock=self.clock)
         self._reporter: NodeReporter | None = None
 
@@ -32,13 +33,31 @@ class StillDemo:
         """Return the node's time in seconds."""
         return self._now
 
+    def wall_clock(self) -> float:
+        """Return the node's time in Unix seconds. It is the real time when the node starts to stand still."""
+        return self._origin_unix_seconds + self._now
+
+    @property
+    def tcp_url(self) -> str:
+        """The exporter's URL."""
+        return self.url
+
     def start(self, url: str) -> None:
         """Let the node grow old, with all its reports."""
         self.url = url
         self._reporter = NodeReporter(self.node.simulation, url)
-        end = self._now + _SECONDS
+        self.advance(_SECONDS)
+
+    def advance(self, seconds: float) -> None:
+        """Let the node grow older by some seconds, with all reports in them, at once."""
+        end = self._now + seconds
         while self._now < end:
             self._tick()
+
+    def let_poll(self, polled_unix_seconds: Callable[[], float]) -> None:
+        """Wait for the end of a poll. The time advances by a millisecond, so that the poll can be recognized."""
+        self._now += 0.001
+        eventually(polled_unix_seconds, lambda seconds: seconds > self.wall_clock() - 0.0005, what="a poll")
 
     @contextlib.contextmanager
     def time_passes(self) -> Iterator[None]:
@@ -65,16 +84,14 @@ class StillDemo:
 
 
 @contextlib.contextmanager
-def still_demo() -> Iterator[StillDemo]:
-    """Run an exporter on the node."""
+def still_demo(**flags: Any) -> Iterator[StillDemo]:
+    """Run an exporter on the node; flags are settings by field name."""
     demo = StillDemo()
-    with running_exporter(provider=demo.node.provider, host=demo.node.host, clock=demo.clock) as exporter:
+    node = demo.node
+    with running_exporter(
+        provider=node.provider, host=node.host, clock=demo.clock, wall_clock=demo.wall_clock, **flags
+    ) as exporter:
         demo.start(exporter.url)
         for _ in range(2):  # the first poll may have started before the last report
-            last = exporter.sample("gpumem_poll_timestamp_seconds") or 0.0
-            eventually(
-                lambda: exporter.sample("gpumem_poll_timestamp_seconds") or 0.0,
-                partial(operator.lt, last),
-                what="a poll",
-            )
+            demo.let_poll(lambda: exporter.sample("gpumem_poll_timestamp_seconds") or 0.0)
         yield demo

@@ -15,6 +15,7 @@ from tests.support.waiting import wait_for
 
 if TYPE_CHECKING:
     from tests.support.running_exporter import RunningExporter
+    from tests.support.still_demo import StillDemo
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,15 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
     with serving(tmp_path_factory.mktemp("demo"), "--demo") as exporter:
         wait_for(lambda: len(exporter.processes()) >= 12, "the demo's processes")
         yield exporter
+
+
+@pytest.fixture(scope="module")
+def still() -> Iterator[StillDemo]:
+    """A demo whose time passes only where a test lets it pass, for the tests of a module."""
+    from tests.support.still_demo import still_demo  # imports the server
+
+    with still_demo() as demo:
+        yield demo
 
 
 @pytest.fixture(scope="module")

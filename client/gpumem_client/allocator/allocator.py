@@ -120,11 +120,11 @@ class Allocator:
         return self._statistics.devices()
 
     def uuid(self, index: int) -> str:
-        """Return the device's UUID as NVML writes it; empty before torch 2.5."""
+        """Return the device's UUID as NVML writes it; empty if neither torch nor the driver shows it."""
         uuid = self._uuids.get(index)
         if uuid is None:
             properties = self._torch.cuda.get_device_properties(index)
-            raw = str(getattr(properties, "uuid", ""))
+            raw = str(getattr(properties, "uuid", "")) or torch_access.driver_uuid(index)
             prefix = "MIG-" if "MIG" in str(properties.name).split() else "GPU-"
             uuid = self._uuids[index] = prefix + raw if raw else ""
         return uuid

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Tuple
 
-PoolId = tuple[int, int]
+PoolId = Tuple[int, int]
 
 LARGE_PAGE_BYTES = 20 << 20
 """A page of an expandable segment in the large pool, without the setting `large_segment_size_mb`."""
@@ -27,7 +27,7 @@ class PoolSegment(NamedTuple):
     allocated_bytes: int
 
 
-@dataclass(slots=True)
+@dataclass
 class Heap:
     """One device's heap at the time of the snapshot, in bytes."""
 

@@ -15,7 +15,7 @@ _GAP_SHARE = 0.5
 """After a longer gap between two readings, as a share of the window, the window starts again."""
 
 
-@dataclass(slots=True)
+@dataclass
 class _Device:
     """The readings of one device."""
 

@@ -36,7 +36,7 @@ _RETRY_SECONDS = 30.0
 """For this time after the allocator retried an allocation, the reporter's thread reads nothing while steps run."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sample:
     """The allocator's state at one time."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import List, Protocol, Tuple
 
 MIB = 1 << 20
 MIN_BLOCK_BYTES = 512
@@ -49,7 +49,7 @@ class Driver(Protocol):
         """Release memory of the device."""
 
 
-@dataclass(slots=True)
+@dataclass
 class AllocatorStatistics:
     """The values of `torch.cuda.memory_stats` (`.all.`), in bytes and counts."""
 
@@ -89,7 +89,7 @@ class Block:
         return self.before is not None or self.after is not None
 
 
-FreeList: TypeAlias = list[tuple[int, int, Block]]
+FreeList = List[Tuple[int, int, Block]]
 """Free blocks as (size, address, block), sorted: the first block that is large enough is the best fit."""
 
 

@@ -47,7 +47,7 @@ def unmapped_in(segments: Collection[PoolSegment]) -> Unmapped | None:
     mapped = _mapped([segment.address for segment in segments])
     if mapped is None:
         return None
-    unmapped = [segment for segment, is_mapped in zip(segments, mapped, strict=True) if not is_mapped]
+    unmapped = [segment for segment, is_mapped in zip(segments, mapped) if not is_mapped]
     return Unmapped(sum(each.size_bytes for each in unmapped), sum(each.allocated_bytes for each in unmapped))
 
 
@@ -86,7 +86,7 @@ def _mapped(addresses: Iterable[int]) -> list[bool] | None:
     return found
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None)
 def _pointer_attribute() -> Callable[[int, int, int], int]:
     """Return `cuPointerGetAttribute` of the library that CUDA has loaded in this process."""
     function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute

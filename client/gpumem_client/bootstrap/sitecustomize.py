@@ -1,10 +1,35 @@
-"""Starts a reporter when CUDA is initialized, in every Python process below `gpumem-exporter run`.
+"""Waits for torch, in every Python process that has this folder in its PYTHONPATH; then `injection.py` runs.
 
-The file imports only `sys` and what every interpreter has loaded anyway. It imports the `sitecustomize` that it hides,
-and never raises: after an error the program runs as it would without the client.
+`gpumem-run` sets PYTHONPATH to this folder, and a platform sets it to the folder of the exporter's
+`--client.directory`, where this file is a link to the current version. Any interpreter may run it, so it compiles in
+Python 2, too. It is short, because a job that may not write bytecode compiles it in each process, and imports nothing
+that an interpreter has not loaded. It imports the `sitecustomize` that it hides, and never raises: after an error the
+program runs as without the client.
 """
 
+import os
 import sys
+
+
+class _TorchFinder:
+    """Finds nothing, and waits until torch is imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            # A new list, because another thread may be searching in this one.
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
+            _inject()
+
+
+def _inject():
+    try:
+        # A later upgrade replaces the link, but not the folder of this version.
+        path = os.path.realpath(__file__).rsplit("/", 1)[0] + "/injection.py"
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec")
+        exec(code, {"__file__": path, "__name__": "_gpumem_injection"})
+    except Exception:  # noqa: BLE001, S110 - the program must run in any case
+        pass
 
 
 def _chain(directory):
@@ -15,63 +40,18 @@ def _chain(directory):
     this = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "sitecustomize":
+    except ImportError as error:
+        # Python 2 has no name there, and ignores each ImportError of a sitecustomize.
+        if getattr(error, "name", "sitecustomize") != "sitecustomize":
             raise
         if this is not None:
             sys.modules["sitecustomize"] = this
 
 
-def _load(name, path, search=None):
-    """Load a module from its file, also if it is not on sys.path."""
-    # importlib.machinery exports these names too, but its import takes half the time of this file.
-    from _frozen_importlib import ModuleSpec
-    from _frozen_importlib_external import SourceFileLoader
-
-    loader = SourceFileLoader(name, path)
-    spec = ModuleSpec(name, loader, origin=path, is_package=search is not None)
-    spec.has_location = True
-    if search is not None:
-        spec.submodule_search_locations = [search]
-    module = type(sys)(name)
-    module.__spec__, module.__loader__, module.__file__ = spec, loader, path
-    if search is not None:
-        module.__path__ = [search]
-        sys.modules[name] = module
-    loader.exec_module(module)
-    return module
-
-
-def _start(package):
-    """Start the reporter. This runs when CUDA is initialized."""
-    if "gpumem_client" not in sys.modules:
-        try:
-            import gpumem_client  # noqa: F401
-        except ModuleNotFoundError:
-            # Another environment's Python: load this package without adding its neighbors to sys.path.
-            _load("gpumem_client", package + "/__init__.py", package)
-    import gpumem_client as client
-
-    try:
-        client.start()
-    except Exception as error:  # noqa: BLE001 - for example an invalid URL: the program runs, and the error is logged
-        import logging
-
-        logging.getLogger("gpumem_client").warning("this process is not reported: %s", error)
-
-
-def _inject():
-    import os
-
-    if os.environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on"):
-        return
-    package = __file__.rsplit("/", 2)[0]
-    waiting = _load("_gpumem_cuda_start", package + "/hooks/cuda_start.py")
-    waiting.when_cuda_starts(lambda: _start(package))
-
-
-try:
-    _inject()
-except Exception:  # noqa: BLE001, S110 - the program must run in any case
-    pass
+_disabled = os.environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on")
+if sys.version_info >= (3, 6) and not _disabled:  # injection.py and hooks/cuda_start.py need it
+    if "torch" in sys.modules:
+        _inject()
+    else:
+        sys.meta_path.insert(0, _TorchFinder())
 _chain(__file__.rsplit("/", 1)[0])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, StillFree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Clear:
     """What a clear released on one device."""
 

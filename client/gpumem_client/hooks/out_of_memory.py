@@ -113,7 +113,7 @@ class OutOfMemoryLog:
                 self._noted = deque((each for each in self._noted if each[1].number not in numbers), maxlen=_KEPT)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OomMessage:
     """The values of the text in bytes, accurate to half a percent, because they have two decimals. None if missing."""
 

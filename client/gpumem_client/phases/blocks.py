@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, Callable, Generic, TypeVar
 
 _Block = TypeVar("_Block")
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Callable, TypeVar
 
 from gpumem_client.guest_safety import guest_safety, log
 from gpumem_client.hooks.out_of_memory import out_of_memory_in
@@ -22,7 +21,7 @@ _PHASE = "gpumem_phase"
 """The attribute of an out-of-memory error with the innermost phase that it has ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceUse(ShownAsText):
     """Allocated bytes of one device before, after and at the peak of a block."""
 

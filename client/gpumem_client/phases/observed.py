@@ -22,7 +22,7 @@ from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, MAX_PHASES
 _LIFTED = ("allocated_bytes", "reserved_bytes")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WatchedBytes:
     """The last count of a watch."""
 

@@ -97,7 +97,7 @@ class PeakBounds:
         self._peak_then = peak_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PhasePeak:
     """The largest peak of allocated bytes in the runs of a phase since the last reset of the allocator's peaks."""
 

@@ -29,22 +29,26 @@ def current_process(
         session=os.urandom(8).hex(),
         session_started_seconds=time.monotonic(),
         workload=settings.workload,
-        rank=settings.rank,
+        rank=settings.rank or settings.default_rank,
         command=_command(),
         torch_version=torch_version[:MAX_TEXT_LENGTH],
         allocator_settings=allocator_settings[:MAX_TEXT_LENGTH],
         client_version=__version__,
         slurm_job_id=os.environ.get("SLURM_JOB_ID", "")[:MAX_LABEL_LENGTH],
+        slurm_account=os.environ.get("SLURM_JOB_ACCOUNT", "")[:MAX_LABEL_LENGTH],
         ray_job_id=procfs.known_ray_job_id(os.environ.get("RAY_JOB_ID", ""))[:MAX_LABEL_LENGTH],
         world_size=settings.world_size,
     )
 
 
-def with_rank(identity: ProcessIdentity) -> ProcessIdentity:
-    """Return the identity with the rank in torch's process group, if neither the user nor a launcher has set one."""
+def with_rank(identity: ProcessIdentity, default_rank: str = "") -> ProcessIdentity:
+    """Return the identity with the rank in torch's process group, if neither the user nor a launcher has set one.
+
+    `default_rank` is the rank until there is a group: see `ReporterSettings`.
+    """
     # Lightning, `torch.multiprocessing.spawn` and notebooks' launchers set no variable that `start` can read: the rank
     # is known when the process group is initialized.
-    group = None if identity.rank else rank_and_size()
+    group = rank_and_size() if identity.rank == default_rank else None
     return identity if group is None else replace(identity, rank=str(group[0]), world_size=group[1])
 
 
@@ -72,22 +76,29 @@ def with_ray(identity: ProcessIdentity) -> ProcessIdentity | None:
 
 def _command() -> str:
     """Return the program and the script of this process; in a worker of `multiprocessing`, the parent's script."""
-    # orig_argv still contains the interpreter and its options (3.10 and later), argv only the script.
-    if not procfs.started_by_multiprocessing(sys.orig_argv):
-        return procfs.describe_command(sys.orig_argv)
+    # Since 3.10, orig_argv contains the interpreter and its options; argv contains only the script.
+    arguments: list[str] = getattr(sys, "orig_argv", None) or _cmdline()
+    if not procfs.started_by_multiprocessing(arguments):
+        return procfs.describe_command(arguments)
     # multiprocessing has set argv to the parent's, and imported the parent's main module under another name, unless it
     # is the __main__ of a package.
     module = getattr(getattr(sys.modules.get("__mp_main__"), "__spec__", None), "name", None)
     if isinstance(module, str):
-        return procfs.describe_command([sys.orig_argv[0], "-m", module])
-    script = str(sys.argv[0]).removesuffix("/__main__.py") if sys.argv else ""
-    return procfs.describe_command([sys.orig_argv[0], script])
+        return procfs.describe_command([arguments[0], "-m", module])
+    script = str(sys.argv[0]) if sys.argv else ""
+    if script.endswith("/__main__.py"):
+        script = os.path.dirname(script)  # noqa: PTH120 - pathlib takes longer to import
+    return procfs.describe_command([arguments[0], script])
 
 
 def _title() -> str:
     """Return the title of this process, which setproctitle may have changed."""
+    return " ".join(_cmdline())
+
+
+def _cmdline() -> list[str]:
     try:
         with open("/proc/self/cmdline", "rb") as cmdline:  # noqa: PTH123 - pathlib takes ten times as long
-            return " ".join(procfs.split_cmdline(cmdline.read()))
+            return procfs.split_cmdline(cmdline.read())
     except OSError:
-        return ""
+        return []

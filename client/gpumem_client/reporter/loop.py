@@ -55,6 +55,7 @@ class ReportLoop:
         errors: ErrorLog,
         *,
         wake: Callable[[], None] = lambda: None,
+        default_rank: str = "",
         planned_bytes: int | None = None,
         idle_cache_seconds: float = IDLE_CACHE_SECONDS,
         collect_garbage: Callable[[], object] = gc.collect,
@@ -64,6 +65,7 @@ class ReportLoop:
         self._allocator = allocator
         self._ooms = ooms
         self._errors = errors
+        self._default_rank = default_rank
         self._planned_bytes = planned_bytes
         self._clock = clock
         self.sampler = Sampler(
@@ -98,7 +100,7 @@ class ReportLoop:
         settings = self._allocator.settings[:MAX_TEXT_LENGTH]
         if settings != self.identity.allocator_settings:
             self.identity = replace(self.identity, allocator_settings=settings)
-        self.identity = with_rank(self.identity)
+        self.identity = with_rank(self.identity, self._default_rank)
         if not self._ray_is_known:
             with self._errors.swallowed("the Ray job is unknown"):
                 self._identify_in_ray()

@@ -7,10 +7,10 @@ import json
 import operator
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Mapping, Protocol, Union
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import MAX_INTEGER, DeviceSample
@@ -27,7 +27,7 @@ class Planned(Protocol):
         """The planned value of `torch.cuda.max_memory_reserved`."""
 
 
-AnyPlan: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Planned"
+AnyPlan = Union[str, "os.PathLike[str]", Mapping[str, Any], Planned]
 """The path of a file that `gpumem-exporter plan --json` wrote, the content of such a file, or a plan itself."""
 
 

@@ -17,7 +17,7 @@ _RANKS = (("GPUMEM_RANK", ""), ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_S
 """Variables with a rank and with the number of ranks. Only srun sets SLURM_STEP_NUM_TASKS."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReporterSettings:
     """The settings of one reporter: argument, otherwise environment, otherwise default.
 
@@ -35,6 +35,8 @@ class ReporterSettings:
     plan: AnyPlan | None = None
     world_size: int | None = None
     """The number of ranks, if `rank` comes from a launcher."""
+    default_rank: str = ""
+    """The rank until torch's process group has one, if `rank` is empty."""
     idle_cache_seconds: float = IDLE_CACHE_SECONDS
     """The window of the idle cache."""
     ignored: tuple[str, ...] = ()
@@ -66,9 +68,11 @@ class ReporterSettings:
         if rank is None:
             name, size = next((names for names in _RANKS if environ.get(names[0])), ("", ""))
             rank, world_size = environ.get(name, ""), _count(environ.get(size, ""))
+        workload = workload if workload is not None else environ.get("GPUMEM_WORKLOAD", "")
         return cls(
             urls=(url,) if url else exporter_urls(environ),
-            workload=(workload if workload is not None else environ.get("GPUMEM_WORKLOAD", ""))[:MAX_LABEL_LENGTH],
+            # A platform sets the defaults for every job. What the job or its launcher sets comes first.
+            workload=(workload or environ.get("GPUMEM_DEFAULT_WORKLOAD", ""))[:MAX_LABEL_LENGTH],
             rank=str(rank)[:MAX_LABEL_LENGTH],
             token=environ.get("GPUMEM_REPORT_TOKEN", "").strip(),
             token_file=environ.get("GPUMEM_REPORT_TOKEN_FILE", "").strip(),
@@ -76,6 +80,7 @@ class ReporterSettings:
             trust=Trust.from_environment(environ),
             plan=chosen_plan(plan, environ),
             world_size=world_size,
+            default_rank="" if rank != "" else environ.get("GPUMEM_DEFAULT_RANK", "")[:MAX_LABEL_LENGTH],
             ignored=tuple(ignored),
         )
 

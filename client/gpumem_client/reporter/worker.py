@@ -141,6 +141,7 @@ class Worker:
             self._ooms,
             self._errors,
             wake=self._wakeup.wake,
+            default_rank=self._settings.default_rank,
             planned_bytes=planned_bytes,
             idle_cache_seconds=self._settings.idle_cache_seconds,
         )

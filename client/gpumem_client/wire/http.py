@@ -37,7 +37,7 @@ _CLOSED_TLS_ERRORS = ("SSLEOFError", "SSLZeroReturnError")
 """The names of the errors of `ssl`, which is not imported here, for a connection that the exporter closed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Answer:
     """A complete HTTP response. Header names are lower case."""
 
@@ -169,7 +169,7 @@ class Connection:
         sock = self._socket
         if sock is None and not self._interrupted:
             self._opened_by = os.geteuid()
-            sock = self._socket = _connect(self._exporter, self._timeout_seconds, self.url)
+            sock = self._socket = _connect(self._exporter, self._timeout_seconds, self.url, self._trust)
             self._timeouts = {}
             self._objection = "" if self._exporter.tls else self._trust.objection(sock, self._exporter.socket_path)
         # `interrupt` sets the flag, then reads the socket. Here the socket is set, then the flag is read. So either
@@ -336,7 +336,7 @@ def shown_url(url: str) -> str:
     return url if scheme == "unix" else f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Exporter:
     """The parts of an exporter's URL."""
 
@@ -387,7 +387,7 @@ def _host(address: tuple[str, int] | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> socket.socket:
+def _connect(exporter: _Exporter, timeout_seconds: float, url: str, trust: Trust) -> socket.socket:
     if isinstance(exporter.address, str):
         sock = socket.socket(socket.AF_UNIX)
     else:
@@ -402,7 +402,7 @@ def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> socket.so
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if exporter.tls:
-                return over_tls(sock, name, shown_url(url))
+                return over_tls(sock, name, shown_url(url), trust)
     except BaseException:
         sock.close()
         raise

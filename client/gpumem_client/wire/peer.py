@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, Tuple
 
 
 class PeerCredentials(NamedTuple):
@@ -34,7 +34,7 @@ class SocketOwner(NamedTuple):
     """The cgroup (version 2) of the process that created the socket: the inode of its folder. None before Linux 5.8."""
 
 
-_Address = tuple[str, int]
+_Address = Tuple[str, int]
 
 _CREDENTIALS = struct.Struct("3i")
 """`struct ucred`: pid, uid, gid."""
@@ -130,7 +130,8 @@ def _owner(local: _Address, remote: _Address | None) -> SocketOwner | None:
 
 def _unmapped(address: _Address) -> _Address:
     """Return an IPv4 address for its IPv6-mapped form: the kernel finds sockets of both families by it."""
-    return address[0].removeprefix("::ffff:").partition("%")[0], address[1]
+    host = address[0][7:] if address[0].startswith("::ffff:") else address[0]
+    return host.partition("%")[0], address[1]
 
 
 def _from_sock_diag(local: _Address, remote: _Address | None) -> SocketOwner | None:

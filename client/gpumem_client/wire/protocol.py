@@ -95,7 +95,7 @@ class ReasonCode(str, Enum):
         return str(self.value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ProcessIdentity:
     """The reporting process: (`pid_namespace`, `pid`, `start_time_ticks`). Rank and workload are only labels."""
 
@@ -118,13 +118,15 @@ class ProcessIdentity:
     client_version: str = ""
     slurm_job_id: str = ""
     """SLURM_JOB_ID of its environment."""
+    slurm_account: str = ""
+    """SLURM_JOB_ACCOUNT of its environment: the account that Slurm charges for the job."""
     ray_job_id: str = ""
     """The job of a Ray worker or driver, from Ray itself, otherwise RAY_JOB_ID of its environment."""
     world_size: int | None = None
     """The number of ranks, at least 1, from the launcher that set the rank."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceSample:
     """The allocator of one device at one time, in the words of `torch.cuda.memory_stats` (`.all.`, `.current`)."""
 
@@ -185,7 +187,7 @@ class DeviceSample:
     """Allocated bytes by component: parameters, gradients, optimizer_state, other."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OutOfMemory:
     """An allocation that failed even after PyTorch released its cache. The program may have caught the error."""
 
@@ -207,7 +209,7 @@ class OutOfMemory:
     """The device's allocator at that time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceResult:
     """What a command did to one device of one process. `freed_bytes` is what it released to the driver."""
 
@@ -222,7 +224,7 @@ class DeviceResult:
     device_free_after_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StillFree:
     """How much of what a command freed on one device the process has not reserved again after the settling time."""
 
@@ -232,7 +234,7 @@ class StillFree:
     still_free_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SnapshotFile:
     """A memory snapshot that a process has written for https://pytorch.org/memory_viz, and its summary."""
 
@@ -249,7 +251,7 @@ class SnapshotFile:
     """The segments with the most free bytes that a live block keeps from being released."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SnapshotBlock:
     """One block in use."""
 
@@ -260,7 +262,7 @@ class SnapshotBlock:
     """The user's innermost frame that allocated it, `file:line function`; empty if it was not recorded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SnapshotSegment:
     """One segment that has free blocks between live ones."""
 
@@ -271,7 +273,7 @@ class SnapshotSegment:
     free_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CommandResult:
     """The result of a command in one process."""
 
@@ -291,7 +293,7 @@ class CommandResult:
     snapshot: SnapshotFile | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """What a reporter sends: the last sample, and the results of commands since the last report."""
 
@@ -327,7 +329,7 @@ class Report:
     False once it has started; None without an engine that the reporter knows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Command:
     """A request to a reporter. It may be sent twice: a reporter remembers ids and repeats the result."""
 
@@ -351,7 +353,7 @@ class Command:
     """For `empty_cache`: report how much of the freed memory is still free after this time. 0: do not."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reply:
     """The exporter's reply to a report."""
 

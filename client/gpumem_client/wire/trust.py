@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WRITABLE_BY_OTHERS = 0o022
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trust:
     """The users whose exporters are accepted. Immutable."""
 
@@ -29,6 +29,9 @@ class Trust:
     """Users whose process may be an exporter: root, the own user, and GPUMEM_EXPORTER_USER."""
     insecure: bool = False
     """Whether an exporter on another machine needs no certificate: GPUMEM_EXPORTER_INSECURE=1."""
+    own_tunnel: bool = False
+    """Whether a server on this machine needs no certificate over TLS if one of the users runs it, because it is a
+    tunnel: the certificate behind it has another name."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Trust:
@@ -120,8 +123,8 @@ def _tcp_server(sock: socket.socket) -> tuple[int | None, bool]:
     return (None if listener is None else listener.uid), True
 
 
-def over_tls(sock: socket.socket, host: str | bytes, shown_url: str) -> ssl.SSLSocket:
-    """Start TLS on a new connection to a server whose certificate must have the name `host`.
+def over_tls(sock: socket.socket, host: str | bytes, shown_url: str, trust: Trust) -> ssl.SSLSocket:
+    """Start TLS on a new connection to a server whose certificate must have the name `host`, unless it is a tunnel.
 
     The trusted authorities are the system's, or those in SSL_CERT_FILE, which is read each time.
 
@@ -132,6 +135,9 @@ def over_tls(sock: socket.socket, host: str | bytes, shown_url: str) -> ssl.SSLS
     import ssl  # only for https, because it is slow to import
 
     context = ssl.create_default_context()
+    if trust.own_tunnel and _tcp_server(sock)[0] in trust.uids:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
     try:
         return context.wrap_socket(sock, server_hostname=host)
     except ssl.SSLCertVerificationError as error:

@@ -30,7 +30,13 @@ from gpumem_exporter.cli.doctor.machine import (
     is_on_this_machine,
     socket_path,
 )
-from gpumem_exporter.cli.options import action_token, connection_options, exporter_urls
+from gpumem_exporter.cli.options import (
+    action_token,
+    connection_options,
+    exporter_trust,
+    exporter_urls,
+    forwarded_url,
+)
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
 
@@ -73,9 +79,9 @@ def doctor(url: str | None, token_file: str | None, as_json: bool) -> int:
 def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding]:
     """Run every check. A check that fails does not stop the others."""
     urls, token = exporter_urls(url), action_token(token_file)
-    with ExporterApi(urls, token=token, token_for_reads=False, advice="") as api:
+    with ExporterApi(urls, token=token, token_for_reads=False, trust=exporter_trust(), advice="") as api:
         reached, health = reach(api, urls)
-        nearby = is_on_this_machine(api.url)
+        nearby = is_on_this_machine(api.url) and not forwarded_url()
         if nearby:
             timeout_seconds = _DRIVER_TIMEOUT_SECONDS
             yield from run_check("driver", lambda: check_driver(_driver, health or {}, timeout_seconds=timeout_seconds))
@@ -105,7 +111,7 @@ def _check_exporter(api: ExporterApi, health: dict[str, Any], *, has_token: bool
         "auth": lambda: check_auth(api, has_token=has_token),
         "actions": lambda: check_actions(read_rights(api)),
         "clock": lambda: check_clock(live()["node"]),
-        "reporters": lambda: check_reporters(processes()),
+        "reporters": lambda: check_reporters(processes(), live()["findings"]),
         "pid namespace": lambda: check_pid_namespace(processes(), mode=health.get("mode"), driver_up=driver_up),
         "jobs": lambda: check_jobs(live()["findings"]),
     }

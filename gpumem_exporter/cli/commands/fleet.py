@@ -133,7 +133,7 @@ def _add_action(command: ActionCommand) -> None:
     @selection_options
     @fleet_options
     def run(query: str, max_processes: int, **values: Any) -> int:
-        options = FleetOptions(**{item.name: values.pop(item.name) for item in fields(FleetOptions)})
+        options = FleetOptions(**{item.name: values.pop(item.name) for item in fields(FleetOptions) if item.init})
         return act(command.action, query, max_processes, values, options)
 
 

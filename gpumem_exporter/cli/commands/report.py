@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _EXAMPLES = """\b
 Examples:
   gpumem-exporter report --job 4711
-  gpumem-exporter report --job "$SLURM_JOB_ID" >> "/var/log/slurm/memory-$SLURM_JOB_ID.txt"    # in a Slurm epilog
   gpumem-exporter report --job 4711 --json
 """
 _SIZES = ("used_peak_bytes", "used_mean_bytes", "reserved_highest_bytes", "idle_cache_mean_bytes")

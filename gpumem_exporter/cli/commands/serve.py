@@ -32,7 +32,11 @@ Examples:
 
 MAX_DEMO_PROCESSES = 512
 """The reporting thread of the demo has time for about this number."""
-_METAVARS = {"address": "ADDRESS", "file": "PATH", "socket": "PATH", "path": "PATH", "allow": "ACTION"}
+_METAVARS = {
+    **dict.fromkeys(("directory", "file", "path", "socket"), "PATH"),
+    "address": "ADDRESS",
+    "allow": "ACTION",
+}
 """The kind of a value, by the last word of its name."""
 
 

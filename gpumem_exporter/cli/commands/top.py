@@ -15,7 +15,9 @@ from gpumem_exporter.cli.node import node_document
 from gpumem_exporter.cli.options import (
     action_token,
     connection_options,
+    exporter_trust,
     exporter_urls,
+    forwarded_url,
     interval_option,
     pop_target,
     pop_view,
@@ -80,10 +82,10 @@ def top(
     if not once:
         require_terminal("top --once")
     token = action_token(token_file)
-    named = url is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
-    urls = exporter_urls(url)
+    urls, trust = exporter_urls(url), exporter_trust()
+    named = url is not None or bool(forwarded_url() or os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
     source = Source(
-        lambda: ExporterApi(urls, token=token, timeout_seconds=_ANSWER_SECONDS),
+        lambda: ExporterApi(urls, token=token, trust=trust, timeout_seconds=_ANSWER_SECONDS),
         target,
         open_driver=None if named else _open_driver,
         details="all" if as_json else "none",
@@ -103,7 +105,7 @@ def top(
     from gpumem_exporter.cli.top.app import Top
 
     def open_api(address: str) -> ExporterApi:
-        return ExporterApi((address,), token=token)
+        return ExporterApi((address,), token=token, trust=trust)
 
     app = Top(lambda: [source.read()], [node], view, interval_seconds=interval_seconds, open_api=open_api)
     return app.run_to_end()

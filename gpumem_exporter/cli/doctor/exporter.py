@@ -142,20 +142,20 @@ def check_actions(caller: Document) -> Iterator[Finding]:
         yield Finding("actions", PASS, detail)
 
 
-def check_reporters(processes: Sequence[Document]) -> Iterator[Finding]:
-    """Count the processes that report, and name silent ones."""
-    states = [process.get("state") for process in processes]
-    reporting, unreported = states.count("reporting"), states.count("unreported")
+def check_reporters(processes: Sequence[Document], findings: Sequence[Document]) -> Iterator[Finding]:
+    """Count the processes that report, name silent ones, and tell how the others can report."""
+    reporting = [process.get("state") for process in processes].count("reporting")
+    unreported = next((each["sentence"] for each in findings if each["kind"] == "unreported"), "")
     silent = [process for process in processes if process.get("state") == "silent"]
     if silent:
         fix = "check with `py-spy dump --pid PID` whether it is stopped, or hangs in a call that keeps the GIL"
         yield Finding("reporters", WARN, f"{len(silent)} silent: {_listed(silent)}", fix)
-    without = f"; {counted(unreported, 'process', 'processes')} on the devices without a reporter" if unreported else ""
     if reporting:
-        yield Finding("reporters", PASS, f"{counted(reporting, 'process reports', 'processes report')}{without}")
+        text = counted(reporting, "process reports", "processes report")
+        yield Finding("reporters", PASS, f"{text}. {unreported}" if unreported else text)
     elif not silent:
-        fix = "start training with `gpumem-exporter run -- CMD`, or call gpumem_client.start()"
-        yield Finding("reporters", WARN, f"no process reports{without}", fix)
+        fix = "start a PyTorch job below `gpumem-run`; it reports as soon as it uses a GPU"
+        yield Finding("reporters", WARN, unreported or "no process reports", fix)
 
 
 def check_pid_namespace(processes: Sequence[Document], *, mode: str | None, driver_up: bool) -> Iterator[Finding]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import click
 
-from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.fleet.requests import Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter
+from gpumem_exporter.cli.kube import SCHEME, Forwards
 from gpumem_exporter.cli.options import access_options, action_token, option_group, read_token
 
 _EVERY_EXPORTER = 'up{job="gpumem"}'
@@ -44,7 +46,8 @@ fleet_options = option_group(
         metavar="TEMPLATE",
         default="http://{instance}",
         show_default=True,
-        help="URL of a series' exporter, such as https://{instance}; {label} is the value of that label.",
+        help="URL of a series' exporter, such as https://{instance}; {label} is the value of that label. "
+        "kube://{instance} forwards a port to the exporter of a node of Kubernetes.",
     ),
     click.option(
         "--parallel",
@@ -101,30 +104,46 @@ class FleetOptions:
     insecure: bool = False
     token_file: str | None = None
     as_json: bool = False
+    forwards: Forwards = field(default_factory=Forwards, init=False)
+
+    def __post_init__(self) -> None:
+        if (context := click.get_current_context(silent=True)) is not None:
+            context.call_on_close(self.forwards.close)
 
     def fleet(self, exporters: Iterable[Exporter], *, timeout_seconds: float = 5.0) -> Fleet:
         """Return the APIs of exporters.
 
-        Raises ConfigurationError if an address or the token is invalid, or GPUMEM_EXPORTER_USER is not a user.
+        Raises ConfigurationError if an address or the token is invalid, GPUMEM_EXPORTER_USER is not a user, or more
+        ports would be forwarded than `kube.MAX_FORWARDS`, and ExporterUnreachableError if kubectl lists no pods.
         """
-        return Fleet(
-            exporters,
-            token=action_token(self.token_file),
-            trust=self.trust(),
-            parallel=self.parallel,
-            timeout_seconds=timeout_seconds,
-        )
+        exporters = list(exporters)
+        if self.instance_url.startswith(SCHEME):
+            self.forwards.open(exporter.url.removeprefix(SCHEME) for exporter in exporters)
+        return Fleet(exporters, partial(self.api, timeout_seconds=timeout_seconds), parallel=self.parallel)
 
-    def api(self, url: str) -> ExporterApi:
-        """Return the API of one exporter. Raises the errors of `fleet`."""
+    def api(self, url: str, timeout_seconds: float = 5.0) -> ExporterApi:
+        """Return the API of one exporter. Raises ConfigurationError as `fleet` does."""
+        urls: tuple[str, ...] = (url,)
+        advice = ""
+        if url.startswith(SCHEME):
+            try:
+                urls = (self.forwards.url(url.removeprefix(SCHEME)),)
+            except ExporterUnreachableError as error:
+                urls, advice = (), str(error)  # each request to this exporter fails with it
         return ExporterApi(
-            (url,), token=action_token(self.token_file), token_for_reads=False, trust=self.trust(), advice=""
+            urls,
+            token=action_token(self.token_file),
+            token_for_reads=False,
+            trust=self.trust(),
+            timeout_seconds=timeout_seconds,
+            advice=advice,
         )
 
     def trust(self, environ: Mapping[str, str] = os.environ) -> Trust:
         """Return the servers that receive the token."""
         trust = Trust.from_environment(environ)
-        return replace(trust, insecure=trust.insecure or self.insecure)
+        tunnel = self.instance_url.startswith(SCHEME)
+        return replace(trust, insecure=trust.insecure or self.insecure, own_tunnel=tunnel)
 
     def connect(self, environ: Mapping[str, str] = os.environ) -> Prometheus:
         """Return the API to query. Raises ConfigurationError if there is no URL, or an option is invalid."""

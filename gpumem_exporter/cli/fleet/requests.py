@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, ExporterUntrustedError
 from gpumem_client.wire.http import shown_url
-from gpumem_client.wire.trust import Trust
 from gpumem_exporter.cli.api_client import ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess
 
@@ -45,24 +44,19 @@ class ExporterRequest:
 class Fleet:
     """The exporters of a fleet, each on its own connection; `parallel` are queried at a time. Not thread-safe.
 
-    Raises ConfigurationError if an address is invalid.
+    `connect` returns the API at an exporter's URL.
     """
 
     def __init__(
         self,
         exporters: Iterable[Exporter],
+        connect: Callable[[str], ExporterApi],
         *,
-        token: str,
         parallel: int,
-        trust: Trust | None = None,
-        timeout_seconds: float = 5.0,
-        connect: Callable[[str], ExporterApi] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        options: dict[str, Any] = {"token": token, "trust": trust, "timeout_seconds": timeout_seconds}
-        make = connect or (lambda url: ExporterApi((url,), token_for_reads=False, advice="", **options))
-        self._apis = {exporter.url: make(exporter.url) for exporter in exporters}
+        self._apis = {exporter.url: connect(exporter.url) for exporter in exporters}
         self._parallel, self._clock, self._sleep = parallel, clock, sleep
 
     def __enter__(self) -> Fleet:

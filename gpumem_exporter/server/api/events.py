@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -22,8 +22,14 @@ from gpumem_exporter.server.api.action_schema import KnownFields, words
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH, JOBS_PATH
+from gpumem_exporter.view.oom import explanation
 
 MAX_LISTED = 1000
+_BEFORE_SECONDS = 600.0
+_MAX_BEFORE = 8
+"""The maximum number of entries before an event."""
+_BEFORE_PAGE = 100
+"""The number of events of the device, and of the job, that are folded to the entries before an event."""
 _JOB_PAGE = 1000
 _MAX_JOB_PAGES = 8
 """A page has at most 1000 processes and 1 MiB of events."""
@@ -132,12 +138,63 @@ class EventsDocument(TypedDict):
     more: bool
 
 
+class PartDocument(TypedDict):
+    """A part of a device's memory at an error: of the process, of another job, of the driver, or free."""
+
+    key: Annotated[str, Field(description="a category of the ledger, `job`, `rest` or `free`")]
+    label: str
+    bytes: int
+    job: Annotated[str | None, Field(description="the id of the other job in `/api/v1/live`")]
+    idle: Annotated[int | None, Field(description="the job's idle cache, which is part of `bytes`")]
+
+
+class ExplanationDocument(TypedDict):
+    """Why memory was not enough, what to do, and the device's memory at that moment, without unknown parts."""
+
+    cause: Annotated[
+        str,
+        Field(
+            json_schema_extra={
+                "enum": [
+                    *("passed", "fragmented", "idle_cache", "growth", "limit", "others", "too_large", "unknown"),
+                ]
+            }
+        ),
+    ]
+    verdict: str
+    advice: str
+    parts: list[PartDocument]
+
+
+class OneEventDocument(TypedDict):
+    """An event; of an out-of-memory error, also its explanation. `before`: what happened on its device and in its job.
+
+    Entries of `before` are folded, at most ten minutes older than the event, the newest first.
+    """
+
+    event: EventDocument
+    explanation: ExplanationDocument | None
+    before: list[EventDocument]
+
+
 def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -> APIRouter:
     """Return the route of events.
 
     With `hide_identities`, users, commands and pods are hidden from callers that may not act on every process.
     """
     router = APIRouter(tags=["events"])
+
+    async def read(query: Query) -> Page:
+        try:
+            return await log.page(query)
+        except StorageError as error:
+            raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
+
+    def visible(request: Request, events: Sequence[Event]) -> tuple[Event, ...]:
+        caller: Caller = request.state.caller
+        if caller.rights is Rights.ALL:
+            return tuple(events)
+        return events_for_user(events, caller, hide_identities=hide_identities)
 
     @router.get(EVENTS_PATH, responses={200: json_reply(EventsDocument), **problems(401, 403, 422, 503)})
     async def events(request: Request, parameters: Annotated[EventParameters, QueryParameters()]) -> Response:
@@ -151,31 +208,61 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
         error waits up to one second until the event is on disk. If the disk fails, the event stays in memory and
         `/health` reports the error.
         """
-        try:
-            page = await log.page(parameters.query())
-        except StorageError as error:
-            raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
-        caller: Caller = request.state.caller
-        if caller.rights is not Rights.ALL:
-            page = replace(page, events=_for_user(page.events, caller, hide_identities=hide_identities))
+        page = await read(parameters.query())
+        page = replace(page, events=visible(request, page.events))
         most = parameters.limit if parameters.latest else MAX_LISTED
         return json_response(
             await renderer.render(lambda: encoded(events_document(page, folded=parameters.fold, most=most)))
         )
 
+    @router.get(
+        EVENTS_PATH + "/{number}", responses={200: json_reply(OneEventDocument), **problems(401, 403, 404, 422, 503)}
+    )
+    async def event(request: Request, number: Annotated[int, Path(ge=1, le=2**63 - 1)]) -> Response:
+        """One event, with what came before. An out-of-memory error has its cause and the memory at that moment."""
+        page = await read(Query(after=number - 1, limit=1))
+        found = [each for each in visible(request, page.events) if each.id == number]
+        if not found:
+            raise ProblemError(404, f"there is no event {number}: it expired, or it is about another user's action")
+        (about,) = found
+        earlier = Query(before=number, limit=_BEFORE_PAGE)
+        queries = [replace(earlier, device=about.uuid)] if about.uuid else []
+        if job := about.job or about.workload:
+            queries.append(replace(earlier, job=job))
+        before = {each.id: each for query in queries for each in visible(request, (await read(query)).events)}
+        return json_response(await renderer.render(lambda: encoded(one_event_document(about, before.values()))))
+
     return router
 
 
-def _for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> tuple[Event, ...]:
+def one_event_document(event: Event, earlier: Iterable[Event]) -> OneEventDocument:
+    """Return an event as JSON, with its explanation and what came before; `earlier` has the events to choose from."""
+    time = event.time_unix_seconds
+    near = [each for each in earlier if time - _BEFORE_SECONDS <= each.time_unix_seconds < time]
+    entries = fold(sorted(near, key=lambda each: each.time_unix_seconds))
+    explained: Any = explanation(event.detail) if event.type == "oom" else None
+    return {
+        "event": _event(Entry(event)),
+        "explanation": explained,
+        "before": [_event(entry) for entry in reversed(entries[-_MAX_BEFORE:])],
+    }
+
+
+def events_for_user(events: Sequence[Event], caller: Caller, *, hide_identities: bool) -> tuple[Event, ...]:
     """Return the events for a caller that may only act on its own processes."""
     visible = [event for event in events if event.type not in AUDIT_TYPES or event.detail.get("caller") == caller.key]
     if hide_identities:
-        hidden = dict.fromkeys(IDENTITY_FIELDS)
-        visible = [
-            replace(event, detail={name: hidden.get(name, value) for name, value in event.detail.items()})
-            for event in visible
-        ]
+        visible = [replace(event, detail=_without_identities(event.detail)) for event in visible]
     return tuple(visible)
+
+
+def _without_identities(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values without users, commands and pods, also of the jobs beside an out-of-memory error."""
+    shown = {name: None if name in IDENTITY_FIELDS else value for name, value in values.items()}
+    device = shown.get("device")
+    if isinstance(device, dict):
+        shown["device"] = {**device, "jobs": [_without_identities(job) for job in device.get("jobs") or ()]}
+    return shown
 
 
 def events_document(page: Page, *, folded: bool = False, most: int = MAX_LISTED) -> EventsDocument:

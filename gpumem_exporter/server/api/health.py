@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fastapi import APIRouter, Response
@@ -65,6 +65,8 @@ class Health:
     version: str
     driver_pids: DriverPids | None = None
     socket_file: SocketFile | None = None
+    files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    """The errors of files that the exporter reads again, by check: `tokens`, `certificate`; empty texts are fine."""
 
     def document(self, snapshot: Snapshot) -> HealthDocument:
         """Return the state of the exporter. A restart may fix `failing`; `degraded` is a fault of the node."""
@@ -79,6 +81,9 @@ class Health:
         if self.socket_file is not None:
             error = self.socket_file.error()
             checks["socket"] = _check("degraded", error) if error else _check("ok", self.socket_file.path)
+        for name, error_of in self.files.items():
+            error = error_of()
+            checks[name] = _check("degraded", error) if error else _check("ok", "")
         up = bool(node and node.up)
         return {
             "status": max((check["status"] for check in checks.values()), key=_RANKS.index),
@@ -95,6 +100,10 @@ class Health:
             "checks": checks,
         }
 
+    def passed(self, snapshot: Snapshot) -> dict[str, bool]:
+        """Return whether each check is ok."""
+        return {name: check["status"] == "ok" for name, check in self.document(snapshot)["checks"].items()}
+
 
 def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRouter:
     """Return the routes that report the exporter's health."""
@@ -104,7 +113,8 @@ def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRou
         "/health",
         responses={
             200: json_reply(
-                HealthDocument, "`ok`, or `degraded`: no driver, a lost device, events not stored, or a replaced socket"
+                HealthDocument,
+                "`ok`, or `degraded`: no driver, a lost device, events not stored, a replaced socket, an invalid file",
             ),
             503: json_reply(HealthDocument, "`failing`: the exporter cannot do its work"),
         },

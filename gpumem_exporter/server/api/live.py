@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -20,6 +21,8 @@ from gpumem_exporter.view.live import NodeView
 
 _SHARED_SECONDS = 0.5
 """The age up to which pages share a rendering. A page polls once a second."""
+_TAKEN = re.compile(rb'"taken_unix_seconds":[^,]*,')
+"""The time of the driver's reading in a document: a reading with the same values changes nothing."""
 
 
 class LiveDocument(TypedDict):
@@ -61,12 +64,17 @@ class LiveNode:
         health: Callable[[Snapshot], HealthDocument],
         host: str,
         allowed_actions: Sequence[str],
+        client_directory: str,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         self._view, self._renderer = view, renderer
         self._snapshot, self._health = snapshot, health
-        self._facts = {"host": host, "allowed_actions": list(allowed_actions)}
+        self._facts = {
+            "host": host,
+            "allowed_actions": list(allowed_actions),
+            "client_directory": client_directory,
+        }
         self._clock, self._wall_clock = clock, wall_clock
         self._recent: dict[Rights, Rendering] = {}
         """The last rendering for pages whose viewers see every name, and for pages whose viewers see none."""
@@ -83,7 +91,7 @@ class LiveNode:
         key = ("live", details, viewer if rights is Rights.OWN else rights)
         document = await self._renderer.render_shared(key, lambda: self._render(viewer, details, now_unix))
         # A counter of changes in the store would be cheaper, but would miss data that expires and checks that fail.
-        digest = hashlib.blake2b(document, digest_size=8).hexdigest()
+        digest = hashlib.blake2b(_TAKEN.sub(b"", document, count=1), digest_size=8).hexdigest()
         times = json.dumps({"clock_seconds": round(now, 3), "unix_seconds": round(now_unix, 3)}).encode()
         rendering = Rendering(now, times, document, digest)
         if is_shared:

@@ -8,11 +8,14 @@ connection when its handshake has ended, and stops accepting for a second when t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import signal
 import socket
 import ssl
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -59,6 +62,11 @@ class LimitedServer(uvicorn.Server):
         protocol: Any = LimitedProtocol
         super().__init__(uvicorn.Config(app, http=protocol, ws="none", lifespan="on", log_config=None, **options))
 
+    def run_until_signal(self, sockets: Sequence[socket.socket]) -> None:
+        """Run until SIGTERM or SIGINT. In a thread, no signal is handled. Raises SystemExit if the start fails."""
+        with _stopped_by_signals(self):
+            self.run(sockets=list(sockets))
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, accept connections, and call `on_started`."""
         await super().startup([])
@@ -84,6 +92,27 @@ class LimitedServer(uvicorn.Server):
         """Stop: first end the requests that wait."""
         self._on_stopping()
         await super().shutdown(sockets)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(server: LimitedServer) -> Iterator[None]:
+    """Stop the server on SIGTERM and SIGINT.
+
+    uvicorn handles both signals while it runs, then restores these handlers and raises the signals again.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Acceptor:

@@ -145,9 +145,9 @@ class Callers:
             return problem
         return ProblemError(
             403,
-            f"{self.rule.what}: the exporter cannot see whether the process of {caller} is in a container; use the "
-            "unix socket, in a sidecar from the exporter's container, or start the exporter with "
-            f"{self.rule.flag} and send that token",
+            f"{self.rule.what}: the exporter cannot see where the process of {caller} runs, as through `kubectl "
+            "port-forward`; use the unix socket, on Kubernetes from the exporter's container with `kubectl exec`, or "
+            f"start the exporter with {self.rule.flag} and send that token",
         )
 
     def require_all(self, caller: Caller, what: str) -> None:
@@ -213,7 +213,7 @@ def require_own_page(headers: Mapping[bytes, bytes]) -> None:
 def is_restricted(path: str) -> bool:
     """Return whether the rule for actions guards a path."""
     return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
-        (ACTIONS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
+        (ACTIONS_PATH + "/", EVENTS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
     )
 
 

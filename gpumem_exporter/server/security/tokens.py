@@ -27,7 +27,8 @@ class TokenFile:
         self.path = path
         self._token = b""
         self._version: tuple[int, ...] | None = None
-        self._failed = False
+        self.error = ""
+        """Why the file has no valid token; empty if it has one. Any thread may read it."""
 
     def read(self) -> bytes:
         """Return the token that the file has now. May block on the disk.
@@ -62,14 +63,15 @@ class TokenFile:
             self._token = self.read()
         except (OSError, ValueError) as error:
             self._token = b""
-            if not self._failed:
+            if not self.error:
                 fields["error"] = str(error)
                 _log.error("no valid token in the token file: its routes are closed", extra={"fields": fields})
-            self._failed = True
+            reason = (isinstance(error, OSError) and error.strerror) or str(error)
+            self.error = f"{self.path.name}: {reason}"
             return
-        if self._failed or self._version is not None:
+        if self.error or self._version is not None:
             _log.info("token replaced", extra={"fields": fields})
-        self._version, self._failed = version, False
+        self._version, self.error = version, ""
 
 
 class Refreshable(Protocol):

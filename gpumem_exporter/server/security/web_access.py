@@ -10,15 +10,9 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.server.security.tokens import file_version
+from gpumem_exporter.server.security.certificate import Certificate
 from gpumem_exporter.server.security.users import Users
-from gpumem_exporter.server.security.web_config import Tls, WebConfig, read_web_config
-
-_CLIENT_CERTIFICATE = {
-    "NoClientCert": ssl.CERT_NONE,
-    "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
-    "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
-}
+from gpumem_exporter.server.security.web_config import WebConfig, read_web_config
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +26,7 @@ class WebAccess:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._config, self._certificate = _read(path)
+        self._not_reloaded = ""
         self._reading = asyncio.Lock()
         self.users = Users(self._config.basic_auth_users)
         """The users of the TCP addresses; empty if every client may use them."""
@@ -55,7 +50,9 @@ class WebAccess:
                     "web configuration not reloaded, the previous one stays in force",
                     extra={"fields": {"error": str(error)}},
                 )
+                self._not_reloaded = "the web configuration is invalid, the previous one stays in force: see the log"
                 return
+            self._not_reloaded = ""
             self.users = self.users.changed_to(config.basic_auth_users)
             self._config, self._certificate = config, certificate
             fields = {"file": str(self._path), "tls": str(certificate is not None).lower(), "users": len(self.users)}
@@ -86,90 +83,22 @@ class WebAccess:
         if certificate is not None:
             certificate.refresh()
 
+    def error(self) -> str:
+        """Return what an operator has to fix: invalid files, or a certificate that expires soon; empty if nothing."""
+        return self._not_reloaded or (self._certificate.problem() if self._certificate is not None else "")
+
     def _use_certificate_in_force(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: ssl.SSLContext
     ) -> None:
         """Use the last certificate that was read. Called in each TLS handshake, with or without SNI."""
-        if self._certificate is not None and connection.context is not self._certificate.context:
-            connection.context = self._certificate.context
+        if self._certificate is not None:
+            self._certificate.use_in(connection)
 
 
-class _Certificate:
-    """A TLS context of the files of a configuration."""
-
-    def __init__(self, path: Path, tls: Tls) -> None:
-        self._where = f"{path}: tls_server_config"
-        self._tls = tls
-        self._files = {"cert_file": tls.cert_file, "key_file": tls.key_file}
-        if tls.client_ca_file is not None:
-            self._files["client_ca_file"] = tls.client_ca_file
-        # The version is older than the content if a file changes in between; the next refresh then reads it again.
-        self._versions = self._current_versions()
-        self.context = self._create_context()
-
-    def refresh(self) -> None:
-        """Create the context again if a file changed. Invalid files change nothing and are logged once."""
-        versions = self._current_versions()
-        if versions == self._versions:
-            return
-        self._versions = versions
-        try:
-            self.context = self._create_context()
-        except ConfigurationError as error:
-            _log.error(
-                "certificate not replaced, the previous one stays in force", extra={"fields": {"error": str(error)}}
-            )
-        else:
-            _log.info("certificate replaced", extra={"fields": {"certificate": str(self._tls.cert_file)}})
-
-    def _current_versions(self) -> list[tuple[int, ...] | None]:
-        return [file_version(path) for path in self._files.values()]
-
-    def _create_context(self) -> ssl.SSLContext:
-        """Return a context; raise ConfigurationError if a file is missing or invalid."""
-        tls = self._tls
-        for key, path in self._files.items():
-            self._check_file(key, path)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3 if tls.min_version == "TLS13" else ssl.TLSVersion.TLSv1_2
-        context.options |= ssl.OP_NO_RENEGOTIATION
-        context.set_alpn_protocols(["http/1.1"])
-        try:
-            # Without a password, OpenSSL would ask for one on the terminal.
-            context.load_cert_chain(tls.cert_file, tls.key_file, password="")
-        except OSError as error:
-            files = f"the certificate of cert_file '{tls.cert_file}' and the key of key_file '{tls.key_file}'"
-            raise ConfigurationError(f"{self._where}: {files} do not match: {_reason(error)}") from None
-        if tls.client_ca_file is not None:
-            try:
-                context.load_verify_locations(tls.client_ca_file)
-            except OSError as error:
-                raise self._invalid("client_ca_file", _reason(error)) from None
-            context.verify_mode = _CLIENT_CERTIFICATE[tls.client_auth_type]
-            # A resumed session skips the verification, also after its authority was removed. This turns off the
-            # sessions of TLS 1.3; Python has no access to sessions of TLS 1.2.
-            context.num_tickets = 0
-        return context
-
-    def _check_file(self, key: str, path: Path) -> None:
-        """Name the file that is wrong: OpenSSL's errors name none."""
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise self._invalid(key, error.strerror or str(error)) from None
-        if key != "key_file" and b"-----BEGIN CERTIFICATE-----" not in content:
-            raise self._invalid(key, "expected a certificate in PEM")
-        if key == "key_file" and (b"PRIVATE KEY-----" not in content or b"ENCRYPTED" in content):
-            raise self._invalid(key, "expected a private key in PEM, without a passphrase")
-
-    def _invalid(self, key: str, reason: str) -> ConfigurationError:
-        return ConfigurationError(f"{self._where}: {key} '{self._files[key]}': {reason}")
-
-
-def _read(path: Path) -> tuple[WebConfig, _Certificate | None]:
+def _read(path: Path) -> tuple[WebConfig, Certificate | None]:
     config = read_web_config(path)
     tls = config.tls_server_config
-    return config, None if tls is None else _Certificate(path, tls)
+    return config, None if tls is None else Certificate(tls, f"{path}: tls_server_config")
 
 
 def _refuse_changes_that_need_a_restart(path: Path, before: WebConfig, now: WebConfig) -> None:
@@ -185,9 +114,3 @@ def _refuse_changes_that_need_a_restart(path: Path, before: WebConfig, now: WebC
     for key in ("min_version", "client_auth_type"):
         if getattr(old, key, "") != getattr(new, key, ""):
             raise ConfigurationError(f"{path}: tls_server_config: changing {key} needs a restart")
-
-
-def _reason(error: OSError) -> str:
-    """Return the reason of OpenSSL, such as KEY_VALUES_MISMATCH, in lower case."""
-    reason = getattr(error, "reason", None) or error.strerror or str(error)
-    return " ".join(reason.replace("_", " ").lower().split())

@@ -28,15 +28,17 @@ SCRIPTS = (
 )
 """The modules; the first one starts the page."""
 
-_DEMO = '<p class="demo">Demo: simulated devices and jobs</p>'
+_DEMO = '<p class="demo">Demo<span>: simulated devices and jobs</span></p>'
 _TYPES = {"css": "text/css", "js": "text/javascript"}
 
 
-def _hash(text: str) -> str:
+def source_hash(text: str) -> str:
+    """Return the source of a script or a style in the page itself, for its content policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _policy(**directives: str) -> dict[str, str]:
+def content_policy(**directives: str) -> dict[str, str]:
+    """Return the header that allows a page only these sources."""
     allowed = {"base-uri": "'none'", "form-action": "'none'", "frame-ancestors": "'none'", "default-src": "'none'"}
     allowed |= {name.replace("_", "-"): value for name, value in directives.items()}
     return {"Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in allowed.items())}
@@ -71,7 +73,7 @@ class Page:
     def headers(self) -> dict[str, str]:
         """The headers of the reply."""
         return {
-            **_policy(
+            **content_policy(
                 script_src="'self'",
                 style_src="'self'",
                 connect_src="'self'",
@@ -101,6 +103,7 @@ class Page:
         parts = {
             "version": escape(self.version),
             "telemetry-path": escape(self.telemetry_path),
+            "telemetry-link": escape(self.telemetry_path.lstrip("/")),
             "title": "GPU memory (demo)" if self.demo else "GPU memory",
             "demo": _DEMO if self.demo else "",
             "links": "\n".join(_links()),
@@ -134,8 +137,8 @@ _API_PAGE = f"""<!doctype html>
 <script>{escape(_API_SCRIPT, quote=False)}</script>
 </html>
 """
-_API_HEADERS = _policy(
-    script_src=f"'self' {_hash(_API_SCRIPT)}",
+_API_HEADERS = content_policy(
+    script_src=f"'self' {source_hash(_API_SCRIPT)}",
     style_src="'self' 'unsafe-inline'",  # Swagger UI sets style attributes
     connect_src="'self'",
     img_src="data:",

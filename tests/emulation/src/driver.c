@@ -59,6 +59,12 @@ int cuDeviceGetName(char *name, int size, int device) {
     snprintf(name, (size_t)size, "%s", emu_node()->state->device[bridge()->entry(device)].name);
     return OK;
 }
+int cuDeviceGetUuid_v2(char *bytes, int device) {
+    ENTER("cuDeviceGetUuid_v2");
+    DEVICE(device);
+    emu_uuid_bytes(emu_node()->state->device[bridge()->entry(device)].uuid, bytes);
+    return OK;
+}
 int cuDeviceTotalMem_v2(size_t *bytes, int device) {
     ENTER("cuDeviceTotalMem_v2");
     DEVICE(device);

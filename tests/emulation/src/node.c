@@ -254,6 +254,19 @@ int emu_gate(struct emu_node *node, const char *function, int device) {
     return error;
 }
 
+void emu_uuid_bytes(const char *uuid, char *bytes) {
+    int high = -1, n = 0;
+    for (const char *c = uuid + 4; *c && n < 16; c++) {
+        int digit = *c >= '0' && *c <= '9' ? *c - '0' : *c >= 'a' && *c <= 'f' ? *c - 'a' + 10 : -1;
+        if (digit < 0) continue;
+        if (high < 0) high = digit;
+        else {
+            bytes[n++] = (char)(high << 4 | digit);
+            high = -1;
+        }
+    }
+}
+
 void emu_unmet(const char *name, int *said) {
     if (!__atomic_exchange_n(said, 1, __ATOMIC_ACQ_REL)) fprintf(stderr, "emulated node: %s is not emulated\n", name);
 }

@@ -115,6 +115,9 @@ int emu_uses_locked(struct emu_node *node, int device, struct emu_use *uses, int
 /* Applies the rules that match a call: delays it or hangs it until release, and returns its error code or 0. */
 int emu_gate(struct emu_node *node, const char *function, int device);
 
+/* Writes the 16 bytes of a UUID such as GPU-… or MIG-…. */
+void emu_uuid_bytes(const char *uuid, char *bytes);
+
 /* Prints to stderr, once for each name, that a call is not emulated. */
 void emu_unmet(const char *name, int *said);
 #endif

@@ -190,19 +190,6 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     return cudaSuccess;
 }
 
-static void uuid_bytes(const char *uuid, char *bytes) {
-    int high = -1, n = 0;
-    for (const char *c = uuid + 4; *c && n < 16; c++) {
-        int digit = *c >= '0' && *c <= '9' ? *c - '0' : *c >= 'a' && *c <= 'f' ? *c - 'a' + 10 : -1;
-        if (digit < 0) continue;
-        if (high < 0) high = digit;
-        else {
-            bytes[n++] = (char)(high << 4 | digit);
-            high = -1;
-        }
-    }
-}
-
 static int pci_bus(struct emu_state *state, int entry) {
     int parent = state->device[entry].parent;
     return (parent < 0 ? entry : parent) + 1;
@@ -215,7 +202,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     struct emu_device *entry = &state->device[visible[device]];
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "%s", entry->name);
-    uuid_bytes(entry->uuid, p->uuid.bytes);
+    emu_uuid_bytes(entry->uuid, p->uuid.bytes);
     p->totalGlobalMem = entry->total - entry->reserved;
     p->pciBusID = pci_bus(state, visible[device]);
     p->major = 9;

@@ -39,7 +39,7 @@ def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(caplog: 
     assert (event.gpu, event.uuid, event.pid, event.workload, event.rank) == ("3", UUIDS[0], 4711, "train", "2")
     detail = dict(event.detail)
     allocator = {name: value for name, value in detail.pop("allocator").items() if value is not None}
-    assert detail == {"number": 1, **values}
+    assert detail == {"number": 1, "device": None, **values}
     assert allocator == {
         "allocated_bytes": 8 * MIB,
         "reserved_bytes": 14 * MIB,

@@ -216,7 +216,7 @@ def test_facts_are_read_again_after_a_real_exec() -> None:
 @pytest.mark.parametrize(
     ("environ", "slurm", "ray"),
     [
-        (b"PATH=/bin\0SLURM_JOB_ID=4242\0RAY_JOB_ID=01000000\0SECRET=x\0", "4242", "01000000"),
+        (b"PATH=/bin\0SLURM_JOB_ID=4242\0SLURM_JOB_ACCOUNT=lab\0RAY_JOB_ID=01000000\0SECRET=x\0", "4242", "01000000"),
         (b"SLURM_JOB_ID=4242", "4242", ""),
         (b"MY_SLURM_JOB_ID=1\0NOTE=SLURM_JOB_ID=2\0SLURM_JOB_ID_OLD=3\0", "", ""),
         (b"SLURM_JOB_ID=\0RAY_JOB_ID=" + b"9" * 1000 + b"\0", "", "9" * 128),
@@ -226,12 +226,13 @@ def test_facts_are_read_again_after_a_real_exec() -> None:
         (b"", "", ""),
     ],
 )
-def test_only_the_slurm_and_ray_job_ids_are_read_from_the_environment(
+def test_only_the_jobs_of_slurm_and_ray_are_read_from_the_environment(
     tree: Tree, environ: bytes, slurm: str, ray: str
 ) -> None:
     tree.process(30, environ=environ)
     facts = facts_of(tree)
     assert (facts.slurm_job_id, facts.ray_job_id) == (slurm, ray)
+    assert facts.slurm_account == ("lab" if b"ACCOUNT=lab" in environ else "")
     assert facts.command == "python train.py"
 
 

@@ -99,6 +99,28 @@ def test_in_a_proc_of_another_pid_namespace_every_place_is_unknown(proc: Proc) -
     assert proc.place() == UNKNOWN
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "outside"),
+    [
+        ("/system.slice/gpumem.service", "/system.slice/containerd.service", False),  # the exporter is in no container
+        (f"/kubepods/pod1/{A}", "/system.slice/containerd.service", True),
+        (f"/kubepods/pod1/{A}", f"/kubepods/pod1/{B}", True),
+        (f"/kubepods/pod1/{A}", f"/kubepods/pod1/{A}/init", False),
+    ],
+)
+def test_whether_a_process_is_in_the_exporters_container(proc: Proc, own: str, other: str, outside: bool) -> None:
+    proc.put("self", f"0::{own}\n")
+    assert Places(proc.folder).is_outside_container(proc.put("7", f"0::{other}\n")) == outside
+
+
+def test_a_cgroup_outside_of_the_exporters_cgroup_namespace_is_outside_of_its_container(proc: Proc) -> None:
+    (proc.folder / "self" / "ns").mkdir()
+    (proc.folder / "self" / "ns" / "cgroup").touch()  # another inode than the first namespace's
+    places = Places(proc.folder)
+    assert places.is_outside_container(proc.put("7", "0::/../../system.slice/containerd.service\n"))
+    assert not places.is_outside_container(proc.put("8", "0::/\n"))
+
+
 def test_a_place_reaches_itself_and_the_host_every_place() -> None:
     one, other = (Place(known=True, container=each) for each in (A, B))
     reached = {(a, b) for a in (HERE, one, other, UNKNOWN) for b in (HERE, one, other, UNKNOWN) if a.reaches(b)}

@@ -5,8 +5,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.events import Event, Page, Query
-from gpumem_exporter.server.api.events import EventParameters, events_document
+from gpumem_exporter.server.api.events import (
+    EventParameters,
+    events_document,
+    events_for_user,
+    one_event_document,
+)
 
 
 def query(**given: Any) -> Query:
@@ -75,3 +81,15 @@ def test_the_document_of_an_event_has_its_time_as_text_and_as_seconds() -> None:
     assert {name: event[name] for name in known} == known
     assert [event[name] for name in ("gpu", "uuid", "workload", "rank")] == [None] * 4
     assert "subject" not in event
+
+
+def test_identities_beside_an_error_are_hidden_like_those_of_its_process() -> None:
+    job = {"job": "pid~9", "workload": None, "command": "python secret.py", "user": "eve", "pid": 9, "used_bytes": 5}
+    device = {"total_bytes": 10, "jobs": [job]}
+    error = Event("oom", 1.7e9, pid=7, detail={"number": 1, "device": device, "allocator": None}, id=9)
+    ada = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1000)
+    (shown,) = events_for_user([error], ada, hide_identities=False)
+    assert shown == error
+    (hidden,) = events_for_user([error], ada, hide_identities=True)
+    assert hidden.detail["device"] == {"total_bytes": 10, "jobs": [{**job, "command": None, "user": None}]}
+    assert "secret" not in str(one_event_document(hidden, [hidden]))

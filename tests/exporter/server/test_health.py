@@ -2,16 +2,23 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trustme
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.events import EventLogStatus
 from gpumem_exporter.nvml.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.server.api.health import Health, HealthDocument
+from gpumem_exporter.server.security.web_access import WebAccess
 from tests.support.builders import UUIDS, device, node, reporting
+from tests.support.running_exporter import running_exporter
+from tests.support.waiting import wait_until_equal
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, stuck=False, error="")
 
@@ -99,3 +106,49 @@ def test_a_renamed_damaged_file_is_shown_and_is_not_a_failure() -> None:
     document = health(Snapshot(0.0, node(device())), events)
     assert document["status"] == "ok"
     assert "/e/events.db.damaged" in document["checks"]["events"]["detail"]
+
+
+def test_an_invalid_token_file_is_degraded_until_it_is_fixed(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("secret")
+    path.chmod(0o600)
+    with running_exporter(action_token_file=str(path)) as exporter:
+        wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
+        path.chmod(0o644)
+        wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 0, "the metric")
+        check = exporter.document("/health")["checks"]["tokens"]
+        assert (check["status"], check["detail"].partition(";")[0]) == (
+            "degraded",
+            "token: every user may read the file",
+        )
+        assert exporter.sample("gpumem_health_check_ok", check="poller") == 1
+        path.chmod(0o600)
+        wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
+
+
+@pytest.mark.parametrize(
+    ("days", "left_days", "detail"),
+    [
+        (90, 30, ""),
+        (90, 2, "the certificate expires in 48 h"),
+        (1, 0.5, ""),  # certificates of a day are renewed every few hours
+        (1, 0.125, "the certificate expires in 3 h"),
+        (90, -1, "the certificate has expired"),
+    ],
+)
+def test_a_certificate_is_degraded_before_it_expires(
+    days: float, left_days: float, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = datetime(2030, 1, 1, tzinfo=timezone.utc)
+    end = now + timedelta(days=left_days)
+    certificate = trustme.CA().issue_cert("localhost", not_before=end - timedelta(days=days), not_after=end)
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "certificate.pem")
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    file = tmp_path / "web.yml"
+    file.write_text("tls_server_config: {cert_file: certificate.pem, key_file: key.pem}")
+    monkeypatch.setattr(time, "time", now.timestamp)
+    access = WebAccess(file)
+    assert access.error() == detail
+    (tmp_path / "key.pem").write_text("nothing")
+    access.refresh()
+    assert access.error() == "the new certificate is invalid, the previous one stays in force: see the log"

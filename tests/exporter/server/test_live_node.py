@@ -48,6 +48,7 @@ class Bench:
             health=lambda _: any_health,
             host="node-7",
             allowed_actions=(),
+            client_directory="",
             clock=lambda: self.now,
             wall_clock=lambda: self.now + 5.0,
         )

@@ -11,13 +11,14 @@ from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import (
     DeviceReading,
     NodeReading,
+    ProcessFacts,
     ProcessKey,
     ReportingProcess,
     SilentReporter,
     Snapshot,
     StartingEngine,
 )
-from gpumem_exporter.view.findings import Finding, Since, find
+from gpumem_exporter.view.findings import INJECTION_LABEL, Finding, Since, find
 from gpumem_exporter.view.growth import Growth
 from gpumem_exporter.view.jobs import jobs_of
 from tests.support.builders import MIB, UUIDS, Clock, device, node, reporting, sample
@@ -77,11 +78,11 @@ def test_an_out_of_memory_error_is_critical_only_if_it_ended_its_process(
         assert found.gpu == "0"
 
 
-def test_a_job_that_will_fail_within_an_hour_is_critical() -> None:
+def test_a_job_that_will_fail_within_an_hour_is_a_warning_with_its_time() -> None:
     (job,) = [each for each in jobs_of(Snapshot(1.0, reading(of(1, "leak")), (of(1, "leak"),))) if each.workload]
-    for per_hour, severity in ((10 * GIB, "warning"), (50 * GIB, "critical")):
+    for per_hour, soon in ((10 * GIB, False), (50 * GIB, True)):
         found = findings(of(1, "leak"), growths={job.id: Growth(per_hour, 500.0)})["growth"]
-        assert found.severity == severity
+        assert (found.severity, "out of memory in" in found.sentence) == ("warning", soon)
         assert found.since_seconds == 500.0
 
 
@@ -90,7 +91,7 @@ def test_a_memory_limit_that_is_near_counts() -> None:
     limited = dataclasses.replace(one.report.devices[0], memory_limit_bytes=2 * GIB)
     one = dataclasses.replace(one, report=dataclasses.replace(one.report, devices=(limited,)))
     (job,) = [each for each in jobs_of(Snapshot(1.0, reading(one), (one,))) if each.workload]
-    assert findings(one, growths={job.id: Growth(10 * GIB, 500.0)})["growth"].severity == "critical"
+    assert findings(one, growths={job.id: Growth(10 * GIB, 500.0)})["growth"].sentence.endswith("min.")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,17 @@ def test_a_finding_keeps_its_start_and_must_last_if_it_changes_with_each_step() 
     assert since.lasting([lost]) == [dataclasses.replace(lost, since_seconds=160.0 + 15.0)]
 
 
+def test_a_severity_rises_at_once_and_falls_after_a_minute() -> None:
+    clock = Clock(100.0)
+    since = Since(clock)
+    shown = []
+    for severity in ("info", "warning", "info", *16 * ["info"], "warning", "info"):
+        (finding,) = since.lasting([Finding("a", "idle_cache", severity, "", "")])
+        shown.append(finding.severity)
+        clock.now += 4.0
+    assert shown == ["info", *15 * ["warning"], *3 * ["info"], "warning", "warning"]
+
+
 def test_the_most_severe_and_then_the_oldest_finding_is_first() -> None:
     since = Since(Clock(100.0))
     known = [
@@ -166,3 +178,31 @@ def test_the_most_severe_and_then_the_oldest_finding_is_first() -> None:
         Finding("old", "oom", "critical", "", "", since_seconds=10.0),
     ]
     assert [finding.id for finding in since.lasting(known)] == ["old", "new", "note"]
+
+
+@pytest.mark.parametrize(
+    ("client_directory", "pods", "told"),
+    [
+        ("", False, "--client.directory"),
+        ("/run/gpumem/client", False, "PYTHONPATH=/run/gpumem/client"),
+        ("/run/gpumem/client", True, INJECTION_LABEL),
+    ],
+)
+def test_processes_that_do_not_report_are_counted_with_what_to_do_on_this_node(
+    client_directory: str, pods: bool, told: str
+) -> None:
+    listed = reading(of(1, "train"))
+    if pods:
+        listed = dataclasses.replace(listed, facts={99: ProcessFacts(99, 1, k8s_pod="other-0")})
+    found = findings(of(1, "train"), node=listed, client_directory=client_directory)["unreported"]
+    assert found.severity == "info"
+    assert found.sentence.startswith("1 of 2 processes does not report (39.0 GiB).")
+    assert told in found.sentence
+
+
+@pytest.mark.parametrize(("client_directory", "others"), [(None, True), ("", False)])
+def test_nothing_is_said_without_an_exporter_or_if_every_process_reports(
+    client_directory: str | None, others: bool
+) -> None:
+    known = node(device(total=80 * GIB, used=GIB, processes={1: GIB, **({2: 0} if others else {})}))
+    assert "unreported" not in findings(of(1, "train"), node=known, client_directory=client_directory)

@@ -25,6 +25,7 @@ import trustme
 
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from tests.support.exporter_process import ExporterProcess
+from tests.support.fake_kubectl import FakeKubectl
 from tests.support.ports import free_port
 from tests.support.running_command import clean_environment, run_command
 from tests.support.running_prometheus import RunningPrometheus
@@ -165,6 +166,21 @@ def test_exporters_that_refuse_or_are_down_are_named_and_the_others_act(fleet: F
     totals, *lines = info.stdout.splitlines()
     assert re.search(r"\b2\b.*\b3\b.*\b16\b", totals)
     assert any("No answer" in line and third_is_down in line for line in lines)
+
+
+def test_ports_that_kubectl_forwards_lead_to_the_exporters_of_kubernetes(fleet: Fleet, tmp_path: Path) -> None:
+    kubectl = FakeKubectl(tmp_path)
+    for exporter, instance in zip(fleet.exporters[:2], fleet.instances, strict=False):
+        kubectl.add(instance, exporter.tcp_url)
+    kubectl.add(fleet.instances[2], waiting="CrashLoopBackOff")
+    through_ports = ("--instance-url", "kube://{instance}", "--query", NOTEBOOK)
+    document = fleet.json("clear", *through_ports, "--dry-run", code=1, **kubectl.environment())
+    found = {row["instance"]: row for row in document["results"]}
+    assert [found[instance]["outcome"] for instance in fleet.instances] == ["would_clear", "would_clear", "failed"]
+    assert [found[instance]["url"] for instance in fleet.instances] == [f"kube://{each}" for each in fleet.instances]
+    assert "CrashLoopBackOff" in found[fleet.instances[2]]["reason"]
+    kubectl.wait_until_ended()
+    assert len(kubectl.pids()) == 2
 
 
 def test_a_process_that_exited_since_the_query_is_gone(fleet: Fleet) -> None:

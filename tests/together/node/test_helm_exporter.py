@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import trustme
 import yaml
 
 from tests.conftest import StartExporter
+from tests.support.acting_as import needs_root
 from tests.support.exporter_process import ExporterProcess
 from tests.support.helm import running_cluster
 from tests.support.paths import REPOSITORY
@@ -42,7 +45,9 @@ class Pod:
         objects = [found for found in yaml.safe_load_all(release["manifest"]) if found]
         (agent,) = (found for found in objects if found["kind"] == "DaemonSet")
         pod = agent["spec"]["template"]["spec"]
+        self.spec = pod
         (self.container,) = pod["containers"]
+        self.init_containers = pod.get("initContainers", [])
         self.tests = [yaml.safe_load(hook["manifest"])["spec"]["containers"][0] for hook in release.get("hooks", ())]
         self._folder = folder
         sources = {found["metadata"]["name"]: found for found in objects if found["kind"] in ("Secret", "ConfigMap")}
@@ -124,6 +129,41 @@ def test_the_test_of_the_chart_passes_while_the_exporter_answers(
     assert run_python(at_the_exporter) == 0
     exporter.stop()
     assert run_python(at_the_exporter) != 0
+
+
+@needs_root
+def test_a_user_other_than_root_works_in_the_folders_that_the_init_container_gives_it() -> None:
+    values = yaml.safe_load((CHART / "ci" / "nonroot-values.yaml").read_text())
+    with tempfile.TemporaryDirectory(prefix="gpumem-") as name:
+        node = Path(name)
+        node.chmod(0o755)
+        pod = Pod(node, {**values, "reportToken": {"value": "report"}})
+        environment = pod.environment()
+        (node / "run").mkdir()
+        # What an exporter of root left.
+        (node / "run" / "client").mkdir(0o755)
+        (node / "gpumem" / "events").mkdir(0o700)
+        give = [text.replace("/run/gpumem", f"{node}/run") for text in pod.init_containers[0]["command"]]
+        give = [text.replace("/var/lib/gpumem", f"{node}/gpumem") for text in give]
+        owner = give[-3]
+        capabilities = ("setpriv", "--bounding-set=-all,+chown", "--inh-caps=-all")
+        subprocess.run([*capabilities, *give], check=True)
+        # The kubelet gives the files of Secrets to the group of fsGroup.
+        for file in (node / "etc").rglob("*"):
+            os.chown(file, 0, pod.spec["securityContext"]["fsGroup"])
+        environment["GPUMEM_CLIENT_DIRECTORY"] = str(node / "run" / "client")
+        uid, gid = owner.split(":")
+        user = ("setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--bounding-set=-all")
+        exporter = ExporterProcess(node / "run", environment=environment, launcher=user, ready="/-/healthy")
+        try:
+            caller = json.loads(exporter.request("GET", "/api/v1/caller").body)
+            assert caller["rights"] == "all", "root on the socket, in a folder that root gave to the exporter's user"
+            events = list((node / "gpumem" / "events").iterdir())
+            assert {path.stat().st_uid for path in events} == {int(uid)}
+            assert (node / "run" / "client" / "sitecustomize.py").is_file()
+        finally:
+            exporter.close()
+        subprocess.run([*capabilities, *give], check=True)  # before the next exporter starts
 
 
 def test_a_socket_without_a_folder_of_the_host_is_in_a_folder_of_the_exporter(tmp_path: Path) -> None:

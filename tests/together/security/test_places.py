@@ -52,13 +52,13 @@ EXPORTERS = {
 class Node:
     """An exporter, users of the host, and containers."""
 
-    def __init__(self, exporter: str = "root", *flags: str) -> None:
+    def __init__(self, exporter: str = "root", *flags: str, launcher: tuple[str, ...] = ()) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpumem-"))
         self.folder.chmod(0o755)
         if exporter == "another user":
             os.chown(self.folder, GPUMEM, GPUMEM)
         self.exporter = ExporterProcess(
-            self.folder, *QUICK, "--report.expiry", "600", *flags, launcher=EXPORTERS[exporter]
+            self.folder, *QUICK, "--report.expiry", "600", *flags, launcher=launcher or EXPORTERS[exporter]
         )
         self.url, self.tcp = self.exporter.url, self.exporter.tcp_url
         self.users: list[LocalUser] = []
@@ -258,6 +258,21 @@ def test_an_exporter_that_cannot_see_who_holds_a_connection_gives_it_no_rights(e
         reply = node.report(ada, url=node.tcp, sequence=2)
         assert reply.status == 403
         assert "unix socket" in reply.detail
+
+
+def test_the_container_runtime_that_forwards_a_port_into_the_exporters_container_has_no_rights() -> None:
+    """`kubectl port-forward`: a process of the host connects over the pod's loopback, as root, for another person."""
+    with contextlib.closing(Cgroup(uuid4().hex * 2)) as cgroup:
+        into_container = ("sh", "-c", 'echo 0 > "$0" && exec "$@"', str(cgroup.path / "cgroup.procs"))
+        with contextlib.closing(Node(launcher=into_container)) as node:
+            job, runtime, beside = node.user(0), LocalUser(0), LocalUser(0, cgroup=cgroup)
+            node.users += [runtime, beside]
+            caller = runtime.request(node.tcp, "GET", "/api/v1/caller").document
+            assert (caller["uid"], caller["rights"]) == (0, "none")
+            assert act(runtime, node.tcp, {"all": True}).status == 403
+            assert node.report(runtime, job, url=node.tcp, workload="stolen").status == 403
+            assert reached(runtime, node.url) == {job.pid}, "the host's root, on the socket"
+            assert reached(beside, node.tcp) == {job.pid}, "kubectl exec"
 
 
 @pytest.mark.parametrize("uid", [0, ADA])

@@ -1,41 +1,14 @@
-"""The live page: its content, its addresses, its accessibility, and its clears."""
+"""The live page: its content and its addresses."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import pytest
-from playwright.sync_api import Request
 
 from tests.support.builders import MIB
 from tests.support.exporter_process import ExporterProcess
 from tests.support.live_page import OpenPage, browser, open_page, send, serving
 
 __all__ = ["browser", "open_page"]
-
-SHIFTS = """
-window.shifted = 0;
-new PerformanceObserver((list) => {
-  for (const entry of list.getEntries()) if (!entry.hadRecentInput) shifted += entry.value;
-}).observe({type: 'layout-shift', buffered: true});
-"""
-
-
-@pytest.mark.parametrize(("width", "height"), [(1440, 900), (1920, 1080)])
-def test_every_job_of_the_demo_is_above_the_fold_and_nothing_moves(
-    demo: ExporterProcess, open_page: OpenPage, width: int, height: int
-) -> None:
-    live = open_page(demo, viewport={"width": width, "height": height}, script=SHIFTS)
-    live.until("document.querySelectorAll('#jobs .job').length >= 10")
-    bottoms = live.page.evaluate(
-        "[...document.querySelectorAll('#jobs .job')].map((row) => row.getBoundingClientRect().bottom)"
-    )
-    assert max(bottoms) <= height
-    for _ in range(5):
-        first = live.text("#moment")
-        live.until("document.querySelector('#moment').textContent !== it", first)
-    assert live.page.evaluate("shifted") < 0.01
 
 
 def test_on_a_phone_no_job_is_further_than_one_screen(demo: ExporterProcess, open_page: OpenPage) -> None:
@@ -46,13 +19,6 @@ def test_on_a_phone_no_job_is_further_than_one_screen(demo: ExporterProcess, ope
     )
     assert max(bottoms) <= 2 * 844
     assert live.page.evaluate("document.documentElement.scrollWidth") <= 390
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_accessible(demo: ExporterProcess, open_page: OpenPage, scheme: str) -> None:
-    live = open_page(demo, viewport={"width": 1440, "height": 900}, color_scheme=scheme)
-    live.until("document.querySelectorAll('#jobs .job').length >= 10")
-    assert live.violations_of_access() == []
 
 
 def test_filter_order_and_job_are_in_the_url(demo: ExporterProcess, open_page: OpenPage) -> None:
@@ -67,26 +33,6 @@ def test_filter_order_and_job_are_in_the_url(demo: ExporterProcess, open_page: O
     live.until("document.querySelector('.plot canvas')")
     live.page.go_back()
     live.until("!document.querySelector('#node').hidden")
-
-
-def test_a_training_job_clears_with_all_ranks_after_the_same_step(demo: ExporterProcess, open_page: OpenPage) -> None:
-    live = open_page(demo)
-    sent: list[Any] = []
-
-    def take(request: Request) -> None:
-        if request.method == "POST":
-            sent.append(request.post_data_json)
-
-    live.page.on("request", take)
-    live.page.locator("#jobs tbody:has-text('demo-llm-pretrain') .act:visible").click(timeout=240_000)
-    live.until("document.activeElement.id === 'dialog-confirm'")
-    assert "Stays free" in live.text("#dialog-status")
-    live.page.locator("#dialog-confirm").click()
-    live.until("document.querySelector('#dialog-confirm').textContent !== 'Clear'")
-    assert [(body["mode"], body["group"], body.get("dry_run", False)) for body in sent] == [
-        ("step", True, True),
-        ("step", True, False),
-    ]
 
 
 def test_names_are_inserted_as_text(tmp_path: Path, open_page: OpenPage) -> None:

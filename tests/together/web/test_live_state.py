@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.support.builders import MIB, UUIDS, report, sample
@@ -46,8 +48,10 @@ def test_the_processes_are_those_of_the_document_of_processes(exporter: RunningE
 
 @pytest.mark.parametrize("path", [LIVE, f"{LIVE}?details=all"])
 def test_an_unchanged_document_is_not_sent_again(path: str) -> None:
-    with running_exporter(collect_interval=600.0) as exporter:
-        etag = eventually(lambda: exporter.get(path), lambda reply: b'"devices":[{' in reply.body).headers["etag"]
+    with running_exporter() as exporter:
+        first = eventually(lambda: exporter.get(path), lambda reply: b'"devices":[{' in reply.body)
+        etag, taken = first.headers["etag"], json.loads(first.body)["node"]["taken_unix_seconds"]
+        eventually(lambda: exporter.document(path)["node"]["taken_unix_seconds"], lambda later: later > taken)
         again = exporter.get(path, If_None_Match=etag)
         assert (again.status, again.body) == (304, b"")
         exporter.report(report(4711))

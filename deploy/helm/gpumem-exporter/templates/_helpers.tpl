@@ -116,6 +116,11 @@ httpGet:
 # A folder that the exporter creates with mode 0700; the folder of the kubelet is readable by every user.
 - name: GPUMEM_STORAGE_PATH
   value: /var/lib/gpumem/events
+{{- if .Values.socket.hostPath }}
+# The client for jobs that mount the folder, as PYTHONPATH.
+- name: GPUMEM_CLIENT_DIRECTORY
+  value: /run/gpumem/client
+{{- end }}
 {{- $paths := dict "action-token" "token" "report-token" "token" "web" "web-config.yml" "policy" "policy.yml" }}
 {{- $variables := dict "action-token" "ACTION_TOKEN" "report-token" "REPORT_TOKEN" "web" "WEB_CONFIG" "policy" "POLICY" }}
 {{- range $folder := keys (include "gpumem.files" . | fromYaml | default dict) | sortAlpha }}
@@ -131,6 +136,50 @@ httpGet:
   {{- else }}
   value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}
   {{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* The user of the exporter if it is not root; otherwise empty. */}}
+{{- define "gpumem.user" -}}
+{{- $context := .Values.securityContext | default dict }}
+{{- with $context.runAsUser }}
+{{- printf "%d:%d" (int .) (int ($context.runAsGroup | default .)) }}
+{{- end }}
+{{- end }}
+
+{{- /* The URL of the live page of a node. */}}
+{{- define "gpumem.livePageUrl" -}}
+{{- $scheme := hasKey (include "gpumem.files" . | fromYaml) "tls" | ternary "https" "http" }}
+{{- $port := .Values.hostPort | default (ternary 9844 0 .Values.hostNetwork) | int }}
+{{- .Values.dashboards.livePageUrl | default (printf "%s://{node}%s/" $scheme (ternary (printf ":%d" $port) "" (ne $port 0))) }}
+{{- end }}
+
+{{- /* Ends the rendering for values that contradict each other, before a pod is replaced. */}}
+{{- define "gpumem.check" -}}
+{{- range $name := list "actionToken" "reportToken" }}
+{{- with index $.Values $name }}
+{{- if and .existingSecret .value }}
+{{- fail (printf "%s: existingSecret and value are both set; set one of them" $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and .Values.tls.existingSecret .Values.tls.certificate }}
+{{- fail "tls: existingSecret and certificate are both set; set one of them" }}
+{{- end }}
+{{- $settings := merge (deepCopy (.Values.settings | default dict)) (dict "report.expiry" 15.0 "report.interval" 1.0) }}
+{{- $expiry := index $settings "report.expiry" | float64 }}
+{{- $interval := index $settings "report.interval" | float64 }}
+{{- if lt $expiry (mulf 2 $interval) }}
+{{- fail (printf "settings: report.expiry %v must be at least twice report.interval (%v)" $expiry $interval) }}
+{{- end }}
+{{- if and .Values.processDetails (include "gpumem.user" .) }}
+{{- fail "processDetails: needs securityContext.runAsUser 0, because Kubernetes gives capabilities to root only" }}
+{{- end }}
+{{- if and .Values.hostNetwork (not (has (int .Values.hostPort) (list 0 9844))) }}
+{{- fail "hostNetwork: the port of the node is 9844; leave out hostPort" }}
+{{- end }}
+{{- if and .Values.hostNetwork .Values.networkPolicy.enabled }}
+{{- fail "networkPolicy: has no effect on pods with hostNetwork; use hostPort, or a firewall of the nodes" }}
 {{- end }}
 {{- end }}
 

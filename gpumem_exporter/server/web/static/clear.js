@@ -59,6 +59,7 @@ async function preview() {
     if (own !== attempt) return;
     show({ status: safe(action.sentence), when: when(action), action, confirm: "Clear", then: run });
     $("dialog-confirm").focus();
+    if (happened.refusal) happened.refresh(true); // the token that was accepted also shows events
   } catch (error) {
     if (own === attempt) explain(error, preview);
   }
@@ -131,8 +132,8 @@ function randomKey() {
 
 function resultsTable({ results, dry_run: dry }) {
   const head = ["Process", "GPU", dry ? "Reclaimable now" : "Freed", dry ? "Stays free" : "Still free", "Outcome"];
-  const row = ({ pid, workload, rank, gpu, freed_bytes: freed, still_free_bytes: stays, outcome: end, reason }) => [
-    `${safe([workload, rank && `rank ${rank}`].filter(Boolean).join(" "))} pid ${pid}`.trim(),
+  const row = ({ pid, rank, gpu, freed_bytes: freed, still_free_bytes: stays, outcome: end, reason }) => [
+    `${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`,
     gpu ?? UNKNOWN,
     bytes(freed),
     bytes(stays),

@@ -4,7 +4,7 @@ import { openClear } from "./clear.js";
 import { Bar, stripOf } from "./devices.js";
 import { $, arrange, h, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { EventList, happened, jobFinder, typeFilter } from "./events.js";
-import { bytes, dayAndTime, duration, gpuList, gpuName, percent, safe, UNKNOWN } from "./format.js";
+import { bytes, dayAndTime, duration, gpuList, gpuName, integer, percent, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { sumOf } from "./jobs.js";
 import { OomView } from "./oom.js";
@@ -38,12 +38,11 @@ class Detail {
     this.list = new EventList(this.events);
     this.steps = new Map(); // the ends of the steps that this page has seen, by step
     $("detail").append(
-      h("div", { class: "head" }, this.back, this.title, this.owner, this.clear),
-      this.keeps,
+      h("div", { class: "head" }, this.back, this.title, this.owner, this.keeps, this.clear),
       this.facts,
       this.oom.element,
-      this.timeline.element,
       (this.users = h("section", {}, h("h3", {}, "Jobs"), this.strip.element, this.jobs)),
+      this.timeline.element,
       (this.memory = h("section", {}, h("h3", {}, "Memory"), this.bar.element, this.parts)),
       this.processes.element,
       h("section", {}, h("div", { class: "title" }, h("h3", {}, "Events and actions"), this.filter), this.events),
@@ -69,13 +68,16 @@ class Detail {
     const types = param("type") ? `&type=${encodeURIComponent(param("type"))}` : "";
     const subject = target.kind === "job" ? `job=${encodeURIComponent(target.id)}` : `device=${encodeURIComponent(target.device?.uuid ?? target.id)}`;
     happened.about(`&${subject}${types}`);
-    this.list.update(happened.events, happened.refusal, jobFinder(view.jobs));
-    this.oom.update(param("event"), happened.events, view);
+    const jobOf = jobFinder(view.jobs);
+    this.list.noneText = target.job?.reporting_count === 0 ? "No events. The exporter records the starts and ends of processes that report." : "No events.";
+    this.list.update(happened.events, happened.refusal, jobOf, happened.known);
+    this.oom.update(param("event"), subject, { ...view, jobOf });
     this.timeline.update({
       query: subject,
       label: this.title.textContent,
       top: target.device?.memory?.total_bytes ?? null,
       marks: [...happened.events.map(markOf), ...this.stepMarks()].filter(Boolean),
+      around: this.oom.unixSeconds,
       words: view.words,
       now: view.now,
     });
@@ -92,6 +94,7 @@ class Detail {
     for (const element of [this.facts, this.memory, this.processes.element]) setHidden(element, !known);
     setHidden(this.users, true);
     if (!known) return;
+    setHidden(this.memory, OF_JOB.every((name) => job[`${name}_bytes`] === null));
     this.noteStep(job);
     facts(this.facts, [
       [words.state, job.state],
@@ -99,7 +102,7 @@ class Detail {
       [words.used, sumOf(job, "used")],
       [words.idle_cache, sumOf(job, "idle_cache")],
       [words.growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h${job.full_in_seconds === null ? "" : `, fails in ${duration(job.full_in_seconds)}`}`],
-      [words.step, job.step === null ? UNKNOWN : `${job.step.toLocaleString("en")}${job.step_seconds === null ? "" : `, ${job.step_seconds.toFixed(1)} s each`}`],
+      [words.step, job.step === null ? UNKNOWN : `${integer(job.step)}${job.step_seconds === null ? "" : `, ${job.step_seconds.toFixed(1)} s each`}`],
       [words.since, job.since_unix_seconds === null ? UNKNOWN : `${dayAndTime(job.since_unix_seconds)}, ${duration(now - job.since_unix_seconds)}`],
     ]);
     const categories = OF_JOB.map((name) => ({ key: name, bytes: job[`${name}_bytes`] ?? 0, className: CLASSES[name], idle: name === "reclaimable" ? (job.idle_cache_bytes ?? 0) : 0 }));
@@ -147,7 +150,7 @@ class Detail {
   }
 
   stepMarks() {
-    return [...this.steps].map(([step, at]) => ({ unix_seconds: at, kind: "step", text: `end of step ${step.toLocaleString("en")}` }));
+    return [...this.steps].map(([step, at]) => ({ unix_seconds: at, kind: "step", text: `end of step ${integer(step)}` }));
   }
 }
 
@@ -157,16 +160,23 @@ class JobOfDevice {
     this.owner = h("span", { class: "faint" });
     this.used = h("span", { class: "number" });
     this.idle = h("span", { class: "number" });
-    this.element = h("li", {}, this.link, this.owner, this.used, this.idle);
+    this.since = h("span", { class: "number faint" });
+    this.clear = h("button", { type: "button", class: "act" }, "Clear…");
+    this.clear.addEventListener("click", () => openClear(this.of.name, this.of.clear));
+    this.element = h("li", {}, this.link, this.owner, this.used, this.idle, this.since, this.clear);
   }
 
   update({ job, used_bytes: used, idle_cache_bytes: idle, of }) {
+    this.of = of;
     setAttribute(this.link, "href", jobHref(job));
     setAttribute(this.link, "data-hue", hueOf(job));
     setText(this.link, safe(of.name));
     setText(this.owner, safe(of.owner));
     setText(this.used, `${bytes(used)} used`);
     setText(this.idle, `${bytes(idle)} idle cache`);
+    setText(this.since, of.since_unix_seconds === null ? "" : `since ${dayAndTime(of.since_unix_seconds, false)}`);
+    this.clear.style.visibility = of.clear === null ? "hidden" : "visible";
+    setAttribute(this.clear, "aria-label", `Clear ${safe(of.name)}…`);
   }
 }
 
@@ -175,8 +185,9 @@ function markOf({ type, unix_seconds: time, title, text }) {
   return kind ? { unix_seconds: time, kind, text: `${title}: ${text}` } : null;
 }
 
+/** Show the known values. */
 function facts(element, entries) {
-  refill(element, entries, (all) => all.map(([word, text]) => h("div", { title: word?.help }, h("dt", {}, word?.label ?? ""), h("dd", {}, text))));
+  refill(element, entries.filter(([, text]) => text !== UNKNOWN), (all) => all.map(([word, text]) => h("div", { title: word?.help }, h("dt", {}, word?.label ?? ""), h("dd", {}, text))));
 }
 
 function amounts(element, entries) {

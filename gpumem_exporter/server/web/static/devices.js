@@ -5,14 +5,14 @@ import { bytes, gpuName, safe } from "./format.js";
 import { hueOf } from "./hues.js";
 import { deviceHref } from "./route.js";
 
-/** A bar whose parts have widths in proportion to their bytes. */
+/** A bar whose parts have widths in proportion to their bytes, and names where there is space. */
 export class Bar {
   constructor() {
     this.parts = new Views(() => new Part());
     this.element = h("span", { class: "bar", "aria-hidden": "true" });
   }
 
-  /** `parts`: `{key, bytes, className, hue, title, idle}`; `idle` is the hatched end of a part. */
+  /** `parts`: `{key, bytes, className, hue, name, title, idle}`; `idle` is the hatched end of a part. */
   update(parts) {
     arrange(this.element, this.parts.update(parts.filter((part) => part.bytes > 0), ({ key }) => key).map(({ element }) => element));
   }
@@ -21,10 +21,12 @@ export class Bar {
 class Part {
   constructor() {
     this.idle = h("i", {});
-    this.element = h("span", {}, this.idle);
+    this.name = h("b", {});
+    this.element = h("span", {}, this.name, this.idle);
   }
 
-  update({ bytes: size, className, hue = null, title, idle = 0 }) {
+  update({ bytes: size, className, hue = null, title, name = "", idle = 0 }) {
+    setText(this.name, name);
     setAttribute(this.element, "class", className);
     setAttribute(this.element, "data-hue", hue);
     setAttribute(this.element, "data-bytes", size);
@@ -45,6 +47,7 @@ export function stripOf({ memory, jobs }, jobName, words) {
     idle: idle ?? 0,
     className: "job",
     hue: hueOf(job),
+    name: jobName(job),
     title: `${jobName(job)}: ${bytes(used)}${idle ? `, idle cache ${bytes(idle)}` : ""}`,
   }));
   const rest = parts.reduce((left, part) => left - part.bytes, memory.total_bytes - memory.free_bytes);

@@ -28,15 +28,24 @@ export function setHidden(element, hidden) {
   if (element.hidden !== hidden) element.hidden = hidden;
 }
 
-/** Give `parent` these children in this order; elements that are in place are not touched. */
-export function arrange(parent, elements) {
+const GLIDE = { duration: 250, easing: "ease-out" };
+const still = matchMedia("(prefers-reduced-motion: reduce)");
+
+/** Give `parent` these children in this order; elements that are in place are not touched. With `glide`, others glide there. */
+export function arrange(parent, elements, { glide = false } = {}) {
+  const before = [...parent.children];
+  if (before.length === elements.length && before.every((child, i) => child === elements[i])) return;
+  const tops = glide && !still.matches ? before.map((child) => child.getBoundingClientRect().top) : [];
+  if (glide) for (const animation of document.getAnimations()) if (animation.effect.target.parentNode === parent) animation.cancel();
   const wanted = new Set(elements);
-  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
+  for (const child of before) if (!wanted.has(child)) child.remove();
   let next = parent.firstElementChild;
   for (const element of elements) {
     if (element === next) next = next.nextElementSibling;
     else parent.insertBefore(element, next);
   }
+  const moved = tops.map((top, i) => [before[i], wanted.has(before[i]) ? top - before[i].getBoundingClientRect().top : 0]);
+  for (const [element, pixels] of moved) if (pixels !== 0) element.animate([{ transform: `translateY(${pixels}px)` }, { transform: "none" }], GLIDE);
 }
 
 /** Keeps one view for each item of a list: `create(key)` makes it, `view.update(item)` shows the item. */
@@ -60,9 +69,9 @@ export class Views {
   }
 }
 
-/** Return whether the pointer or the focus is in an element: nothing in it may move then. */
+/** Return whether the pointer or the keyboard is in an element: nothing in it may move then. */
 export function isInUse(element) {
-  return element.matches(":hover") || element.contains(document.activeElement);
+  return element.matches(":hover") || element.querySelector(":focus-visible") !== null;
 }
 
 /** Replace the children only if the content differs from the last one. */

@@ -1,12 +1,13 @@
 // Events and the viewer's rights. The exporter has written the words of each event.
 
 import { Refusal, request } from "./api.js";
-import { $, arrange, h, setAttribute, setText, Views } from "./dom.js";
-import { dayAndTime, duration, safe } from "./format.js";
-import { go, param } from "./route.js";
+import { $, arrange, h, isInUse, setAttribute, setText, Views } from "./dom.js";
+import { dayAndTime, safe } from "./format.js";
+import { deviceHref, go, jobHref, param, showAgain } from "./route.js";
 
 const EVERY_SECONDS = 5;
 const REFUSED_EVERY_SECONDS = 60;
+const SINCE_SECONDS = 10; // of a shorter series of starts and ends, one time is enough
 const TYPES = ["oom", "action", "process_started,process_ended", "device_lost,device_returned", "policy_stopped"];
 const TYPE_NAMES = ["out of memory", "actions", "starts and ends", "devices", "rules"];
 
@@ -15,6 +16,8 @@ class Happened {
   events = [];
   /** Why the viewer may not read events; empty if they may. */
   refusal = "";
+  /** Whether the events are those of the subject: until the first reply, nothing is known. */
+  known = false;
   /** The document of /api/v1/caller; null while unknown. */
   caller = null;
   subject = "";
@@ -27,6 +30,7 @@ class Happened {
     if (subject === this.subject) return;
     this.subject = subject;
     this.events = [];
+    this.known = false;
     this.forget();
   }
 
@@ -40,20 +44,25 @@ class Happened {
     if (this.requesting || (!force && now - this.requested < (this.refusal ? REFUSED_EVERY_SECONDS : EVERY_SECONDS))) return;
     this.requesting = true;
     this.requested = now;
-    const { subject } = this;
+    const { subject, known } = this;
     try {
       const { document: page } = await request(`api/v1/events?fold=true&limit=100${subject}`);
-      if (subject === this.subject) this.events = page.events.reverse();
+      if (subject === this.subject) {
+        this.events = page.events.reverse();
+        this.known = true;
+      }
       this.refusal = "";
     } catch (error) {
       // The connection shows a missing reply; a finding shows a failing disk.
       if (error instanceof Refusal && (error.status === 401 || error.status === 403)) {
         this.refusal = error.message;
         this.events = [];
+        this.known = true;
       }
     } finally {
       this.requesting = false;
     }
+    if (this.known !== known || subject !== this.subject) showAgain();
     // The rights to all processes do not change; the number of a user's processes does.
     if (this.caller?.rights !== "all") this.caller = (await request("api/v1/caller").catch(() => null))?.document ?? this.caller;
   }
@@ -74,26 +83,36 @@ class EventRow {
     setAttribute(this.time, "datetime", event.time);
     setText(this.time, dayAndTime(event.unix_seconds)); // the day may end meanwhile
     setText(this.kind, event.title);
-    const seconds = event.folded ? event.unix_seconds - event.folded.first_unix_seconds : 0;
-    const since = seconds >= 1 ? `, in ${duration(seconds)}` : "";
-    if (event.type === "oom" && this.link === undefined) this.words.append((this.link = h("a", {})));
+    const first = event.folded?.first_unix_seconds ?? event.unix_seconds;
+    const since = event.unix_seconds - first >= SINCE_SECONDS ? `, since ${dayAndTime(first)}` : "";
+    const href = hrefOf(event);
+    if (href !== null && this.link === undefined) this.words.append((this.link = h("a", { class: event.type === "oom" ? null : "plain" })));
     setText(this.link ?? this.words, safe(event.text) + since);
-    if (this.link) setAttribute(this.link, "href", `?${new URLSearchParams({ ...(event.job ? { job: event.job } : { device: event.uuid }), event: event.id })}`);
+    if (this.link) setAttribute(this.link, "href", href);
   }
 }
 
+/** An out-of-memory error leads to its explanation, another event to its job or device. */
+function hrefOf({ type, id, job, uuid, gpu }) {
+  const place = job ? jobHref(job) : uuid ? deviceHref({ gpu, uuid }) : null;
+  return place !== null && type === "oom" ? `${place}&event=${id}` : place;
+}
+
 export class EventList {
-  constructor(element) {
+  constructor(element, none = "No events.") {
     this.element = element;
     this.rows = new Views(() => new EventRow());
     this.none = h("li", { class: "faint" });
+    this.noneText = none;
   }
 
-  /** `jobOf`: the id of an event's job, if the job is known. */
-  update(events, refusal, jobOf) {
+  /** `jobOf`: the id of an event's job, if the job is known. `known`: whether the events have arrived. */
+  update(events, refusal, jobOf, known = true) {
     const rows = this.rows.update(events.map((event) => ({ ...event, job: event.job ?? jobOf(event) })), ({ id }) => id);
-    setText(this.none, refusal ? `Events need the same rights as actions: ${refusal}` : "No events.");
-    arrange(this.element, rows.length > 0 ? rows.map(({ element }) => element) : [this.none]);
+    setText(this.none, refusal ? `Events need the same rights as actions: ${refusal}` : known ? this.noneText : "Loading…");
+    const elements = rows.length > 0 ? rows.map(({ element }) => element) : [this.none];
+    if (isInUse(this.element) && elements.includes(this.element.firstElementChild)) return; // nothing moves under the pointer
+    arrange(this.element, elements, { glide: true });
   }
 }
 
@@ -124,5 +143,5 @@ export function showNodeEvents({ jobs }) {
   }
   nodeFilter.value = param("type");
   happened.about(param("type") ? `&type=${encodeURIComponent(param("type"))}` : "");
-  nodeEvents.update(happened.events.slice(0, 30), happened.refusal, jobFinder(jobs));
+  nodeEvents.update(happened.events.slice(0, 30), happened.refusal, jobFinder(jobs), happened.known);
 }

@@ -4,7 +4,7 @@ import { openClear } from "./clear.js";
 import { $, arrange, h, isInUse, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { bytes, duration, safe } from "./format.js";
 import { hueOf } from "./hues.js";
-import { deviceHref, jobHref } from "./route.js";
+import { deviceHref, jobHref, LAST_OOM } from "./route.js";
 
 const SEVERITIES = ["critical", "warning", "info"];
 
@@ -16,7 +16,8 @@ class Finding {
     this.since = h("span", { class: "since faint" });
     this.clear = h("button", { type: "button", class: "act" });
     this.clear.addEventListener("click", () => openClear(this.finding.clear.name, this.finding.clear));
-    this.element = h("li", {}, this.severity, h("p", {}, this.title, " ", this.sentence), this.since, this.clear);
+    this.why = h("a", { class: "button why" }, "Why");
+    this.element = h("li", {}, this.severity, h("p", {}, this.title, " ", this.sentence), this.since, this.why, this.clear);
   }
 
   update(finding) {
@@ -25,9 +26,13 @@ class Finding {
     setText(this.severity, finding.severity);
     setText(this.title, finding.title);
     setAttribute(this.title, "href", hrefOf(finding));
+    setAttribute(this.why, "href", hrefOf(finding));
+    setHidden(this.why, finding.kind !== "oom");
+    setAttribute(this.why, "aria-label", `Why: ${safe(finding.sentence)}`);
     setAttribute(this.title, "data-hue", finding.job === null ? null : hueOf(finding.job));
     setText(this.sentence, safe(finding.sentence));
-    setText(this.since, finding.since_unix_seconds === null ? "" : `${duration(now - finding.since_unix_seconds)}`);
+    const lasts = finding.since_unix_seconds === null ? "" : duration(now - finding.since_unix_seconds);
+    setText(this.since, lasts && (finding.kind === "oom" ? `${lasts} ago` : `for ${lasts}`));
     setHidden(this.clear, finding.clear === null);
     if (finding.clear !== null) {
       setText(this.clear, `Clear ${bytes(finding.clear.stays_free_bytes)}…`);
@@ -47,15 +52,15 @@ export function showFindings({ findings, node, now: time }) {
   setText(quiet, node.driver.up ? "Nothing needs attention." : "The driver does not answer: the devices are unknown.");
   const wanted = known.length > 0 ? known : [quiet];
   // While the pointer is in the slot, new findings come last.
-  if (isInUse(list)) arrange(list, [...[...list.children].filter((each) => wanted.includes(each)), ...wanted.filter((each) => each.parentNode !== list)]);
-  else arrange(list, wanted);
+  const order = isInUse(list) ? [...[...list.children].filter((each) => wanted.includes(each)), ...wanted.filter((each) => each.parentNode !== list)] : wanted;
+  arrange(list, order, { glide: true });
   const counts = SEVERITIES.map((severity) => [findings.filter((each) => each.severity === severity).length, severity]);
   setText($("findings-count"), counts.filter(([number]) => number > 0).map(([number, severity]) => `${number} ${severity}`).join(", "));
   setAttribute(document.body, "data-worst", findings[0]?.severity ?? null);
 }
 
 function hrefOf({ job, kind, gpu, uuid }) {
-  if (job !== null) return jobHref(job) + (kind === "oom" ? "&event=oom" : "");
-  return uuid === null ? "?" : deviceHref({ gpu, uuid });
+  const place = job !== null ? jobHref(job) : uuid === null ? "?" : deviceHref({ gpu, uuid });
+  return kind === "oom" && place !== "?" ? `${place}&event=${LAST_OOM}${encodeURIComponent(uuid ?? "")}` : place;
 }
 

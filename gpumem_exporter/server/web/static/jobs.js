@@ -1,12 +1,13 @@
 // The jobs, one row each; the ranks of a job on demand. Rows are reused, and only changed cells are written.
 
 import { openClear } from "./clear.js";
-import { $, arrange, h, isInUse, setAttribute, setHidden, setText, Views } from "./dom.js";
-import { bytes, count, duration, gpuList, safe, UNKNOWN } from "./format.js";
+import { $, arrange, h, isInUse, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
+import { bytes, count, dayAndTime, duration, gpuList, integer, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { go, jobHref, onRoute, param } from "./route.js";
 
 const SORT_SECONDS = 60; // without a click, rows move at most once a minute
+const ENDED_SECONDS = 60; // a job that starts meanwhile has its place
 const COLUMNS = [
   ["job", "name"],
   ["devices", "gpus"],
@@ -28,6 +29,10 @@ export function sumOf(job, key) {
   return `${job[name] !== null && job.incomplete?.includes(name) ? "≥ " : ""}${bytes(job[name])}`;
 }
 
+function timeOrDash(unixSeconds) {
+  return unixSeconds === null || unixSeconds === undefined ? UNKNOWN : dayAndTime(unixSeconds, false);
+}
+
 class JobRow {
   constructor() {
     this.cells = Object.fromEntries(COLUMNS.map(([key]) => [key, h("td", { role: "cell", "data-column": key, class: RIGHT.has(key) ? "number" : null })]));
@@ -36,14 +41,19 @@ class JobRow {
     this.link = h("a", { class: "name" });
     this.owner = h("span", { class: "owner faint" });
     this.name = h("th", { role: "rowheader", scope: "row", "data-column": "job" }, h("div", {}, this.link, this.owner, this.fold));
-    this.clear = h("button", { type: "button", class: "act" }, "Clear…");
+    this.size = h("span", { class: "size" });
+    this.clear = h("button", { type: "button", class: "act" }, "Clear", this.size, "…");
     this.clear.addEventListener("click", () => openClear(this.job.name, this.job.clear));
     const { job: _, ...cells } = this.cells;
     this.row = h("tr", { role: "row", class: "job" }, this.name, ...Object.values(cells), h("td", { role: "cell", "data-column": "clear" }, this.clear));
     this.element = h("tbody", { role: "rowgroup" }, this.row);
     this.ranks = new Views(() => new RankRow());
     this.open = false;
-    this.ended = false;
+    this.endedAt = null;
+  }
+
+  get ended() {
+    return this.endedAt !== null;
   }
 
   toggle() {
@@ -54,7 +64,7 @@ class JobRow {
 
   update(job) {
     this.job = job;
-    this.ended = false;
+    this.endedAt = null;
     setAttribute(this.element, "data-ended", null);
     setText(this.link, safe(job.name));
     setAttribute(this.link, "href", jobHref(job.id));
@@ -63,24 +73,25 @@ class JobRow {
     setText(this.owner, safe(job.owner));
     const { devices, state, growth, since } = this.cells;
     setText(devices, gpuList(job.gpus));
-    setText(state, job.step ? `${job.state}, step ${job.step.toLocaleString("en")}` : job.state);
+    setText(state, job.step ? `${job.state}, step ${integer(job.step)}` : job.state);
     setAttribute(state, "data-state", job.state);
     for (const key of SIZES) setText(this.cells[key], sumOf(job, key));
     setText(growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h`);
     setAttribute(growth, "data-fails", job.full_in_seconds !== null);
     setAttribute(growth, "title", job.full_in_seconds === null ? null : `fails in ${duration(job.full_in_seconds)}`);
-    setText(since, job.since_unix_seconds === null ? UNKNOWN : duration(now - job.since_unix_seconds));
+    setText(since, timeOrDash(job.since_unix_seconds));
     setText(this.fold, count(job.process_count, job.ranks.length > 0 ? "rank" : "process", job.ranks.length > 0 ? "ranks" : "processes"));
     setAttribute(this.fold, "aria-label", `${safe(job.name)}: ${this.fold.textContent}`);
     setHidden(this.fold, job.process_count < 2 && !this.open);
     setHidden(this.clear, job.clear === null);
+    setText(this.size, job.clear === null ? "" : ` ${bytes(job.clear.stays_free_bytes)}`);
     setAttribute(this.clear, "aria-label", `Clear ${safe(job.name)}…`);
     this.showRanks();
   }
 
-  /** Keep the place of a job that has ended until the next order, so that no row below it moves. */
+  /** Keep the place of a job that has ended for some time, so that no row below it moves. */
   end() {
-    this.ended = true;
+    this.endedAt = performance.now() / 1000;
     setAttribute(this.element, "data-ended", true);
     setText(this.cells.state, "ended");
     setAttribute(this.cells.state, "data-state", "ended");
@@ -88,6 +99,7 @@ class JobRow {
   }
 
   showRanks() {
+    if (!this.open && this.element.children.length === 1) return;
     const shown = this.open ? this.job.processes.slice(0, RANK_LIMIT) : [];
     const rows = this.ranks.update(shown.flatMap((process) => process.devices.map((device) => ({ process, device }))), ({ process, device }) => `${process.pid} ${device.uuid}`);
     const left = this.open ? this.job.processes.length - shown.length : 0;
@@ -117,11 +129,11 @@ class RankRow {
     setText(cells.devices, device.gpu ?? UNKNOWN);
     setText(cells.state, process.state === "reporting" ? "" : process.state === "silent" ? `silent for ${duration(now - process.last_report_unix_seconds)}` : "no reporter");
     for (const key of SIZES) setText(cells[key], bytes(device[`${key}_bytes`]));
-    setText(cells.since, process.started_unix_seconds === null || process.started_unix_seconds === undefined ? "" : duration(now - process.started_unix_seconds));
+    setText(cells.since, timeOrDash(process.started_unix_seconds));
   }
 }
 
-const known = new Map(); // the rows by job id, in their order
+let known = new Map(); // the rows by job id, in their order
 const headings = new Map();
 let now = 0;
 let sortedAt = -Infinity;
@@ -137,18 +149,18 @@ export function showJobs(view, mustSort = false) {
   now = view.now;
   latest = view;
   showHeadings(view.words);
+  const ids = new Set(view.jobs.map(({ id }) => id));
+  for (const [id, row] of known) if (!ids.has(id) && !row.ended) row.end();
   let added = false;
   for (const job of view.jobs) {
     let row = known.get(job.id);
     if (row === undefined) {
       row = new JobRow();
-      known.set(job.id, row);
+      insert(job.id, row);
       added = true;
     }
     row.update(job);
   }
-  const ids = new Set(view.jobs.map(({ id }) => id));
-  for (const [id, row] of known) if (!ids.has(id) && !row.ended) row.end();
   const due = performance.now() / 1000 - sortedAt >= SORT_SECONDS && !isInUse($("jobs"));
   if (mustSort || due) sort();
   else if (added) place();
@@ -160,18 +172,25 @@ export function showJobs(view, mustSort = false) {
 
 let latest = null;
 
+/** Give a new job the place of a job that has ended, so that no row moves; the last place if the pointer may be on that job. */
+function insert(id, row) {
+  const rows = [...known];
+  const place = isInUse($("jobs")) ? -1 : rows.findIndex(([, each]) => each.ended);
+  rows.splice(place < 0 ? rows.length : place, place < 0 ? 0 : 1, [id, row]);
+  known = new Map(rows);
+}
+
 function sort() {
   sortedAt = performance.now() / 1000;
   const { field, descending } = order();
   const valueOf = ({ job }) => (field === "gpus" ? job.gpus.join(" ") : job[field]);
-  const rows = [...known].filter(([, row]) => !row.ended).sort(([, a], [, b]) => compare(valueOf(a), valueOf(b), descending) || COLLATOR.compare(a.job.name, b.job.name));
-  known.clear();
-  for (const [id, row] of rows) known.set(id, row);
+  const rows = [...known].filter(([, row]) => !row.ended || sortedAt - row.endedAt < ENDED_SECONDS).sort(([, a], [, b]) => compare(valueOf(a), valueOf(b), descending) || COLLATOR.compare(a.job.name, b.job.name));
+  known = new Map(rows);
   place();
 }
 
 function place() {
-  arrange($("jobs"), [$("jobs").tHead, ...[...known.values()].map(({ element }) => element)]);
+  arrange($("jobs"), [$("jobs").tHead, ...[...known.values()].map(({ element }) => element)], { glide: true });
 }
 
 /** Unknown values come last in both orders. */
@@ -214,6 +233,8 @@ function showHeadings(words) {
     setAttribute(heading.firstChild, "title", words[key]?.help);
     setAttribute(heading, "aria-sort", key === sorted ? (descending ? "descending" : "ascending") : "none");
   }
+  refill($("sort"), COLUMNS.map(([key]) => [key, words[key]?.label ?? key]), (all) => all.map(([key, label]) => h("option", { value: key }, `by ${label}`)));
+  $("sort").value = sorted;
   if (headings.size === $("jobs-head").children.length) $("jobs-head").append(h("td", { role: "cell" }));
 }
 
@@ -225,6 +246,11 @@ function showRights({ node, happened }) {
   setText($("rights"), node.allowed_actions.includes("empty_cache") ? own || none : "Clearing is disabled: --action.allow does not include empty_cache.");
 }
 
+// A narrow screen shows no headings, and this choice instead.
+$("sort").addEventListener("change", () => {
+  const key = $("sort").value;
+  go({ sort: key === "used" ? null : `${RIGHT.has(key) ? "-" : ""}${key}` }, { replace: true });
+});
 $("filter").addEventListener("input", () => go({ q: $("filter").value }, { replace: true }));
 let shownSort = param("sort");
 onRoute(() => {

@@ -9,12 +9,13 @@ import { showFindings } from "./findings.js";
 import { count, percent, timeOfDay } from "./format.js";
 import { assignHues } from "./hues.js";
 import { showJobs } from "./jobs.js";
-import { go, onRoute, param } from "./route.js";
+import { deviceHref, go, jobHref, onRoute, param } from "./route.js";
 
 const MODES = { waiting: "connecting", live: "live", lost: "lost", refused: "refused" };
 const PAGE = document.querySelector("meta[name=page]").content;
 
 let state = null;
+let left = null; // the href of the job or device that is shown
 
 /** Return the job or the device of the URL: `?job=`, `?gpu=`, `?device=`; null for the node. */
 function selected() {
@@ -32,9 +33,16 @@ function resolveWorkload() {
 }
 
 function receive(reply) {
-  if (reply !== null) state = { ...reply, receivedAt: Date.now() };
+  if (reply !== null) state = { ...withAllowedClears(reply), receivedAt: Date.now() };
   if (state.page !== PAGE && !$("dialog").open && isFirstTry(state.page)) location.reload();
   else show();
+}
+
+/** Return the state without clears if the exporter does not allow them: a button that is always refused helps no one. */
+function withAllowedClears(reply) {
+  if (reply.node.allowed_actions.includes("empty_cache")) return reply;
+  const without = (all) => all.map((each) => ({ ...each, clear: null }));
+  return { ...reply, jobs: without(reply.jobs), findings: without(reply.findings) };
 }
 
 function show() {
@@ -62,10 +70,21 @@ function refresh() {
   setHidden($("node"), target !== null);
   setHidden($("detail"), target === null);
   detail.show(target, view);
-  if (target !== null) return;
+  if (target !== null) {
+    left = target.kind === "job" ? jobHref(target.id) : target.device && deviceHref(target.device);
+    return;
+  }
   showDevices(view);
   showJobs(view);
   showNodeEvents(view);
+  if (left !== null) returnFocus();
+}
+
+/** Focus the link to the job or device that was shown, as if the viewer had never left the node. */
+function returnFocus() {
+  const links = [...document.querySelectorAll("#jobs a.name, #devices a")];
+  links.find((link) => link.getAttribute("href") === left)?.focus({ preventScroll: true });
+  left = null;
 }
 
 function showHeader({ host, driver, source, totals }, now, target) {

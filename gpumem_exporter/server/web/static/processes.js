@@ -15,10 +15,9 @@ export class Processes {
   }
 
   update(job, words, now) {
-    refill(this.head, ["Process", words.devices?.label, ...COLUMNS.map((name) => words[name]?.label), "Last report"], (titles) =>
-      titles.map((title, i) => h("th", { scope: "col", class: i > 1 && i < 8 ? "number" : null }, title ?? "")),
-    );
-    const parts = job.processes.flatMap((process) => (process.devices.length > 0 ? process.devices : [{}]).map((device) => ({ process, device, now })));
+    const titles = ["Process", words.devices?.label, ...COLUMNS.map((name) => words[name]?.label), "Last report"];
+    refill(this.head, titles, (all) => all.map((title, i) => h("th", { scope: "col", class: i > 1 && i < 8 ? "number" : null }, title ?? "")));
+    const parts = job.processes.flatMap((process) => (process.devices.length > 0 ? process.devices : [{}]).map((device) => ({ process, device, now, titles })));
     const views = this.views.update(parts, ({ process, device }) => `${process.pid} ${device.uuid}`);
     if (views.length > 0 && !views.some(({ touched }) => touched)) views[0].set(true);
     arrange(this.table, [this.table.tHead, ...views.map(({ element }) => element)]);
@@ -42,12 +41,15 @@ class ProcessPart {
     this.row.hidden = !open;
   }
 
-  update({ process, device, now }) {
+  update({ process, device, now, titles }) {
     setText(this.fold, `${process.rank ? `rank ${safe(process.rank)} · ` : ""}pid ${process.pid}`);
     const last = process.last_report_unix_seconds;
     const report = process.state === "unreported" ? "no reporter" : last === null ? UNKNOWN : `${duration(now - last)} ago`;
     const texts = [device.gpu ?? UNKNOWN, ...COLUMNS.map((name) => bytes(device[`${name}_bytes`])), process.state === "silent" ? `silent, ${report}` : report];
-    for (const [i, text] of texts.entries()) setText(this.cells[i], text);
+    for (const [i, text] of texts.entries()) {
+      setText(this.cells[i], text);
+      setAttribute(this.cells[i], "data-label", titles[i + 1]); // a phone has no row of titles
+    }
     const details = [
       ["Phases, peak allocated", device.phase_peak_bytes],
       ["Components, allocated", device.component_bytes],
@@ -61,7 +63,7 @@ class ProcessPart {
 
 function settingsOf(process, device) {
   const known = [
-    ["Allocator settings", process.allocator_settings === undefined ? null : process.allocator_settings || "default"],
+    ["Allocator settings", process.allocator_settings === "" ? "default" : process.allocator_settings],
     ["Torch", process.torch_version],
     ["Command", process.command],
     ["Memory limit", device.memory_limit_bytes ? bytes(device.memory_limit_bytes) : null],

@@ -2,6 +2,8 @@
 
 const KEPT = ["q", "sort", "type", "range", "from", "to"]; // by links from one view to another
 
+const TIMES = ["range", "from", "to"];
+
 const listeners = [];
 
 /** Return the value of a parameter; empty if the URL has none. */
@@ -24,6 +26,8 @@ export function go(changes, { replace = false } = {}) {
   enter(params, replace);
 }
 
+/** The value of `event` for the last out-of-memory error; a device's uuid may follow. */
+export const LAST_OOM = "oom@";
 export const jobHref = (id) => `?job=${encodeURIComponent(id)}`;
 export const deviceHref = ({ gpu, uuid }) => (gpu ? `?gpu=${encodeURIComponent(gpu)}` : `?device=${encodeURIComponent(uuid)}`);
 
@@ -32,18 +36,23 @@ function enter(params, replace) {
   const url = query === "" ? location.pathname : `?${query}`;
   if (replace) history.replaceState(null, "", url);
   else history.pushState(null, "", url);
+  showAgain();
+}
+
+/** Show the view of the URL at once, for example when a reply has arrived for it. */
+export function showAgain() {
   for (const listener of listeners) listener();
 }
 
-addEventListener("popstate", () => {
-  for (const listener of listeners) listener();
-});
+addEventListener("popstate", showAgain);
 document.addEventListener("click", (event) => {
   const link = event.target.closest?.('a[href^="?"]');
   if (!link || event.defaultPrevented || event.button !== 0 || event.ctrlKey || event.metaKey || event.shiftKey) return;
   event.preventDefault();
   const [now, params] = [new URLSearchParams(location.search), new URLSearchParams(link.getAttribute("href"))];
-  for (const name of KEPT) if (now.has(name) && !params.has(name)) params.set(name, now.get(name));
+  // An event brings its own time, and none of the event before stays when the link leaves it.
+  const kept = params.has("event") || now.has("event") ? KEPT.filter((name) => !TIMES.includes(name)) : KEPT;
+  for (const name of kept) if (now.has(name) && !params.has(name)) params.set(name, now.get(name));
   enter(params, false);
   scrollTo(0, 0);
 });

@@ -10,13 +10,15 @@ const RANGE_NAMES = { "10m": "10 min", "1h": "1 h", "6h": "6 h", "24h": "24 h" }
 const HEIGHT = 240;
 const MARK_PIXELS = 7; // from the pointer
 const MIN_SECONDS = 10;
+const BEFORE_SECONDS = 300; // around an event
+const AFTER_SECONDS = 60;
 const SERIES = [
   ["used", "--chart-used"],
   ["allocated", "--chart-allocated"],
   ["in_use_peak", "--chart-peak"],
   ["idle_cache", "--chart-idle"],
 ];
-const PEAK_LABEL = "In-use peak";
+const PEAK_LABEL = "Peak allocated";
 
 export class Timeline {
   constructor() {
@@ -27,7 +29,7 @@ export class Timeline {
     this.legend.append(this.moment, ...this.values, this.mark);
     this.buttons = Object.keys(RANGES).map((range) => {
       const button = h("button", { type: "button", "data-range": range }, RANGE_NAMES[range]);
-      button.addEventListener("click", () => go({ range: range === "10m" ? null : range, from: null, to: null }));
+      button.addEventListener("click", () => go({ range: range === "10m" && !this.around ? null : range, from: null, to: null }));
       return button;
     });
     const move = (label, name, change) => {
@@ -51,23 +53,25 @@ export class Timeline {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
-  /** The range of the URL: `from` and `to`, or the time until now. */
+  /** The range of the URL: `from` and `to`, the time around an event, or the time until now. */
   range(now) {
     const [from, to] = [Number(param("from")), Number(param("to"))];
     if (from > 0 && to > from) return [from, to];
+    if (this.around && !param("range")) return [this.around - BEFORE_SECONDS, this.around + AFTER_SECONDS];
     return [now - (RANGES[param("range")] ?? RANGES["10m"]), now];
   }
 
   zoom(change) {
     const [from, to] = change(...this.shown);
     const [start, end] = [Math.max(from, this.now - 8 * 86400), Math.min(to, this.now)];
-    if (end - start >= MIN_SECONDS) go({ from: Math.round(start), to: Math.round(end), range: null });
+    if (end - start >= MIN_SECONDS) go({ from: Math.round(start), to: Math.round(end) });
   }
 
-  /** Show a subject: `query` of the history, `top` bytes of the axis (null for the largest value), `marks` of events. */
-  update({ query, label, top, marks, words, now }) {
+  /** Show a subject: `query` of the history, `top` bytes of the axis (null for the largest value), `marks` of events, the time of an event or null. */
+  update({ query, label, top, marks, around, words, now }) {
     this.now = now;
-    const key = `${query} ${param("range")} ${param("from")} ${param("to")}`;
+    this.around = around;
+    const key = `${query} ${around} ${param("range")} ${param("from")} ${param("to")}`;
     const changed = key !== this.key;
     Object.assign(this, { key, query, top, words });
     if (JSON.stringify(marks) !== JSON.stringify(this.marks)) {
@@ -76,7 +80,7 @@ export class Timeline {
     }
     setAttribute(this.element, "aria-label", `Timeline of ${label}`);
     for (const button of this.buttons) {
-      setAttribute(button, "aria-pressed", !param("from") && button.dataset.range === (param("range") || "10m"));
+      setAttribute(button, "aria-pressed", !param("from") && button.dataset.range === (param("range") || (around ? "" : "10m")));
     }
     this.request(changed);
   }
@@ -145,7 +149,7 @@ export class Timeline {
         y: { range: (_, __, max) => [0, this.top ?? Math.max(2 ** 20, (max ?? 0) * 1.08)] },
       },
       axes: [
-        { ...axis, size: 30, values: (_, splits, __, ___, step) => splits.map((time) => (step >= 86400 ? day(time) : timeOfDay(time, step < 60))) },
+        { ...axis, size: 30, space: 72, values: (_, splits, __, ___, step) => splits.map((time) => (step >= 86400 ? day(time) : timeOfDay(time, step < 60))) },
         { ...axis, size: 72, incrs: Array.from({ length: 30 }, (_, power) => 2 ** (power + 16)), values: (_, splits) => splits.map((value) => bytes(value)) },
       ],
       series: [{}, ...SERIES.map(line), { stroke: "transparent", points: { show: false } }],
@@ -162,7 +166,7 @@ export class Timeline {
     if (width < 4) return;
     const [from, to] = [posToVal(left, "x"), posToVal(left + width, "x")];
     this.chart.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
-    if (to - from >= MIN_SECONDS) go({ from: Math.floor(from), to: Math.ceil(to), range: null });
+    if (to - from >= MIN_SECONDS) go({ from: Math.floor(from), to: Math.ceil(to) }); // the range stays for the way back
   }
 
   drawMarks({ ctx, bbox, valToPos }) {
@@ -183,17 +187,20 @@ export class Timeline {
     ctx.restore();
   }
 
-  /** Show the values under the pointer, otherwise the last ones, and the mark next to the pointer. */
+  /** Show the values under the pointer, otherwise the values at the event or the last ones, and the mark next to the pointer. */
   showValues() {
     const { chart } = this;
     if (!chart) return;
     const [times, ...columns] = chart.data;
     const last = times.length - 1;
-    const index = chart.cursor.idx ?? last;
+    const event = this.around && times[0] <= this.around && this.around <= times[last] ? times.findIndex((each) => each >= this.around) : last;
+    const index = chart.cursor.idx ?? event;
     const time = times[index];
     setText(this.moment, time === undefined ? "" : dayAndTime(time));
     for (const [i, [name]] of SERIES.entries()) {
-      setText(this.values[i], `${this.words[name]?.label ?? PEAK_LABEL} ${bytes(columns[i]?.[index])}`);
+      const least = this.document.series[0]?.[name]?.min?.[index] ?? null;
+      const most = columns[i]?.[index];
+      setText(this.values[i], `${this.words[name]?.label ?? PEAK_LABEL} ${least !== null && least !== most ? `${bytes(least)}–` : ""}${bytes(most)}`);
     }
     const { left } = chart.cursor;
     const near = (mark) => Math.abs(chart.valToPos(mark.unix_seconds, "x") - left);

@@ -1,0 +1,156 @@
+"""`--client.directory`: puts the client of this version into a folder of the node, from which jobs import it.
+
+    sitecustomize.py -> 0.3.0-1f3a9c0e2b44/gpumem_client/bootstrap/sitecustomize.py
+    0.3.0-1f3a9c0e2b44/gpumem_client/...
+
+A job has this folder in its PYTHONPATH, so its Python imports `sitecustomize`. An upgrade adds a folder, and then
+replaces the link: a job that is starting gets all of one version. A job keeps its version, which it loads when it
+initializes CUDA and, for a few modules, when it uses them. So a version stays for a while after its last start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.resources
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from gpumem_client.wire.errors import GpumemError
+from gpumem_client.wire.peer import user_name
+from gpumem_exporter import __version__
+
+KEPT_SECONDS = 30 * 86400.0
+"""How long a version stays after another one replaced it."""
+_PACKAGE = "gpumem_client"
+_ENTRY = f"{_PACKAGE}/bootstrap/sitecustomize.py"
+_LINK = "sitecustomize.py"
+_VERSION = re.compile(r".+-[0-9a-f]{12}|[.]new-.+")
+_WRITABLE_BY_OTHERS = 0o022
+
+_log = logging.getLogger(__name__)
+
+
+class ClientDirectoryError(GpumemError):
+    """The client cannot be put into the folder; the message is one line."""
+
+
+def put_client(folder: Path) -> None:
+    """Put the client of this exporter's version into a folder, and remove versions that were replaced long ago.
+
+    Every user can read it and only the exporter's user can write to it, whatever the umask. Call it before jobs can
+    connect: it writes about 400 KiB.
+
+    Raises:
+        ClientDirectoryError: another user could change what jobs import, or the folder cannot be written.
+    """
+    try:
+        _require_safe(folder)
+        replaced = _current(folder)
+        if not folder.is_dir():
+            folder.mkdir()
+            folder.chmod(0o755)
+        files = _files()
+        version = f"{__version__}-{_digest(files)}"
+        if not (folder / version).is_dir():
+            _write_version(folder, version, files)
+        if version != replaced:
+            _make_current(folder, version, replaced)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ClientDirectoryError(
+            f"--client.directory: cannot put the client into {folder}: {reason[:1].lower()}{reason[1:]}"
+        ) from error
+    _remove_old(folder, version)
+
+
+def _require_safe(folder: Path) -> None:
+    """Raise OSError if a user other than root and this one could replace the folder or a file in it."""
+    if Path(os.path.realpath(folder)) != folder:
+        raise OSError(0, f"a part of it is a symbolic link: name the real folder {os.path.realpath(folder)}")
+    for each in (folder, *folder.parents):
+        try:
+            status = each.lstat()
+        except FileNotFoundError:
+            continue
+        if status.st_uid not in (0, os.geteuid()):
+            raise OSError(0, f"{each} belongs to {user_name(status.st_uid)}, who could change what jobs import")
+        mode = stat.S_IMODE(status.st_mode)
+        # In a sticky folder, such as /tmp, only the owner can replace an entry.
+        if mode & _WRITABLE_BY_OTHERS and (each == folder or not mode & stat.S_ISVTX):
+            raise OSError(
+                0, f"others may write to {each} (mode {mode:04o}) and change what jobs import; chmod go-w {each}"
+            )
+
+
+def _files() -> dict[str, bytes]:
+    """Return the text of each module of the installed client by its path."""
+    package = Path(str(importlib.resources.files(_PACKAGE)))
+    modules = sorted(package.rglob("*.py"))
+    files = {f"{_PACKAGE}/{module.relative_to(package).as_posix()}": module.read_bytes() for module in modules}
+    if _ENTRY not in files:
+        raise OSError(0, f"{package} is not complete: install gpumem-client again")
+    return files
+
+
+def _digest(files: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for path, text in files.items():
+        digest.update(b"%s\0%d\0%s" % (path.encode(), len(text), text))
+    return digest.hexdigest()[:12]
+
+
+def _write_version(folder: Path, version: str, files: Mapping[str, bytes]) -> None:
+    """Write a version under another name, and rename it: the folder of a version is always complete."""
+    new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
+    try:
+        for path, text in files.items():
+            file = new / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(text)
+        for parent, _, names in os.walk(new):
+            Path(parent).chmod(0o755)
+            for name in names:
+                Path(parent, name).chmod(0o644)
+        new.rename(folder / version)
+    except OSError:
+        shutil.rmtree(new, ignore_errors=True)
+        if not (folder / version).is_dir():  # or a second exporter has just written it
+            raise
+
+
+def _current(folder: Path) -> str | None:
+    """Return the version that jobs import now; None before the first one."""
+    link = folder / _LINK
+    if link.is_symlink():
+        return link.readlink().parts[0]
+    if link.exists():
+        raise OSError(0, f"{link} is a file of another program: name an empty folder")
+    return None
+
+
+def _make_current(folder: Path, version: str, replaced: str | None) -> None:
+    new = folder / f".{_LINK}.{os.getpid()}"
+    new.unlink(missing_ok=True)
+    new.symlink_to(f"{version}/{_ENTRY}")
+    new.replace(folder / _LINK)
+    if replaced is not None and (folder / replaced).is_dir():
+        os.utime(folder / replaced)  # from now on it is old
+    _log.info("client installed", extra={"fields": {"directory": folder, "version": version}})
+
+
+def _remove_old(folder: Path, version: str) -> None:
+    """Remove replaced versions. Bytecode that root's jobs left there stays if this user may not remove it."""
+    oldest = time.time() - KEPT_SECONDS
+    for entry in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a second exporter removes it
+            if _VERSION.fullmatch(entry.name) and entry.name != version and entry.lstat().st_mtime < oldest:
+                shutil.rmtree(entry, ignore_errors=True)
+                _log.info("old client removed", extra={"fields": {"version": entry.name}})

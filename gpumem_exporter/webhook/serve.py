@@ -1,0 +1,157 @@
+"""Runs the webhook: an HTTPS server for Kubernetes' API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import posixpath
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter import __version__
+from gpumem_exporter.server.http.connections import Limits
+from gpumem_exporter.server.http.listeners import bind, parse_listen_address
+from gpumem_exporter.server.http.problems import ProblemError, install_problem_handlers
+from gpumem_exporter.server.http.uvicorn_server import LimitedServer
+from gpumem_exporter.server.logs import configure_logging
+from gpumem_exporter.server.security.certificate import Certificate
+from gpumem_exporter.server.security.tokens import REFRESH_SECONDS
+from gpumem_exporter.server.security.web_config import Tls
+from gpumem_exporter.webhook.pods import MOUNT
+from gpumem_exporter.webhook.review import FORBIDDEN, NotAReviewError, answer
+
+PODS = "/pods"
+"""The route of reviews."""
+PODS_WITHOUT_HOST_PATH = "/pods/without-host-path"
+"""The route of reviews of pods that may not mount a folder of the host: their answer only has the reason."""
+
+MAX_BODY_BYTES = 4 << 20
+"""The API server accepts objects of at most 3 MiB; a review adds little to its pod."""
+_LIMITS = Limits(max_connections=512, bodies=64, bodies_bytes=32 << 20, request_seconds=5.0)
+"""One client, the API server, sends nearly all requests, and waits for a few seconds."""
+_STOP_SECONDS = 5
+"""The time for running requests when the webhook stops."""
+_KEEP_ALIVE_SECONDS = 120
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of the webhook. Raises ConfigurationError if one of them is invalid."""
+
+    address: str
+    certificate: Path
+    key: Path
+    host_path: str = MOUNT
+    """The exporter's folder on the nodes."""
+    log_level: str = "info"
+    log_format: str = "logfmt"
+
+    def __post_init__(self) -> None:
+        try:
+            parse_listen_address(self.address)
+        except ValueError as error:
+            raise ConfigurationError(f"invalid --web.listen-address {self.address!r}: {error}") from None
+        if not self.host_path.startswith("/") or posixpath.normpath(self.host_path) != self.host_path:
+            raise ConfigurationError(f"invalid --socket.host-path {self.host_path!r}: expected an absolute path")
+
+
+def run(options: Options) -> int:
+    """Run the webhook until SIGTERM or SIGINT. Return 0 after a signal, 1 if it cannot start.
+
+    Configures the logging and the signals of the process: call it from the main thread.
+
+    Raises:
+        ConfigurationError: the certificate is invalid.
+        BindError: the address cannot be used.
+    """
+    configure_logging(options.log_level, options.log_format)
+    files = Tls.model_construct(cert_file=options.certificate, key_file=options.key)
+    certificate = Certificate(files, "the webhook's certificate")
+    certificate.context.sni_callback = lambda connection, _name, _context: certificate.use_in(connection)
+    with bind([options.address]) as listeners:
+        fields = {"addresses": ",".join(listeners.names(tls=True)), "version": __version__}
+        server = LimitedServer(
+            create_app(options.host_path, certificate),
+            limits=_LIMITS,
+            tls=certificate.context,
+            on_started=lambda: _log.info("listening", extra={"fields": fields}),
+            on_stopping=lambda: None,
+            loop="uvloop",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_STOP_SECONDS,
+        )
+        try:
+            server.run_until_signal(listeners.sockets)
+        except SystemExit:
+            return 1  # uvicorn exits if the application fails to start; the log has the reason
+    return 0
+
+
+def create_app(host_path: str, certificate: Certificate) -> FastAPI:
+    """Return the application, which reads the certificate again when its files change."""
+
+    @contextlib.asynccontextmanager
+    async def refreshing(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(_refresh(certificate))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    app = FastAPI(openapi_url=None, lifespan=refreshing)
+    install_problem_handlers(app)
+
+    @app.post(PODS)
+    async def pods(request: Request) -> Response:
+        return await _review(request, host_path)
+
+    @app.post(PODS_WITHOUT_HOST_PATH)
+    async def pods_without_host_path(request: Request) -> Response:
+        return await _review(request, host_path, FORBIDDEN)
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        return {"status": "ok", "version": __version__}
+
+    return app
+
+
+async def _review(request: Request, host_path: str, forbidden: str = "") -> Response:
+    try:
+        document = json.loads(await _body(request))
+        return JSONResponse(answer(document, host_path=host_path, forbidden=forbidden))
+    except NotAReviewError as error:
+        raise ProblemError(400, str(error)) from None
+    except (ValueError, RecursionError):
+        raise ProblemError(400, "the body is not JSON; expected an AdmissionReview") from None
+    except ClientDisconnect:
+        return Response(status_code=400)  # for no reader
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ProblemError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+async def _refresh(certificate: Certificate) -> None:
+    while True:
+        await asyncio.sleep(REFRESH_SECONDS)
+        await asyncio.to_thread(certificate.refresh)

@@ -1,0 +1,169 @@
+"""Usage: who held how much memory for how long, and how much of it lay idle. Needs the recording rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grafana_foundation_sdk.models import units
+
+from gpumem_dashboards.frame import board, link, with_rows
+from gpumem_dashboards.palette import shares
+from gpumem_dashboards.panels import columns, graph, number, stacked
+from gpumem_dashboards.promql import CLUSTER
+from gpumem_dashboards.tables import Column, table
+
+HELD = "owner:gpumem_process_memory_used_bytes:mean1m"
+REPORTED = "owner:gpumem_process_memory_used_bytes:reported_mean1m"
+IDLE = "owner:gpumem_torch_idle_cache_bytes:mean1m"
+OWNERS = f'{CLUSTER}, user=~"$user", k8s_namespace=~"$namespace", slurm_account=~"$account"'
+GIB_HOURS = "suffix: GiB h"
+SHOWN = 50
+"""The maximum number of rows of a table."""
+
+_IDLE_LIMITS = shares(0.2, 0.4)
+_NOTE = (
+    " A GiB hour is one GiB held for one hour. Idle is the part that PyTorch cached and no process needed for a minute."
+    " It is known for processes that report, and its share is of their memory."
+)
+
+
+def usage() -> Any:
+    """Build the dashboard of the memory-hours by owner."""
+    made = board(
+        "GPU memory: usage",
+        "gpumem-usage",
+        "Who held how much GPU memory for how long, and how much of it lay idle: by user, namespace, workload and"
+        " Slurm account. It needs the recording rules of gpumem_exporter.",
+        time="now-7d",
+        refresh="5m",
+        variables=[
+            ("user", "User", f"{HELD}{{{CLUSTER}}}", "user"),
+            ("namespace", "Namespace", f"{HELD}{{{CLUSTER}}}", "k8s_namespace"),
+            ("account", "Slurm account", f"{HELD}{{{CLUSTER}}}", "slurm_account"),
+        ],
+    )
+    by_name = (
+        _owners("Users", "user", "user", span=12),
+        _owners("Namespaces", "k8s_namespace", "namespace", span=12),
+        _workloads(),
+        _owners("Slurm accounts", "slurm_account", "account", span=24),
+    )
+    return with_rows(
+        made,
+        ("In the time range", [*_overview(), _by_day(), _over_time()]),
+        ("Owners", by_name),
+    )
+
+
+def _gib_hours(metric: str, by: str = "") -> str:
+    """Return the query for the GiB hours of the time range; a sample stands for a minute."""
+    grouping = f" by ({by})" if by else ""
+    return f"sum{grouping} (sum_over_time({metric}{{{OWNERS}}}[$__range])) / {60 * 2**30}"
+
+
+def _overview() -> list[Any]:
+    return [
+        number(
+            "Held", "The memory that processes held in the time range." + _NOTE, GIB_HOURS, _gib_hours(HELD), span=6
+        ),
+        number(
+            "Idle",
+            "The memory that processes held without using it. At least: of processes that do not report it is unknown."
+            + _NOTE,
+            GIB_HOURS,
+            _gib_hours(IDLE),
+            span=6,
+        ),
+        number(
+            "Idle share",
+            "The idle part of the memory that reporting processes held. A clear, or a policy on idle cache, makes it"
+            " available to others.",
+            units.PercentUnit,
+            f"{_gib_hours(IDLE)} / ({_gib_hours(REPORTED)})",
+            limits=_IDLE_LIMITS,
+            span=6,
+        ),
+        number(
+            "Reported share",
+            "The part of the held memory that belonged to processes that report. What the other processes did is"
+            " unknown.",
+            units.PercentUnit,
+            f"{_gib_hours(REPORTED)} / ({_gib_hours(HELD)})",
+            span=6,
+        ),
+    ]
+
+
+def _by_day() -> Any:
+    panel = graph(
+        "Held by day, by user",
+        "GiB hours of each day, stacked. The column without a name has the processes of unknown or hidden users.",
+        GIB_HOURS,
+        [(f"sum by (user) (sum_over_time({HELD}{{{OWNERS}}}[$__rate_interval])) / {60 * 2**30}", "{{user}}")],
+        height=9,
+    )
+    return columns(panel, "1d").min(0)
+
+
+def _over_time() -> Any:
+    panel = graph(
+        "Held over time, by user",
+        "The memory that each user held, stacked. The line without a name has the processes of unknown or hidden"
+        " users.",
+        units.BytesIEC,
+        [(f"sum by (user) ({HELD}{{{OWNERS}}})", "{{user}}")],
+        height=9,
+    )
+    return stacked(panel, 50).min(0)
+
+
+def _values(by: str, only: str = "") -> list[Column]:
+    """Return the columns of the memory-hours by labels; `only` restricts the rows."""
+
+    def of(metric: str) -> str:
+        return f"({_gib_hours(metric, by)})"
+
+    return [
+        Column("Held", of(HELD) + only, width=130),
+        Column(
+            "Idle share", f"{of(IDLE)} / {of(REPORTED)}{only}", units.PercentUnit, _IDLE_LIMITS, gauge=True, width=160
+        ),
+        Column("Idle", of(IDLE) + only, width=130),
+        Column("Reported", f"{of(REPORTED)} / {of(HELD)}{only}", units.PercentUnit, width=110),
+    ]
+
+
+def _owners(title: str, label: str, name: str, *, span: int) -> Any:
+    links = (
+        [] if name == "account" else [("Its jobs", link("gpumem-fleet", "cluster", **{name: f"__data.fields.{label}"}))]
+    )
+    return table(
+        title,
+        f"The memory-hours of the time range by {name}. The row without a name has all processes without one." + _NOTE,
+        GIB_HOURS,
+        [Column(label, heading=title[:-1], links=links), *_values(label)],
+        sort_by="Held",
+        span=span,
+        height=9,
+    )
+
+
+def _workloads() -> Any:
+    by = "cluster, workload, user, k8s_namespace"
+    largest = f" and on ({by}) topk({SHOWN}, {_gib_hours(HELD, by)})"
+    to_workload = link("gpumem-workload", cluster="__data.fields.cluster", workload="__data.fields.workload")
+    return table(
+        "Workloads",
+        f"The {SHOWN} workloads with the most memory-hours in the time range. The processes of a user without a"
+        " workload are one row." + _NOTE,
+        GIB_HOURS,
+        [
+            Column("workload", heading="Workload", links=[("This workload", to_workload)]),
+            Column("user", heading="User"),
+            Column("k8s_namespace", heading="Namespace"),
+            Column("cluster", heading="Cluster"),
+            *_values(by, largest),
+        ],
+        sort_by="Held",
+        height=10,
+    )

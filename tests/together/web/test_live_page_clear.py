@@ -1,0 +1,136 @@
+"""Clearing from the live page: the safe mode, cancelling, tokens and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from playwright.sync_api import Request
+
+from tests.support.live_page import LivePage, OpenPage, browser, open_page
+from tests.support.still_demo import StillDemo, still_demo
+
+__all__ = ["browser", "open_page"]
+
+TOKEN = "a-token-that-is-long-enough-to-be-one"
+JOB = "demo-llm-pretrain"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StillDemo]:
+    """A demo that requires a token for actions."""
+    token = tmp_path_factory.mktemp("guarded") / "token"
+    token.touch(0o600)
+    token.write_text(TOKEN + "\n")
+    with still_demo(action_token_file=str(token)) as demo:
+        yield demo
+
+
+def focused(live: LivePage, element: str) -> None:
+    """Wait until an element has the focus, which the dialog moves with each state."""
+    live.until("document.activeElement.id === it", element)
+
+
+def open_dialog(live: LivePage, job: str) -> None:
+    """Press the button of a job's row."""
+    live.page.locator(f"#jobs tbody:has-text('{job}') .act:visible").click()
+
+
+def sent_actions(live: LivePage) -> list[Any]:
+    """Return the list to which the bodies of the page's requests for actions are added."""
+    bodies: list[Any] = []
+
+    def take(request: Request) -> None:
+        if request.method == "POST":
+            bodies.append(request.post_data_json)
+
+    live.page.on("request", take)
+    return bodies
+
+
+def outcomes(live: LivePage) -> list[str]:
+    """Return the outcome of each process in the dialog."""
+    return [row.split("\t")[-1] for row in live.page.locator("#dialog-results tbody tr").all_inner_texts()]
+
+
+def test_a_training_job_clears_with_all_ranks_after_the_same_step(open_page: OpenPage) -> None:
+    with still_demo() as demo:
+        live = open_page(demo)
+        sent = sent_actions(live)
+        open_dialog(live, JOB)
+        focused(live, "dialog-confirm")
+        assert "Stays free" in live.text("#dialog-status")
+        assert outcomes(live) == 4 * ["would clear"]
+        with demo.time_passes():
+            live.page.locator("#dialog-confirm").click()
+            focused(live, "dialog-cancel")
+        assert outcomes(live) == 4 * ["done"]
+    assert [(body["mode"], body["group"], body.get("dry_run", False)) for body in sent] == [
+        ("step", True, True),
+        ("step", True, False),
+    ]
+
+
+def test_a_clear_that_waits_for_a_step_can_be_cancelled(still: StillDemo, open_page: OpenPage) -> None:
+    live = open_page(still)
+    open_dialog(live, JOB)
+    focused(live, "dialog-confirm")
+    live.page.locator("#dialog-confirm").click()  # no step ends, because no time passes
+    cancel = live.page.get_by_role("button", name="Cancel the clear")
+    cancel.click()
+    focused(live, "dialog-cancel")
+    assert not cancel.is_visible()
+    assert {outcome.partition(":")[0] for outcome in outcomes(live)} == {"refused"}
+    assert "cancelled" in live.text("#dialog-results")
+
+
+def test_a_token_is_requested_and_a_wrong_one_loses_nothing(guarded: StillDemo, open_page: OpenPage) -> None:
+    live = open_page(guarded, path="?q=demo-llm&sort=-allocated", expects=("status of 401",))
+    sent = sent_actions(live)
+    open_dialog(live, JOB)
+    focused(live, "token")
+    title = live.text("#dialog-title")
+    assert not live.page.locator("#dialog-error").is_visible()
+    live.page.keyboard.type("wrong")
+    live.page.keyboard.press("Enter")
+    live.page.locator("#dialog-error").wait_for()
+    assert "wrong token" in live.text("#dialog-error")
+    refused = live.text("#dialog-error")
+    live.page.locator("#token").fill("Schlüssel mit Umlaut")
+    live.page.keyboard.press("Enter")
+    live.until("document.querySelector('#dialog-error').innerText.replaceAll('\\u00a0', ' ') !== it", refused)
+    focused(live, "token")
+    live.page.locator("#token").fill(TOKEN)
+    live.page.keyboard.press("Enter")
+    focused(live, "dialog-confirm")
+    assert live.text("#dialog-title") == title
+    assert outcomes(live) == 4 * ["would clear"]
+    assert len({str(body) for body in sent}) == 1  # each attempt was for the same clear
+    live.page.keyboard.press("Escape")
+    assert live.page.url.endswith("?q=demo-llm&sort=-allocated")
+    live.until("document.querySelectorAll('#events li time').length > 0")  # the token also shows the events
+    kept = live.page.evaluate(
+        "[location.href, document.cookie, ...Object.values(localStorage), ...Object.values(sessionStorage),"
+        " document.querySelector('#token').value].join(' ')"
+    )
+    assert TOKEN not in kept
+    assert not any(TOKEN in url for url in live.requested)
+
+
+def test_a_refused_viewer_sees_the_reason_and_the_numbers(still: StillDemo, open_page: OpenPage) -> None:
+    live = open_page(still, expects=("status of 403",), extra_http_headers={"X-Forwarded-For": "10.1.2.3"})
+    live.until("document.querySelector('#rights').textContent.includes('--action.token-file')")
+    assert "GiB" in live.text("#jobs")
+    open_dialog(live, JOB)
+    live.page.locator("#dialog-error").wait_for()
+    assert "--action.token-file" in live.text("#dialog-error")
+    assert not live.page.locator("#dialog-confirm").is_visible()
+    assert not live.page.locator("#token-form").is_visible()
+
+
+def test_disabled_clears_are_shown_as_disabled(open_page: OpenPage) -> None:
+    with still_demo(action_allow="reset_peak") as demo:
+        live = open_page(demo)
+        live.until("document.querySelector('#rights').textContent.includes('--action.allow')")
+        assert live.page.locator("#jobs .act:visible").count() == 0

@@ -1,0 +1,101 @@
+"""The live page below a path prefix, on a node without a driver, and with many processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.builders import MIB
+from tests.support.live_page import OpenPage, browser, open_page, send, serving
+from tests.support.prefix_proxy import prefix_proxy
+from tests.support.still_demo import StillDemo
+from tests.support.waiting import wait_for
+
+__all__ = ["browser", "open_page"]
+
+PROCESSES = 256
+REFRESHES = """
+window.refreshes = 0;
+new PerformanceObserver((list) => { refreshes += list.getEntriesByName('refresh').length; }).observe({type: 'measure'});
+"""
+WATCH = """(() => {
+    window.refreshes = window.moved = window.written = 0;
+    new MutationObserver((changes) => {
+        for (const {target, removedNodes} of changes) {
+            if (target.matches('table, tbody')) moved += removedNodes.length;
+            else written += 1;
+        }
+    }).observe(document.querySelector('#jobs'), {childList: true, subtree: true});
+})()"""
+PLACE = """({
+    scroll: scrollY,
+    focus: document.activeElement.href,
+    selected: String(getSelection()),
+    open: document.querySelectorAll('#jobs .rank').length,
+    top: document.activeElement.getBoundingClientRect().top,
+})"""
+
+
+def test_the_page_works_below_a_path_prefix(still: StillDemo, open_page: OpenPage) -> None:
+    with prefix_proxy(still.tcp_url, "/gpumem") as proxy:
+        live = open_page(proxy, expects=("status of 403",))  # of events and of the clear
+        live.page.locator("#jobs a.name:has-text('demo-llm-pretrain')").click()
+        live.until("document.querySelector('.plot canvas')")
+        live.page.reload()
+        live.until("document.querySelector('#detail-title')?.textContent === 'demo-llm-pretrain'")
+        live.page.locator("#detail .act").click()
+        live.until("document.querySelector('#dialog-error').textContent.includes('--action.token-file')")
+        live.page.keyboard.press("Escape")
+        live.page.locator("#host").click()
+        live.until("!document.querySelector('#node').hidden")
+        assert live.page.url == f"{proxy.tcp_url}/"
+        for link in live.page.locator("footer nav a").all():
+            address = link.evaluate("(it) => it.href")
+            assert live.page.request.get(address).status in (200, 403), address
+        outside = [url for url in live.requested if not urlsplit(url).path.startswith("/gpumem/")]
+        assert [url for url in outside if not url.startswith("data:")] == []
+
+
+def test_a_node_without_a_driver_has_a_next_step_and_its_jobs(tmp_path: Path, open_page: OpenPage) -> None:
+    with serving(
+        tmp_path, "--report.expiry", "3600", environment={"PATH": "/usr/bin:/bin"}, ready="/-/healthy"
+    ) as exporter:
+        send(exporter, 502, MIB, workload="train")
+        live = open_page(exporter)
+        reason = exporter.get("/api/v1/live")["node"]["driver"]["error"]
+        assert reason
+        assert reason in live.text("#no-devices")
+        assert "nvidia-smi" in live.text("#no-devices")
+        assert "train" in live.text("#jobs")
+        assert live.page.locator("#findings-list [data-severity=critical]").count() == 1
+        assert live.violations_of_access() == []
+
+
+def test_many_processes_are_shown_and_a_refresh_leaves_the_viewer_where_they_are(
+    tmp_path: Path, open_page: OpenPage
+) -> None:
+    with serving(tmp_path, "--demo", "--demo.processes", str(PROCESSES)) as exporter:
+        wait_for(lambda: len(exporter.processes()) >= 0.9 * PROCESSES, "the demo's processes")
+        live = open_page(exporter, viewport={"width": 1440, "height": 900}, script=REFRESHES)
+        live.until("document.querySelectorAll('#jobs .job').length > 100")
+        jobs = exporter.get("/api/v1/live")["jobs"]
+        assert sum(job["process_count"] for job in jobs) == pytest.approx(PROCESSES, abs=20)  # some are restarting
+        assert live.page.locator("#jobs .job").count() == pytest.approx(len(jobs), abs=20)
+        folded = next(job for job in reversed(jobs) if job["process_count"] > 1)
+        row = live.page.locator("#jobs tbody", has=live.page.locator(f"a[href='?job={folded['id']}']"))
+        row.locator(".fold").click()
+        assert row.locator(".rank").count() == folded["process_count"]
+
+        row.locator("a.name").evaluate("(it) => it.focus({focusVisible: true})")
+        row.locator(".owner").evaluate("(it) => getSelection().selectAllChildren(it)")
+        assert live.page.evaluate("scrollY") > 900
+        live.page.evaluate(WATCH)
+        before = live.page.evaluate(PLACE)
+        live.until("refreshes >= 4")
+        assert live.page.evaluate(PLACE) == before
+        assert before["selected"]
+        assert before["open"] == folded["process_count"]
+        assert live.page.evaluate("moved") == 0
+        assert live.page.evaluate("written") > 0

@@ -1,0 +1,140 @@
+"""What ran out of memory and why: the exporter's document of an error, and the page that shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.protocol import OutOfMemory
+from gpumem_exporter.core.samples import ProcessMemory
+from tests.support.builders import MIB, UUIDS, report, sample
+from tests.support.live_page import OpenPage, browser, open_page
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.waiting import eventually
+
+__all__ = ["browser", "open_page"]
+
+EVENTS = "/api/v1/events"
+OWN, OTHER = 502, 501
+NUMBERS = itertools.count(1)
+
+
+class OnTcp(RunningExporter):
+    """An exporter that a page can open."""
+
+    @property
+    def tcp_url(self) -> str:
+        return self.url
+
+
+def fail(exporter: RunningExporter, **changes: Any) -> Any:
+    """Report an error of the job `train`, beside the idle cache of the job `notebook`; return its event's document."""
+    number = next(NUMBERS)
+    then = sample(UUIDS[0], 70 * MIB, fragmented=10 * MIB)
+    values = {"requested_bytes": 200 * MIB, "device_free_bytes": 100 * MIB, "limit_bytes": 1000 * MIB, **changes}
+    error = OutOfMemory(UUIDS[0], number, phase="forward", step=7, sample=then, **values)
+    answer = exporter.report(
+        report(OWN, devices=(then,), workload="train", session="train", sequence=number + 1, ooms=(error,))
+    )
+    assert answer.status == 200, answer
+    events = exporter.document(f"{EVENTS}?type=oom&limit=1000")["events"]
+    (event,) = [each for each in events if each["detail"]["number"] == number]
+    return exporter.document(f"{EVENTS}/{event['id']}")
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[OnTcp]:
+    """An exporter with two jobs on one device."""
+    provider = ScriptedProvider()
+    provider.processes[UUIDS[0]] = (ProcessMemory(OWN, 90 * MIB), ProcessMemory(OTHER, 300 * MIB))
+    idle = dataclasses.replace(sample(UUIDS[0], 10 * MIB, 250 * MIB), idle_cache_bytes=250 * MIB)
+    with running_exporter(provider=provider, report_expiry=3600.0) as running:
+        with_idle = report(OTHER, devices=(idle,), workload="notebook", session="nb", actions=("empty_cache",))
+        assert running.report(with_idle).status == 200
+        assert running.report(report(OWN, workload="train", session="train")).status == 200
+        eventually(
+            lambda: running.runtime.view.device_at_error(UUIDS[0], str(OWN)),
+            lambda device: device is not None and [job["used_bytes"] for job in device["jobs"]] == [300 * MIB],
+        )
+        fail(running)
+        yield OnTcp(*(getattr(running, field.name) for field in dataclasses.fields(RunningExporter)))
+
+
+def test_an_error_has_its_cause_the_memory_of_the_device_and_what_came_before(exporter: OnTcp) -> None:
+    found = fail(exporter)
+    explained = found["explanation"]
+    assert explained["cause"] == "idle_cache"
+    parts = {part["key"]: (part["bytes"], part["job"], part["idle"]) for part in explained["parts"]}
+    (notebook,) = [job for job in exporter.document("/api/v1/live")["jobs"] if job["name"] == "notebook"]
+    assert parts == {
+        "torch_allocated": (70 * MIB, None, None),
+        "torch_fragmented": (10 * MIB, None, None),
+        "job": (300 * MIB, notebook["id"], 250 * MIB),
+        "rest": (520 * MIB, None, None),
+        "free": (100 * MIB, None, None),
+    }
+    times = [each["unix_seconds"] for each in found["before"]]
+    assert times == sorted(times, reverse=True)
+    assert max(times) < found["event"]["unix_seconds"]
+    assert {each["type"] for each in found["before"]} == {"oom", "process_started"}
+
+
+def test_the_jobs_beside_an_error_that_was_reported_late_are_not_known(exporter: OnTcp) -> None:
+    found = fail(exporter, age_seconds=30.0)
+    assert found["event"]["detail"]["device"] == {"total_bytes": 1000 * MIB}
+    assert found["explanation"]["cause"] == "others"
+    assert [part["key"] for part in found["explanation"]["parts"]] == [
+        *("torch_allocated", "torch_fragmented", "rest", "free"),
+    ]
+
+
+def test_another_event_has_no_explanation_and_an_unknown_one_is_not_found(exporter: OnTcp) -> None:
+    (started, *_) = exporter.document(f"{EVENTS}?type=process_started")["events"]
+    found = exporter.document(f"{EVENTS}/{started['id']}")
+    assert (found["event"], found["explanation"]) == (started, None)
+    for number in (1, started["id"] - 1, 2**63 - 1):
+        problem(exporter.get(f"{EVENTS}/{number}"), 404)
+    problem(exporter.get(f"{EVENTS}/0"), 422)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (390, "dark")])
+def test_a_finding_and_an_event_lead_to_the_address_of_the_explanation(
+    exporter: OnTcp, open_page: OpenPage, width: int, scheme: str
+) -> None:
+    fail(exporter)
+    live = open_page(exporter, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    live.page.locator("#findings .why:visible").first.click()
+    live.until("document.querySelector('.oom .verdict')?.textContent.includes('notebook')")
+    live.until("document.querySelector('.plot canvas')")
+    # The memory at that moment, with a link to the other job, and its clear.
+    assert "300 MiB" in live.text(".oom .parts div:has(a[href*='notebook'])")
+    assert live.page.locator(".oom .act:visible").count() == 1
+    assert live.page.locator(".oom .events li").count() >= 2
+    assert live.violations_of_access() == []
+    assert live.page.evaluate("document.documentElement.scrollWidth") <= width
+    # The address shows it again.
+    live.page.reload()
+    live.until("document.querySelector('.oom .verdict')?.textContent.includes('notebook')")
+    live.page.locator(".oom").get_by_role("button", name="Close").click()
+    live.until("document.querySelector('.oom').hidden")
+    # An event leads to its own error.
+    live.page.locator("#detail > section:last-child a[href*='event=']").last.click()
+    live.until("document.querySelector('.oom .verdict')")
+    assert re.search(r"event=\d+", live.page.url)
+    live.page.go_back()
+    live.until("document.querySelector('.oom').hidden")
+
+
+def test_an_event_that_was_deleted_leaves_the_page_usable(exporter: OnTcp, open_page: OpenPage) -> None:
+    live = open_page(exporter, expects=("404",))
+    live.page.goto(f"{exporter.url}/?gpu=0&event=1")
+    live.until("document.querySelector('.oom')?.textContent.includes('does not have this event')")
+    live.until("document.querySelector('.jobs-of-device li')")
+    # A finding of a job that has ended leads to the last error of the device.
+    live.page.goto(f"{exporter.url}/?gpu=0&event=oom@{UUIDS[0]}")
+    live.until("document.querySelector('.oom .verdict')")
