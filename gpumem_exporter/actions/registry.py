@@ -28,14 +28,14 @@ _MINUTE_SECONDS = 60.0
 class ActionRegistry:
     """Finds actions by id and by idempotency key. A key belongs to its caller and is known as long as its action.
 
-    `max_finished` and `max_bytes` limit the finished actions that are kept, besides dry runs.
+    `max_finished` and `MAX_BYTES` limit the finished actions that are kept, besides dry runs.
     """
 
-    def __init__(self, max_finished: int, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, max_finished: int) -> None:
         self.running: dict[str, RunningAction] = {}
         """The actions that have not ended by id, oldest first."""
-        self._finished = _Kept(max_finished, max_bytes)
-        self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE), max_bytes // _DRY_RUNS_SHARE)
+        self._finished = _Kept(max_finished, MAX_BYTES)
+        self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE), MAX_BYTES // _DRY_RUNS_SHARE)
         self._keys: dict[tuple[str, str], tuple[ActionRequest, str]] = {}
         """The request and the id of an action, by its caller and key."""
 

@@ -16,7 +16,7 @@ from gpumem_client.wire.protocol import CommandResult, ReasonCode
 from gpumem_exporter.actions.selection import TerminationTarget
 from gpumem_exporter.host import Host
 
-TERMINATE_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 _KILL_SECONDS = 10.0
 """A killed process may stay in the kernel for this time while the kernel releases its memory."""
@@ -25,9 +25,8 @@ _KILL_SECONDS = 10.0
 class Terminator:
     """Terminates processes. Used on the event loop only. `host` finds the start time of a process."""
 
-    def __init__(self, host: Host, *, grace_seconds: float = TERMINATE_GRACE_SECONDS) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._grace_seconds = grace_seconds
 
     def refusal(self, action_id: str, target: TerminationTarget) -> CommandResult | None:
         """Return the result for a process that must not be terminated; None for any other.
@@ -66,7 +65,7 @@ class Terminator:
             if refusal is not None:
                 return replace(refusal, outcome="gone")
             for number, wait_seconds, code in (
-                (signal.SIGTERM, self._grace_seconds, ReasonCode.ENDED_BY_SIGTERM),
+                (signal.SIGTERM, _GRACE_SECONDS, ReasonCode.ENDED_BY_SIGTERM),
                 (signal.SIGKILL, _KILL_SECONDS, ReasonCode.ENDED_BY_SIGKILL),
             ):
                 signal.pidfd_send_signal(pidfd, number)

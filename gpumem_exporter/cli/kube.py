@@ -37,6 +37,7 @@ _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 10.0
 _SHOWN_NODES = 8
 _DEFAULT_PORT = 9844
+_VARIABLES = ("KUBECTL", "KUBE_NAMESPACE", "KUBE_SELECTOR")
 _PR_SET_PDEATHSIG = 1
 _FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
 _KLOG = re.compile(r"[EWIF]\d{4} [\d:.]+ +\d+ [^]]+\] ")
@@ -98,15 +99,13 @@ class Kubectl:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Kubectl:
         """Return what the environment sets. Raises ConfigurationError if GPUMEM_KUBECTL is invalid."""
-        given = {
-            name: environ.get(f"GPUMEM_{name}", "").strip() for name in ("KUBECTL", "KUBE_NAMESPACE", "KUBE_SELECTOR")
-        }
-        try:
-            command = tuple(shlex.split(given["KUBECTL"])) or cls().command
-        except ValueError as error:
-            raise ConfigurationError(f"GPUMEM_KUBECTL {given['KUBECTL']!r}: {error}") from None
+        command, *given = (environ.get(f"GPUMEM_{name}", "").strip() for name in _VARIABLES)
         default = cls()
-        return cls(command, given["KUBE_NAMESPACE"] or default.namespace, given["KUBE_SELECTOR"] or default.selector)
+        try:
+            words = tuple(shlex.split(command)) or default.command
+        except ValueError as error:
+            raise ConfigurationError(f"GPUMEM_KUBECTL {command!r}: {error}") from None
+        return cls(words, given[0] or default.namespace, given[1] or default.selector)
 
     def pods(self) -> list[ExporterPod]:
         """List the exporters' pods.
@@ -270,8 +269,7 @@ class Forward:
 class Forwards:
     """The forwarded ports of a command. `open` and `url` are for one thread at a time."""
 
-    def __init__(self, kubectl: Callable[[], Kubectl] = Kubectl.from_environment) -> None:
-        self._kubectl = kubectl
+    def __init__(self) -> None:
         self._by_target: dict[str, Forward] = {}
 
     def open(self, targets: Iterable[str]) -> None:
@@ -290,7 +288,7 @@ class Forwards:
             )
         missing = [each for each in wanted if each not in self._by_target or self._by_target[each].ended]
         if missing:
-            kubectl = self._kubectl()
+            kubectl = Kubectl.from_environment()
             pods = kubectl.pods()
             self._by_target |= {target: Forward(kubectl, target, pods) for target in missing}
 

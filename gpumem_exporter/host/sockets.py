@@ -22,9 +22,9 @@ from gpumem_exporter.host.proc_entries import ProcEntries
 class SocketHolders:
     """Finds the places of the processes that hold sockets; `places` finds the place of each process. Thread-safe."""
 
-    def __init__(self, places: Places, proc: Path = Path("/proc")) -> None:
+    def __init__(self, places: Places) -> None:
         self._places = places
-        self._entries = ProcEntries(proc)
+        self._entries = ProcEntries(Path("/proc"))
         self._cgroup_ids = CgroupIds(self._entries)
 
     def created_in(self, owner: SocketOwner) -> int | None:

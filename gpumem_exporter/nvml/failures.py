@@ -6,6 +6,8 @@ import logging
 import random
 from collections.abc import Callable
 
+_QUIET_SECONDS = 60.0
+
 
 class Backoff:
     """Decides when a failed operation may be tried again. It does not wait by itself. Not thread-safe.
@@ -42,13 +44,12 @@ class Backoff:
 class FailureLog:
     """Logs a failure of a subject once when it starts and once when it ends. Not thread-safe.
 
-    A failure that comes and goes is logged at most once in `quiet_seconds` of `clock`.
+    A failure that comes and goes is logged at most once a minute of `clock`.
     """
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float], *, quiet_seconds: float = 60.0) -> None:
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float]) -> None:
         self._logger = logger
         self._clock = clock
-        self._quiet_seconds = quiet_seconds
         self._ongoing: dict[str, tuple[str, bool]] = {}
         """The text of each failure by subject, and whether it was logged."""
         self._logged_seconds: dict[str, float] = {}
@@ -59,7 +60,7 @@ class FailureLog:
         if ongoing is not None and ongoing[0] == text:
             return
         now = self._clock()
-        logged = now - self._logged_seconds.get(subject, float("-inf")) >= self._quiet_seconds
+        logged = now - self._logged_seconds.get(subject, float("-inf")) >= _QUIET_SECONDS
         if logged:
             self._logged_seconds[subject] = now
             self._logger.warning("%s: %s", subject, text, exc_info=exc_info)
@@ -77,5 +78,5 @@ class FailureLog:
             del self._ongoing[subject]
         now = self._clock()
         for subject, logged in list(self._logged_seconds.items()):
-            if subject not in subjects and now - logged >= self._quiet_seconds:
+            if subject not in subjects and now - logged >= _QUIET_SECONDS:
                 del self._logged_seconds[subject]

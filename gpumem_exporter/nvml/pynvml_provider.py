@@ -107,8 +107,8 @@ class PynvmlProvider:
 
     source = "nvml"
 
-    def __init__(self, nvml: Any = pynvml, meminfo: Path = Path("/proc/meminfo")) -> None:
-        self._nvml = nvml
+    def __init__(self, meminfo: Path = Path("/proc/meminfo")) -> None:
+        self._nvml: Any = pynvml
         self._meminfo = meminfo
         self._open = False
         self._handles: dict[str, Any] = {}

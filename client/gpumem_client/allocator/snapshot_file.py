@@ -51,9 +51,9 @@ def snapshot(path: str | os.PathLike[str]) -> Path | None:
     return target
 
 
-def snapshot_folder(environ: Mapping[str, str] = os.environ) -> Path:
+def snapshot_folder() -> Path:
     """Return GPUMEM_SNAPSHOT_DIR, or a folder of this user's own among the temporary files."""
-    folder = environ.get("GPUMEM_SNAPSHOT_DIR", "").strip()
+    folder = os.environ.get("GPUMEM_SNAPSHOT_DIR", "").strip()
     return Path(folder) if folder else _own_folder()
 
 

@@ -19,6 +19,7 @@ from gpumem_exporter.errors import NvmlError
 if TYPE_CHECKING:
     from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
 
+_SOCKET_SECONDS = 2.0
 _NO_DEMO = "run serve without --demo on a node with GPUs"
 
 
@@ -130,10 +131,10 @@ def socket_path(urls: tuple[str, ...]) -> Path | None:
     return next((Path(url.removeprefix("unix://")) for url in urls if url.startswith("unix://")), None)
 
 
-def socket_peer(path: Path, timeout_seconds: float = 2.0) -> PeerCredentials:
+def socket_peer(path: Path) -> PeerCredentials:
     """Connect and return the listening process. Raises OSError if no process listens, or this user may not connect."""
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
-        connection.settimeout(timeout_seconds)
+        connection.settimeout(_SOCKET_SECONDS)
         connection.connect(str(path))
         return unix_peer(connection)
 

@@ -16,6 +16,7 @@ from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.errors import PrometheusError
 
 _ANSWER_BYTES_MAX = 64 << 20
+_TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,7 @@ class Prometheus:
     ConfigurationError if the URL is invalid, or it has a password and there is also a token.
     """
 
-    def __init__(
-        self, url: str, *, token: str = "", headers: Mapping[str, str] | None = None, timeout_seconds: float = 30.0
-    ) -> None:
+    def __init__(self, url: str, *, token: str = "", headers: Mapping[str, str] | None = None) -> None:
         parts = _checked(url)
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
         """Without the password."""
@@ -50,7 +49,6 @@ class Prometheus:
         elif token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._headers.update(headers or {})
-        self._timeout_seconds = timeout_seconds
 
     def query(self, expression: str) -> QueryResult:
         """Evaluate an expression at the current time.
@@ -90,10 +88,10 @@ class Prometheus:
 
             https_response = http_response  # type: ignore[assignment]  # the stub names other parameters
 
-        parameters = urlencode({"query": expression, "timeout": f"{self._timeout_seconds:g}s"})
+        parameters = urlencode({"query": expression, "timeout": f"{_TIMEOUT_SECONDS:g}s"})
         request = Request(f"{self.url}/api/v1/query?{parameters}", headers=self._headers)  # noqa: S310 - http(s) alone
         try:
-            with build_opener(AnyStatus).open(request, timeout=self._timeout_seconds) as answer:
+            with build_opener(AnyStatus).open(request, timeout=_TIMEOUT_SECONDS) as answer:
                 body = answer.read(_ANSWER_BYTES_MAX + 1)
                 if len(body) > _ANSWER_BYTES_MAX:
                     raise PrometheusError(f"the answer of {self.url} is larger than {_ANSWER_BYTES_MAX} bytes")
