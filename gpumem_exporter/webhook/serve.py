@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import logging
 import posixpath
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from starlette.requests import ClientDisconnect
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter import __version__
@@ -24,7 +20,8 @@ from gpumem_exporter.server.http.problems import ProblemError, install_problem_h
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.logs import configure_logging
 from gpumem_exporter.server.security.certificate import Certificate
-from gpumem_exporter.server.security.tokens import REFRESH_SECONDS
+from gpumem_exporter.server.security.request_guard import DisconnectedError, read_body
+from gpumem_exporter.server.security.tokens import FileRefresher
 from gpumem_exporter.server.security.web_config import Tls
 from gpumem_exporter.webhook.pods import MOUNT
 from gpumem_exporter.webhook.review import FORBIDDEN, NotAReviewError, answer
@@ -76,13 +73,13 @@ def run(options: Options) -> int:
         BindError: the address cannot be used.
     """
     configure_logging(options.log_level, options.log_format)
-    files = Tls.model_construct(cert_file=options.certificate, key_file=options.key)
-    certificate = Certificate(files, "the webhook's certificate")
+    tls = Tls.model_construct(cert_file=options.certificate, key_file=options.key)
+    certificate = Certificate(tls, "the webhook's certificate")
     certificate.context.sni_callback = lambda connection, _name, _context: certificate.use_in(connection)
     with bind([options.address]) as listeners:
         fields = {"addresses": ",".join(listeners.names(tls=True)), "version": __version__}
         server = LimitedServer(
-            create_app(options.host_path, certificate),
+            create_app(options.host_path),
             limits=_LIMITS,
             tls=certificate.context,
             on_started=lambda: _log.info("listening", extra={"fields": fields}),
@@ -94,25 +91,20 @@ def run(options: Options) -> int:
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_STOP_SECONDS,
         )
+        files = FileRefresher([certificate])
+        files.start()
         try:
             server.run_until_signal(listeners.sockets)
         except SystemExit:
             return 1  # uvicorn exits if the application fails to start; the log has the reason
+        finally:
+            files.stop()
     return 0
 
 
-def create_app(host_path: str, certificate: Certificate) -> FastAPI:
-    """Return the application, which reads the certificate again when its files change."""
-
-    @contextlib.asynccontextmanager
-    async def refreshing(_: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(_refresh(certificate))
-        try:
-            yield
-        finally:
-            task.cancel()
-
-    app = FastAPI(openapi_url=None, lifespan=refreshing)
+def create_app(host_path: str) -> FastAPI:
+    """Return the application; `host_path` is the exporter's folder on the nodes."""
+    app = FastAPI(openapi_url=None)
     install_problem_handlers(app)
 
     @app.post(PODS)
@@ -132,26 +124,11 @@ def create_app(host_path: str, certificate: Certificate) -> FastAPI:
 
 async def _review(request: Request, host_path: str, forbidden: str = "") -> Response:
     try:
-        document = json.loads(await _body(request))
+        document = json.loads(await read_body(request.scope, request.receive, MAX_BODY_BYTES))
         return JSONResponse(answer(document, host_path=host_path, forbidden=forbidden))
     except NotAReviewError as error:
         raise ProblemError(400, str(error)) from None
     except (ValueError, RecursionError):
         raise ProblemError(400, "the body is not JSON; expected an AdmissionReview") from None
-    except ClientDisconnect:
+    except DisconnectedError:
         return Response(status_code=400)  # for no reader
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise ProblemError(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
-
-
-async def _refresh(certificate: Certificate) -> None:
-    while True:
-        await asyncio.sleep(REFRESH_SECONDS)
-        await asyncio.to_thread(certificate.refresh)

@@ -12,53 +12,35 @@ Examples:
 """
 
 
-@click.command(epilog=_EXAMPLES)
+@click.command(epilog=_EXAMPLES, context_settings={"show_default": True})
 @click.option(
-    "--web.listen-address",
-    "address",
-    metavar="ADDRESS",
-    default=":9443",
-    show_default=True,
-    help="HOST:PORT, [IPV6]:PORT or :PORT.",
+    "--web.listen-address", "address", metavar="ADDRESS", default=":9443", help="HOST:PORT, [IPV6]:PORT or :PORT."
 )
 @click.option(
-    "--web.tls-cert-file",
-    "certificate",
+    *("--web.tls-cert-file", "certificate"),
     metavar="PATH",
     required=True,
     help="Certificate and its chain in PEM. It is read again when it changes.",
 )
+@click.option("--web.tls-key-file", "key", metavar="PATH", required=True, help="Its key in PEM, without a passphrase.")
 @click.option(
-    "--web.tls-key-file",
-    "key",
-    metavar="PATH",
-    required=True,
-    help="Its key in PEM, without a passphrase.",
-)
-@click.option(
-    "--socket.host-path",
-    "host_path",
+    *("--socket.host-path", "host_path"),
     metavar="PATH",
     default="/run/gpumem",
-    show_default=True,
     help="Folder of the nodes with the exporter's socket and the client.",
 )
 @click.option(
-    "--log.level",
-    "log_level",
+    *("--log.level", "log_level"),
     metavar="WORD",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
-    show_default=True,
     help="debug, info, warning or error",
 )
 @click.option(
-    "--log.format",
-    "log_format",
+    *("--log.format", "log_format"),
     metavar="WORD",
     type=click.Choice(["logfmt", "json"]),
     default="logfmt",
-    show_default=True,
     help="logfmt or json",
 )
 def webhook(address: str, certificate: str, key: str, host_path: str, log_level: str, log_format: str) -> int:

@@ -244,14 +244,14 @@ class Guard:
         try:
             guarded = await self._admit(scope, path)
             if guarded and method == "POST":
-                receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
+                receive = _replay(await read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
         except ProblemError as problem:
             _log.debug("%s %s refused: %s %s", method, path, problem.status, problem.detail)
             if path == REPORTS_PATH:
                 self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
             await problem.response()(scope, receive, send)
             return
-        except _DisconnectedError:
+        except DisconnectedError:
             return
         if method == "HEAD":
             scope = {**scope, "method": "GET"}  # the server sends no body
@@ -304,7 +304,7 @@ class Guard:
         await self.web.users.authenticate(headers.get(b"authorization", b""))
 
 
-class _DisconnectedError(Exception):
+class DisconnectedError(Exception):
     """The client disconnected before its body was complete."""
 
 
@@ -316,8 +316,8 @@ def _require_json(headers: Mapping[bytes, bytes]) -> None:
         raise ProblemError(415, "expected a body without Content-Encoding")
 
 
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Read the whole body, up to its limit."""
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Read the whole body. Raises ProblemError if it is longer than `limit` bytes, or DisconnectedError."""
     for name, value in scope["headers"]:
         # The parser cuts off a body that is longer than its Content-Length.
         if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > limit):
@@ -326,7 +326,7 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _DisconnectedError
+            raise DisconnectedError
         part: bytes = message.get("body", b"")
         if len(body) + len(part) > limit:
             raise _too_large(limit)
