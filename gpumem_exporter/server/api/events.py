@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi import Query as QueryParameters
@@ -151,16 +151,7 @@ class PartDocument(TypedDict):
 class ExplanationDocument(TypedDict):
     """Why memory was not enough, what to do, and the device's memory at that moment, without unknown parts."""
 
-    cause: Annotated[
-        str,
-        Field(
-            json_schema_extra={
-                "enum": [
-                    *("passed", "fragmented", "idle_cache", "growth", "limit", "others", "too_large", "unknown"),
-                ]
-            }
-        ),
-    ]
+    cause: Literal["passed", "fragmented", "idle_cache", "growth", "limit", "others", "too_large", "unknown"]
     verdict: str
     advice: str
     parts: list[PartDocument]
