@@ -14,13 +14,6 @@ from tests.support.golden import assert_golden, printed
 from tests.support.live_documents import device, finding, full_node, job, live, process
 from tests.support.top_screen import URL, TopScreen, until
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50)])
 async def test_findings_devices_and_jobs_are_on_the_first_screen(width: int, height: int) -> None:

@@ -9,13 +9,6 @@ from gpumem_exporter.cli.node import Node
 from tests.support.live_documents import full_node
 from tests.support.top_screen import URL, TopScreen, until
 
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
 
 async def test_a_clear_uses_the_proposed_mode_and_group_after_a_yes() -> None:
     world = TopScreen()

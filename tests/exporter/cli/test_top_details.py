@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli.node import Node
 from tests.support.live_documents import GIB, NOW, device, event, finding, full_node, job, live, process
 from tests.support.top_screen import URL, TopScreen, query_value, until
-
-pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 async def test_the_job_screen_has_timeline_ranks_memory_and_events() -> None:
