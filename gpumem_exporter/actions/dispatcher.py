@@ -27,7 +27,7 @@ from gpumem_exporter.actions.group import whole_group
 from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, Part, PartState, RunningAction, TerminationPart
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action, SubmittedAction
 from gpumem_exporter.actions.registry import ActionRegistry, RateLimits, Settlements
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEVICE_ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.results import (
     NodeFacts,
     command_results,
@@ -49,12 +49,8 @@ from gpumem_exporter.core.store import Store
 
 SILENT_GRACE_SECONDS = 0.75
 """The time after a deadline for the result of a process that has not reported since: it may be on the way."""
-ANSWER_GRACE_SECONDS = 10.0
-"""The same for a process that has reported since: its command may have started just in time, and still run."""
 GROUP_ANSWER_SECONDS = 2.0
 """A rank must report within this time that it keeps its command; otherwise the group does not act."""
-_DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
-"""The actions that apply to the target devices only. All others apply to every device of a process."""
 
 
 class Dispatcher:
@@ -196,7 +192,7 @@ class Dispatcher:
     ) -> None:
         """Give a process its command, or the result if the request has no effect there."""
         request = running.request
-        every_device = request.action not in _DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
+        every_device = request.action not in DEVICE_ACTIONS or not (request.target.gpu or request.target.uuid)
         if every_device:
             selected = selected._replace(samples=selected.process.report.devices)
         result = expected_refusal(selected, request, running.facts) if request.dry_run else selected.refusal(request)

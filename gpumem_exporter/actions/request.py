@@ -18,11 +18,15 @@ from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 
 ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate")
 DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")
-"""The actions that the exporter allows by default: those that end no process."""
+"""The actions that the exporter allows by default: they end no process."""
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_DEADLINE_SECONDS = 3600.0
 MAX_SETTLE_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
+ANSWER_GRACE_SECONDS = 10.0
+"""How long after its deadline an action that started in time may still run."""
+DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
+"""The actions that apply to the target devices only. All others apply to every device of a process."""
 
 _MAX_VALUES = 1000
 _MAX_TARGET_BYTES = 16 << 10

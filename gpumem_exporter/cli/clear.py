@@ -11,21 +11,18 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
-from gpumem_exporter.cli.api_client import ExporterApi, has_ended, has_settled
-from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS
+from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS
+from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.view import sentences
-
-Document = Mapping[str, Any]
 
 _HOLD_SECONDS = 1.0
 _POLL_SECONDS = 0.25

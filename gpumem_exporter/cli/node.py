@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,8 @@ from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.actions.mismatch import unknown_names
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.errors import TargetNotFoundError
-
-Document = Mapping[str, Any]
 
 _PATH = "/api/v1/live"
 _OF_PROCESS = ("pid", "workload", "rank", "user")

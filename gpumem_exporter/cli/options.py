@@ -31,9 +31,6 @@ from gpumem_exporter.cli.render.rows import View
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward
 
-ANSWER_GRACE_SECONDS = 10.0
-"""How long after its deadline an action that started in time may still run."""
-
 _SETTLE_SECONDS = 10.0
 """The settling time of a clear on a terminal."""
 
@@ -205,7 +202,7 @@ target_options = option_group(
         )
         for name, selector in SELECTORS.items()
     ),
-    click.option("--all", is_flag=True, help="Every process; an action reaches those that report."),
+    click.option("--all", is_flag=True, help="Every process; an action reaches the processes that report."),
 )
 """The processes that a command acts on or shows. Each is repeatable and takes a list: --gpu 0 --gpu 1 is --gpu 0,1."""
 

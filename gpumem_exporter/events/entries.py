@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumem_client.wire.units import counted, human_bytes
-from gpumem_exporter.events.model import Event
+from gpumem_exporter.events.model import PLACE, Event
 
 FOLD_SECONDS = 600.0
 """Starts and ends of a job that are further apart are separate entries."""
@@ -25,7 +25,6 @@ ACTION_NAMES = {
 
 _LOCAL_CALLER = re.compile(r"(?:unix|loopback):uid=(\d+)")
 _FOLDED = ("process_started", "process_ended")
-_COLUMNS = ("gpu", "uuid", "pid", "workload", "rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ def _process_entry(event: Event) -> Entry:
 
 def _joined(earlier: Entry, later: Entry) -> Entry:
     before, event = earlier.event, later.event
-    differing: dict[str, Any] = {name: None for name in _COLUMNS if getattr(before, name) != getattr(event, name)}
+    differing: dict[str, Any] = {name: None for name in PLACE if getattr(before, name) != getattr(event, name)}
     return Entry(
         replace(event, **differing),
         starts=earlier.starts + later.starts,

@@ -13,17 +13,15 @@ name is from an earlier version, whose files have it."""
 EVENT_TYPES = ("oom", "device_lost", "device_returned", "process_started", "process_ended", "action", "policy_stopped")
 AUDIT_TYPES = (ACTION_REQUESTED, "action", "policy_stopped")
 """The types of the audit trail: who requested what. It has half of the storage, and all other events the other half."""
+PLACE = ("gpu", "uuid", "pid", "workload", "rank")
+"""The columns that say where an event happened. They are None if they are unknown or differ between processes."""
 MAX_DETAIL_BYTES = 60 << 10
 """The maximum size of `Event.detail` as JSON. With its other columns, an event has at most 64 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened once.
-
-    The columns `gpu`, `uuid`, `pid`, `workload` and `rank` are None if they are unknown or if the event is not about
-    a single device or process.
-    """
+    """Something that happened once."""
 
     type: str
     """One of `EVENT_TYPES`, or `ACTION_REQUESTED`."""

@@ -11,7 +11,7 @@ from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.log import EventLog
-from gpumem_exporter.events.model import ACTION_REQUESTED, Event
+from gpumem_exporter.events.model import ACTION_REQUESTED, PLACE, Event
 from gpumem_exporter.events.ooms import OomDeduplicator
 from gpumem_exporter.events.processes import ProcessHistory
 
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_COLUMNS = ("gpu", "uuid", "pid", "workload", "rank")
 _COMMON = ("id", "action", "requested_by", "caller", "created_unix_seconds", "reason", "mode", "group", "at_step")
-_RESULT = (*_COLUMNS, "outcome", "reason", "reason_code", "freed_bytes", "step")
+_RESULT = (*PLACE, "outcome", "reason", "reason_code", "freed_bytes", "step")
 
 _NEAR_SECONDS = 5.0
 """For a report of an older error, the node has changed since."""
@@ -287,7 +286,7 @@ def _action(detail: Mapping[str, Any], state: str) -> Action:
 
 def _about(results: Sequence[ActionResult]) -> dict[str, Any]:
     """Return an event's columns for these results; a column is None unless all results have the same value."""
-    return {name: _one_of([getattr(result, name) for result in results]) for name in _COLUMNS}
+    return {name: _one_of([getattr(result, name) for result in results]) for name in PLACE}
 
 
 def _one_of(values: Iterable[T]) -> T | None:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_client.wire.peer import user_name
+from gpumem_client.wire.trust import WRITABLE_BY_OTHERS
 from gpumem_exporter import __version__
 
 KEPT_SECONDS = 30 * 86400.0
@@ -33,7 +34,6 @@ _PACKAGE = "gpumem_client"
 _ENTRY = f"{_PACKAGE}/bootstrap/sitecustomize.py"
 _LINK = "sitecustomize.py"
 _VERSION = re.compile(r".+-[0-9a-f]{12}|[.]new-.+")
-_WRITABLE_BY_OTHERS = 0o022
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _require_safe(folder: Path) -> None:
             raise OSError(0, f"{each} belongs to {user_name(status.st_uid)}, who could change what jobs import")
         mode = stat.S_IMODE(status.st_mode)
         # In a sticky folder, such as /tmp, only the owner can replace an entry.
-        if mode & _WRITABLE_BY_OTHERS and (each == folder or not mode & stat.S_ISVTX):
+        if mode & WRITABLE_BY_OTHERS and (each == folder or not mode & stat.S_ISVTX):
             raise OSError(
                 0, f"others may write to {each} (mode {mode:04o}) and change what jobs import; chmod go-w {each}"
             )

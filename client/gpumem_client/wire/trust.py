@@ -18,7 +18,7 @@ from gpumem_client.wire.peer import tcp_listener_owner, tcp_peer_owner, unix_pee
 if TYPE_CHECKING:
     import ssl
 
-_WRITABLE_BY_OTHERS = 0o022
+WRITABLE_BY_OTHERS = 0o022
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _assigned_by_root(folder: str, uid: int) -> bool:
             status = os.stat(folder)  # noqa: PTH116 - the client does not import pathlib
         except OSError:
             return False
-        if status.st_uid != owner or status.st_mode & _WRITABLE_BY_OTHERS:
+        if status.st_uid != owner or status.st_mode & WRITABLE_BY_OTHERS:
             return False
         parent = os.path.dirname(folder)  # noqa: PTH120
         if parent == folder:
@@ -126,7 +126,7 @@ def _tcp_server(sock: socket.socket) -> tuple[int | None, bool]:
 def over_tls(sock: socket.socket, host: str | bytes, shown_url: str, trust: Trust) -> ssl.SSLSocket:
     """Start TLS on a new connection to a server whose certificate must have the name `host`, unless it is a tunnel.
 
-    The trusted authorities are the system's, or those in SSL_CERT_FILE, which is read each time.
+    The trusted authorities are the system's, or the authorities in SSL_CERT_FILE, which is read each time.
 
     Raises:
         ExporterUntrustedError: the certificate is not trusted.

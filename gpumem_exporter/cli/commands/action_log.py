@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -14,7 +14,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.request import ACTIONS
-from gpumem_exporter.cli.api_client import ExporterApi, has_ended
+from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
 from gpumem_exporter.cli.completion import ACTION_IDS, JOBS
 from gpumem_exporter.cli.options import connection_options, list_option, open_api
 from gpumem_exporter.cli.program import FAILED
@@ -47,8 +47,6 @@ _COLUMNS = (
     *(("id", "left"), ("requested", "left"), ("action", "left"), ("of", "cut"), ("by", "cut"), ("outcome", "left")),
     *(("freed", "right"), ("stays free", "right")),
 )
-
-Document = Mapping[str, Any]
 
 
 @click.group(cls=CommandGroup, epilog=_EXAMPLES, no_args_is_help=False)

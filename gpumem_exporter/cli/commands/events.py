@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 import click
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
-from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.completion import JOBS
 from gpumem_exporter.cli.options import connection_options, list_option, note, open_api
 from gpumem_exporter.cli.render.event_table import event_line
@@ -40,8 +40,6 @@ _POLL_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 10.0
 _LONGEST_OUTAGE_SECONDS = 600.0
 """`--follow` waits this long for an exporter that does not answer."""
-
-Document = Mapping[str, Any]
 
 
 def _since(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
@@ -114,7 +112,7 @@ def events(
 def _pages(
     api: ExporterApi, query: Mapping[str, Any], since: float | None, *, follow: bool
 ) -> Iterator[Sequence[Document]]:
-    """Yield the events of each page; with `follow`, also those of later pages."""
+    """Yield the events of each page; with `follow`, also the events of later pages."""
     position: dict[str, Any] = {"limit": 100} if since is None else {"limit": _PAGE, "since": since}
     while True:
         page = _read(api, {**query, **position}, patient=follow and "after" in position)

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
+from gpumem_exporter.actions.request import DEVICE_ACTIONS
 from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
-from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
+from gpumem_exporter.cli.fleet.action import act
 from gpumem_exporter.cli.fleet.options import FleetOptions, fleet_options, overview_options, selection_options
 from gpumem_exporter.cli.fleet.overview import FleetSource, overview_document
 from gpumem_exporter.cli.options import action_options, interval_option, pop_view, view_options, wide_option
@@ -118,7 +119,7 @@ def top(interval_seconds: float, query: str, **values: Any) -> int:
 
 
 def _add_action(command: ActionCommand) -> None:
-    devices = " If a series names a device, only on that device." if command.action in PER_DEVICE else ""
+    devices = " If a series names a device, only on that device." if command.action in DEVICE_ACTIONS else ""
     argument = " 0.5" if command.name == "fraction" else ""
     ranks = "" if command.name == "terminate" else " With --group, on every rank of their workload."
     query, reason = _QUERIES[command.name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
@@ -11,15 +11,13 @@ from gpumem_client.wire.http import shown_url
 from gpumem_client.wire.units import counted
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.request import ACTIONS
-from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding
 
 _STALE_POLL_SECONDS = 15.0
 _CLOCKS_APART_SECONDS = 1.0
 _PROCESSES_SHOWN = 5
 _OF_HEALTH = ("driver", "device_lost", "check", "silent")
-
-Document = Mapping[str, Any]
 
 
 def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, Any] | None]:

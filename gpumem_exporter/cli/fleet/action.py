@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS
+from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, DEVICE_ACTIONS
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
@@ -26,7 +26,7 @@ from gpumem_exporter.cli.fleet.selection import (
     select,
     selectors_of,
 )
-from gpumem_exporter.cli.options import ANSWER_GRACE_SECONDS, action_request, note
+from gpumem_exporter.cli.options import action_request, note
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import result_order, result_tables
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
@@ -37,9 +37,6 @@ from gpumem_exporter.view.sentences import sentence, subject
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-PER_DEVICE = ("reset_peak", "set_memory_fraction")
-"""The actions that act on one device of a process. The others act on the whole process."""
 
 Row = Mapping[str, Any]
 Selectors = Mapping[Exporter, Sequence[Selector]]
@@ -214,7 +211,7 @@ def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[Export
     """Return one request for each process, or for each selected device if the action acts on devices."""
     requests = []
     for process in processes:
-        per_device = process.uuids is not None and action in PER_DEVICE
+        per_device = process.uuids is not None and action in DEVICE_ACTIONS
         targets = [{"uuid": uuid} for uuid in process.uuids or ()] if per_device else [{}]
         requests += [
             ExporterRequest(process.exporter, (process,), {**process.api_target, **target}) for target in targets

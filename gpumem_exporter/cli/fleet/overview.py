@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.fleet.selection import exporters_of
 from gpumem_exporter.cli.node import Node, node_document, read_live
-
-Document = Mapping[str, Any]
 
 
 class FleetSource:

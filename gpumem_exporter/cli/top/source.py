@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from gpumem_client.wire.errors import ExporterError, ExporterUnreachableError
 from gpumem_exporter.actions.request import Target
-from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.node import Document, Node, read_live, require_known, selected
+from gpumem_exporter.cli.api_client import Document, ExporterApi
+from gpumem_exporter.cli.node import Node, read_live, require_known, selected
 from gpumem_exporter.errors import NvmlError
 
 if TYPE_CHECKING:

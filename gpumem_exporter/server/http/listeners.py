@@ -16,12 +16,12 @@ from pathlib import Path
 
 from gpumem_client.wire.errors import GpumemError
 from gpumem_client.wire.peer import tcp_listener_owner, unix_peer, user_name
+from gpumem_client.wire.trust import WRITABLE_BY_OTHERS
 
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
 _IN_USE = "; if that is not an exporter, choose another --web.listen-address"
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
-_WRITABLE_BY_OTHERS = 0o022
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 _log = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ def _by_whom(address: ListenAddress) -> str:
 
 def _require_own_folder(folder: Path) -> None:
     mode = folder.stat().st_mode
-    if mode & _WRITABLE_BY_OTHERS and not mode & stat.S_ISVTX:
+    if mode & WRITABLE_BY_OTHERS and not mode & stat.S_ISVTX:
         raise OSError(
             0,
             f"others may write to {folder} (mode {stat.S_IMODE(mode):04o}) and replace the socket; chmod go-w {folder}",

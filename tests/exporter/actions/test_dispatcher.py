@@ -9,13 +9,10 @@ import pytest
 
 from gpumem_client.wire.protocol import CommandResult, ReasonCode, StillFree
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
-from gpumem_exporter.actions.dispatcher import (
-    ANSWER_GRACE_SECONDS,
-    SILENT_GRACE_SECONDS,
-)
+from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.registry import SETTLING_GRACE_SECONDS, RateLimits
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.selection import TerminationTarget, select_listed
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
