@@ -1,4 +1,4 @@
-"""The errors that only the exporter raises; `gpumem_client.wire.errors` has those that the client shares.
+"""The errors that only the exporter raises; `gpumem_client.wire.errors` has the errors that the client shares.
 
 The tree:
 

@@ -63,7 +63,7 @@ def stop() -> None:
     """End reporting and remove the client's hooks; `start` may be called again.
 
     The exporter forgets this process at once. The call waits at most 0.3 seconds. docs/reporting.md lists the hooks,
-    including those that torch and Python cannot remove.
+    including the hooks that torch and Python cannot remove.
     """
     reporter: Reporter | None = once_made("reporter")
     if reporter is not None:

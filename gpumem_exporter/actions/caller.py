@@ -57,7 +57,7 @@ class Rights(Enum):
     ALL = "all"
     """Every process, and the exporter itself."""
     OWN = "own"
-    """The processes of its own user; in a container only those in the same container, and all of them for root."""
+    """The processes of its own user. In a container: the user's processes there, or all of them for root."""
     NONE = "none"
 
 

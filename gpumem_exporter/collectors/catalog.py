@@ -35,7 +35,7 @@ def _add(metric: Metric) -> Metric:
 
 BUILD_INFO = _gauge(
     "gpumem_exporter_build_info",
-    "The exporter; the value is always 1. version is that of the exporter, python that of the interpreter. source is"
+    "The exporter; the value is always 1. version is the exporter's, python the interpreter's. source is"
     " nvml for real devices, demo for simulated ones.",
     ("version", "source", "python"),
 )
@@ -92,8 +92,8 @@ DEVICE_RESERVED = _gauge(
 )
 DEVICE_HOST_MEMORY = _gauge(
     "gpumem_device_memory_is_host",
-    "1 for an integrated GPU, which uses the host's memory. Total, free and used are then those of the host (MemTotal"
-    " and MemAvailable in /proc/meminfo), and the memory of CPU programs counts as used and, in the ledger, as"
+    "1 for an integrated GPU, which uses the host's memory. Total, free and used are then the host's (MemTotal and"
+    " MemAvailable in /proc/meminfo), and the memory of CPU programs counts as used and, in the ledger, as"
     " unattributed. Absent for other devices.",
     _DEVICE,
 )
@@ -207,8 +207,8 @@ TORCH_RESERVED_PEAK = _gauge(
 TORCH_PLANNED_RESERVED_PEAK = _gauge(
     "gpumem_torch_planned_reserved_peak_bytes",
     "Expected gpumem_torch_reserved_peak_bytes according to the plan that was made before the job ran. A plan covers"
-    " one device per process; with several devices, the series is on the one with the highest peak. Absent without a"
-    " plan.",
+    " one device per process; with several devices, the series is on the device with the highest peak. Absent without"
+    " a plan.",
     _TORCH,
 )
 TORCH_PLAN_ERROR_RATIO = _gauge(

@@ -88,7 +88,7 @@ class Exposition:
 
 
 class _Work:
-    """The work of collectors on one page: the time that each takes, and the errors of those that fail."""
+    """The work of collectors on one page: the time that each collector takes, and its errors."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

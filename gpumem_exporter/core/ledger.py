@@ -109,7 +109,7 @@ def node_ledgers(
 def node_shares(snapshot: Snapshot) -> dict[str, list[ProcessShare]]:
     """Compute the memory of each process on each device, by uuid.
 
-    The processes are those that the driver lists. If its list is unknown, they are the processes that report.
+    These are the processes that the driver lists, or, if its list is unknown, the processes that report.
     A device whose memory is unknown has no ledger, but it has its processes.
     """
     devices = snapshot.node.devices if snapshot.node is not None else ()

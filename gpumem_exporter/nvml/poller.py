@@ -158,7 +158,7 @@ class Poller:
         started_seconds = self._clock()
         while not self._stopping.is_set():
             self._poll()
-            # Polls start at whole intervals; those that a slow driver misses are skipped.
+            # Polls start at whole intervals; the polls that a slow driver misses are skipped.
             wait_seconds = self._interval_seconds - (self._clock() - started_seconds) % self._interval_seconds
             self._stopping.wait(min(MIN_POLL_SPACING_SECONDS, wait_seconds))
             self._woken.wait(max(0.0, wait_seconds - MIN_POLL_SPACING_SECONDS))

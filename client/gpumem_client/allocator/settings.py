@@ -91,7 +91,7 @@ def merged(current: str, wanted: Mapping[str, str]) -> str:
 
 
 def environment_with(environ: Mapping[str, str], line: str) -> dict[str, str]:
-    """Return the variables that put these settings in force, together with those that the environment sets.
+    """Return the variables that put these settings in force, together with the environment's own settings.
 
     Raises:
         ConfigurationError: as `parse_settings`.

@@ -99,7 +99,7 @@ class Scheduler:
                 self._try_at_step(each, step)
 
     def run_due(self) -> None:
-        """End late commands and run those whose time has come, on the reporter's thread."""
+        """End late commands and run the commands that are due, on the reporter's thread."""
         now = self._clock()
         for command, expires_seconds in self._list():
             if now >= expires_seconds and self._claim(command.id) is not None:

@@ -1,4 +1,4 @@
-"""Out-of-memory errors: the hook that observes them, those that wait for a report, and what their text says.
+"""Out-of-memory errors: the hook that observes them, the errors that wait for a report, and the values of their text.
 
 PyTorch calls an observer in the allocating thread (for example an autograd thread) right before it raises, with the GIL
 and without the allocator's lock. With cudaMallocAsync or a pluggable allocator it calls none, so errors are unknown.

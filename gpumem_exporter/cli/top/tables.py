@@ -57,7 +57,7 @@ class RowTable(DataTable[Text]):
 
     @property
     def all_rows(self) -> Sequence[Row]:
-        """The rows in order, also those of folded jobs."""
+        """The rows in order, also the rows of folded jobs."""
         return arranged(self._given[0], self._all_columns, self.order)
 
     def select(self, key: Key) -> None:

@@ -225,7 +225,7 @@ class CallerDocument(TypedDict):
         Field(
             description=(
                 "all: every process and the exporter itself; own: the processes of the caller's user, in a container "
-                "those in the same container; none"
+                "only the processes of that container; none"
             ),
             json_schema_extra={"enum": [rights.value for rights in Rights]},
         ),

@@ -142,7 +142,7 @@ class Acceptor:
         self._start()
 
     def close(self) -> None:
-        """Accept no more connections, and end those whose handshake has not ended."""
+        """Accept no more connections, and end connections whose handshake has not ended."""
         self._loop.remove_reader(self._sock.fileno())
         if self._resume is not None:
             self._resume.cancel()

@@ -59,7 +59,7 @@ class WebAccess:
             _log.info("web configuration reloaded", extra={"fields": fields})
 
     def with_headers(self, app: ASGIApp) -> ASGIApp:
-        """Return an application that sets the headers on every reply, in place of those with the same name."""
+        """Return an application that sets the headers on every reply, in place of headers with the same name."""
         configured = self._config.http_server_config.headers
         headers = {name.lower().encode(): value.encode() for name, value in configured.items()}
 
