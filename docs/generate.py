@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from gpumem_exporter.actions.policy.rules import MAX_RULES, Rule
 from gpumem_exporter.actions.policy.values import FIELDS
@@ -28,7 +29,7 @@ from gpumem_exporter.server.settings import Settings
 
 HERE = Path(__file__).resolve().parent
 CHART_SCHEMA = HERE.parent / "deploy" / "helm" / "gpumem-exporter" / "values.schema.json"
-HELP_COLUMNS = "100"
+HELP_TERMINAL = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
 
 FIXED_BY_THE_CHART = {
     "action.token-file",
@@ -115,26 +116,11 @@ def _commands() -> Iterator[tuple[str, ...]]:
 
 def _help_of(*command: str) -> str:
     output = io.StringIO()
-    with _terminal_of_fixed_width(), contextlib.redirect_stdout(output):
+    with mock.patch.dict(os.environ, HELP_TERMINAL), contextlib.redirect_stdout(output):
         code = main([*command, "--help"])
     if code != 0:
         raise RuntimeError(f"{PROGRAM} {' '.join(command)} --help returned {code}")
     return "".join(f"{line.rstrip()}\n" for line in output.getvalue().rstrip().splitlines())
-
-
-@contextlib.contextmanager
-def _terminal_of_fixed_width() -> Iterator[None]:
-    wanted = {"COLUMNS": HELP_COLUMNS, "NO_COLOR": "1", "TERM": "dumb"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def chart_schema() -> str:

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.options import forward_failure, note, quiet_option, set_forward
+from gpumem_exporter.cli.options import note, quiet_option
 from gpumem_exporter.cli.program import COMMANDS, COMPLETION_VARIABLE, PROGRAM
 from gpumem_exporter.cli.usage import CommandGroup, usage_text
 
@@ -63,8 +63,8 @@ def invoke(words: Sequence[str]) -> int:
             try:
                 return int(_application.invoke(context) or 0)
             except ExporterUnreachableError as error:
-                if reason := forward_failure(context):
-                    raise ExporterUnreachableError(f"{error}; {reason}") from None
+                if context.obj is not None and context.obj.failure:
+                    raise ExporterUnreachableError(f"{error}; {context.obj.failure}") from None
                 raise
     except click.exceptions.Exit as ended:
         return ended.exit_code
@@ -152,9 +152,8 @@ def _application(context: click.Context, kube: str | None) -> None:
         raise ConfigurationError(f"--kube: `{name}` uses no exporter of one node{hint}")
     from gpumem_exporter.cli.kube import Forward, Kubectl
 
-    forward = Forward(Kubectl.from_environment(), kube)
+    forward = context.obj = Forward(Kubectl.from_environment(), kube)
     context.call_on_close(forward.close)
-    set_forward(context, forward)
     if name is None:
         _show_page(kube, forward)
 

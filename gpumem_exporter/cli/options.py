@@ -102,24 +102,10 @@ connection_options = option_group(
 )
 
 
-_FORWARD = "gpumem_exporter.forward"
-
-
-def set_forward(context: click.Context, forward: Forward) -> None:
-    """Let a command use the exporter of --kube."""
-    context.meta[_FORWARD] = forward
-
-
-def forward_failure(context: click.Context) -> str:
-    """Return why the exporter of --kube cannot be reached; empty if it can, or without --kube."""
-    forward: Forward | None = context.meta.get(_FORWARD)
-    return forward.failure if forward is not None else ""
-
-
 def forwarded_url() -> str:
     """Return the URL of the exporter of --kube; empty without --kube. Raises the errors of `Forward.url`."""
     context = click.get_current_context(silent=True)
-    forward: Forward | None = context.meta.get(_FORWARD) if context is not None else None
+    forward: Forward | None = context.obj if context is not None else None
     return forward.url if forward is not None else ""
 
 
