@@ -147,11 +147,7 @@ class LinuxHost:
             job, account, ray_job = self._entries.variables(pid, _JOB_VARIABLES)
         except HiddenError:
             return ("", "", "")
-        return (
-            job[:MAX_LABEL_LENGTH],
-            account[:MAX_LABEL_LENGTH],
-            known_ray_job_id(ray_job)[:MAX_LABEL_LENGTH],
-        )
+        return job[:MAX_LABEL_LENGTH], account[:MAX_LABEL_LENGTH], known_ray_job_id(ray_job)[:MAX_LABEL_LENGTH]
 
     def _command(self, pid: int) -> str:
         try:

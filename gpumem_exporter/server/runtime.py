@@ -168,9 +168,11 @@ class Runtime:
             self.renderer,
             snapshot=self.snapshot,
             health=self.health.document,
-            host=socket.gethostname(),
-            allowed_actions=settings.action_allow,
-            client_directory=settings.client_directory,
+            facts={
+                "host": socket.gethostname(),
+                "allowed_actions": settings.action_allow,
+                "client_directory": settings.client_directory,
+            },
             clock=clock,
             wall_clock=wall_clock,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Query, Request, Response
@@ -53,7 +53,10 @@ class Rendering(NamedTuple):
 
 
 class LiveNode:
-    """Renders the document; for pages, once for all that poll at about the same time."""
+    """Renders the document; for pages, once for all that poll at about the same time.
+
+    `facts` are values of `node` in the document that never change.
+    """
 
     def __init__(
         self,
@@ -62,19 +65,13 @@ class LiveNode:
         *,
         snapshot: Callable[[], Snapshot],
         health: Callable[[Snapshot], HealthDocument],
-        host: str,
-        allowed_actions: Sequence[str],
-        client_directory: str,
+        facts: Mapping[str, Any],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
         self._view, self._renderer = view, renderer
         self._snapshot, self._health = snapshot, health
-        self._facts = {
-            "host": host,
-            "allowed_actions": list(allowed_actions),
-            "client_directory": client_directory,
-        }
+        self._facts = facts
         self._clock, self._wall_clock = clock, wall_clock
         self._recent: dict[Rights, Rendering] = {}
         """The last rendering for pages whose viewers see every name, and for pages whose viewers see none."""

@@ -8,14 +8,13 @@ connection when its handshake has ended, and stops accepting for a second when t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -64,8 +63,19 @@ class LimitedServer(uvicorn.Server):
 
     def run_until_signal(self, sockets: Sequence[socket.socket]) -> None:
         """Run until SIGTERM or SIGINT. In a thread, no signal is handled. Raises SystemExit if the start fails."""
-        with _stopped_by_signals(self):
+
+        def stop(*_: object) -> None:
+            self.should_exit = True
+
+        # uvicorn handles both signals while it runs, then restores these handlers and raises the signals again.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGTERM, signal.SIGINT) if in_main_thread else ()
+        before = {number: signal.signal(number, stop) for number in numbers}
+        try:
             self.run(sockets=list(sockets))
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, accept connections, and call `on_started`."""
@@ -92,27 +102,6 @@ class LimitedServer(uvicorn.Server):
         """Stop: first end the requests that wait."""
         self._on_stopping()
         await super().shutdown(sockets)
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(server: LimitedServer) -> Iterator[None]:
-    """Stop the server on SIGTERM and SIGINT.
-
-    uvicorn handles both signals while it runs, then restores these handlers and raises the signals again.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        server.should_exit = True
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Acceptor:

@@ -46,9 +46,7 @@ class Bench:
             self.renderer,
             snapshot=lambda: Snapshot(self.now, None),
             health=lambda _: any_health,
-            host="node-7",
-            allowed_actions=(),
-            client_directory="",
+            facts={"host": "node-7", "allowed_actions": (), "client_directory": ""},
             clock=lambda: self.now,
             wall_clock=lambda: self.now + 5.0,
         )
