@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 
-from gpumem_exporter import __version__
 from gpumem_exporter.server.settings import Settings, setting_key
 from tests.support.paths import REPOSITORY
 
@@ -54,8 +53,3 @@ def test_the_schema_has_every_setting_of_serve_that_the_chart_leaves_to_the_user
 def test_the_schema_lists_the_alerts_that_can_be_disabled() -> None:
     listed = schema()["prometheusRule"]["properties"]["disabled"]["items"]["enum"]
     assert sorted(listed) == sorted(alerts())
-
-
-def test_the_chart_has_the_version_of_the_package() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
-    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)

@@ -214,21 +214,6 @@ def test_nothing_but_the_same_session_continues_a_process_in_an_unknown_place(st
     assert _put(store, owner_uid=1000, host_pid=None, sequence=2).key == first.key
 
 
-def test_invented_processes_take_no_place_of_true_ones() -> None:
-    """Root of a container reports as many users, and for processes that do not exist."""
-    store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
-    true = {_put(store, pid, owner_uid=1001, place=HERE).key for pid in range(1, 9)}
-    made_up = 0
-    for pid in range(100, 120):
-        with contextlib.suppress(TooManyProcessesError):
-            _put(store, pid, owner_uid=pid, place=CONTAINER, host_pid=None)
-            made_up += 1
-    assert made_up == 2
-    for pid in (9, 10):
-        true.add(_put(store, pid, owner_uid=1001, place=HERE).key)
-    assert {process.key for process in store.snapshot(0.0).processes} == true
-
-
 def test_all_users_of_a_container_have_one_share() -> None:
     store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
     for pid in range(1, 11):

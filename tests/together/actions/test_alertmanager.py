@@ -156,18 +156,6 @@ def test_an_invalid_message_is_422_and_names_the_field(exporter: RunningExporter
     assert actions(exporter) == []
 
 
-def test_only_callers_that_may_act_may_send_alerts(exporter: RunningExporter, tmp_path: Path) -> None:
-    problem(exporter.request("POST", ALERTS, message(), Origin="http://evil.example"), 403)
-    problem(exporter.request("POST", ALERTS, message(), Host="evil.example"), 403)
-    problem(exporter.request("POST", ALERTS, message(), Content_Type="text/plain"), 415)
-    (tmp_path / "token").touch(0o600)
-    (tmp_path / "token").write_text("s3cret")
-    with running_exporter(action_token_file=str(tmp_path / "token")) as guarded:
-        problem(guarded.request("POST", ALERTS, message(alert(**CLEAR))), 401)
-        problem(guarded.request("POST", ALERTS, message(alert(**CLEAR)), Authorization="Bearer wrong"), 401)
-        assert send(guarded, alert(summary="hi"), Authorization="Bearer s3cret")[0]["outcome"] == "ignored"
-
-
 def test_terminate_from_an_alert_requires_that_the_action_is_allowed() -> None:
     target = subprocess.Popen(["sleep", "600"])
     request = {"gpumem_action": "terminate", "gpumem_target_pid": str(target.pid)}

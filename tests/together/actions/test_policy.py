@@ -187,19 +187,6 @@ def test_reload_without_a_policy_is_404() -> None:
         assert "--policy.file" in problem(exporter.request("POST", RELOAD), 404)["detail"]
 
 
-def test_only_callers_that_may_act_may_reload(policy: Path, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("s3cret")
-    with running_exporter(policy_file=str(policy), action_token_file=str(token)) as exporter:
-        problem(exporter.request("POST", RELOAD), 401)
-        assert exporter.request("POST", RELOAD, Authorization="Bearer s3cret").status == 200
-    with running_exporter(policy_file=str(policy)) as exporter:
-        problem(exporter.request("POST", RELOAD, Origin="http://evil.example"), 403)
-        problem(exporter.request("POST", RELOAD, Host="evil.example"), 403)
-        problem(exporter.request("GET", RELOAD), 405)
-
-
 class Process:
     """A scripted process with 50 MiB of cache that its clears do not release."""
 

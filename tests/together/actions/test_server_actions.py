@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -194,42 +193,6 @@ def test_an_action_expires_if_its_process_does_not_report(exporter: RunningExpor
     answer = exporter.act(action="empty_cache", target={"pid": 1}, deadline_seconds=0.1, wait_seconds=10)
     action = json.loads(answer.body)
     assert (answer.status, action["state"]) == (200, "expired")
-
-
-def test_actions_require_the_token_if_there_is_one(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("s3cret")
-    with running_exporter(action_token_file=str(token)) as exporter:
-        assert exporter.report(report(1, devices=(sample(),))).status == 200
-        answer = exporter.act(action="empty_cache", target={"all": True}, dry_run=True)
-        assert "--action.token-file" in problem(answer, 401)["detail"]
-        assert answer.headers["www-authenticate"].startswith("Bearer")
-        problem(exporter.get(ACTIONS), 401)
-        request = {"action": "empty_cache", "target": {"all": True}, "dry_run": True}
-        answer = exporter.request("POST", ACTIONS, request, Authorization="Bearer s3cret")
-        assert json.loads(answer.body)["requested_by"] == f"token:token@loopback:uid={os.getuid()}"
-        assert exporter.get(ACTIONS, Authorization="Bearer s3cret").status == 200
-
-
-def test_the_audit_log_names_the_user_of_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "exporter.sock"
-    with running_exporter(unix=path) as exporter:
-        exporter.report(report(1, devices=(sample(),)))
-        request = {"action": "empty_cache", "target": {"all": True}, "dry_run": True}
-        answer = exporter.request("POST", ACTIONS, request, url=f"unix://{path}")
-        assert json.loads(answer.body)["requested_by"].startswith("unix:uid=")
-
-
-def test_a_page_of_another_site_cannot_act_or_read_the_audit_log(exporter: RunningExporter) -> None:
-    request = {"action": "empty_cache", "target": {"all": True}, "wait_seconds": 0}
-    problem(exporter.request("POST", ACTIONS, request, Origin="http://evil.example"), 403)
-    problem(exporter.request("POST", ACTIONS, request, Host="evil.example"), 403)
-    problem(exporter.request("POST", ACTIONS, request, Content_Type="text/plain"), 415)
-    problem(exporter.get(ACTIONS, Host="evil.example"), 403)
-    own = exporter.request("POST", ACTIONS, request, Origin=exporter.url)
-    assert own.status == 202
-    assert len(exporter.document(ACTIONS)["actions"]) == 1
 
 
 def test_an_exporter_that_stops_ends_waiting_requests() -> None:

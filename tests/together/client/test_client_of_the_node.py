@@ -13,7 +13,7 @@ import pytest
 from tests.emulation.node import EmulatedNode
 from tests.emulation.programs import Program
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.injected_scripts import MIB, StartScript, folder_with, run_to_the_end, start_script
+from tests.support.injected_scripts import MIB, StartScript, start_script
 from tests.support.namespaces import CONTAINER, needs_namespaces
 from tests.support.paths import REPOSITORY
 from tests.support.pod_shapes import SHAPES, answered
@@ -136,19 +136,6 @@ def test_jobs_go_on_reporting_while_the_client_is_upgraded(
             assert (job.finish(), job.stderr()) == (0, "")
     finally:
         upgraded.close()
-
-
-def test_a_program_without_torch_and_its_sitecustomize_run_as_without_the_client(
-    serving: ExporterProcess, start_script: StartScript, run_folder: Path, python: str, tmp_path: Path
-) -> None:
-    own = folder_with(tmp_path / "own", sitecustomize="import sys\nsys.chained = True")
-    code = "say([sys.path[1:], sys.chained, sorted(set(sys.modules) - {'sitecustomize'}), threads()])"
-    plain = start_script(code, injected=False, command=(python,), PYTHONPATH=str(own))
-    injected = start_script(
-        code, injected=False, command=(python,), PYTHONPATH=f"{run_folder / 'client'}:{own}", GPUMEM_WORKLOAD="none"
-    )
-    assert run_to_the_end(injected) == run_to_the_end(plain)
-    assert serving.processes() == {}
 
 
 def test_run_below_the_folder_of_the_node_reports_once(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -50,14 +49,3 @@ def test_a_finished_action_cannot_be_canceled_and_an_unknown_one_is_404(exporter
     answer = exporter.request("DELETE", f"{ACTIONS}/{done['id']}")
     assert (answer.status, json.loads(answer.body)) == (200, done)
     problem(exporter.request("DELETE", f"{ACTIONS}/unknown"), 404)
-
-
-def test_canceling_needs_the_same_permission_as_acting(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("s3cret\n")
-    with running_exporter(action_token_file=str(token)) as exporter:
-        problem(exporter.request("DELETE", f"{ACTIONS}/unknown"), 401)
-        problem(exporter.request("DELETE", f"{ACTIONS}/unknown", Authorization="Bearer s3cret"), 404)
-    with running_exporter() as exporter:
-        problem(exporter.request("DELETE", f"{ACTIONS}/unknown", Origin="http://evil.example"), 403)

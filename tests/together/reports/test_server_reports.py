@@ -57,14 +57,6 @@ def test_a_report_is_on_the_next_page(exporter: RunningExporter) -> None:
     exporter.provider.processes = {}
 
 
-def test_the_series_of_a_process_end_with_its_final_report(exporter: RunningExporter) -> None:
-    exporter.report(report(1, devices=(sample(),)))
-    assert exporter.sample("gpumem_reporter_up", pid="1") == 1
-    assert exporter.report(report(1, devices=(sample(),), sequence=2, final=True)).status == 200
-    assert exporter.sample("gpumem_reporter_up", pid="1") is None
-    assert exporter.sample("gpumem_torch_reserved_bytes", pid="1") is None
-
-
 def test_a_report_that_arrives_late_changes_nothing(exporter: RunningExporter) -> None:
     exporter.report(report(1, devices=(sample(allocated=2),), sequence=2))
     assert exporter.report(report(1, devices=(sample(allocated=1),), sequence=1)).status == 200

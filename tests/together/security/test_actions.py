@@ -177,24 +177,6 @@ def test_the_caller_learns_what_it_may_do(ada: LocalUser, root: LocalUser, conta
     assert (proxied["uid"], proxied["rights"]) == (None, "none")
 
 
-def test_a_rank_of_another_user_neither_joins_nor_blocks_a_group(
-    node: Node, ada: LocalUser, eve: LocalUser, root: LocalUser
-) -> None:
-    shared = {"workload": "llm", "step": 50, "step_seconds": 0.1}
-    assert node.report(ada, rank="0", sequence=2, **shared).status == 200
-    assert node.report(eve, rank="1", sequence=2, **shared).status == 200
-    group: dict[str, Any] = {"group": True, "mode": "step", "deadline_seconds": 60}
-    try:
-        for user in (ada, eve):
-            reply = act(user, node.urls["socket"], target={"workload": "llm"}, **group)
-            assert targets(reply) == {user.pid}
-        named = act(root, node.urls["socket"], target={"pid": ada.pid}, **group)
-        assert targets(named) == {ada.pid}
-    finally:
-        for user in (ada, eve):
-            node.report(user, sequence=3)
-
-
 def test_terminate_reaches_no_process_that_a_made_up_report_names(
     node: Node, root: LocalUser, eve: LocalUser, url: str
 ) -> None:

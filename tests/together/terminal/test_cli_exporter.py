@@ -201,24 +201,11 @@ def test_without_a_wait_the_accepted_action_is_returned(node: _Node) -> None:
     assert node.json("gc", "--all", "--wait", "0")["state"] in ("queued", "running", "done")
 
 
-def test_an_unknown_name_exits_with_1_and_the_nearest_one(node: _Node) -> None:
-    ended = node.command("clear", "--workload", "demo-notebok,demo-moe-finetune")
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
-    assert "no such workload 'demo-notebok'; did you mean demo-notebook? known workloads: demo-" in ended.stderr
-
-
 def test_a_refused_action_exits_with_1_and_names_the_option(node: _Node) -> None:
     ended = node.command("clear", "--all", token=False)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert "--action.token-file" in ended.stderr
     assert _TOKEN not in ended.stderr
-
-
-def test_the_token_comes_from_an_option_or_a_variable(node: _Node) -> None:
-    by_option = ("reset-peak", "--workload", "demo-notebook", "--token-file", str(node.token_file))
-    assert node.command(*by_option, token=False).returncode == 0
-    assert node.command(*by_option[:3], token=False, GPUMEM_ACTION_TOKEN=_TOKEN).returncode == 0
-    assert node.command(*by_option[:3], token=False, GPUMEM_ACTION_TOKEN="wrong").returncode == 1
 
 
 def test_an_unreachable_exporter_exits_with_1_and_is_named(node: _Node) -> None:

@@ -59,14 +59,6 @@ def test_the_command_gets_the_original_locale(locale: dict[str, str]) -> None:
     assert {name: value for name, value in variables.items() if name.startswith("LC_")} == locale
 
 
-def test_the_users_path_and_sitecustomize_still_work(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.own_sitecustomize_ran = True\n")
-    (tmp_path / "own_module.py").write_text("answer = 42\n")
-    code = "import own_module; print(own_module.answer, own_sitecustomize_ran)"
-    ended = _run("--", sys.executable, "-c", code, environ={"PYTHONPATH": str(tmp_path)})
-    assert (ended.stdout, ended.stderr) == ("42 True\n", "")
-
-
 @pytest.mark.parametrize("code", [0, 77])
 def test_the_exit_code_is_that_of_the_command(code: int) -> None:
     assert _run("--", sys.executable, "-c", f"raise SystemExit({code})").returncode == code

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.units import short_bytes
-from gpumem_exporter.cli.api_client import ExporterApi
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.support.exporter_process import QUICK, ExporterProcess
@@ -267,30 +266,6 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     terminal.type("y")
     terminal.until(lambda: not asks() and "300 MiB" in note(), "the result")
     terminal.until(lambda: {"612M", "0B"} <= row_of_process(), "the row without what was freed")
-
-
-def test_the_ranks_of_a_job_that_trains_clear_as_a_group(open_top: OpenTop) -> None:
-    with still_demo() as demo, ExporterApi((demo.url,)) as api:
-
-        def sent() -> list[Any]:
-            actions = api.get("/api/v1/actions?limit=20")["actions"]
-            return [it for it in actions if it["reason"] == "requested in top" and not it["dry_run"]]
-
-        (job,) = [job for job in api.get("/api/v1/live")["jobs"] if job["name"] == "demo-llm-pretrain"]
-        ranks = [process["pid"] for process in job["processes"]]
-        terminal = open_top("--url", demo.url, "--filter", "demo-llm-pretrain", columns=80)
-        _until_rows(terminal)
-        terminal.type("c")
-        terminal.until(lambda: "y/n" in terminal.text, "the question")
-        question = " ".join(" ".join(terminal.lines[-3:]).split())
-        assert "Clear demo-llm-pretrain (ml-train)? Stays free" in question
-        assert "would be reserved again in the next step. Its ranks clear together at the end of a step." in question
-        assert sent() == []
-        with demo.time_passes():
-            terminal.type("y")
-            (action,) = terminal.until(sent, "the request")
-            assert (action["mode"], action["group"], sorted(action["target"]["pid"])) == ("step", True, sorted(ranks))
-            terminal.until(lambda: "Freed" in terminal.text or "Stays free" in terminal.text, "the result")
 
 
 def test_the_screen_of_a_job_has_its_memory_and_its_events(open_top: OpenTop) -> None:
