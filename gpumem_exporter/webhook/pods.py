@@ -43,7 +43,7 @@ class Injection:
     """Why the pod, or a container, does not get the client."""
 
     def describe(self) -> str:
-        """Return one line for people; empty if the pod is none of the webhook's business."""
+        """Return one line for people; empty if the webhook does not handle the pod."""
         return "; ".join([*(f"injected: {name}" for name in self.injected), *self.reasons])[:_RESULT_CHARACTERS]
 
 
@@ -184,7 +184,7 @@ def _python_path(container: Object) -> str:
         # name of no folder.
         return f"{CLIENT}:$(PYTHONPATH)" if container.get("envFrom") else CLIENT
     value: str = given[1].get("value") or ""
-    # An empty PYTHONPATH is none, but an empty entry of it is the working directory.
+    # An empty PYTHONPATH has no entry, but an empty entry is the working directory.
     return value if CLIENT in value.split(":") else f"{CLIENT}:{value}" if value else CLIENT
 
 
