@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from tests.emulation.node import EmulatedNode
 from tests.support.exporter_process import ExporterProcess
-from tests.support.injected_scripts import exporter
-from tests.support.library_programs import PYTHON, StartLibrary, start_library
-
-__all__ = ["exporter", "start_library"]
+from tests.support.library_programs import PYTHON, StartLibrary
 
 
 def test_ranks_of_torchrun_with_ddp_and_fsdp(start_library: StartLibrary, exporter: ExporterProcess) -> None:

@@ -19,11 +19,8 @@ from gpumem_toolkit.oom.diagnosis import OomDiagnosis
 from gpumem_toolkit.oom.values import OomValues
 from gpumem_toolkit.planning.devices import parse_gpu
 from gpumem_toolkit.planning.plan import Plan
-from tests.support.injected_scripts import exporter
-from tests.support.library_programs import PYTHON, StartLibrary, start_library
+from tests.support.library_programs import PYTHON, StartLibrary
 from tests.support.torch_release import since_torch
-
-__all__ = ["exporter", "start_library"]
 
 
 @since_torch((2, 10), "torch 2.9 initializes CUDA before its launcher forks the ranks")

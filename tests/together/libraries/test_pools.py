@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from tests.support.injected_scripts import exporter
-from tests.support.library_programs import PYTHON, StartLibrary, start_library
-
-__all__ = ["exporter", "start_library"]
+from tests.support.library_programs import PYTHON, StartLibrary
 
 
 def test_workers_of_loky_report_and_their_parent_does_not(start_library: StartLibrary) -> None:

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from gpumem_client.wire.http import Connection
-from tests.support.injected_scripts import exporter
-from tests.support.library_programs import PYTHON, StartLibrary, start_library
+from tests.support.library_programs import PYTHON, StartLibrary
 from tests.support.waiting import patient
-
-__all__ = ["exporter", "start_library"]
 
 SERVERS = {
     "gunicorn": "--workers 2 --preload --config python:served_model --bind unix:{} served_model:wsgi",

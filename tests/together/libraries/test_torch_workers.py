@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.injected_scripts import exporter
-from tests.support.library_programs import PYTHON, StartLibrary, start_library
-
-__all__ = ["exporter", "start_library"]
+from tests.support.library_programs import PYTHON, StartLibrary
 
 
 def test_workers_of_data_loaders_do_not_report_and_spawned_ranks_do(start_library: StartLibrary) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from tests.emulation.node import EmulatedNode
-from tests.support.injected_scripts import exporter
-from tests.support.library_programs import PYTHON, StartLibrary, start_library
-
-__all__ = ["exporter", "start_library"]
+from tests.support.library_programs import PYTHON, StartLibrary
 
 
 def test_the_trainer_of_transformers(start_library: StartLibrary, node: EmulatedNode) -> None:
