@@ -166,8 +166,6 @@ export function showJobs(view, mustSort = false) {
   else if (added) place();
   filter();
   const total = view.jobs.length;
-  const idle = view.node.totals.idle_cache_bytes;
-  setText($("idle-cache"), idle ? `${view.words.idle_cache?.label ?? ""} ${bytes(idle)}: a clear frees it for good.` : "");
   setText($("no-jobs"), total === 0 ? "No process uses a device, and none reports." : "No job matches the filter.");
   showRights(view);
 }
