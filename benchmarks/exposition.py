@@ -22,9 +22,9 @@ from prometheus_client.registry import Collector
 
 from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.snapshots import node, reporting
-from gpumem_exporter.collectors.catalog import Metric
 from gpumem_exporter.collectors.exposition import Exposition, view_of
 from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.collectors.subjects import Metric
 from gpumem_exporter.core.samples import Snapshot
 
 PROCESSES = 64

@@ -22,7 +22,8 @@ from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.program import COMMANDS, PROGRAM
-from gpumem_exporter.collectors.catalog import METRICS, Metric
+from gpumem_exporter.collectors.catalog import METRICS
+from gpumem_exporter.collectors.subjects import Metric
 from gpumem_exporter.server.settings import Settings
 
 HERE = Path(__file__).resolve().parent

@@ -6,36 +6,16 @@ the page. Ratios are from 0 to 1, except the ratio of an error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from gpumem_exporter.collectors.subjects import Metric
 
 _DEVICE = ("gpu", "uuid")
 _TORCH = ("gpu", "uuid", "pid", "workload", "rank")
 _REPORTER = ("pid", "workload", "rank")
+_SINCE_RESET = (
+    " since the last reset of the peaks in this process, by the program, a library or a reset_peak action. The exporter"
+    " itself never resets peaks."
+)
 _table: list[Metric] = []
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Metric:
-    """One metric family. Each family has one object; families are compared and hashed by identity."""
-
-    name: str
-    """The name of the series in both formats; the name of a counter ends in `_total`."""
-    type: Literal["gauge", "counter", "histogram"]
-    help: str
-    """The HELP text. It has no characters that either format escapes."""
-    labels: tuple[str, ...] = ()
-    part_of: Metric | None = None
-    """The histogram whose buckets, sum or count these series are."""
-
-    @property
-    def family(self) -> str:
-        """The name of the family in OpenMetrics: for a counter, without `_total`."""
-        return self.name.removesuffix("_total") if self.type == "counter" else self.name
-
-    def part(self, suffix: str, *labels: str) -> Metric:
-        """Return the series of a histogram whose names have this suffix, with their further labels."""
-        return replace(self, name=self.name + suffix, labels=(*self.labels, *labels), part_of=self)
 
 
 def _gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Metric:  # noqa: A002 - the field's name
@@ -216,14 +196,12 @@ TORCH_REQUESTED = _gauge(
 )
 TORCH_ALLOCATED_PEAK = _gauge(
     "gpumem_torch_allocated_peak_bytes",
-    "Highest gpumem_torch_allocated_bytes since the last reset of the peaks in this process, by the program, a library"
-    " or a reset_peak action. The exporter itself never resets peaks.",
+    f"Highest gpumem_torch_allocated_bytes{_SINCE_RESET}",
     _TORCH,
 )
 TORCH_RESERVED_PEAK = _gauge(
     "gpumem_torch_reserved_peak_bytes",
-    "Highest gpumem_torch_reserved_bytes since the last reset of the peaks in this process, by the program, a library"
-    " or a reset_peak action. The exporter itself never resets peaks.",
+    f"Highest gpumem_torch_reserved_bytes{_SINCE_RESET}",
     _TORCH,
 )
 TORCH_PLANNED_RESERVED_PEAK = _gauge(
@@ -250,9 +228,10 @@ TORCH_RECLAIMABLE = _gauge(
 )
 TORCH_IDLE_CACHE = _gauge(
     "gpumem_torch_idle_cache_bytes",
-    "Smallest gpumem_torch_reclaimable_bytes of the last 60 s: cache that the process did not need for a minute, and"
-    " that a clear releases for good. From about three readings per second; memory that is used only between two"
-    " readings may be included. Absent for the first 60 s, and if reclaimable is absent.",
+    "Smallest gpumem_torch_reclaimable_bytes of the last 60 s, and of the last minute of training steps: cache that the"
+    " process did not need for a minute, and that a clear releases for good. From up to three readings per second;"
+    " memory that is used only between two readings may be included. Absent for the first 60 s, and if reclaimable is"
+    " absent.",
     _TORCH,
 )
 TORCH_FRAGMENTED = _gauge(

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.allocators import torch_collector
-from gpumem_exporter.collectors.catalog import Metric
 from gpumem_exporter.collectors.devices import DEVICE, LEDGER, POLL
 from gpumem_exporter.collectors.instruments import Instruments, own_process
 from gpumem_exporter.collectors.processes import OOM, PROCESS, REPORTER
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View
+from gpumem_exporter.collectors.subjects import Collector, Metric, Samples, Series, Subject, Value, View
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 
 CONTENT_TYPE_TEXT = "text/plain; version=0.0.4; charset=utf-8"

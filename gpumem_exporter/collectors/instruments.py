@@ -19,7 +19,7 @@ from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.values import RESULTS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Samples, Series, Subject, View, one_of_each
+from gpumem_exporter.collectors.subjects import Metric, Samples, Series, Subject, View, one_of_each
 from gpumem_exporter.events.model import EVENT_TYPES, Event
 
 ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignored", "invalid")
@@ -37,7 +37,7 @@ class Instruments:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[catalog.Metric, dict[Series, float]] = {metric: {} for metric in catalog.OWN}
+        self._values: dict[Metric, dict[Series, float]] = {metric: {} for metric in catalog.OWN}
         self._held_requests: Callable[[], int] | None = None
 
         # These labels are few and known, so their series start at 0. Otherwise rate() would miss the first event.
@@ -129,7 +129,7 @@ class Instruments:
         self._add(_COUNT, action, amount=amount)
         self._add(_SUM, action, amount=seconds)
 
-    def _add(self, metric: catalog.Metric, *labels: str, amount: float = 1.0) -> None:
+    def _add(self, metric: Metric, *labels: str, amount: float = 1.0) -> None:
         values = self._values[metric.part_of or metric]
         with self._lock:
             values[metric, labels] = values.get((metric, labels), 0.0) + amount

@@ -1,13 +1,36 @@
-"""What a collector reads and yields: the view of a snapshot, and the samples of subjects."""
+"""What a collector reads and yields: metrics, the view of a snapshot, and the samples of subjects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from gpumem_exporter.collectors.catalog import Metric
 from gpumem_exporter.core.samples import DeviceReading, Names, NodeReading, Snapshot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metric:
+    """One metric family. Each family has one object; families are compared and hashed by identity."""
+
+    name: str
+    """The name of the series in both formats; the name of a counter ends in `_total`."""
+    type: Literal["gauge", "counter", "histogram"]
+    help: str
+    """The HELP text. It has no characters that either format escapes."""
+    labels: tuple[str, ...] = ()
+    part_of: Metric | None = None
+    """The histogram whose buckets, sum or count these series are."""
+
+    @property
+    def family(self) -> str:
+        """The name of the family in OpenMetrics: for a counter, without `_total`."""
+        return self.name.removesuffix("_total") if self.type == "counter" else self.name
+
+    def part(self, suffix: str, *labels: str) -> Metric:
+        """Return the series of a histogram whose names have this suffix, with their further labels."""
+        return replace(self, name=self.name + suffix, labels=(*self.labels, *labels), part_of=self)
+
 
 Series: TypeAlias = "tuple[Metric, tuple[str, ...]]"
 """A metric and the values of its labels in the catalog's order."""

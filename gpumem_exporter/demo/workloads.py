@@ -63,7 +63,7 @@ DEMO_WORKLOADS = (
         k8s_pod="media/diffusion",
     ),
     Workload(
-        *("", programs.embedding_server, "tritonserver", "serving", ((4,),)),
+        *("", programs.embedding_server, "tritonserver", "search", ((4,),)),
         reports=False,
         context_bytes=410 * MIB,
         k8s_pod="search/embeddings",

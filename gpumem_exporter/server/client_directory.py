@@ -59,7 +59,7 @@ def put_client(folder: Path) -> None:
             folder.chmod(0o755)
         files = _files()
         version = f"{__version__}-{_digest(files)}"
-        if not (folder / version).is_dir():
+        if not _is_complete(folder / version, files):
             _write_version(folder, version, files)
         if version != replaced:
             _make_current(folder, version, replaced)
@@ -107,6 +107,13 @@ def _digest(files: Mapping[str, bytes]) -> str:
     return digest.hexdigest()[:12]
 
 
+def _is_complete(version: Path, files: Mapping[str, bytes]) -> bool:
+    try:
+        return all((version / path).read_bytes() == text for path, text in files.items())
+    except FileNotFoundError:
+        return False
+
+
 def _write_version(folder: Path, version: str, files: Mapping[str, bytes]) -> None:
     """Write a version under another name, and rename it: the folder of a version is always complete."""
     new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder))
@@ -119,10 +126,13 @@ def _write_version(folder: Path, version: str, files: Mapping[str, bytes]) -> No
             Path(parent).chmod(0o755)
             for name in names:
                 Path(parent, name).chmod(0o644)
+        if (folder / version).is_dir():
+            # The rest of a version that was removed before, or a version with changes.
+            (folder / version).rename(tempfile.mkdtemp(prefix=".new-", dir=folder))
         new.rename(folder / version)
     except OSError:
         shutil.rmtree(new, ignore_errors=True)
-        if not (folder / version).is_dir():  # or a second exporter has just written it
+        if not _is_complete(folder / version, files):  # or a second exporter has just written it
             raise
 
 
@@ -153,4 +163,5 @@ def _remove_old(folder: Path, version: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # a second exporter removes it
             if _VERSION.fullmatch(entry.name) and entry.name != version and entry.lstat().st_mtime < oldest:
                 shutil.rmtree(entry, ignore_errors=True)
-                _log.info("old client removed", extra={"fields": {"version": entry.name}})
+                if not entry.exists():
+                    _log.info("old client removed", extra={"fields": {"version": entry.name}})

@@ -20,6 +20,8 @@ from gpumem_exporter.view.growth import Growth
 from gpumem_exporter.view.jobs import Job, Part
 
 SEVERITIES = ("critical", "warning", "info")
+_URGENT = ("driver", "device_lost", "oom", "growth", "check", "idle_cache")
+"""Of one severity, these kinds come first: what failed, what will fail, and what a clear helps."""
 SEVERITY = {
     "oom_ended_process": "critical",
     "oom_caught": "warning",
@@ -42,6 +44,7 @@ _CAUGHT_SECONDS = 600.0
 _FULL = 0.95
 """From this share in use on, other processes may lack the idle cache of a job."""
 _IDLE_BESIDE_FULL = 0.05
+_LITTLE_FREE, _OTHER_FAILED = ", where little memory is free", ", where another job ran out of memory"
 _MUCH_IDLE = 0.2
 _FRAGMENTED = 0.1
 _UNATTRIBUTED = 0.02
@@ -143,7 +146,7 @@ class Since:
         """By the id of the finding."""
 
     def lasting(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return the findings that have lasted long enough, with their start, the most severe and the oldest first."""
+        """Return the findings that have lasted long enough, with their start, the most severe, urgent and old first."""
         now = self._clock()
         with self._lock:
             known = {key: seen for key, seen in self._seen.items() if now - seen.last_seconds < _FORGOTTEN_SECONDS}
@@ -154,8 +157,13 @@ class Since:
                     since = seen.first_seconds if finding.since_seconds is None else finding.since_seconds
                     lasting.append(replace(finding, severity=seen.severity, since_seconds=since))
             self._seen = known
-        lasting.sort(key=lambda each: (SEVERITIES.index(each.severity), each.since_seconds, each.id))
+        lasting.sort(key=_rank)
         return lasting[:_MOST]
+
+
+def _rank(finding: Finding) -> tuple[int, int, float, str]:
+    kind = _URGENT.index(finding.kind) if finding.kind in _URGENT else len(_URGENT)
+    return SEVERITIES.index(finding.severity), kind, finding.since_seconds or 0.0, finding.id
 
 
 def called(job: Job) -> str:
@@ -269,7 +277,8 @@ def _idle_caches(
     for job in jobs:
         for part in job.parts:
             of_device.setdefault(part.uuid, []).append((job, part))
-    found: dict[str, list[tuple[DeviceReading, int, bool]]] = {}
+    found: dict[str, list[tuple[DeviceReading, int, str]]] = {}
+    """For each job, its idle cache on each device, and why others lack it."""
     by_id = {job.id: job for job in jobs}
     for device in devices:
         ledger = ledgers.get(device.uuid)
@@ -289,14 +298,15 @@ def _idle_caches(
                 idle[job.id] = idle.get(job.id, 0) + (part.sample.idle_cache_bytes or 0)
         for key, size in idle.items():
             others = len({job.id for job, _ in there}) > 1
-            lacking = others and (full or any(workload != by_id[key].workload for workload, _ in failed))
+            beside = any(workload != by_id[key].workload for workload, _ in failed)
+            lacking = (_LITTLE_FREE if full else _OTHER_FAILED if beside else "") if others else ""
             if size >= (_IDLE_BESIDE_FULL if lacking else _MUCH_IDLE) * ledger.total_bytes:
                 found.setdefault(key, []).append((device, size, lacking))
     for key, places in found.items():
         job = by_id[key]
         size, lacked = sum(size for _, size, _ in places), [device for device, _, lacking in places if lacking]
         where = gpus_in_words([device.gpu for device in lacked or [device for device, _, _ in places]])
-        why = ", where others lack memory" if lacked else ""
+        why = next((lacking for _, _, lacking in places if lacking), "")
         sentence = f"{called(job)} holds {human_bytes(size)} of idle cache on {where}{why}."
         device = (lacked or [places[0][0]])[0]
         severity = SEVERITY["idle_cache_lacked" if lacked else "idle_cache"]
@@ -332,7 +342,8 @@ def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]
         return
     sizes = [share.used_bytes for process in unreported.values() for share in process.shares.values()]
     known = sum_of_known(sizes or [None])
-    size = f" ({human_bytes(known)})" if known is not None else ""
+    least = "at least " if None in sizes else ""
+    size = f" ({least}{human_bytes(known)})" if known is not None else ""
     every = counted(sum(len(job.processes) for job in jobs), "process", "processes")
     # Short: the page shows a finding in one line.
     if not client_directory:

@@ -20,7 +20,7 @@ WORDS: dict[str, dict[str, str]] = {
         ("driver_reserved", "Driver reserved", "Kept by the driver and the firmware."),
         ("unattributed", "Unattributed", "Used, but by no process that the driver lists."),
         ("torch_allocated", "Allocated", "In tensors."),
-        ("torch_reclaimable", "Reclaimable", "Cache that a clear would free at this instant."),
+        ("torch_reclaimable", "Reclaimable", "Cache that a clear would free at this instant. A job may need it again."),
         ("torch_fragmented", "Fragmented", "Cache that a clear cannot free."),
         ("coverage", "Coverage", "The share of the processes' memory that belongs to processes that report."),
         ("job", "Job", "The processes of one workload and one owner."),

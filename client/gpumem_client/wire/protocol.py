@@ -153,7 +153,8 @@ class DeviceSample:
     graph was freed under torch before 2.14, or if tensors outlive their `MemPool`, until the next `empty_cache()`.
     """
     idle_cache_bytes: int | None = None
-    """The smallest reclaimable value of the last 60 s: cache that the program did not need for a minute.
+    """The smallest reclaimable value of the last 60 s, and of the last minute of steps: cache that the program did not
+    need for a minute.
 
     It comes from samples, from up to two further readings per second at random moments, and from peaks and retries of
     the allocator. It is above the true minimum by at most what the program used only between two readings. None for the

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.catalog import METRICS, Metric
+from gpumem_exporter.collectors.catalog import METRICS
+from gpumem_exporter.collectors.subjects import Metric
 
 
 def test_every_metric_that_is_defined_is_in_the_table_once() -> None:

@@ -6,9 +6,8 @@ import weakref
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.catalog import Metric
 from gpumem_exporter.collectors.exposition import SubjectLines
-from gpumem_exporter.collectors.subjects import Samples, Series, Subject, Value
+from gpumem_exporter.collectors.subjects import Metric, Samples, Series, Subject, Value
 
 FAMILIES = (catalog.REPORTER_UP, catalog.SAMPLE_TIMESTAMP)
 

@@ -58,6 +58,16 @@ def test_a_second_start_changes_nothing(folder: Path) -> None:
     assert {path: path.lstat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
+def test_a_version_that_is_not_complete_is_written_again(folder: Path) -> None:
+    put_client(folder)
+    (version,) = versions(folder)
+    (folder / version / "gpumem_client" / "api.py").unlink()
+    (folder / version / "gpumem_client" / "run.py").write_text("changed")
+    put_client(folder)
+    for name in ("api.py", "run.py"):
+        assert (folder / version / "gpumem_client" / name).read_text() == (CLIENT / "gpumem_client" / name).read_text()
+
+
 def test_a_version_stays_for_a_while_after_it_was_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = put_version(folder, "1.0", monkeypatch)
     long_ago = time.time() - KEPT_SECONDS - 60

@@ -67,7 +67,9 @@ class Pod:
             (place / name).chmod(mode)
 
     def _local(self, text: str) -> str:
-        return text.replace("/etc/gpumem/", f"{self._folder}/etc/").replace("/var/lib/", f"{self._folder}/")
+        for path, local in (("/etc/gpumem/", "etc/"), ("/var/lib/", ""), ("/run/gpumem/client", "client")):
+            text = text.replace(path, f"{self._folder}/{local}")
+        return text
 
     def environment(self) -> dict[str, str]:
         (self._folder / "gpumem").mkdir()

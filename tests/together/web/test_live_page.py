@@ -10,6 +10,12 @@ from tests.support.live_page import OpenPage, browser, open_page, send, serving
 
 __all__ = ["browser", "open_page"]
 
+SMALL = """[...document.querySelectorAll('a, button, input, select')]
+    .filter((each) => each.offsetParent !== null && !each.matches('.skip'))
+    .filter((each) => Math.min(each.getBoundingClientRect().width, each.getBoundingClientRect().height) < 32)
+    .map((each) => each.outerHTML)"""
+"""The targets that a finger misses."""
+
 
 def test_on_a_phone_no_job_is_further_than_one_screen(demo: ExporterProcess, open_page: OpenPage) -> None:
     live = open_page(demo, viewport={"width": 390, "height": 844})
@@ -18,7 +24,15 @@ def test_on_a_phone_no_job_is_further_than_one_screen(demo: ExporterProcess, ope
         "[...document.querySelectorAll('#jobs .job')].map((row) => row.getBoundingClientRect().bottom)"
     )
     assert max(bottoms) <= 2 * 844
-    assert live.page.evaluate("document.documentElement.scrollWidth") <= 390
+    truncated = (
+        "[...document.querySelectorAll('#jobs .name')].filter((name) => name.scrollWidth > name.clientWidth).length"
+    )
+    assert live.page.evaluate(truncated) == 0
+    for view in ("", "?gpu=7"):
+        live.page.goto(f"{live.url}{view}")
+        live.until("document.querySelector(it)", "#detail .jobs-of-device li" if view else "#jobs .job")
+        assert live.page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert live.page.evaluate(SMALL) == []
 
 
 def test_filter_order_and_job_are_in_the_url(demo: ExporterProcess, open_page: OpenPage) -> None:

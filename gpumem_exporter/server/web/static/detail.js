@@ -136,7 +136,7 @@ class Detail {
     const names = new Map(jobs.map((job) => [job.id, safe(job.name)]));
     this.strip.update(stripOf(device, (job) => names.get(job) ?? job, words));
     const categories = Object.entries(ledger ?? {});
-    this.bar.update(categories.map(([name, size]) => ({ key: name, bytes: size ?? 0, className: name === "free" ? "free" : name, title: `${words[name]?.label ?? name}: ${bytes(size)}` })));
+    this.bar.update(categories.map(([name, size]) => ({ key: name, bytes: size ?? 0, className: name === "free" ? "free" : name, idle: name === "torch_reclaimable" ? (device.idle_cache_bytes ?? 0) : 0, title: `${words[name]?.label ?? name}: ${bytes(size)}` })));
     amounts(this.parts, categories.map(([name, size]) => [words[name] ?? { label: name }, name, bytes(size)]));
     const byId = new Map(jobs.map((job) => [job.id, job]));
     const there = device.jobs.map((part) => ({ ...part, of: byId.get(part.job) })).filter(({ of }) => of);

@@ -54,10 +54,20 @@ export function showFindings({ findings, node, now: time }) {
   // While the pointer is in the slot, new findings come last.
   const order = isInUse(list) ? [...[...list.children].filter((each) => wanted.includes(each)), ...wanted.filter((each) => each.parentNode !== list)] : wanted;
   arrange(list, order, { glide: true });
+  showMore();
   const counts = SEVERITIES.map((severity) => [findings.filter((each) => each.severity === severity).length, severity]);
   setText($("findings-count"), counts.filter(([number]) => number > 0).map(([number, severity]) => `${number} ${severity}`).join(", "));
   setAttribute(document.body, "data-worst", findings[0]?.severity ?? null);
 }
+
+/** Say how many findings are below the slot. */
+function showMore() {
+  const list = $("findings-list");
+  const below = [...list.children].filter((each) => each.offsetTop + each.offsetHeight / 2 > list.scrollTop + list.clientHeight).length;
+  setText($("findings-more"), `${below} more ↓`);
+  setHidden($("findings-more"), below === 0);
+}
+$("findings-list").addEventListener("scroll", showMore, { passive: true });
 
 function hrefOf({ job, kind, gpu, uuid }) {
   const place = job !== null ? jobHref(job) : uuid === null ? "?" : deviceHref({ gpu, uuid });

@@ -6,7 +6,7 @@ import { showDevices } from "./devices.js";
 import { $, setHidden, setText } from "./dom.js";
 import { happened, showNodeEvents } from "./events.js";
 import { showFindings } from "./findings.js";
-import { count, percent, timeOfDay } from "./format.js";
+import { bytes, count, percent, timeOfDay } from "./format.js";
 import { assignHues } from "./hues.js";
 import { showJobs } from "./jobs.js";
 import { deviceHref, go, jobHref, onRoute, param } from "./route.js";
@@ -94,7 +94,8 @@ function showHeader({ host, driver, source, totals }, now, target) {
   setText($("host"), host);
   setText($("moment"), timeOfDay(now));
   const facts = [count(totals.devices, "device"), ...(driver.version ? [`driver ${driver.version}`] : [])];
-  if (totals.coverage_ratio !== null) facts.push(`${percent(totals.coverage_ratio)} of used memory reports`);
+  if (totals.idle_cache_bytes) facts.push(`${bytes(totals.idle_cache_bytes)} idle cache`);
+  if (totals.coverage_ratio !== null) facts.push(`${percent(totals.coverage_ratio)} of the used memory is reported`);
   setText($("node-facts"), driver.up ? facts.join(" · ") : "no driver");
 }
 
@@ -103,7 +104,7 @@ function enter(mode, reason) {
   if (body.dataset.mode === mode) return;
   body.dataset.mode = mode;
   $("connection").dataset.mode = mode;
-  const asOf = state && mode !== "live" ? `as of ${timeOfDay(state.time.unix_seconds + (Date.now() - state.receivedAt > 6000 ? 0 : 0))}` : "";
+  const asOf = state && mode !== "live" ? `as of ${timeOfDay(state.time.unix_seconds)}` : "";
   setText($("mode"), [mode === "refused" ? `The exporter refuses access: ${reason}` : MODES[mode], asOf].filter(Boolean).join(", "));
   setHidden($("moment"), mode !== "live");
   $("main").toggleAttribute("data-stale", mode !== "live" && state !== null);
