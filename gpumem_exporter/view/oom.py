@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from gpumem_client.wire.units import human_bytes
@@ -14,6 +16,9 @@ from gpumem_exporter.view.jobs import Job, Part
 NEAR_SECONDS = 5.0
 """A device's state of this age is the state at the error: other jobs seldom change within it."""
 _MAX_JOBS = 32
+_MAX_JOBS_BYTES = 32 << 10
+"""Of the jobs as JSON, half of what an event may have. An event that is too long is not stored, and users choose the
+names of their jobs: a character of a name takes up to 12 bytes."""
 
 Document = dict[str, Any]
 
@@ -35,11 +40,12 @@ class DeviceUse(NamedTuple):
         jobs = [_other(by_id[key], parts) for key, parts in others.items()]
         jobs.sort(key=lambda each: -(each["used_bytes"] or 0))
         grows = growth_of(own.id) if own is not None else None
+        kept = _that_fit(jobs[:_MAX_JOBS])
         return {
             "total_bytes": self.total_bytes,
             "growth_bytes_per_hour": grows.bytes_per_hour if grows is not None else None,
-            "jobs": jobs[:_MAX_JOBS],
-            "jobs_left_out": len(jobs[_MAX_JOBS:]),
+            "jobs": kept,
+            "jobs_left_out": len(jobs) - len(kept),
         }
 
 
@@ -55,6 +61,12 @@ def uses_of(snapshot: Snapshot, jobs: Iterable[Job]) -> dict[str, DeviceUse]:
         for part in job.parts:
             parts.setdefault(part.uuid, []).append((job, part))
     return {uuid: use._replace(parts=parts.get(uuid, ())) for uuid, use in uses.items()}
+
+
+def _that_fit(jobs: Sequence[Document]) -> list[Document]:
+    """Return the first jobs, up to `_MAX_JOBS_BYTES`."""
+    sizes = accumulate(len(json.dumps(job)) for job in jobs)
+    return [job for job, size in zip(jobs, sizes, strict=True) if size <= _MAX_JOBS_BYTES]
 
 
 def _other(job: Job, parts: Sequence[Part]) -> Document:
