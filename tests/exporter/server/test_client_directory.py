@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +83,15 @@ def test_a_version_stays_for_a_while_after_it_was_replaced(folder: Path, monkeyp
     assert put_version(folder, "1.0", monkeypatch) == old  # a downgrade
 
 
+def test_old_folders_of_other_programs_stay(folder: Path) -> None:
+    (folder / "model-0123456789ab").mkdir(parents=True)
+    folder.chmod(0o755)
+    long_ago = time.time() - KEPT_SECONDS - 60
+    os.utime(folder / "model-0123456789ab", (long_ago, long_ago))
+    put_client(folder)
+    assert (folder / "model-0123456789ab").is_dir()
+
+
 def test_a_write_that_fails_leaves_the_version_before_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = put_version(folder, "1.0", monkeypatch)
 
@@ -92,7 +103,7 @@ def test_a_write_that_fails_leaves_the_version_before_it(folder: Path, monkeypat
         with pytest.raises(ClientDirectoryError):
             put_version(folder, "1.1", monkeypatch)
     assert (folder / "sitecustomize.py").readlink().parts[0] == old
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == [old]
+    assert versions(folder) == [old]
 
 
 def _writable_by_others(folder: Path) -> Path:
@@ -126,6 +137,23 @@ def _in_a_folder_of_another_user(folder: Path) -> Path:
     return _of_another_user(folder) / "client"
 
 
+def _with_a_file_of_another_user(folder: Path) -> Path:
+    folder.mkdir(0o755)
+    os.chown(_touched(folder / "sitecustomize.abi3.so"), OTHER_UID, OTHER_UID)  # Python prefers it to a .py file
+    return folder
+
+
+def _with_bytecode_writable_by_others(folder: Path) -> Path:
+    folder.mkdir(0o755)
+    _writable_by_others(folder / "__pycache__")
+    return folder
+
+
+def _touched(file: Path) -> Path:
+    file.touch()
+    return file
+
+
 def _with_another_sitecustomize(folder: Path) -> Path:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text("")
@@ -145,6 +173,8 @@ def _without_a_parent(folder: Path) -> Path:
         _below_a_link,
         pytest.param(_of_another_user, marks=needs_root),
         pytest.param(_in_a_folder_of_another_user, marks=needs_root),
+        pytest.param(_with_a_file_of_another_user, marks=needs_root),
+        _with_bytecode_writable_by_others,
         _with_another_sitecustomize,
         _without_a_parent,
     ],
@@ -163,6 +193,20 @@ def test_the_sticky_folder_of_temporary_files_is_accepted(folder: Path) -> None:
     folder.chmod(0o1777)
     put_client(folder / "client")
     assert versions(folder / "client")
+
+
+@needs_root
+def test_bytecode_of_a_job_of_root_is_not_writable_for_others(folder: Path) -> None:
+    put_client(folder)
+    (version,) = versions(folder)
+    environment = {"PYTHONPATH": f"{folder}:{folder / version}"}
+    program = "import gpumem_client.reporter.settings"
+    subprocess.run(
+        [sys.executable, "-S", "-c", f"import sitecustomize; {program}"], env=environment, check=True, umask=0
+    )
+    modes = {path: path.lstat().st_mode & 0o777 for path in folder.rglob("*") if not path.is_symlink()}
+    assert any(path.suffix == ".pyc" for path in modes)
+    assert {path: mode for path, mode in modes.items() if mode & 0o022} == {}
 
 
 @needs_root
