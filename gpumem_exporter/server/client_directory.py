@@ -21,6 +21,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 from gpumem_client.wire.errors import GpumemError
@@ -33,7 +34,10 @@ KEPT_SECONDS = 30 * 86400.0
 _PACKAGE = "gpumem_client"
 _ENTRY = f"{_PACKAGE}/bootstrap/sitecustomize.py"
 _LINK = "sitecustomize.py"
-_VERSION = re.compile(r".+-[0-9a-f]{12}|[.]new-.+")
+_VERSION = re.compile(r".+-[0-9a-f]{12}")
+_UNFINISHED = re.compile(r"[.]new-[a-z0-9_]{8}")
+_BYTECODE = "__pycache__"
+"""Jobs of root write bytecode. The exporter creates its folders: jobs with umask 0 would let every user write there."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,9 +58,10 @@ def put_client(folder: Path) -> None:
     try:
         _require_safe(folder)
         replaced = _current(folder)
-        if not folder.is_dir():
-            folder.mkdir()
-            folder.chmod(0o755)
+        for each in (folder, folder / _BYTECODE):
+            if not each.is_dir():
+                each.mkdir(0o755)
+                each.chmod(0o755)
         files = _files()
         version = f"{__version__}-{_digest(files)}"
         if not _is_complete(folder / version, files):
@@ -75,16 +80,18 @@ def _require_safe(folder: Path) -> None:
     """Raise OSError if a user other than root and this one could replace the folder or a file in it."""
     if Path(os.path.realpath(folder)) != folder:
         raise OSError(0, f"a part of it is a symbolic link: name the real folder {os.path.realpath(folder)}")
-    for each in (folder, *folder.parents):
+    # The folder may have been writable for others before.
+    inside = (Path(path, name) for path, *names in os.walk(folder) for name in chain(*names))
+    for each in chain((folder, *folder.parents), inside):
         try:
             status = each.lstat()
         except FileNotFoundError:
             continue
         if status.st_uid not in (0, os.geteuid()):
             raise OSError(0, f"{each} belongs to {user_name(status.st_uid)}, who could change what jobs import")
-        mode = stat.S_IMODE(status.st_mode)
+        mode = 0 if stat.S_ISLNK(status.st_mode) else stat.S_IMODE(status.st_mode)
         # In a sticky folder, such as /tmp, only the owner can replace an entry.
-        if mode & WRITABLE_BY_OTHERS and (each == folder or not mode & stat.S_ISVTX):
+        if mode & WRITABLE_BY_OTHERS and (each not in folder.parents or not mode & stat.S_ISVTX):
             raise OSError(
                 0, f"others may write to {each} (mode {mode:04o}) and change what jobs import; chmod go-w {each}"
             )
@@ -122,6 +129,7 @@ def _write_version(folder: Path, version: str, files: Mapping[str, bytes]) -> No
             file = new / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(text)
+            (file.parent / _BYTECODE).mkdir(exist_ok=True)
         for parent, _, names in os.walk(new):
             Path(parent).chmod(0o755)
             for name in names:
@@ -157,11 +165,14 @@ def _make_current(folder: Path, version: str, replaced: str | None) -> None:
 
 
 def _remove_old(folder: Path, version: str) -> None:
-    """Remove replaced versions. Bytecode that root's jobs left there stays if this user may not remove it."""
+    """Remove versions that were replaced long ago."""
     oldest = time.time() - KEPT_SECONDS
     for entry in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # a second exporter removes it
-            if _VERSION.fullmatch(entry.name) and entry.name != version and entry.lstat().st_mtime < oldest:
+            # An operator may have named a folder with other programs' folders in it.
+            is_version = _VERSION.fullmatch(entry.name) and (entry / _PACKAGE).is_dir()
+            is_old = entry.name != version and entry.lstat().st_mtime < oldest
+            if is_old and (is_version or _UNFINISHED.fullmatch(entry.name)):
                 shutil.rmtree(entry, ignore_errors=True)
                 if not entry.exists():
                     _log.info("old client removed", extra={"fields": {"version": entry.name}})

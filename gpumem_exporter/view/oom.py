@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from gpumem_client.wire.units import human_bytes
@@ -14,55 +18,92 @@ from gpumem_exporter.view.jobs import Job, Part
 NEAR_SECONDS = 5.0
 """A device's state of this age is the state at the error: other jobs seldom change within it."""
 _MAX_JOBS = 32
+_MAX_JOBS_BYTES = 32 << 10
+"""Of the jobs as JSON, half of what an event may have. An event that is too long is not stored, and users choose the
+names of their jobs: a character of a name takes up to 12 bytes."""
 
 Document = dict[str, Any]
 
 
-class DeviceUse(NamedTuple):
-    """The memory of a device and the processes on it."""
+@dataclass
+class DeviceUse:
+    """The memory of a device and the processes on it.
+
+    A user can report hundreds of errors a minute, on devices with thousands of processes. So the documents of the jobs
+    are built once, for the first error.
+    """
 
     total_bytes: int | None
     parts: Sequence[tuple[Job, Part]]
 
+    @cached_property
+    def _by_job(self) -> Mapping[str, tuple[Job, list[Part]]]:
+        found: dict[str, tuple[Job, list[Part]]] = {}
+        for job, part in self.parts:
+            found.setdefault(job.id, (job, []))[1].append(part)
+        return found
+
+    @cached_property
+    def _documents(self) -> Mapping[str, Document]:
+        """The jobs by id, each with all of its processes on the device."""
+        return {key: _document(job, parts) for key, (job, parts) in self._by_job.items()}
+
+    @cached_property
+    def _job_of(self) -> Mapping[str, str]:
+        """The id of the job of each process."""
+        return {str(part.process.pid): job.id for job, part in self.parts}
+
     def document(self, pid: str, growth_of: Callable[[str], Growth | None]) -> Document:
         """Return what an event of an error in this process stores: the device, and the other processes by job."""
-        own = next((job for job, part in self.parts if str(part.process.pid) == pid), None)
-        others: dict[str, list[Part]] = {}
-        by_id = {job.id: job for job, _ in self.parts}
-        for job, part in self.parts:
-            if str(part.process.pid) != pid:
-                others.setdefault(job.id, []).append(part)
-        jobs = [_other(by_id[key], parts) for key, parts in others.items()]
+        own = self._job_of.get(pid)
+        jobs = [document for key, document in self._documents.items() if key != own]
+        if own is not None:
+            parts = [part for part in self._by_job[own][1] if str(part.process.pid) != pid]
+            jobs += [{**self._documents[own], **_values(parts)}] if parts else []
         jobs.sort(key=lambda each: -(each["used_bytes"] or 0))
-        grows = growth_of(own.id) if own is not None else None
+        grows = growth_of(own) if own is not None else None
+        kept = _that_fit(jobs[:_MAX_JOBS])
         return {
             "total_bytes": self.total_bytes,
             "growth_bytes_per_hour": grows.bytes_per_hour if grows is not None else None,
-            "jobs": jobs[:_MAX_JOBS],
-            "jobs_left_out": len(jobs[_MAX_JOBS:]),
+            "jobs": kept,
+            "jobs_left_out": len(jobs) - len(kept),
         }
 
 
 def uses_of(snapshot: Snapshot, jobs: Iterable[Job]) -> dict[str, DeviceUse]:
     """Return the use of each device of a snapshot, by uuid."""
     devices = snapshot.node.devices if snapshot.node is not None else ()
-    uses = {
-        device.uuid: DeviceUse(device.memory.total_bytes if device.memory is not None else None, [])
-        for device in devices
-    }
     parts: dict[str, list[tuple[Job, Part]]] = {}
     for job in jobs:
         for part in job.parts:
             parts.setdefault(part.uuid, []).append((job, part))
-    return {uuid: use._replace(parts=parts.get(uuid, ())) for uuid, use in uses.items()}
+    return {
+        device.uuid: DeviceUse(
+            device.memory.total_bytes if device.memory is not None else None, parts.get(device.uuid, ())
+        )
+        for device in devices
+    }
 
 
-def _other(job: Job, parts: Sequence[Part]) -> Document:
+def _that_fit(jobs: Sequence[Document]) -> list[Document]:
+    """Return the first jobs, up to `_MAX_JOBS_BYTES`."""
+    sizes = accumulate(len(json.dumps(job)) for job in jobs)
+    return [job for job, size in zip(jobs, sizes, strict=True) if size <= _MAX_JOBS_BYTES]
+
+
+def _document(job: Job, parts: Sequence[Part]) -> Document:
     return {
         "job": job.id,
         "workload": job.workload,
         "command": job.command,
         "user": job.owner()["user"],
+        **_values(parts),
+    }
+
+
+def _values(parts: Sequence[Part]) -> Document:
+    return {
         "pid": parts[0].process.pid,
         "used_bytes": sum_of_known([part.share.used_bytes if part.share else None for part in parts]),
         "idle_cache_bytes": sum_of_known([part.sample.idle_cache_bytes if part.sample else None for part in parts]),

@@ -33,6 +33,9 @@ PODS_WITHOUT_HOST_PATH = "/pods/without-host-path"
 
 MAX_BODY_BYTES = 4 << 20
 """The API server accepts objects of at most 3 MiB; a review adds little to its pod."""
+MAX_OBJECTS = 250_000
+"""The maximum number of objects and lists in a review, also within strings: tens of times what the largest pods have.
+Each takes up to 200 bytes, and the webhook has 192 MiB."""
 _LIMITS = Limits(max_connections=512, bodies=64, bodies_bytes=32 << 20, request_seconds=5.0)
 """One client, the API server, sends nearly all requests, and waits for a few seconds."""
 _STOP_SECONDS = 5
@@ -124,7 +127,10 @@ def create_app(host_path: str) -> FastAPI:
 
 async def _review(request: Request, host_path: str, forbidden: str = "") -> Response:
     try:
-        document = json.loads(await read_body(request.scope, request.receive, MAX_BODY_BYTES))
+        body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
+        if body.count(b"{") + body.count(b"[") > MAX_OBJECTS:
+            raise ProblemError(413, f"the body has more than {MAX_OBJECTS} objects and lists")
+        document = json.loads(body)
         return JSONResponse(answer(document, host_path=host_path, forbidden=forbidden))
     except NotAReviewError as error:
         raise ProblemError(400, str(error)) from None

@@ -161,15 +161,25 @@ def test_a_job_runs_and_its_node_stays_in_use_with_a_command_that(
 @pytest.mark.parametrize(
     ("given", "name", "expected"),
     [
-        ({}, "train", {"PYTHONPATH": CLIENT, "GPUMEM_WORKLOAD": "train"}),
-        ({"PYTHONPATH": "/a:/b"}, r"a b\n$(id)", {"PYTHONPATH": f"{CLIENT}:/a:/b", "GPUMEM_WORKLOAD": r"a b\n$(id)"}),
-        ({"PYTHONPATH": f"/a:{CLIENT}:/b"}, "t", {"PYTHONPATH": f"/a:{CLIENT}:/b", "GPUMEM_WORKLOAD": "t"}),
-        ({"GPUMEM_WORKLOAD": "mine"}, "t", {"PYTHONPATH": CLIENT, "GPUMEM_WORKLOAD": "mine"}),
+        ({}, "train", {"PYTHONPATH": CLIENT, "GPUMEM_DEFAULT_WORKLOAD": "train"}),
+        (
+            {"PYTHONPATH": "/a:/b"},
+            r"a b\n$(id)",
+            {"PYTHONPATH": f"{CLIENT}:/a:/b", "GPUMEM_DEFAULT_WORKLOAD": r"a b\n$(id)"},
+        ),
+        ({"PYTHONPATH": f"/a:{CLIENT}:/b"}, "t", {"PYTHONPATH": f"/a:{CLIENT}:/b", "GPUMEM_DEFAULT_WORKLOAD": "t"}),
+        (
+            {"GPUMEM_WORKLOAD": "mine"},
+            "t",
+            {"PYTHONPATH": CLIENT, "GPUMEM_WORKLOAD": "mine", "GPUMEM_DEFAULT_WORKLOAD": "t"},
+        ),
+        # A job that another job has submitted inherits its environment.
+        ({"GPUMEM_DEFAULT_WORKLOAD": "first"}, "second", {"PYTHONPATH": CLIENT, "GPUMEM_DEFAULT_WORKLOAD": "second"}),
         # Slurm would cut the value.
         ({"PYTHONPATH": "/" + "x" * 5000}, "t", {"PYTHONPATH": "/" + "x" * 5000}),
         ({"PYTHONPATH": "/a\n/b"}, "t", {"PYTHONPATH": "/a\n/b"}),
     ],
-    ids=["no path", "path", "client in path", "workload", "long path", "path of two lines"],
+    ids=["no path", "path", "client in path", "workload", "submitted by a job", "long path", "path of two lines"],
 )
 def test_tasks_get_the_variables_of_the_client(
     cluster: Cluster,

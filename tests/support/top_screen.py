@@ -111,6 +111,7 @@ class TopScreen:
     async def on_screen(self, width: int = 80, height: int = 24) -> AsyncIterator[Pilot[None]]:
         async with self.app.run_test(size=(width, height)) as pilot:
             await pilot.pause()
+            await until(lambda: "quit" in self.text, "the footer, which is drawn last")
             yield pilot
             self.hangs.set()
 

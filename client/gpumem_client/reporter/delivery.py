@@ -221,7 +221,8 @@ class Delivery:
 
 
 def _body(report: Report) -> bytes:
-    return json.dumps(to_wire(report), separators=(",", ":")).encode()
+    # Bytes of the environment that are not UTF-8, as in a name of a job, are surrogates here. JSON may not have them.
+    return json.dumps(to_wire(report), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _detail(body: bytes) -> str:

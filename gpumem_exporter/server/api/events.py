@@ -30,6 +30,8 @@ _MAX_BEFORE = 8
 """The maximum number of entries before an event."""
 _BEFORE_PAGE = 100
 """The number of events of the device, and of the job, that are folded to the entries before an event."""
+_IDENTITIES = (*IDENTITY_FIELDS, "uid")
+"""The values that `--web.hide-identities` hides. The end of a process also has its user as a number."""
 _JOB_PAGE = 1000
 _MAX_JOB_PAGES = 8
 """A page has at most 1000 processes and 1 MiB of events."""
@@ -249,7 +251,7 @@ def events_for_user(events: Sequence[Event], caller: Caller, *, hide_identities:
 
 def _without_identities(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values without users, commands and pods, also of the jobs beside an out-of-memory error."""
-    shown = {name: None if name in IDENTITY_FIELDS else value for name, value in values.items()}
+    shown = {name: None if name in _IDENTITIES else value for name, value in values.items()}
     device = shown.get("device")
     if isinstance(device, dict):
         shown["device"] = {**device, "jobs": [_without_identities(job) for job in device.get("jobs") or ()]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,15 @@ def test_a_version_stays_for_a_while_after_it_was_replaced(folder: Path, monkeyp
     assert put_version(folder, "1.0", monkeypatch) == old  # a downgrade
 
 
+def test_old_folders_of_other_programs_stay(folder: Path) -> None:
+    (folder / "model-0123456789ab").mkdir(parents=True)
+    folder.chmod(0o755)
+    long_ago = time.time() - KEPT_SECONDS - 60
+    os.utime(folder / "model-0123456789ab", (long_ago, long_ago))
+    put_client(folder)
+    assert (folder / "model-0123456789ab").is_dir()
+
+
 def test_a_write_that_fails_leaves_the_version_before_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = put_version(folder, "1.0", monkeypatch)
 
@@ -92,7 +102,7 @@ def test_a_write_that_fails_leaves_the_version_before_it(folder: Path, monkeypat
         with pytest.raises(ClientDirectoryError):
             put_version(folder, "1.1", monkeypatch)
     assert (folder / "sitecustomize.py").readlink().parts[0] == old
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == [old]
+    assert versions(folder) == [old]
 
 
 @pytest.mark.parametrize(
@@ -104,6 +114,13 @@ def test_a_write_that_fails_leaves_the_version_before_it(folder: Path, monkeypat
         ("mkdir real && ln -s real client", "client/below"),
         pytest.param("mkdir client && chown 1001 client", "client", marks=needs_root),
         pytest.param("mkdir client && chown 1001 client", "client/below", marks=needs_root),
+        pytest.param(
+            # Python prefers it to a .py file.
+            "mkdir -m 755 client && touch client/sitecustomize.abi3.so && chown 1001 client/sitecustomize.abi3.so",
+            "client",
+            marks=needs_root,
+        ),
+        ("mkdir -m 755 client && mkdir client/__pycache__ && chmod 775 client/__pycache__", "client"),
         ("mkdir client && touch client/sitecustomize.py", "client"),
         ("true", "client/no/parent"),
     ],
@@ -122,3 +139,17 @@ def test_the_sticky_folder_of_temporary_files_is_accepted(folder: Path) -> None:
     folder.chmod(0o1777)
     put_client(folder / "client")
     assert versions(folder / "client")
+
+
+@needs_root
+def test_bytecode_of_a_job_of_root_is_not_writable_for_others(folder: Path) -> None:
+    put_client(folder)
+    (version,) = versions(folder)
+    environment = {"PYTHONPATH": f"{folder}:{folder / version}"}
+    program = "import gpumem_client.reporter.settings"
+    subprocess.run(
+        [sys.executable, "-S", "-c", f"import sitecustomize; {program}"], env=environment, check=True, umask=0
+    )
+    modes = {path: path.lstat().st_mode & 0o777 for path in folder.rglob("*") if not path.is_symlink()}
+    assert any(path.suffix == ".pyc" for path in modes)
+    assert {path: mode for path, mode in modes.items() if mode & 0o022} == {}

@@ -93,3 +93,11 @@ def test_identities_beside_an_error_are_hidden_like_those_of_its_process() -> No
     (hidden,) = events_for_user([error], ada, hide_identities=True)
     assert hidden.detail["device"] == {"total_bytes": 10, "jobs": [{**job, "command": None, "user": None}]}
     assert "secret" not in str(one_event_document(hidden, [hidden]))
+
+
+def test_the_user_of_an_ended_process_is_hidden_as_a_name_and_as_a_number() -> None:
+    detail = {"reason": "it exited", "user": "eve", "uid": 1002, "slurm_job_id": "7"}
+    ended = Event("process_ended", 1.7e9, pid=7, detail=detail, id=9)
+    ada = Caller(CallerKind.LOOPBACK, Rights.OWN, uid=1000)
+    (hidden,) = events_for_user([ended], ada, hide_identities=True)
+    assert hidden.detail == {**detail, "user": None, "uid": None}

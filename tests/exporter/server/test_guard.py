@@ -163,7 +163,7 @@ def test_an_exporter_on_loopback_alone_has_only_its_own_names(host: bytes, statu
     assert pass_through("/metrics", method="GET", headers=headers, token=token, loopback_only=True).status == 200
 
 
-@pytest.mark.parametrize("path", [ACTIONS_PATH, EVENTS_PATH, f"{JOBS_PATH}/4711"])
+@pytest.mark.parametrize("path", [ACTIONS_PATH, EVENTS_PATH, f"{EVENTS_PATH}/9", f"{JOBS_PATH}/4711"])
 def test_the_audit_log_and_the_events_are_guarded_like_the_actions(path: str) -> None:
     assert pass_through(path, method="GET", headers=[HOST], client="10.0.0.5").status == 403
     assert pass_through(path, method="GET", headers=[(b"host", b"evil.example")]).status == 403

@@ -9,6 +9,8 @@ import pytest
 
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.events.model import detail_json
+from gpumem_exporter.view.jobs import Job
 from gpumem_exporter.view.live import NodeView
 from gpumem_exporter.view.oom import explanation
 from tests.support.builders import MIB, UUIDS, Clock, device, node, reporting, sample
@@ -99,9 +101,9 @@ def test_what_is_not_known_is_no_part() -> None:
     assert explanation({"requested_bytes": None, "allocator": None})["parts"] == []
 
 
-def of(pid: int, workload: str, allocated: int, idle: int) -> ReportingProcess:
+def of(pid: int, workload: str, allocated: int, idle: int, **changes: Any) -> ReportingProcess:
     one = dataclasses.replace(sample(UUIDS[0], allocated, idle), idle_cache_bytes=idle)
-    process = reporting(pid, devices=(one,), workload=workload, session=f"session-{pid}")
+    process = reporting(pid, devices=(one,), workload=workload, session=f"session-{pid}", **changes)
     return dataclasses.replace(process, key=ProcessKey(1, pid, 1001, HERE))
 
 
@@ -122,3 +124,32 @@ def test_an_event_stores_who_else_used_the_device() -> None:
     assert view.device_at_error(UUIDS[1], "1") is None
     clock.now += 6.0
     assert view.device_at_error(UUIDS[0], "1") is None
+
+
+def test_names_of_other_jobs_never_make_an_event_too_long_to_be_stored() -> None:
+    view = NodeView(clock=Clock(), wall_clock=lambda: 1e9, minima_of=lambda _: ())
+    name = "\N{GRINNING FACE}" * 125
+    processes = tuple(of(pid, f"{name}{pid}", pid * MIB, 0, command=name) for pid in range(1, 101))
+    view.notice(Snapshot(0.0, node(device(used=70 * GIB)), processes), ())
+    stored = view.device_at_error(UUIDS[0], "101")
+    assert stored is not None
+    assert detail_json({"number": 1, "phase": "\N{GRINNING FACE}" * 128, "device": stored})
+    pids = [each["pid"] for each in stored["jobs"]]
+    assert len(pids) >= 8
+    assert stored["jobs_left_out"] == 100 - len(pids)
+
+
+def test_further_errors_on_a_device_do_not_read_its_processes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = NodeView(clock=Clock(), wall_clock=lambda: 1e9, minima_of=lambda _: ())
+    processes = tuple(of(pid, f"job-{pid % 10}", GIB, 0) for pid in range(1, 31))
+    view.notice(Snapshot(0.0, node(device(used=70 * GIB)), processes), ())
+    owners: list[str] = []
+
+    def owner(job: Job) -> dict[str, Any]:
+        owners.append(job.id)
+        return {"user": "carol"}
+
+    monkeypatch.setattr(Job, "owner", owner)
+    stored = [view.device_at_error(UUIDS[0], str(pid)) for pid in range(1, 31)]
+    assert [len(each["jobs"]) for each in stored if each is not None] == [10] * 30
+    assert len(owners) == 10

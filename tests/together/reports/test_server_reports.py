@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from gpumem_client.guest_safety import ErrorLog
+from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
+from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, Report, to_wire
 from gpumem_exporter.core.samples import ProcessMemory
 from tests.support.builders import MIB, UUIDS, report, sample
@@ -55,6 +58,16 @@ def test_a_report_is_on_the_next_page(exporter: RunningExporter) -> None:
 
     eventually(non_torch, lambda value: value == 140 * MIB)
     exporter.provider.processes = {}
+
+
+def test_a_process_reports_whatever_bytes_are_in_its_environment(exporter: RunningExporter) -> None:
+    name = os.fsdecode(b"caf\xe9 \xc3\xa9")
+    settings = ReporterSettings.resolve(url=exporter.url, environ={"GPUMEM_DEFAULT_WORKLOAD": name})
+    delivery = Delivery(settings, Wakeup(), ErrorLog())
+    sent = report(4711, devices=(sample(UUIDS[0], MIB),), workload=settings.workload, slurm_job_id=name)
+    assert delivery.deliver(sent)[0] is Outcome.ACCEPTED
+    delivery.close()
+    assert exporter.sample("gpumem_torch_allocated_bytes", uuid=UUIDS[0], workload="caf? é") == MIB
 
 
 def test_a_report_that_arrives_late_changes_nothing(exporter: RunningExporter) -> None:

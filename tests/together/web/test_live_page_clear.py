@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Request
 
-from tests.support.live_page import LivePage, OpenPage, browser, open_page
+from gpumem_client.wire.protocol import MODES, REPORTS_PATH, to_wire
+from tests.support.builders import UUIDS, report, sample
+from tests.support.exporter_process import ExporterProcess
+from tests.support.live_page import LivePage, OpenPage, browser, open_page, serving
 from tests.support.still_demo import StillDemo, still_demo
 
 __all__ = ["browser", "open_page"]
 
 TOKEN = "a-token-that-is-long-enough-to-be-one"
-JOB = "demo-llm-pretrain"
+JOB = "demo-pipeline-finetune"
+RANKS = 4
+GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
@@ -54,39 +61,52 @@ def outcomes(live: LivePage) -> list[str]:
     return [row.split("\t")[-1] for row in live.page.locator("#dialog-results tbody tr").all_inner_texts()]
 
 
-def test_a_training_job_clears_with_all_ranks_after_the_same_step(open_page: OpenPage) -> None:
-    with still_demo() as demo:
-        live = open_page(demo)
+def train(exporter: ExporterProcess) -> None:
+    """Report the ranks of a job that counts steps and ends none of them: 20 GiB reclaimable, 2 GiB of them idle."""
+    device = replace(sample(UUIDS[0], GIB, 20 * GIB), idle_cache_bytes=2 * GIB)
+    for rank in range(RANKS):
+        sent = report(
+            900 + rank, devices=(device,), workload="llm", rank=str(rank), step=100, step_seconds=1.0, modes=MODES
+        )
+        assert exporter.request("POST", REPORTS_PATH, to_wire(sent)).status == 200
+
+
+def test_a_training_job_clears_with_all_ranks_after_the_same_step_unless_it_is_cancelled(
+    tmp_path: Path, open_page: OpenPage
+) -> None:
+    with serving(tmp_path, "--report.expiry", "3600") as exporter:
+        train(exporter)
+        live = open_page(exporter)
         sent = sent_actions(live)
-        open_dialog(live, JOB)
+        open_dialog(live, "llm")
         focused(live, "dialog-confirm")
-        assert "Stays free" in live.text("#dialog-status")
-        assert outcomes(live) == 4 * ["would clear"]
-        with demo.time_passes():
-            live.page.locator("#dialog-confirm").click()
-            focused(live, "dialog-cancel")
-        assert outcomes(live) == 4 * ["done"]
-    assert [(body["mode"], body["group"], body.get("dry_run", False)) for body in sent] == [
-        ("step", True, True),
-        ("step", True, False),
-    ]
+        assert "8.0 GiB" in live.text("#dialog-status")
+        assert outcomes(live) == RANKS * ["would clear"]
+        live.page.locator("#dialog-confirm").click()
+        cancel = live.page.get_by_role("button", name="Cancel the clear")
+        cancel.click()
+        focused(live, "dialog-cancel")
+        assert not cancel.is_visible()
+        assert {outcome.partition(":")[0] for outcome in outcomes(live)} == {"refused"}
+        assert "cancelled" in live.text("#dialog-results")
+        assert [(body["mode"], body["group"], body.get("dry_run", False)) for body in sent] == [
+            ("step", True, True),
+            ("step", True, False),
+        ]
 
 
-def test_a_clear_that_waits_for_a_step_can_be_cancelled(still: StillDemo, open_page: OpenPage) -> None:
+def test_a_clear_frees_memory_at_the_end_of_a_step(still: StillDemo, open_page: OpenPage) -> None:
     live = open_page(still)
     open_dialog(live, JOB)
     focused(live, "dialog-confirm")
-    live.page.locator("#dialog-confirm").click()  # no step ends, because no time passes
-    cancel = live.page.get_by_role("button", name="Cancel the clear")
-    cancel.click()
-    focused(live, "dialog-cancel")
-    assert not cancel.is_visible()
-    assert {outcome.partition(":")[0] for outcome in outcomes(live)} == {"refused"}
-    assert "cancelled" in live.text("#dialog-results")
+    with still.time_passes():
+        live.page.locator("#dialog-confirm").click()
+        focused(live, "dialog-cancel")
+    assert set(outcomes(live)) == {"done"}
 
 
 def test_a_token_is_requested_and_a_wrong_one_loses_nothing(guarded: StillDemo, open_page: OpenPage) -> None:
-    live = open_page(guarded, path="?q=demo-llm&sort=-allocated", expects=("status of 401",))
+    live = open_page(guarded, path="?q=demo-pipeline&sort=-allocated", expects=("status of 401",))
     sent = sent_actions(live)
     open_dialog(live, JOB)
     focused(live, "token")
@@ -105,10 +125,10 @@ def test_a_token_is_requested_and_a_wrong_one_loses_nothing(guarded: StillDemo, 
     live.page.keyboard.press("Enter")
     focused(live, "dialog-confirm")
     assert live.text("#dialog-title") == title
-    assert outcomes(live) == 4 * ["would clear"]
+    assert set(outcomes(live)) == {"would clear"}
     assert len({str(body) for body in sent}) == 1  # each attempt was for the same clear
     live.page.keyboard.press("Escape")
-    assert live.page.url.endswith("?q=demo-llm&sort=-allocated")
+    assert live.page.url.endswith("?q=demo-pipeline&sort=-allocated")
     live.until("document.querySelectorAll('#events li time').length > 0")  # the token also shows the events
     kept = live.page.evaluate(
         "[location.href, document.cookie, ...Object.values(localStorage), ...Object.values(sessionStorage),"
@@ -122,7 +142,7 @@ def test_a_refused_viewer_sees_the_reason_and_the_numbers(still: StillDemo, open
     live = open_page(still, expects=("status of 403",), extra_http_headers={"X-Forwarded-For": "10.1.2.3"})
     live.until("document.querySelector('#rights').textContent.includes('--action.token-file')")
     assert "GiB" in live.text("#jobs")
-    open_dialog(live, JOB)
+    open_dialog(live, "demo-notebook")
     live.page.locator("#dialog-error").wait_for()
     assert "--action.token-file" in live.text("#dialog-error")
     assert not live.page.locator("#dialog-confirm").is_visible()

@@ -53,6 +53,10 @@ def test_everything_is_reached_with_the_keyboard(still: StillDemo, open_page: Op
     press("Enter")
     live.until("document.querySelectorAll(it).length === 4", f"{shown} .rank")
     focused(live, f"{shown} .fold")
+    tab_to(live, "#filter", "Shift+Tab")
+    press("Control+A")
+    live.page.keyboard.type("demo-pipeline")
+    live.until("document.querySelector(it).textContent.startsWith('demo-pipeline')", shown)
     tab_to(live, f"{shown} .act")
     press("Enter")
     focused(live, "#dialog-confirm")
@@ -82,7 +86,7 @@ def test_everything_is_reached_with_the_keyboard(still: StillDemo, open_page: Op
     tab_to(live, ".back", "Shift+Tab")
     press("Enter")
     focused(live, f"{shown} a.name")
-    assert "q=demo-llm" in live.page.url
+    assert "q=demo-pipeline" in live.page.url
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -93,7 +97,7 @@ def test_every_view_is_accessible(still: StillDemo, open_page: OpenPage, scheme:
     )
     live.page.locator("#jobs .fold:visible").first.click()
     assert live.violations_of_access() == []
-    live.page.locator("#jobs a.name:has-text('demo-llm')").click()
+    live.page.locator("#jobs a.name:has-text('demo-pipeline')").click()
     live.until("document.querySelector('.plot canvas')")
     assert live.violations_of_access() == []
     live.page.locator("#detail .act").click()

@@ -41,10 +41,10 @@ PLACE = """({
 def test_the_page_works_below_a_path_prefix(still: StillDemo, open_page: OpenPage) -> None:
     with prefix_proxy(still.tcp_url, "/gpumem") as proxy:
         live = open_page(proxy, expects=("status of 403",))  # of events and of the clear
-        live.page.locator("#jobs a.name:has-text('demo-llm-pretrain')").click()
+        live.page.locator("#jobs a.name:has-text('demo-pipeline-finetune')").click()
         live.until("document.querySelector('.plot canvas')")
         live.page.reload()
-        live.until("document.querySelector('#detail-title')?.textContent === 'demo-llm-pretrain'")
+        live.until("document.querySelector('#detail-title')?.textContent === 'demo-pipeline-finetune'")
         live.page.locator("#detail .act").click()
         live.until("document.querySelector('#dialog-error').textContent.includes('--action.token-file')")
         live.page.keyboard.press("Escape")

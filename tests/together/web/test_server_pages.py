@@ -44,7 +44,7 @@ def test_all_links_of_the_page_work(exporter: RunningExporter) -> None:
     answer = exporter.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     links = [link for link in Page(answer.body.decode()).links if not link.startswith(("#", "?"))]
-    assert {"/metrics", "health", "api/v1/events", "docs"} <= set(links)
+    assert {"metrics", "health", "api/v1/events", "docs"} <= set(links)
     paths = [f"/{link.lstrip('/')}" for link in links]
     assert {path: exporter.get(path).status for path in paths} == dict.fromkeys(paths, 200)
     assert exporter.runtime.version.encode() in answer.body
@@ -90,6 +90,7 @@ def test_the_openapi_document_has_every_route(exporter: RunningExporter) -> None
         ("/api/v1/nvml/release", "post"),
         ("/api/v1/nvml/attach", "post"),
         ("/api/v1/events", "get"),
+        ("/api/v1/events/{number}", "get"),
         ("/api/v1/history", "get"),
         ("/api/v1/live", "get"),
     }
