@@ -69,11 +69,7 @@ def idle_node(cluster: Cluster) -> Iterator[None]:
 @pytest.fixture
 def exporter(cluster: Cluster, node: EmulatedNode) -> Iterator[ExporterProcess]:
     exporter = ExporterProcess(
-        cluster.run,
-        *QUICK,
-        *("--client.directory", CLIENT),
-        environment=node.environment(),
-        launcher=cluster.launcher,
+        cluster.run, *QUICK, *("--client.directory", CLIENT), environment=node.environment(), launcher=cluster.launcher
     )
     yield exporter
     print(exporter.log())

@@ -97,10 +97,7 @@ SHAPES: dict[str, Shape] = {
         "3",
     ),
     "job of an old cluster": Shape(
-        pod(
-            annotations={"batch.kubernetes.io/job-completion-index": "0"},
-            owner=("Job", "train"),
-        ),
+        pod(annotations={"batch.kubernetes.io/job-completion-index": "0"}, owner=("Job", "train")),
         _TRAINER,
         "train",
         "0",
@@ -150,11 +147,7 @@ SHAPES: dict[str, Shape] = {
         pod(labels={"training.kubeflow.org/job-name": "nccl"}, owner=("Job", "nccl-launcher")), _TRAINER, "nccl"
     ),
     "leaderworkerset": Shape(
-        pod(
-            name="vllm-0-1",
-            labels={"leaderworkerset.sigs.k8s.io/name": "vllm"},
-            owner=("StatefulSet", "vllm-0"),
-        ),
+        pod(name="vllm-0-1", labels={"leaderworkerset.sigs.k8s.io/name": "vllm"}, owner=("StatefulSet", "vllm-0")),
         _TRAINER,
         "vllm",
         WORKER_INDEX,
@@ -223,10 +216,7 @@ SHAPES: dict[str, Shape] = {
     "volumes with the same names": Shape(
         pod(
             name="taken",
-            volumes=[
-                _volume("gpumem", persistentVolumeClaim={"claimName": "data"}),
-                _volume("gpumem-2", emptyDir={}),
-            ],
+            volumes=[_volume("gpumem", persistentVolumeClaim={"claimName": "data"}), _volume("gpumem-2", emptyDir={})],
         ),
         _TRAINER,
         "taken",

@@ -142,9 +142,7 @@ def test_run_below_the_folder_of_the_node_reports_once(
     serving: ExporterProcess, start_script: StartScript, run_folder: Path
 ) -> None:
     job = start_script(
-        "hold(1)\nsay(threads())\nwait()",
-        PYTHONPATH=str(run_folder / "client"),
-        GPUMEM_EXPORTER_URL=serving.url,
+        "hold(1)\nsay(threads())\nwait()", PYTHONPATH=str(run_folder / "client"), GPUMEM_EXPORTER_URL=serving.url
     )
     assert job.heard() == ["gpumem-reporter"]
     serving.wait_for_processes(job.pid)
