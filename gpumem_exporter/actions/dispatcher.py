@@ -35,13 +35,7 @@ from gpumem_exporter.actions.results import (
     expected_refusal,
     termination_results,
 )
-from gpumem_exporter.actions.selection import (
-    SelectedProcess,
-    Selection,
-    TerminationTarget,
-    host_pids,
-    select,
-)
+from gpumem_exporter.actions.selection import SelectedProcess, Selection, TerminationTarget, host_pids, select
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine

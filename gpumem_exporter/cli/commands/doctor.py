@@ -30,13 +30,7 @@ from gpumem_exporter.cli.doctor.machine import (
     is_on_this_machine,
     socket_path,
 )
-from gpumem_exporter.cli.options import (
-    action_token,
-    connection_options,
-    exporter_trust,
-    exporter_urls,
-    forwarded_url,
-)
+from gpumem_exporter.cli.options import action_token, connection_options, exporter_trust, exporter_urls, forwarded_url
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
 

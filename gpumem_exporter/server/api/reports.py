@@ -15,15 +15,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from gpumem_client.wire.protocol import (
-    MAX_COMPONENTS,
-    MAX_LABEL_LENGTH,
-    MAX_PHASES,
-    Command,
-    Reply,
-    Report,
-    to_wire,
-)
+from gpumem_client.wire.protocol import MAX_COMPONENTS, MAX_LABEL_LENGTH, MAX_PHASES, Command, Reply, Report, to_wire
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess

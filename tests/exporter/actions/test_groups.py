@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.protocol import ReasonCode
-from gpumem_exporter.actions.dispatcher import (
-    GROUP_ANSWER_SECONDS,
-)
+from gpumem_exporter.actions.dispatcher import GROUP_ANSWER_SECONDS
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
 from gpumem_exporter.errors import GroupIncompleteError
 from tests.support.dispatching import EVERYBODY, Ranks

@@ -10,14 +10,7 @@ import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.support.exporter_process import ExporterProcess
-from tests.support.injected_scripts import (
-    MIB,
-    StartScript,
-    exporter,
-    run_to_the_end,
-    start_script,
-    wait_for_allocated,
-)
+from tests.support.injected_scripts import MIB, StartScript, exporter, run_to_the_end, start_script, wait_for_allocated
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for, wait_until_equal
 

@@ -16,13 +16,7 @@ import pytest
 
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
-from tests.emulation.node import (
-    GIB,
-    MIB,
-    NVML_ERROR_DRIVER_NOT_LOADED,
-    NVML_ERROR_NO_PERMISSION,
-    EmulatedNode,
-)
+from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, NVML_ERROR_NO_PERMISSION, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, truth, wait_until_right
 from tests.support.exporter_process import ExporterProcess, Metrics
