@@ -161,11 +161,7 @@ def serve(
     # The longest time that another thread, such as the renderer of replies, keeps the event loop waiting for
     # Python's lock. The default is 5 ms, for each of the ten callbacks of a request.
     sys.setswitchinterval(0.001)
-    try:
-        server.run_until_signal(listeners.sockets)
-    except SystemExit:
-        return 1  # uvicorn exits if the application fails to start; the log has the reason
-    return 0
+    return server.run_until_signal(listeners.sockets)
 
 
 def build_server(
@@ -197,10 +193,6 @@ def build_server(
         tls=tls,
         on_started=started,
         on_stopping=runtime.held_requests.stop,
-        loop="uvloop",
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
         headers=[(name, value) for name, value in _HEADERS if name not in configured],
         # A reporter sends its next request after one interval, a scraper usually within a minute.
         timeout_keep_alive=max(75, int(2 * settings.report_interval) + 1),

@@ -86,23 +86,15 @@ def run(options: Options) -> int:
             limits=_LIMITS,
             tls=certificate.context,
             on_started=lambda: _log.info("listening", extra={"fields": fields}),
-            on_stopping=lambda: None,
-            loop="uvloop",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_STOP_SECONDS,
         )
         files = FileRefresher([certificate])
         files.start()
         try:
-            server.run_until_signal(listeners.sockets)
-        except SystemExit:
-            return 1  # uvicorn exits if the application fails to start; the log has the reason
+            return server.run_until_signal(listeners.sockets)
         finally:
             files.stop()
-    return 0
 
 
 def create_app(host_path: str) -> FastAPI:

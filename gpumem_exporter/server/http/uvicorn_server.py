@@ -50,7 +50,7 @@ class LimitedServer(uvicorn.Server):
         limits: Limits,
         tls: ssl.SSLContext | None,
         on_started: Callable[[], None],
-        on_stopping: Callable[[], None],
+        on_stopping: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> None:
         self._clients = Clients(limits)
@@ -59,10 +59,12 @@ class LimitedServer(uvicorn.Server):
         self._on_stopping = on_stopping
         app = FairRequests(app, limits, self._clients.unread)
         protocol: Any = LimitedProtocol
-        super().__init__(uvicorn.Config(app, http=protocol, ws="none", lifespan="on", log_config=None, **options))
+        options |= {"http": protocol, "loop": "uvloop", "ws": "none", "lifespan": "on", "log_config": None}
+        options |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
+        super().__init__(uvicorn.Config(app, **options))
 
-    def run_until_signal(self, sockets: Sequence[socket.socket]) -> None:
-        """Run until SIGTERM or SIGINT. In a thread, no signal is handled. Raises SystemExit if the start fails."""
+    def run_until_signal(self, sockets: Sequence[socket.socket]) -> int:
+        """Run until SIGTERM or SIGINT, and return 0; 1 if the application fails to start. In a thread, handle none."""
 
         def stop(*_: object) -> None:
             self.should_exit = True
@@ -73,9 +75,12 @@ class LimitedServer(uvicorn.Server):
         before = {number: signal.signal(number, stop) for number in numbers}
         try:
             self.run(sockets=list(sockets))
+        except SystemExit:
+            return 1  # the log has the reason
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        return 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, accept connections, and call `on_started`."""
