@@ -64,7 +64,7 @@ fi
 # The live page is looked at in a real browser, whose package needs the libraries that come with it.
 have chromium || apt_install chromium || fail "chromium is needed: run 'apt-get install chromium' as root"
 # A tab is typed in the real shells.
-have zsh || apt_install zsh || fail "zsh is needed: run 'apt-get install zsh' as root"
+have zsh || apt_install zsh || say "zsh cannot be installed: its completion is not tested"
 
 [ $# -gt 0 ] || exec "$python" -m pytest $parallel --durations=30 --cov
 exec "$python" -m pytest "$@"

@@ -60,7 +60,7 @@ def test_the_path_of_the_page_is_a_setting() -> None:
         assert b"gpumem_nvml_up 1" in exporter.get("/gpu/metrics").body
         problem(exporter.get("/metrics"), 404)
         assert "/gpu/metrics" in exporter.document("/openapi.json")["paths"]
-        assert b'href="/gpu/metrics"' in exporter.get("/").body
+        assert b'href="gpu/metrics"' in exporter.get("/").body
 
 
 def test_neither_the_page_nor_health_waits_for_a_hung_driver() -> None:

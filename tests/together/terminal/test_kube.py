@@ -150,7 +150,14 @@ class Page:
 
     def __init__(self, kubectl: FakeKubectl, *, url: bool = True) -> None:
         words = [sys.executable, "-m", "gpumem_exporter", "--kube", "gpu-1"]
-        self.process = subprocess.Popen(words, env=kubectl.process_environment(), stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            words,
+            env=kubectl.process_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            # A shell without job control lets its background programs, and so the tests, ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         assert self.process.stdout is not None
         found = re.search(r"http://127\.0\.0\.1:\d+/", self.process.stdout.readline()) if url else None
         self.url = found[0] if found else ""
