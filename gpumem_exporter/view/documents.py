@@ -34,7 +34,7 @@ _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "u
 _IDENTITY = ("workload", "rank", "world_size", "torch_version", "allocator_settings", "client_version")
 _REPORT = ("step", "step_seconds", "pinned_host_bytes")
 _FACTS = tuple(name for name in IDENTITY_FIELDS if name != "command")
-_JOBS = ("slurm_job_id", "ray_job_id")
+JOB_NUMBERS = ("slurm_job_id", "ray_job_id")
 
 
 def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def process_document(process: SeenProcess, snapshot: Snapshot) -> dict[str, Any]
         "command": process.command,
         **{name: getattr(identity, name, None) for name in _IDENTITY},
         **{name: process.identity(name) for name in _FACTS},
-        **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in _JOBS},
+        **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in JOB_NUMBERS},
         **{name: getattr(report, name, None) for name in _REPORT},
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "last_report_unix_seconds": process.last_report_unix_seconds,

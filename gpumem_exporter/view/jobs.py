@@ -17,7 +17,7 @@ from gpumem_exporter.core.ledger import ProcessShare, fragmented_bytes, sum_of_k
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
-from gpumem_exporter.view.documents import SeenProcess, seen_processes
+from gpumem_exporter.view.documents import JOB_NUMBERS, SeenProcess, seen_processes
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 """What a URL would have to escape."""
@@ -134,7 +134,7 @@ class Job:
         """Return who runs the job: what all processes have in common."""
         known = {name: self._identity(name) for name in ("user", "k8s_namespace", "k8s_pod")}
         uids = {process.reporter.owner_uid for process in self.reporting if process.reporter and not process.hidden}
-        jobs = {name: self._common(partial(_job_number, name)) for name in _JOB_NUMBERS}
+        jobs = {name: self._common(partial(_job_number, name)) for name in JOB_NUMBERS}
         words = [
             known["user"] or "",
             f"pod {known['k8s_namespace']}/{known['k8s_pod']}" if known["k8s_pod"] else "",
@@ -172,9 +172,6 @@ class Job:
     def _common(self, value: Callable[[SeenProcess], str | None]) -> str | None:
         values = {value(process) or None for process in self.processes}
         return values.pop() if len(values) == 1 else None
-
-
-_JOB_NUMBERS = ("slurm_job_id", "ray_job_id")
 
 
 def jobs_of(
