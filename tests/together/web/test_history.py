@@ -17,9 +17,9 @@ from tests.support.waiting import eventually
 HISTORY = "/api/v1/history"
 
 
-def known(document: Any) -> bool:
+def known(document: Any, name: str = "used") -> bool:
     """Return whether a value of the first series is known."""
-    return any(value is not None for series in document["series"][:1] for value in series["used"]["max"])
+    return any(value is not None for series in document["series"][:1] for value in series[name]["max"])
 
 
 def test_devices_are_shown_without_parameters_and_jobs_by_their_id(exporter: RunningExporter) -> None:
@@ -32,7 +32,8 @@ def test_devices_are_shown_without_parameters_and_jobs_by_their_id(exporter: Run
     assert document["step_seconds"] == 1
     assert {400 * MIB, None} >= set(document["series"][0]["used"]["max"])
     (job,) = exporter.document("/api/v1/live")["jobs"]
-    of_job = eventually(lambda: exporter.document(f"{HISTORY}?job={job['id']}"), lambda found: found["series"])
+    path = f"{HISTORY}?job={job['id']}"
+    of_job = eventually(lambda: exporter.document(path), lambda found: known(found, "allocated"))
     (series,) = of_job["series"]
     assert (series["device"], series["job"], series["name"]) == (None, job["id"], job["name"])
     assert 30 * MIB in series["allocated"]["max"]

@@ -14,7 +14,7 @@ LIVE = "/api/v1/live"
 
 
 def test_the_job_of_a_report_is_in_the_next_document(exporter: RunningExporter) -> None:
-    for pid in range(4711, 4720):
+    for pid in range(5001, 5010):
         exporter.report(report(pid, devices=(sample(UUIDS[0], 30 * MIB, 20 * MIB),), workload=f"job {pid}"))
         live = exporter.document(f"{LIVE}?details=all")
         (job,) = [job for job in live["jobs"] if job["workload"] == f"job {pid}"]
