@@ -17,7 +17,7 @@ from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.view.growth import Growth
-from gpumem_exporter.view.jobs import Job, Part
+from gpumem_exporter.view.jobs import Job, Part, parts_by_device
 
 SEVERITIES = ("critical", "warning", "info")
 _URGENT = ("driver", "device_lost", "oom", "growth", "check", "idle_cache")
@@ -101,19 +101,20 @@ def find(
     empty if there is none, and None without an exporter, to which processes could report.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
+    parts = parts_by_device(jobs)
     found = [
         *_checks(failed_checks),
         *(_lost(device) for device in devices if not device.up),
         *_ooms(snapshot, jobs),
         *_growing(jobs, devices, growths or {}),
-        *_idle_caches(snapshot, jobs, devices, ledgers),
+        *_idle_caches(snapshot, jobs, devices, ledgers, parts),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
     ]
     for device in devices:
         if device.uuid in ledgers:
-            found += _in_ledger(device, ledgers[device.uuid], jobs)
+            found += _in_ledger(device, ledgers[device.uuid], parts.get(device.uuid, ()))
     return found
 
 
@@ -270,13 +271,13 @@ def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float |
 
 
 def _idle_caches(
-    snapshot: Snapshot, jobs: Sequence[Job], devices: Iterable[DeviceReading], ledgers: Mapping[str, DeviceLedger]
+    snapshot: Snapshot,
+    jobs: Sequence[Job],
+    devices: Iterable[DeviceReading],
+    ledgers: Mapping[str, DeviceLedger],
+    of_device: Mapping[str, Sequence[tuple[Job, Part]]],
 ) -> Iterator[Finding]:
     """Yield the jobs whose idle cache others lack, and the jobs with much idle cache."""
-    of_device: dict[str, list[tuple[Job, Part]]] = {}
-    for job in jobs:
-        for part in job.parts:
-            of_device.setdefault(part.uuid, []).append((job, part))
     found: dict[str, list[tuple[DeviceReading, int, str]]] = {}
     """For each job, its idle cache on each device, and why others lack it."""
     by_id = {job.id: job for job in jobs}
@@ -284,7 +285,7 @@ def _idle_caches(
         ledger = ledgers.get(device.uuid)
         if ledger is None:
             continue
-        there = of_device.get(device.uuid, [])
+        there = of_device.get(device.uuid, ())
         free = ledger.categories["free"]
         full = free < (1 - _FULL) * ledger.total_bytes
         failed = {
@@ -368,8 +369,7 @@ def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
             yield Finding(f"starting {job.id}", "starting", SEVERITY["starting"], "Engine starts", sentence, job=job)
 
 
-def _in_ledger(device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[Job]) -> Iterator[Finding]:
-    parts = [(job, part) for job in jobs for part in job.parts if part.uuid == device.uuid]
+def _in_ledger(device: DeviceReading, ledger: DeviceLedger, parts: Sequence[tuple[Job, Part]]) -> Iterator[Finding]:
     place: dict[str, Any] = {"gpu": device.gpu, "uuid": device.uuid}
     # If the reclaimable part of a cache is unknown, the ledger counts the whole cache as fragmented.
     sizes: dict[str, int] = {}
@@ -379,7 +379,7 @@ def _in_ledger(device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[Job])
             size = sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes  # type: ignore[operator]
             sizes[job.id] = sizes.get(job.id, 0) + size
     if 0 < sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
-        worst = max(jobs, key=lambda job: sizes.get(job.id, 0))
+        worst = max((job for job, _ in parts), key=lambda job: sizes.get(job.id, 0))
         sentence = (
             f"{called(worst)} holds {human_bytes(sizes[worst.id])} of fragmented cache on GPU {device.gpu}. "
             "A clear cannot free it."

@@ -221,6 +221,15 @@ def parts_of(process: SeenProcess) -> Iterator[Part]:
         yield Part(process, uuid, process.shares.get(uuid), samples.get(uuid))
 
 
+def parts_by_device(jobs: Iterable[Job]) -> dict[str, list[tuple[Job, Part]]]:
+    """Return the processes on each device, by uuid, in the order of the jobs."""
+    found: dict[str, list[tuple[Job, Part]]] = {}
+    for job in jobs:
+        for part in job.parts:
+            found.setdefault(part.uuid, []).append((job, part))
+    return found
+
+
 def _job_number(name: str, process: SeenProcess) -> str | None:
     identity = process.reporter.report.process if process.reporter is not None else None
     return getattr(identity, name, "") or getattr(process.facts, name, None) or None

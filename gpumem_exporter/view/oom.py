@@ -13,7 +13,7 @@ from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.view.growth import Growth
-from gpumem_exporter.view.jobs import Job, Part
+from gpumem_exporter.view.jobs import Job, Part, parts_by_device
 
 NEAR_SECONDS = 5.0
 """A device's state of this age is the state at the error: other jobs seldom change within it."""
@@ -74,10 +74,7 @@ class DeviceUse:
 def uses_of(snapshot: Snapshot, jobs: Iterable[Job]) -> dict[str, DeviceUse]:
     """Return the use of each device of a snapshot, by uuid."""
     devices = snapshot.node.devices if snapshot.node is not None else ()
-    parts: dict[str, list[tuple[Job, Part]]] = {}
-    for job in jobs:
-        for part in job.parts:
-            parts.setdefault(part.uuid, []).append((job, part))
+    parts = parts_by_device(jobs)
     return {
         device.uuid: DeviceUse(
             device.memory.total_bytes if device.memory is not None else None, parts.get(device.uuid, ())

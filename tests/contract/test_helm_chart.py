@@ -45,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def releases(cluster: Cluster) -> dict[str, Objects]:
-    """The objects of a release for each file of ci/ and platforms/, including those of `helm test`."""
+    """The objects of a release for each file of ci/ and platforms/, including the pods of `helm test`."""
     found = {name: install(cluster, read(CHART / "ci" / f"{name}-values.yaml")) for name in CI}
     for name in PLATFORMS:
         values = read(CHART / "platforms" / f"{name}.yaml")

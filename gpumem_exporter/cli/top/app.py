@@ -231,7 +231,7 @@ class Top(LiveApp):
         row = self._table.selected
         if row is None or row.get("job") is None:
             self.note("Select a job to clear.", _SHOWN_SECONDS)
-        elif self._table is self._findings and row["clear"]:  # the job that should clear, not the one that lacks memory
+        elif self._table is self._findings and row["clear"]:  # the job that should clear, not the job that lacks memory
             self._clear(row["clear"]["name"], row["clear"], row["from"])
         else:
             self._clear(called(row["job"]), row["job"]["clear"], row["from"])

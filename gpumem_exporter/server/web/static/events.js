@@ -16,7 +16,7 @@ class Happened {
   events = [];
   /** Why the viewer may not read events; empty if they may. */
   refusal = "";
-  /** Whether the events are those of the subject: until the first reply, nothing is known. */
+  /** Whether the subject's events have arrived. */
   known = false;
   /** The document of /api/v1/caller; null while unknown. */
   caller = null;
