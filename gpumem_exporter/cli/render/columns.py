@@ -118,10 +118,6 @@ def _owner(row: Row) -> str:
     return row["owner"] or ("" if row["level"] else UNKNOWN)
 
 
-def _first_gpu(row: Row) -> Any:
-    return number(row["gpus"][0]) if row["gpus"] else None
-
-
 def _device_name(device: Row) -> str:
     """The name with the MIG profile, unless the name has the profile already."""
     name, profile = device.get("name") or "", device.get("mig_profile") or ""
