@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ from tests.emulation.node import EmulatedNode
 from tests.support.cpu_seconds import tree_cpu_seconds
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient
+
+# Otherwise gRPC starts threads in every fork of a worker that has imported it, and a process with a second thread gets
+# no user namespace.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
 __all__ = ["emulation", "make_node", "node", "start_exporter", "start_torch"]
 

@@ -24,7 +24,7 @@ from gpumem_client.wire.http import Connection
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from gpumem_client.wire.protocol import REPORTS_PATH, Report, to_wire
 from tests.support.builders import report
-from tests.support.waiting import eventually, patient, wait_for
+from tests.support.waiting import patient, wait_for
 
 NEW_PID_NAMESPACE = 0x20000000
 NEW_USER_NAMESPACE = 0x10000000
@@ -143,9 +143,6 @@ def _become(uid: int, namespaces: int, cgroup: Cgroup | None, pipe: Pipe) -> Non
             cgroup.enter()
         if namespaces & NEW_USER_NAMESPACE:
             _take_user(uid)
-            # A process with a second thread gets no user namespace: EINVAL. Libraries that a test before this one
-            # imported may start one in each fork, for a moment.
-            eventually(_own_threads, lambda names: len(names) == 1, 5, "the end of the other threads")
         if namespaces and ctypes.CDLL(None, use_errno=True).unshare(namespaces) != 0:
             raise OSError(ctypes.get_errno(), "unshare")
         if namespaces & NEW_PID_NAMESPACE:
@@ -170,14 +167,6 @@ def _become(uid: int, namespaces: int, cgroup: Cgroup | None, pipe: Pipe) -> Non
         raise
     finally:
         os._exit(status)
-
-
-def _own_threads() -> list[str]:
-    names = []
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it ended
-            names.append((thread / "comm").read_text().strip())
-    return names
 
 
 def _keep_capabilities_of_docker() -> None:
