@@ -22,6 +22,8 @@ from gpumem_client.wire.errors import WireError
 
 PROTOCOL_VERSION = 1
 REPORTS_PATH = "/api/v1/reports"
+PROFILES_PATH = "/api/v1/profiles"
+"""A reporter posts a memory profile there: JSON as gzip, see `gpumem_client.profile.model`."""
 
 MAX_INTEGER = 2**63 - 1
 """The largest number in a report."""
@@ -184,7 +186,32 @@ class DeviceSample:
     phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     """The highest known peak of allocated bytes in each named phase; a lower bound where it is not exact."""
     component_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Allocated bytes by component: parameters, gradients, optimizer_state, other."""
+    """Allocated bytes by component: parameters, gradients, optimizer_state, other; of an inference engine weights,
+    kv_cache, cuda_graphs, runtime, other. Without unmapped memory."""
+    component_unmapped_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The unmapped bytes by component, of an engine that sleeps."""
+    kv_cache_bytes: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of an engine's key-value cache by state, of `KV_CACHE_STATES`; empty if they are not known."""
+
+
+KV_CACHE_STATES = ("used", "evictable", "free")
+"""Used by running requests; kept for later requests with the same prefix, and usable at once; not used."""
+ENGINE_STATES = ("starting", "serving", "idle", "asleep")
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The inference engine in the process."""
+
+    name: str
+    """Such as `vllm` and `sglang`."""
+    version: str = ""
+    model: str = ""
+    """As the engine's users call it."""
+    state: str = ""
+    """One of `ENGINE_STATES`; empty if it is not known."""
+    idle_seconds: float | None = None
+    """The time since the last request; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +318,8 @@ class CommandResult:
     thread_id: int | None = None
     """The native id of the thread in which it ran."""
     snapshot: SnapshotFile | None = None
+    profile: str = ""
+    """The id of the profile that the exporter has accepted."""
 
 
 @dataclass(frozen=True)
@@ -327,6 +356,7 @@ class Report:
     engine_starting: bool | None = None
     """Whether the inference engine in the process starts, so that memory released on its devices spoils its start.
     False once it has started; None without an engine that the reporter knows."""
+    engine: EngineState | None = None
 
 
 @dataclass(frozen=True)
@@ -351,6 +381,10 @@ class Command:
     """Set the fraction even if more is reserved already."""
     settle_seconds: float = 0.0
     """For `empty_cache`: report how much of the freed memory is still free after this time. 0: do not."""
+    duration_seconds: float = 0.0
+    """For `profile`: how long to record. 0: what is live now, without a recording."""
+    keep: tuple[str, ...] = ()
+    """For `release_memory`: components that stay, such as `weights`."""
 
 
 @dataclass(frozen=True)
@@ -369,6 +403,7 @@ _FIELD_NAMES: dict[type, tuple[str, ...]] = {
     for cls in (
         ProcessIdentity,
         DeviceSample,
+        EngineState,
         OutOfMemory,
         DeviceResult,
         StillFree,
@@ -439,6 +474,8 @@ def _command(item: Any, where: str) -> Command:
         fraction=_optional_number(command, "fraction", where),
         force=command.get("force") is True,
         settle_seconds=_number(command, "settle_seconds", where, default=0.0),
+        duration_seconds=_number(command, "duration_seconds", where, default=0.0),
+        keep=_texts(command, "keep", where),
     )
 
 
