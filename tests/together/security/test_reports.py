@@ -237,7 +237,9 @@ def largest_report(process: LocalUser, number: int) -> Report:
     """A report of made-up devices, with as many results and errors and as long texts as the protocol allows."""
     text = "\U0001f4a3" * MAX_LABEL_LENGTH
     names = {f"{text[3:]}{index:03}": 2**62 for index in range(MAX_PHASES)}
-    values: dict[str, Any] = {field.name: 2**40 for field in fields(DeviceSample) if field.default is None} | {"reserved_bytes": 2**42}
+    values: dict[str, Any] = {field.name: 2**40 for field in fields(DeviceSample) if field.default is None} | {
+        "reserved_bytes": 2**42
+    }
     devices = tuple(
         DeviceSample(f"GPU-{number:032}-{index:032}", phase_peak_bytes=names, component_bytes=names, **values)
         for index in range(48)
