@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumem_client.commands import profiling
+
 RECORDING_SECONDS = 60.0
 
 
@@ -60,18 +62,18 @@ def wait_for_recording(on: bool = True) -> None:
         time.sleep(0.002)
 
 
-def record_steps(training: Training, steps: int) -> list[int]:
-    """Train while a recording is on, and return the peak of each device that belongs to it."""
+def recorded(work: Any) -> list[int]:
+    """Do the work while a recording is on, end it, and return the peak of each device."""
+    profiling._CHECK_SECONDS_MAX = 0.1
     wait_for_recording()
     for index in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(index)
-    for _ in range(steps):
-        training.step()
-    return peaks()
-
-
-def peaks() -> list[int]:
-    return [torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())]
+    work()
+    peaks = [torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())]
+    enough, profiling.ENTRIES_ENOUGH = profiling.ENTRIES_ENOUGH, 0
+    wait_for_recording(False)
+    profiling.ENTRIES_ENOUGH = enough
+    return peaks
 
 
 class Heap:
@@ -105,13 +107,9 @@ class Heap:
         with torch.cuda.stream(self.random.choice(self.streams)):
             return torch.empty(size, dtype=torch.uint8, device="cuda:0")
 
-    def record_churn(self) -> list[int]:
-        wait_for_recording()
-        for index in range(2):
-            torch.cuda.reset_peak_memory_stats(index)
+    def replace_half(self) -> None:
         self.kept = self.kept[::2]
         self.churn(1200)
-        return peaks()
 
 
 def run_out_of_memory(keep: list[Any]) -> None:

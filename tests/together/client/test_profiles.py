@@ -104,18 +104,16 @@ def test_a_training_loop_is_profiled_and_stays_as_it_is(start: Start, exporter: 
     assert 2 * model_bytes <= kinds["optimizer_state"] < 2.1 * model_bytes
     assert any("losses" in name for kind, name in owners if kind == "tensors")
 
-    command(exporter, "recorded", duration_seconds=60)
-    (peak, _) = process.exec("result = record_steps(training, 20)")
+    command(exporter, "first", duration_seconds=60)
+    process.exec("wait_for_recording()")
     command(exporter, "second")
     assert result(exporter, "second")["reason_code"] == "queue_full"
-    process.exec("training.losses.clear(); training.step()")
-    exporter.cancelled.append("recorded")
-    assert result(exporter, "recorded")["reason_code"] == "cancelled"
+    exporter.cancelled.append("first")
+    assert result(exporter, "first")["reason_code"] == "cancelled"
     process.exec("wait_for_recording(False)")
 
-    number = process.send("exec", code="result = record_steps(training, 20)")
-    command(exporter, "short", duration_seconds=1)
-    (peak, _) = process.receive(number)
+    command(exporter, "short", duration_seconds=60)
+    (peak, _) = process.exec("result = recorded(lambda: [training.step() for _ in range(20)])")
     short = profile(exporter, "short")
     assert short["devices"][0]["peak_bytes"] == peak
     assert short["devices"][0]["allocated_bytes"] == process.exec("result = torch.cuda.memory_allocated()")
@@ -174,8 +172,8 @@ def test_the_bytes_of_a_random_heap_add_up(start: Start, exporter: RecordingExpo
         PYTORCH_CUDA_ALLOC_CONF=settings,
     )
     for number in range(2):
-        command(exporter, f"{number}", duration_seconds=1.5)
-        expected = process.exec("result = heap.record_churn()")
+        command(exporter, f"{number}", duration_seconds=60)
+        expected = process.exec("result = recorded(heap.replace_half)")
         taken = profile(exporter, f"{number}")
         assert [device["peak_bytes"] for device in taken["devices"]] == expected, taken["notes"]
         allocated = process.exec("result = [torch.cuda.memory_allocated(index) for index in range(2)]")
@@ -274,7 +272,7 @@ time.sleep(0.2)
 run_out_of_memory([])
 """
     environment = {**node.environment(), "GPUMEM_EXPORTER_URL": exporter.url, "GPUMEM_OOM_PROFILE": "1"}
-    ended = run_python(program, environment)
+    ended = run_python(program, **environment)
     assert ended.returncode == 1
     assert "OutOfMemoryError" in ended.stderr
     (taken,) = exporter.profiles
