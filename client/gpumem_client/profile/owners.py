@@ -52,8 +52,8 @@ def name_storages(torch: Any, *, max_seconds: float, addresses_read: Callable[[i
     `max_seconds`. It keeps the GIL for less time than a full garbage collection at a time.
 
     Gradients are read at the end of a step, for which the search waits for up to `max_seconds`, or while no thread
-    allocates. Addresses change while training runs. `addresses_read` is called as soon as all are read, before the search for
-    names, which takes longest, with the time when their reading began, in microseconds since the epoch.
+    allocates. Addresses change while training runs. `addresses_read` is called as soon as all are read, before the
+    search for names, which takes longest, with the time when their reading began, in microseconds since the epoch.
     """
     with torch_access.without_torch_function(torch):
         return _Search(torch, max_seconds, addresses_read).run()
