@@ -1,4 +1,4 @@
-"""Memory profiles of processes: what people see of them.
+"""Memory profiles of processes, as reporters send them: read, checked, and kept in memory or in files.
 
-Other folders import: `formats`.
+Other folders import: `document`, `model`, `store`.
 """

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gpumem_client.profile.model import CAUSES as CAUSES
 from gpumem_client.profile.model import Profile as Profile
 from gpumem_exporter.core.place import Place
 
-ACTION = "action"
-INTERVAL = "interval"
-"""The cause of a profile that `--profile.interval` requests."""
-OUT_OF_MEMORY = "out_of_memory"
+ACTION, INTERVAL, OUT_OF_MEMORY = CAUSES
+"""Why a profile was taken: a caller requested it, `--profile.interval`, or an out-of-memory error."""
 
 
 class KeptDevice(NamedTuple):
