@@ -33,7 +33,7 @@ Format = Literal["json", "folded", "pprof", "html"]
 SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "folded", "json": "json"}
 """The end of the name of a file in each format."""
 
-_LARGEST = 100
+LARGEST = 100
 """How many owners and lines of code a JSON document has. Its rows are complete."""
 _MAX_TEXT_LENGTH = 32 << 20
 """The length of all rows as text. Each is written in full, so a compressed profile of 1 MiB could become gigabytes."""
@@ -107,6 +107,7 @@ def _identity(stored: StoredProfile) -> dict[str, Any]:
         "workload": stored.workload,
         "rank": stored.rank,
         "job": stored.job,
+        "process": [stored.pid_namespace, stored.reported_pid, stored.start_time_ticks],
     }
 
 
@@ -119,7 +120,7 @@ def _tables(lines: Sequence[Line], changed: Sequence[Line], uuids: Sequence[str]
         return {"before_bytes": of.before_bytes, "after_bytes": of.bytes, "change_bytes": of.change_bytes}
 
     def largest(groups: Iterable[Group]) -> list[dict[str, Any]]:
-        changed_groups = [group for group in groups if group.change_bytes][:_LARGEST]
+        changed_groups = [group for group in groups if group.change_bytes][:LARGEST]
         return [
             {**_names(group.largest), "owner": _listed_owner(group.largest), **sizes(group)} for group in changed_groups
         ]
