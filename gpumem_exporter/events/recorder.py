@@ -164,11 +164,15 @@ class Recorder:
             device = {"total_bytes": device["total_bytes"]}
         return {**event.detail, "device": device}
 
+    def has_error(self, process: ReportingProcess, number: int) -> bool:
+        """Return whether a process has reported this out-of-memory error to this run of the exporter."""
+        return self._ooms.knows(process.report.process.session, number)
+
     async def knows_error(self, process: ReportingProcess, number: int) -> bool:
         """Return whether a process has reported this out-of-memory error, also to an earlier run of the exporter."""
-        session = process.report.process.session
-        if self._ooms.knows(session, number):
+        if self.has_error(process, number):
             return True
+        session = process.report.process.session
         try:
             page = await self.log.page(Query(types=("oom",), pid=process.name, limit=_MAX_ERRORS))
         except StorageError:

@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,8 +103,15 @@ class Profiles:
         except (OSError, ProfileInvalidError) as error:
             _log.warning("a profile cannot be read", extra={"fields": {"id": profile_id, "error": str(error)}})
             with self._lock:
-                self._forget(profile_id)
+                self._removed(profile_id)
             return None
+
+    def forget(self, profile_id: str) -> None:
+        """Delete a profile; an unknown id is ignored."""
+        with self._disk:
+            with self._lock:
+                lost = self._removed(profile_id)
+            self._unlink(lost)
 
     def facts(self, profile_id: str) -> ProfileFacts | None:
         """Return what is known about a profile; None if it is unknown. Does not use the disk."""
@@ -135,17 +142,13 @@ class Profiles:
         return found
 
     def _make_room(self) -> None:
-        """Forget profiles until the others fit, and delete their files."""
-        lost: list[str] = []
+        """Remove profiles until the others fit."""
+        lost: list[_Entry] = []
         with self._lock:
             while (victim := self._victim()) is not None:
-                entry = self._forget(victim)
-                if entry is not None and entry.body is None:
-                    lost.append(victim)
-        for profile_id in lost:
-            with contextlib.suppress(OSError):
-                self._path(profile_id).unlink()
-            _log.debug("profile %s makes room", profile_id)
+                _log.debug("profile %s makes room", victim)
+                lost += self._removed(victim)
+        self._unlink(lost)
 
     def _victim(self) -> str | None:
         """Return the profile that makes room for others; None if all fit."""
@@ -169,11 +172,20 @@ class Profiles:
         if facts.oom_number is not None:
             self._of_errors[facts.share, facts.session, facts.oom_number] = facts.id
 
-    def _forget(self, profile_id: str) -> _Entry | None:
+    def _removed(self, profile_id: str) -> list[_Entry]:
+        """Remove an entry and return it; empty if there is none."""
         entry = self._entries.pop(profile_id, None)
-        if entry is not None and entry.facts.oom_number is not None:
+        if entry is None:
+            return []
+        if entry.facts.oom_number is not None:
             self._of_errors.pop((entry.facts.share, entry.facts.session, entry.facts.oom_number), None)
-        return entry
+        return [entry]
+
+    def _unlink(self, lost: Iterable[_Entry]) -> None:
+        for entry in lost:
+            if entry.body is None:
+                with contextlib.suppress(OSError):
+                    self._path(entry.facts.id).unlink()
 
     def _path(self, profile_id: str) -> Path:
         return _path(self._folder or Path(), profile_id)

@@ -268,6 +268,7 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
     chores: dict[str, Callable[[], None]] = {
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
+        "delete_unconfirmed_profiles": runtime.profile_intake.expire,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
         "show_health": lambda: runtime.instruments.show_health(runtime.health.passed(runtime.snapshot())),
     }

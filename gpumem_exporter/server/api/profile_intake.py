@@ -6,10 +6,12 @@ knows why it was taken: for a command that the process has, or for an out-of-mem
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -46,6 +48,8 @@ MAX_OF_PROCESS = 12
 MAX_OF_OWNER = 60
 """The same for all processes of a user or container."""
 _MAX_AGE_SECONDS = 86400.0
+_CONFIRM_SECONDS = 60.0
+"""The time in which a report names the out-of-memory error of a profile."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +72,14 @@ class WaitingRequests:
     def take(self, action_id: str) -> StoredProfile | None:
         """Return the profile, and forget the request."""
         return self._found.pop(action_id, None)
+
+
+class _Unconfirmed(NamedTuple):
+    """The profile of an error that no report has named."""
+
+    process: ReportingProcess
+    number: int
+    until_seconds: float
 
 
 class ProfileIntake:
@@ -94,6 +106,7 @@ class ProfileIntake:
         self._dispatcher = dispatcher
         self._events = events
         self._snapshot = snapshot
+        self._clock = clock
         self._wall_clock = wall_clock
         self._requests = RateLimits(per_caller=requests_per_minute, per_process=1, clock=clock, what="profiles")
         """By owner of the connection: reading a profile takes time, whether it is valid or not."""
@@ -101,6 +114,9 @@ class ProfileIntake:
         self._reading = Turns(1)
         self._writing = Turns(1)
         """Of the disk, which may hang."""
+        self._unconfirmed: dict[str, _Unconfirmed] = {}
+        """The profiles of out-of-memory errors that no report has named yet, by id."""
+        self._deletions: set[asyncio.Future[None]] = set()
 
     async def receive(self, request: Request) -> Response:
         """Take a memory profile of a process, as JSON compressed with gzip. Used by the client.
@@ -145,12 +161,7 @@ class ProfileIntake:
         Raises ProblemError (409) if the exporter does not know why it was taken, and TooManyActionsError.
         """
         if profile.cause == OUT_OF_MEMORY:
-            number = profile.oom_number
-            if number is None or not await self._events.knows_error(process, number):
-                detail = f"the process has reported no out-of-memory error {number}; send the report first"
-                raise ProblemError(409, detail, {"Retry-After": "1"})
-            earlier = self._profiles.of_error(process.key.share, process.report.process.session, number)
-            return earlier.id if earlier is not None else await self._keep(process, profile, body, owner)
+            return await self._take_of_error(process, profile, body, owner)
         found = self._dispatcher.running_profile(process, profile.id)
         if found is None:
             raise ProblemError(409, f"the process has no command {profile.id[:64]!r} to take a profile")
@@ -165,6 +176,30 @@ class ProfileIntake:
             else:
                 part.profile = await self._keep(process, replace(profile, cause=ACTION), body, owner)
         return part.profile
+
+    async def _take_of_error(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
+        number = profile.oom_number or 0
+        earlier = self._profiles.of_error(process.key.share, process.report.process.session, number)
+        if earlier is not None:
+            return earlier.id
+        profile_id = await self._keep(process, profile, body, owner)
+        # The process may end right after the error, so its profile is on the way before the report of the error.
+        if not await self._events.knows_error(process, number):
+            self._unconfirmed[profile_id] = _Unconfirmed(process, number, self._clock() + _CONFIRM_SECONDS)
+        return profile_id
+
+    def expire(self) -> None:
+        """Delete the profiles of errors that no report has named in time; called once a second."""
+        now = self._clock()
+        for profile_id, waiting in list(self._unconfirmed.items()):
+            known = self._events.has_error(waiting.process, waiting.number)
+            if known or now >= waiting.until_seconds:
+                del self._unconfirmed[profile_id]
+            if not known and now >= waiting.until_seconds:
+                _log.warning("a profile of an unknown out-of-memory error is deleted: %s", profile_id)
+                task = asyncio.ensure_future(self._writing.run("", partial(self._profiles.forget, profile_id)))
+                self._deletions.add(task)
+                task.add_done_callback(self._deletions.discard)
 
     async def _keep(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
         self._kept.take(process.key.share, [(process.key, f"pid {process.name}")])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field
@@ -18,9 +17,14 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.request import ActionRequest, Target, invalid_fields
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.errors import NoPeakError
 from gpumem_exporter.events import Event
 from gpumem_exporter.events.ooms import session_of
+from gpumem_exporter.profiles.diff import Difference, difference
+from gpumem_exporter.profiles.formats import Format, render
+from gpumem_exporter.profiles.lines import Moment
 from gpumem_exporter.profiles.model import CAUSES, ProfileFacts, StoredProfile
+from gpumem_exporter.profiles.page import policy
 from gpumem_exporter.profiles.store import Profiles
 from gpumem_exporter.server.api.action_schema import KnownFields
 from gpumem_exporter.server.api.actions import refusals_as_problems
@@ -36,14 +40,9 @@ SCRAPE_SECONDS = 10.0
 """The time in which a process must start the profile of a request for a new one."""
 _LASTING = re.compile(r"[0-9a-f]{64}(\.[0-9a-f]{64})*")
 """The ids of containers, which no later container has. The numbers of namespaces are used again."""
-_PAGE_POLICY = (
-    "sandbox allow-scripts allow-downloads; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data:"
-)
-"""For a profile as a page: its texts come from a job, and a page in a sandbox reaches nothing of the exporter."""
+_SANDBOX = "sandbox allow-scripts allow-downloads"
+"""For a profile as a page: its texts come from a job, and a page in a sandbox has no rights at the exporter."""
 _UNKNOWN = "there is no such profile; the oldest ones make room for others"
-
-Format = Literal["json"]
 
 
 class ListParameters(KnownFields):
@@ -71,10 +70,16 @@ class ListParameters(KnownFields):
 class FormatParameters(KnownFields):
     """The parameters of a profile."""
 
-    format: Format = Field("json", description="the format of the reply")
-    moment: Literal["live", "peak"] = Field(
+    format: Format = Field("json", description="the format of the reply; html is a page with both moments")
+    moment: Moment = Field(
         "live", description="live: what was allocated at the end; peak: at the highest moment of the recording"
     )
+
+
+class ScrapeParameters(FormatParameters):
+    """The parameters of a new profile."""
+
+    format: Format = Field("pprof", description="the format of the reply")
 
 
 class ProfileDeviceDocument(TypedDict):
@@ -197,13 +202,19 @@ def profiles_router(
     router.get(PROFILES_PATH, responses=listed)(routes.recent)
     one = {200: _ANY_FORMAT, **problems(401, 403, 404, 422, 503)}
     router.get(PROFILES_PATH + "/{profile_id}", responses=one)(routes.one)
+    router.get(PROFILES_PATH + "/{profile_id}/diff/{later_id}", responses=one)(routes.diff)
     router.get(
         PROCESSES_PATH + "/{pid}/profile", responses={200: _ANY_FORMAT, **problems(401, 403, 404, 409, 422, 429, 503)}
     )(routes.take)
     return router
 
 
-_ANY_FORMAT = {"description": "the profile in the format of the request", "content": {"application/json": {}}}
+_ANY_FORMAT = {
+    "description": "the profile in the format of the request",
+    "content": {
+        media_type: {} for media_type in ("application/json", "application/octet-stream", "text/html", "text/plain")
+    },
+}
 _Id = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="the id of a profile")]
 
 
@@ -231,13 +242,22 @@ class ProfileRoutes:
     ) -> Response:
         """One profile. A profile of a process that the caller may not act on is unknown to it."""
         facts = self._access.find(request.state.caller, profile_id)
-        return await self._reply(request, partial(self._access.profiles.read, facts.id), parameters)
+        return await self._reply(request, parameters, lambda: self._read(facts.id))
+
+    async def diff(
+        self, request: Request, profile_id: _Id, later_id: _Id, parameters: Annotated[FormatParameters, Query()]
+    ) -> Response:
+        """What grew and what shrank from one profile to another, by stack and by owner."""
+        before, after = (self._access.find(request.state.caller, each).id for each in (profile_id, later_id))
+        return await self._reply(
+            request, parameters, lambda: difference(self._read(before), self._read(after), parameters.moment)
+        )
 
     async def take(
         self,
         request: Request,
         pid: Annotated[str, Path(max_length=MAX_LABEL_LENGTH, description="the `pid` label of the process")],
-        parameters: Annotated[FormatParameters, Query()],
+        parameters: Annotated[ScrapeParameters, Query()],
     ) -> Response:
         """A new profile of a process, without a recording, for scrapers. It is not kept, and it is no event."""
         wanted = ActionRequest("profile", Target(pid=pid), deadline_seconds=SCRAPE_SECONDS)
@@ -257,34 +277,27 @@ class ProfileRoutes:
             reason = next((result.reason for result in action.results), "") or "the process has sent no profile"
             refused = any(result.outcome in ("refused", "unsupported") for result in action.results)
             raise ProblemError(409, reason) if refused else ProblemError(503, reason, {"Retry-After": "1"})
-        return await self._reply(request, lambda: profile, parameters)
+        return await self._reply(request, parameters, lambda: profile)
+
+    def _read(self, profile_id: str) -> StoredProfile:
+        profile = self._access.profiles.read(profile_id)
+        if profile is None:
+            raise ProblemError(404, _UNKNOWN)
+        return profile
 
     async def _reply(
-        self, request: Request, read: Callable[[], StoredProfile | None], parameters: FormatParameters
+        self, request: Request, parameters: FormatParameters, read: Callable[[], StoredProfile | Difference]
     ) -> Response:
         connection: Connection | None = request.scope["state"].get("connection")
 
-        def build() -> tuple[bytes, str] | None:
-            profile = read()
-            return None if profile is None else _rendered(profile, parameters.format)
+        def build() -> tuple[bytes, str]:
+            return render(read(), parameters.format, parameters.moment)
 
-        found = await self._turns.run(connection.owner if connection else "", build)
-        if found is None:
-            raise ProblemError(404, _UNKNOWN)
-        body, media_type = found
+        try:
+            body, media_type = await self._turns.run(connection.owner if connection else "", build)
+        except NoPeakError as error:
+            raise ProblemError.invalid([FieldError("moment", str(error))]) from None
         headers = {"Cache-Control": "no-store"}
-        if media_type.startswith("text/html"):
-            headers["Content-Security-Policy"] = _PAGE_POLICY
+        if parameters.format == "html":
+            headers["Content-Security-Policy"] = f"{_SANDBOX}; {policy()}"
         return Response(body, headers=headers, media_type=media_type)
-
-
-def _rendered(profile: StoredProfile, _format: str) -> tuple[bytes, str]:
-    document = {
-        **profile_document(profile),
-        "stacks": profile.profile.stacks,
-        "frames": profile.profile.frames,
-        "owners": profile.profile.owners,
-        "rows": profile.profile.rows,
-        "notes": profile.profile.notes,
-    }
-    return encoded(document), "application/json"

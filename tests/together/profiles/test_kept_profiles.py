@@ -33,8 +33,8 @@ def test_a_profile_for_a_command_is_listed_and_named_in_the_result() -> None:
         (row,) = exporter.document(f"{ACTIONS}/{action['id']}")["results"]
         assert (row["outcome"], row["profile"]) == ("done", profile_id)
         (listed,) = exporter.document(PROFILES)["profiles"]
-        assert (listed["id"], listed["cause"], listed["pid"], listed["workload"]) == (profile_id, "action", 100, "train")
+        assert (listed["id"], listed["cause"], listed["pid"]) == (profile_id, "action", 100)
         assert listed["devices"][0]["allocated_bytes"] == 700
         found = exporter.document(f"{PROFILES}/{profile_id}")
-        assert sum(row[4] for row in found["rows"]) == 700
+        assert sum(row["bytes"] for row in found["rows"]) == 700
         problem(reporter.send(profile(command["id"])), 409)  # the command has ended
