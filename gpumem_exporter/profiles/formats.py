@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from gpumem_client.profile.model import Owner
 from gpumem_exporter.profiles import page, pprof
@@ -20,7 +20,6 @@ from gpumem_exporter.profiles.lines import (
     by_owner,
     caller,
     frames,
-    kind_text,
     lines_of,
     owner_name,
     place,
@@ -31,9 +30,10 @@ from gpumem_exporter.profiles.lines import (
 from gpumem_exporter.profiles.model import StoredProfile
 
 Format = Literal["json", "folded", "pprof", "html"]
-FORMATS: tuple[Format, ...] = get_args(Format)
+SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "folded", "json": "json"}
+"""The end of the name of a file in each format."""
 
-_LARGEST = 100
+LARGEST = 100
 """How many owners and lines of code a JSON document has. Its rows are complete."""
 _MAX_TEXT_LENGTH = 32 << 20
 """The length of all rows as text. Each is written in full, so a compressed profile of 1 MiB could become gigabytes."""
@@ -107,6 +107,7 @@ def _identity(stored: StoredProfile) -> dict[str, Any]:
         "workload": stored.workload,
         "rank": stored.rank,
         "job": stored.job,
+        "process": [stored.pid_namespace, stored.reported_pid, stored.start_time_ticks],
     }
 
 
@@ -119,13 +120,16 @@ def _tables(lines: Sequence[Line], changed: Sequence[Line], uuids: Sequence[str]
         return {"before_bytes": of.before_bytes, "after_bytes": of.bytes, "change_bytes": of.change_bytes}
 
     def largest(groups: Iterable[Group]) -> list[dict[str, Any]]:
-        changed_groups = [group for group in groups if group.change_bytes][:_LARGEST]
+        changed_groups = [group for group in groups if group.change_bytes][:LARGEST]
         return [
             {**_names(group.largest), "owner": _listed_owner(group.largest), **sizes(group)} for group in changed_groups
         ]
 
     return {
-        "kinds": [{"kind": kind_text(group.largest.owner), **sizes(group)} for group in by_kind(lines)],
+        "kinds": [
+            {"kind": group.largest.owner.kind if group.largest.owner else "unseen", **sizes(group)}
+            for group in by_kind(lines)
+        ],
         "owners": largest(by_owner(lines)),
         "lines": largest(by_code(lines)),
         "rows": [
@@ -148,7 +152,7 @@ def _listed_owner(line: Line) -> str | None:
 def _names(line: Line) -> dict[str, Any]:
     owner, frame, called_from = line.owner or Owner(""), user_frame(line.stack), caller(line.stack)
     return {
-        "kind": kind_text(line.owner),
+        "kind": owner.kind or None,
         "owner": owner.name or None,
         "shape": owner.shape or None,
         "dtype": owner.dtype or None,

@@ -187,7 +187,7 @@ class Group(NamedTuple):
 
 def by_kind(lines: Iterable[Line]) -> list[Group]:
     """Return the kinds of owners, the largest change first."""
-    return _groups(lines, lambda line: kind_text(line.owner))
+    return _groups(lines, lambda line: line.owner.kind if line.owner else "unseen")
 
 
 def by_owner(lines: Iterable[Line]) -> list[Group]:

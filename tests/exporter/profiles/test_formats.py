@@ -107,7 +107,7 @@ def test_json_has_names_and_the_largest_first() -> None:
     first = document["rows"][0]
     assert first["stack"][-1] == f"main ({SCRIPT}:40)"
     assert {key: first[key] for key in ("kind", "owner", "line", "called_from", "bytes", "blocks", "pool", "uuid")} == {
-        "kind": "other tensors",
+        "kind": "tensors",
         "owner": KEPT.name,
         "line": "model.py:12 in forward",
         "called_from": None,
@@ -118,10 +118,10 @@ def test_json_has_names_and_the_largest_first() -> None:
     }
     assert [row["bytes"] for row in document["rows"]] == [30 * MIB, 20 * MIB, 10 * MIB, 5 * MIB]
     assert [(each["kind"], each["bytes"]) for each in document["kinds"]] == [
-        ("other tensors", 30 * MIB),
-        ("optimizer state", 20 * MIB),
+        ("tensors", 30 * MIB),
+        ("optimizer_state", 20 * MIB),
         ("parameters", 10 * MIB),
-        ("no visible owner", 5 * MIB),
+        ("unseen", 5 * MIB),
     ]
     assert document["lines"][0]["line"] == "model.py:12 in forward"
 
@@ -143,7 +143,7 @@ def test_a_long_profile_keeps_its_sum_and_merges_its_smallest_rows(monkeypatch: 
     rows = json.loads(render(profile, "json")[0])["rows"]
     folded = render(profile, "folded")[0].decode().splitlines()
     assert len(rows) < 200
-    assert rows[-1]["kind"] == "many small blocks"
+    assert rows[-1]["kind"] == "merged"
     assert sum(row["bytes"] for row in rows) == sum(int(line.rpartition(" ")[2]) for line in folded) == total
 
 
