@@ -10,6 +10,8 @@ from typing import Any
 from gpumem_client.profile.model import FORMAT, Frame, Owner, Profile, ProfiledDevice, Row
 from gpumem_client.wire.http import Answer
 from gpumem_client.wire.protocol import PROFILES_PATH, CommandResult, ProcessIdentity, Report
+from gpumem_exporter.core.place import HERE
+from gpumem_exporter.profiles.model import KeptDevice, ProfileFacts
 from tests.support.builders import UUIDS, report
 from tests.support.running_exporter import RunningExporter
 from tests.support.waiting import eventually
@@ -43,6 +45,27 @@ def document(identity: ProcessIdentity, sent: Profile) -> dict[str, Any]:
 def body(identity: ProcessIdentity, sent: Profile) -> bytes:
     """Return a profile as the body of a request."""
     return gzip.compress(json.dumps(document(identity, sent)).encode())
+
+
+def facts(profile_id: str = "b" * 32, **changes: Any) -> ProfileFacts:
+    """Return what the exporter knows about a profile."""
+    values: dict[str, Any] = {
+        **dict.fromkeys(("workload", "rank", "command", "job", "slurm_job_id", "ray_job_id"), ""),
+        **dict.fromkeys(("step", "oom_number", "owner_uid"), None),
+        "time_unix_seconds": 1e9,
+        "cause": "action",
+        "pid": 7,
+        "devices": (KeptDevice(UUIDS[0], "0", 700, 900),),
+        "recorded_seconds": 0.0,
+        "pid_namespace": 1,
+        "reported_pid": 7,
+        "start_time_ticks": 1000,
+        "session": "first",
+        "sent_id": "a" * 32,
+        "place": HERE,
+        "size_bytes": 100,
+    }
+    return ProfileFacts(id=profile_id, **{**values, **changes})
 
 
 class Reporter:
