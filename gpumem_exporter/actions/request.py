@@ -110,7 +110,8 @@ _Given = str | int | Sequence[str | int] | None
 class Target:
     """The processes and devices that a request selects.
 
-    A field admits each of its values; an empty one admits everything. Different fields narrow each other.
+    A field admits each of its values; an empty one admits everything. Different fields narrow each other, and
+    `orphans` narrows all of them to the processes that a launcher has left behind.
     """
 
     gpu: tuple[str, ...]
@@ -121,6 +122,7 @@ class Target:
     rank: tuple[str, ...]
     user: tuple[str, ...]
     """The names or the uids of users."""
+    orphans: bool
     all: bool
 
     def __init__(
@@ -132,11 +134,13 @@ class Target:
         workload: _Given = None,
         rank: _Given = None,
         user: _Given = None,
+        orphans: bool = False,
         all: bool = False,  # noqa: A002 - the name in the API
     ) -> None:
         given = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
         for name, value in given.items():
             object.__setattr__(self, name, _values(value))
+        object.__setattr__(self, "orphans", orphans)
         object.__setattr__(self, "all", all)
 
     def admits(self, selector: str, *values: str) -> bool:
@@ -155,11 +159,13 @@ class Target:
             for name, values in self.given().items()
         }
         selected = {name: values if len(values) > 1 else values[0] for name, values in given.items()}
-        return {**selected, "all": True} if self.all else selected
+        flags = {name: True for name in ("orphans", "all") if getattr(self, name)}
+        return {**selected, **flags}
 
     def describe(self) -> str:
         """Return the target as a caller writes it: `gpu=0,1 workload=llm`."""
-        return " ".join(f"{name}={','.join(values)}" for name, values in self.given().items()) or "all"
+        words = [f"{name}={','.join(values)}" for name, values in self.given().items()]
+        return " ".join([*words, *(["orphans"] if self.orphans else [])]) or "all"
 
 
 def _selector(metavar: str, name: str, help_: str) -> RequestOption:
@@ -175,6 +181,13 @@ SELECTORS: Mapping[str, RequestOption] = {
     "user": _selector("USER", "user", "Processes of these users: names or uids."),
 }
 """The fields of a target that select processes. Each takes a value or several."""
+ORPHANS = RequestOption(
+    dict.fromkeys(ACTIONS, "Only orphans: processes that their launcher, server or container has left behind."),
+    "--orphans",
+    kind=bool,
+    default=False,
+)
+"""The field of a target that narrows it further."""
 
 _WITH_MODES = tuple(action for action in ACTIONS if action not in ("profile", "terminate"))
 _FORCED_START = "Do not wait for an inference engine that starts on the GPU; its start may fail."
@@ -323,9 +336,8 @@ def _invalid_target(target: Target) -> Iterator[InvalidField]:
     size = len(json.dumps(target.document()))
     if size > _MAX_TARGET_BYTES:
         yield InvalidField("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")
-    if not target.all and not given:
-        *others, last = SELECTORS
-        yield InvalidField("target", {}, f"{', '.join(others)} or {last}, or all: true")
+    if not target.all and not target.orphans and not given:
+        yield InvalidField("target", {}, f"{', '.join(SELECTORS)}, orphans: true or all: true")
     for name, values in given.items():
         if len(values) > _MAX_VALUES:
             yield InvalidField(f"target.{name}", len(values), f"at most {_MAX_VALUES} values")
