@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from dataclasses import asdict
 from typing import Any
 
@@ -107,3 +108,18 @@ class Reporter:
     def finish(self, command: Any, profile_id: str = "") -> None:
         """Report that a command is done."""
         self.report(results=(CommandResult(command["id"], "done", profile=profile_id),))
+
+
+def takes(exporter: RunningExporter, *profiles: Profile, pid: int = 100) -> threading.Thread:
+    """Return a started thread in which a process takes these profiles on its next commands."""
+    reporter = Reporter(exporter, pid)
+
+    def serve() -> None:
+        for sent in profiles:
+            command = reporter.command()
+            answer = reporter.send(Profile(**{**vars(sent), "id": command["id"]}))
+            reporter.finish(command, json.loads(answer.body)["id"])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread

@@ -179,7 +179,8 @@ def list_profiles(
 ) -> int:
     """List the profiles that the exporter keeps.
 
-    The newest is first. Without serve --storage.path, it keeps the last eight. You see the profiles of the processes that you may act on.
+    The newest is first. Without serve --storage.path, it keeps the last eight. You see the profiles of the processes
+    that you may act on.
     """
     query = {name: value for name, value in (("pid", pid), ("workload", workload), ("job", job)) if value}
     with open_api(url, token_file) as api:
@@ -244,8 +245,9 @@ def diff_profiles(
 ) -> int:
     """Show what grew from profile A to profile B.
 
-    A and B are ids, or files that --format json wrote. Stacks and owners are compared by what they show. In two processes, a stack that only one of them has is compared
-    with the stack of the same functions and files, because lines may have moved.
+    A and B are ids, or files that --format json wrote. Stacks and owners are compared by what they show. In two
+    processes, a stack that only one of them has is compared with the stack of the same functions and files, because
+    lines may have moved.
     """
     file = _Output(_format(form, output, as_json=as_json), moment, output)
     with open_api(url, token_file) as api:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from gpumem_exporter.cli.main import main
 from tests.support.builders import MIB
 from tests.support.made_up_profiles import training
 from tests.support.pprof_reader import read_pprof
-from tests.support.profile_documents import Reporter
+from tests.support.profile_documents import Reporter, takes
 from tests.support.running_exporter import RunningExporter, running_exporter
 from tests.support.waiting import patient
 
@@ -27,21 +26,6 @@ def exporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runnin
     with running_exporter() as exporter:
         monkeypatch.setenv("GPUMEM_EXPORTER_URL", exporter.url)
         yield exporter
-
-
-def takes(exporter: RunningExporter, *profiles: Profile, pid: int = 100) -> threading.Thread:
-    """Return a started thread in which a process answers its next commands with profiles."""
-    reporter = Reporter(exporter, pid)
-
-    def serve() -> None:
-        for sent in profiles:
-            command = reporter.command()
-            answer = reporter.send(Profile(**{**vars(sent), "id": command["id"]}))
-            reporter.finish(command, json.loads(answer.body)["id"])
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    return thread
 
 
 def kept_ids(exporter: RunningExporter) -> list[str]:
