@@ -144,6 +144,9 @@ def take(
         taken = dict.fromkeys(result["profile"] for result in document["results"] if result.get("profile"))
         for profile_id in taken:
             file.write(api, f"{_PATH}/{profile_id}", one=len(taken) == 1)
+    if taken and file.form == "text":
+        ids = ", ".join(each[:_SHOWN_ID] for each in taken)
+        note(f"kept as {ids}; a page with a flame graph: gpumem-exporter profile show ID -o profile.html")
     for reason in reasons(document["results"]):
         print(reason, file=sys.stderr)
     if body["dry_run"]:

@@ -108,7 +108,7 @@ function question(job, taken) {
   form.addEventListener("submit", (event) => event.preventDefault());
   const start = () => take(processes[Math.max(0, select.selectedIndex)], Number(form.elements.recorded.value), taken);
   openDialog(`Memory profile of ${safe(job.name)}`);
-  show({ when: COSTS[0], results: form, confirm: "Take the profile", then: start });
+  show({ status: "Which objects and which lines hold the memory of the process.", when: COSTS[0], results: form, confirm: "Take the profile", then: start });
 }
 
 async function take(process, seconds, taken) {
