@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from dataclasses import asdict
 from typing import Any
 
@@ -115,3 +116,18 @@ class Reporter:
     def error_profile(self, number: int) -> Profile:
         """Return the profile of an out-of-memory error."""
         return profile(f"{number:016x}", "out_of_memory", oom_number=number)
+
+
+def takes(exporter: RunningExporter, *profiles: Profile, pid: int = 100) -> threading.Thread:
+    """Return a started thread in which a process takes these profiles on its next commands."""
+    reporter = Reporter(exporter, pid)
+
+    def serve() -> None:
+        for sent in profiles:
+            command = reporter.command()
+            answer = reporter.send(Profile(**{**vars(sent), "id": command["id"]}))
+            reporter.finish(command, json.loads(answer.body)["id"])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return thread
