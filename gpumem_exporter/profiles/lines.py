@@ -177,7 +177,9 @@ class Group(NamedTuple):
     blocks: int
     before_bytes: int
     largest: Line
-    """The line with the largest change."""
+    """The line with the largest change, of equal ones a line with an owner."""
+    code: Line
+    """The line with the largest change among the lines with a stack; if there is none, `largest`."""
 
     @property
     def change_bytes(self) -> int:
@@ -209,13 +211,13 @@ def _groups(lines: Iterable[Line], key: Callable[[Line], object]) -> list[Group]
     found: dict[object, list[Line]] = {}
     for line in lines:
         found.setdefault(key(line), []).append(line)
-    groups = [
-        Group(
-            sum(line.bytes for line in members),
-            sum(line.blocks for line in members),
-            sum(line.before_bytes for line in members),
-            max(members, key=lambda line: abs(line.change_bytes)),
-        )
-        for members in found.values()
-    ]
+    groups = []
+    for members in found.values():
+        total, largest = summed(members), max(members, key=_weight)
+        code = max((line for line in members if line.stack), key=_weight, default=largest)
+        groups.append(Group(total.bytes, total.blocks, total.before_bytes, largest, code))
     return sorted(groups, key=lambda group: -abs(group.change_bytes))
+
+
+def _weight(line: Line) -> tuple[int, bool]:
+    return abs(line.change_bytes), line.owner is not None and line.owner.kind != "unseen"

@@ -123,7 +123,7 @@ def view_tables(view: View, *, hidden: bool, differs: bool) -> str:
         _table(
             "Owners that changed the most" if differs else "Largest owners",
             ("Owner", "Kind", "Shape", *sizes, "Allocated by"),
-            ((*_owner(group.largest), *numbers(group), _code(group.largest)) for group in owners[:_SHOWN]),
+            ((*_owner(group.largest), *numbers(group), _code(group.code)) for group in owners[:_SHOWN]),
             _rest(owners, view),
         ),
     ]
