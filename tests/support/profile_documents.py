@@ -10,7 +10,7 @@ from typing import Any
 
 from gpumem_client.profile.model import FORMAT, Frame, Owner, Profile, ProfiledDevice, Row
 from gpumem_client.wire.http import Answer
-from gpumem_client.wire.protocol import PROFILES_PATH, CommandResult, ProcessIdentity, Report
+from gpumem_client.wire.protocol import PROFILES_PATH, CommandResult, OutOfMemory, ProcessIdentity, Report
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.profiles.model import KeptDevice, ProfileFacts
 from tests.support.builders import UUIDS, report
@@ -105,9 +105,17 @@ class Reporter:
         """Return the command to take a profile, once it has arrived."""
         return eventually(lambda: self.report().get("commands", []), bool)[0]
 
-    def finish(self, command: Any, profile_id: str = "") -> None:
-        """Report that a command is done."""
-        self.report(results=(CommandResult(command["id"], "done", profile=profile_id),))
+    def finish(self, command: Any, profile_id: str = "", outcome: str = "done", **changes: Any) -> None:
+        """Report the result of a command."""
+        self.report(results=(CommandResult(command["id"], outcome, profile=profile_id, **changes),))
+
+    def fail(self, number: int) -> None:
+        """Report an out-of-memory error."""
+        self.report(ooms=(OutOfMemory(UUIDS[0], number, requested_bytes=100),))
+
+    def error_profile(self, number: int) -> Profile:
+        """Return the profile of an out-of-memory error."""
+        return profile(f"{number:016x}", "out_of_memory", oom_number=number)
 
 
 def takes(exporter: RunningExporter, *profiles: Profile, pid: int = 100) -> threading.Thread:
