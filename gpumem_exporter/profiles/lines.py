@@ -130,9 +130,9 @@ def place(frame: Frame | None) -> str:
     return f"{file}:{frame.line} in {frame.function}" if frame.line else f"{file} in {frame.function}"
 
 
-def kind_text(owner: Owner | None) -> str:
-    """Return the words for the kind of an owner."""
-    return KINDS["unseen"] if owner is None else KINDS.get(owner.kind, owner.kind)
+def kind_text(kind: str | None) -> str:
+    """Return the words for a kind of owner, or for blocks without an owner."""
+    return KINDS.get(kind, kind) if kind else KINDS["unseen"]
 
 
 def owner_name(owner: Owner) -> str:
@@ -146,7 +146,7 @@ def owner_path(owner: Owner) -> Iterator[str]:
     The path of a module is one name for each module: `parameters`, `model`, `model.layers`, `model.layers.0`, so that
     a reader of stacks adds up each module.
     """
-    yield kind_text(owner)
+    yield kind_text(owner.kind)
     if not owner.name:
         return
     if owner.kind not in PATH_KINDS:
