@@ -64,13 +64,13 @@ def referrers_of(wanted: AbstractSet[int], frozen: Frozen, end: float) -> Iterat
         # The last window first: if objects are freed meanwhile, all others move toward the windows that are still to
         # be examined, so none is missed.
         for start in range(count_tracked(generation) // _WINDOW * _WINDOW, -1, -_WINDOW):
-            if time.thread_time() > end:
+            if time.thread_time() >= end:
                 return
             found = _tracked_referrers(wanted, generation, slice(start, start + _WINDOW))
             while found:
                 yield found.pop()
     for chunk in _chunks(frozen.objects):
-        if time.thread_time() > end:
+        if time.thread_time() >= end:
             return
         if not wanted.isdisjoint(map(id, gc.get_referents(*chunk))):
             for each in chunk:
@@ -133,7 +133,7 @@ def find_frozen(end: float, max_objects: int = MAX_OBJECTS) -> Frozen:
         found += fresh.values()
         level.clear()
         for chunk in _chunks(list(fresh.values())):
-            if time.thread_time() > end:
+            if time.thread_time() >= end:
                 return Frozen(found, complete=False)
             level += filter(gc.is_tracked, gc.get_referents(*chunk))
     return Frozen(found)

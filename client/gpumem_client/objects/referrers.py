@@ -82,7 +82,7 @@ class _Search:
         level: AbstractSet[int] = self._wanted
         visited: set[int] = set()
         for _ in range(_LEVELS):
-            if not level or time.thread_time() > self._end:
+            if not level or time.thread_time() >= self._end:
                 break
             visited |= level
             for referrer in referrers_of(level, self._frozen, self._end):
@@ -90,7 +90,7 @@ class _Search:
             found = (link.container for each in level - self._names.keys() for link in self._links.get(each, ()))
             level = set(found) - visited - self._names.keys()
         names = {}
-        complete = self._frozen.complete and time.thread_time() <= self._end
+        complete = self._frozen.complete and time.thread_time() < self._end
         for each in self._wanted:
             name = self._resolve(each, 0)[0] or (NO_REFERRER if complete else "")
             if name:

@@ -32,6 +32,7 @@ class TensorReader:
             )
         )
         """The types whose tensors have a storage that can be read. The others wrap tensors of these types."""
+        self._dtypes: dict[Any, str] = {}
 
     def parts(self, value: Any, depth: int = 0) -> list[Any]:
         """Return the readable tensors that a tensor consists of: itself, or what a wrapper such as a DTensor wraps."""
@@ -68,7 +69,10 @@ class TensorReader:
 
     def dtype(self, tensor: Any) -> str:
         """Return the name of a tensor's dtype, such as `bfloat16`."""
-        return str(self.base.dtype.__get__(tensor)).replace("torch.", "")
+        dtype = self.base.dtype.__get__(tensor)
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = str(dtype).replace("torch.", "")
+        return self._dtypes[dtype]
 
 
 def subclasses(kind: type) -> list[type]:
