@@ -386,9 +386,8 @@ def _orphans_called(job: Job, processes: Sequence[SeenProcess]) -> str:
 
 
 def _fate(lost: LostLauncher, orphan: SeenProcess) -> str:
-    what = "server" if (orphan.command or "").startswith(ENGINE_TITLES) else "launcher"
-    if lost.reason == "container_gone":
-        what = "container's runtime"
+    of_launcher = "server" if (orphan.command or "").startswith(ENGINE_TITLES) else "launcher"
+    what = {"container_gone": "container's runtime"}.get(lost.reason, of_launcher)
     if lost.pid is None:
         return f"its {what} ended before the exporter saw it"
     command = f"{lost.command}, " if lost.command and not orphan.hidden else ""

@@ -106,4 +106,3 @@ def test_a_process_that_has_its_launcher_is_no_orphan() -> None:
     bench = Bench()
     bench.facts = dataclasses.replace(bench.facts, lost=None)
     assert bench.orphans(QUIET) == set()
-    assert not bench.store.snapshot(QUIET + 1e10).orphans, "a reading that has expired"

@@ -60,7 +60,8 @@ def adopter(node: EmulatedNode, tmp_path: Path) -> Iterator[Adopter]:
 
 
 def pid_in(file: Path) -> int:
-    return int(wait_for(lambda: file.exists() and file.read_text(), f"the pid in {file.name}"))
+    wait_for(file.exists, f"the pid in {file.name}")
+    return int(file.read_text())
 
 
 def orphans(exporter: ExporterProcess) -> dict[int, str]:

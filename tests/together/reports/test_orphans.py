@@ -104,9 +104,9 @@ def test_what_killed_launchers_leave_behind_is_named_and_no_background_job_is(fo
         shells = {name: adopter.run(command) for name, command in (background | servers).items()}
 
         def pid_of(name: str) -> int:
-            return int(
-                wait_for(lambda: (folder / f"{name}.pid").exists() and (folder / f"{name}.pid").read_text(), name)
-            )
+            file = folder / f"{name}.pid"
+            wait_for(file.exists, name)
+            return int(file.read_text())
 
         pids = {name: pid_of(name) for name in names}
         for name in servers:
