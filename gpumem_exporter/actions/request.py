@@ -16,12 +16,13 @@ from typing import Any
 
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 
-ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate")
+ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "profile", "set_memory_fraction", "terminate")
 DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")
 """The actions that the exporter allows by default: they end no process."""
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_DEADLINE_SECONDS = 3600.0
 MAX_SETTLE_SECONDS = 3600.0
+MAX_DURATION_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
@@ -188,7 +189,7 @@ ORPHANS = RequestOption(
 )
 """The field of a target that narrows it further."""
 
-_NOT_TERMINATE = tuple(action for action in ACTIONS if action != "terminate")
+_WITH_MODES = tuple(action for action in ACTIONS if action not in ("profile", "terminate"))
 _FORCED_START = "Do not wait for an inference engine that starts on the GPU; its start may fail."
 
 
@@ -215,7 +216,7 @@ class ActionRequest:
     target: Target
     mode: str = _option(
         dict.fromkeys(
-            _NOT_TERMINATE,
+            _WITH_MODES,
             "When the process acts. now: at once, on the reporter's thread. step: in the training thread, at the end "
             "of a step. idle: while no step runs and nothing is allocated. Default: now; step for a group.",
         ),
@@ -224,13 +225,13 @@ class ActionRequest:
         choices=MODES,
     )
     group: bool = _option(
-        dict.fromkeys(_NOT_TERMINATE, "All ranks of the workload act after the same step, or none does."),
+        dict.fromkeys(_WITH_MODES, "All ranks of the workload act after the same step, or none does."),
         "--group",
         kind=bool,
         default=False,
     )
     at_step: int | None = _option(
-        dict.fromkeys(_NOT_TERMINATE, "The step of a group. By default, the exporter chooses one."),
+        dict.fromkeys(_WITH_MODES, "The step of a group. By default, the exporter chooses one."),
         kind=int,
         least=1,
         most=MAX_INTEGER,
@@ -254,6 +255,7 @@ class ActionRequest:
             "empty_cache": _FORCED_START,
             "terminate": _FORCED_START,
             "set_memory_fraction": "Cap also a process that has reserved more. Its next new segment fails.",
+            "profile": "Profile also a process with so many blocks that it stands still for long.",
         },
         "--force",
         kind=bool,
@@ -267,6 +269,19 @@ class ActionRequest:
         default=DEFAULT_DEADLINE_SECONDS,
         over=0,
         most=MAX_DEADLINE_SECONDS,
+        unit="seconds",
+    )
+    duration_seconds: float = _option(
+        {
+            "profile": "Record allocations for this time, for stacks and the highest moment; 0 shows without a "
+            "recording what is allocated now."
+        },
+        "--duration",
+        "SECONDS",
+        kind=float,
+        default=0.0,
+        least=0,
+        most=MAX_DURATION_SECONDS,
         unit="seconds",
     )
     settle_seconds: float = _option(
@@ -357,7 +372,9 @@ def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
         elif request.action in ACTIONS and request.action not in option.help and value not in (None, False, "now"):
             accept = "accepts" if len(option.help) == 1 else "accept"
             no_value = f"no value, because only {', '.join(option.help)} {accept} it"
-            yield InvalidField(name, value, "now, because terminate has no other mode" if name == "mode" else no_value)
+            yield InvalidField(
+                name, value, f"now, because {request.action} has no other mode" if name == "mode" else no_value
+            )
     if request.group and request.mode in ("now", "idle"):
         yield InvalidField("mode", request.mode, "step, because a group acts at the end of a step")
     if request.at_step is not None and not request.group:

@@ -56,7 +56,8 @@ class Plan:
     @property
     def wait_seconds(self) -> float:
         """How long the action may take."""
-        return max(float(request["deadline_seconds"]) for request in self.requests) + ANSWER_GRACE_SECONDS
+        starts = max(float(request["deadline_seconds"]) for request in self.requests)
+        return starts + float(self.body.get("duration_seconds") or 0.0) + ANSWER_GRACE_SECONDS
 
     def as_given(self) -> Plan:
         """Return the plan with the request itself in place of the suggested ones."""
