@@ -59,7 +59,7 @@ def name_storages(torch: Any, *, max_seconds: float, addresses_read: Callable[[]
 
     Any thread may call this, also beside training. It keeps no tensor after its return, and tensors outside of models
     for some milliseconds before. It takes about 3 s of CPU time per million objects of the process, and ends after
-    `max_seconds`. It keeps the GIL for up to 0.4 s per million objects at a time, as a full garbage collection does.
+    `max_seconds`. It keeps the GIL for less time than a full garbage collection at a time.
 
     The addresses change while training runs. `addresses_read` is called as soon as all are read, before the search
     for names, which takes longest: a snapshot that is taken there fits best.
