@@ -14,6 +14,7 @@ from gpumem_client.wire.protocol import ReasonCode
 from gpumem_exporter.server.api import profile_intake
 from tests.support.builders import UUIDS, Clock
 from tests.support.profile_documents import Reporter, profile
+from tests.support.running_command import run_command
 from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually
 
@@ -192,8 +193,9 @@ def test_the_event_of_an_error_has_its_profile_whichever_arrives_first(tmp_path:
         assert exporter.document(f"{PROFILES}/{first}")["cause"] == "out_of_memory"
         job = exporter.document("/api/v1/jobs/4711")
         assert [each["id"] for each in job["profiles"]] == [third, second, first]
-        runtime = exporter.runtime.profiles
-        runtime.forget(first)
+        shown = run_command("report", "--job", "4711", "--url", exporter.url).stdout
+        assert f"profile show {third[:8]}" in shown
+        exporter.runtime.profiles.forget(first)
         assert exporter.document(f"{EVENTS}/{events[0]['id']}")["event"]["detail"]["profile"] is None
 
 
