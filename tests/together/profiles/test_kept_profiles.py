@@ -260,6 +260,7 @@ def test_a_profile_of_the_interval_is_kept_and_is_in_no_list_of_actions() -> Non
         reporter.finish(command)
         (shown,) = exporter.document(PROFILES)["profiles"]
         assert (shown["cause"], shown["recorded_seconds"]) == ("interval", 0)
+        assert exporter.document(f"{PROFILES}/{shown['id']}")["cause"] == "interval"
         assert exporter.document(ACTIONS)["actions"] == []
         assert exporter.document(f"{EVENTS}?type=action")["events"] == []
 
