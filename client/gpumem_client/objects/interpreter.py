@@ -22,8 +22,8 @@ MAX_OBJECTS = 5_000_000
 _CHUNK = 1024
 """The number of frozen objects between two readings of the clock."""
 _WINDOWS = 4
-"""The number of parts in which a search examines a generation. Each part keeps the GIL for less time than a full garbage
-collection. More parts would take longer in total, because each lists all objects again."""
+"""The number of parts in which a search examines a generation. Each part keeps the GIL for less time than a full
+garbage collection. More parts would take longer in total, because each lists all objects again."""
 _FRAMES_MAX = 500
 _SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
 _OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
