@@ -109,9 +109,7 @@ def many_stacks(stacks: int = 5000, depth: int = 30) -> Profile:
     for i in range(stacks):
         calls, number = [], i
         for level in range(depth):
-            calls.append(
-                Frame(f"call_{level}_{number % 3}", f"/src/module_{level % 7}.py", number % 3 * 10 + level)
-            )
+            calls.append(Frame(f"call_{level}_{number % 3}", f"/src/module_{level % 7}.py", number % 3 * 10 + level))
             number = number // 3 if level % 3 == 0 else number
         blocks.append(
             (0, (LINEAR, Frame(f"leaf_{i}", SCRIPT, i + 1), *reversed(calls), MAIN), None, (i % 97 + 1) * 512, None)
