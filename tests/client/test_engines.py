@@ -24,7 +24,12 @@ from gpumem_client.engines import facts as facts_module
 from gpumem_client.engines.facts import CacheUse, EngineFacts
 from gpumem_client.engines.reader import EngineReader
 from gpumem_client.engines.state import EngineClock
-from gpumem_client.wire.protocol import DeviceSample
+from gpumem_client.guest_safety import ErrorLog
+from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
+from gpumem_client.reporter.loop import ReportLoop
+from gpumem_client.wire.protocol import DeviceSample, EngineState
+from tests.support.builders import identity
+from tests.support.fake_allocator import FakeAllocator
 from tests.support.running_command import run_python
 from tests.support.waiting import patient, wait_for
 
@@ -529,3 +534,24 @@ def test_what_is_reported_for_the_first_time_was_not_idle_before() -> None:
     found = engine.state(EngineFacts("vllm", ready=True, requests=0), asleep=False, allocations=5)
     assert found is not None
     assert (found.state, found.idle_seconds) == ("serving", 0.0)
+
+
+def test_a_report_has_the_engine_and_an_error_of_it_costs_nothing_else() -> None:
+    allocator: Any = FakeAllocator()
+    errors: list[str] = []
+    loop = ReportLoop(
+        identity(1), allocator, OutOfMemoryLog(lambda: None), ErrorLog(lambda kind, _: errors.append(kind))
+    )
+    report = loop.next_report()
+    assert (report.engine, report.engine_starting) == (None, None)
+    allocator.facts = EngineFacts("vllm", "0.32.0", "chat", measures=True)
+    report = loop.next_report()
+    assert (report.engine, report.engine_starting) == (EngineState("vllm", "0.32.0", "chat", "starting"), True)
+    allocator.facts = EngineFacts("vllm", "0.32.0", "chat", measures=False, ready=True, requests=1)
+    report = loop.next_report()
+    assert report.engine is not None
+    assert (report.engine.state, report.engine.idle_seconds, report.engine_starting) == ("serving", 0.0, False)
+    allocator.engine = lambda: 1 / 0
+    report = loop.next_report()
+    assert (report.engine, [device.uuid for device in report.devices]) == (None, ["GPU-0"])
+    assert errors == ["cannot read the inference engine"]
