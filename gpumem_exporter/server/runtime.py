@@ -141,7 +141,10 @@ class Runtime:
         )
         self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
         self.history_recorder = HistoryRecorder(
-            self.history, self.snapshot, Path(settings.storage_path) if settings.storage_path else None
+            self.history,
+            self.snapshot,
+            Path(settings.storage_path) if settings.storage_path else None,
+            lambda history: self.store.put_kv_cache_peaks(history.kv_cache_peaks),
         )
         self.renderer = Renderer()
         self.own_names = OwnNames(_own_names(settings))
