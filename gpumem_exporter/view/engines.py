@@ -40,12 +40,16 @@ def engine_document(processes: Sequence[SeenProcess], snapshot: Snapshot) -> dic
     ]
     if not engines:
         return None
+    name = _common(title_of(engine) for engine, _ in engines)
+    version = _common(engine.version for engine, _ in engines)
+    model = _common("" if hidden else engine.model for engine, hidden in engines)
     states = {engine.state for engine, _ in engines}
     idle = [engine.idle_seconds for engine, _ in engines if engine.idle_seconds is not None]
     return {
-        "name": _common(title_of(engine) for engine, _ in engines),
-        "version": _common(engine.version for engine, _ in engines),
-        "model": _common("" if hidden else engine.model for engine, hidden in engines),
+        "label": " ".join(filter(None, (name, version, model))),
+        "name": name,
+        "version": version,
+        "model": model,
         "state": next((state for state in STATES_OF_ENGINES if state in states), None),
         "idle_seconds": min(idle) if len(idle) == len(engines) else None,
         "kv_cache": _cache_document(list(_caches(processes)), snapshot),

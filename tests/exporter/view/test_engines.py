@@ -67,6 +67,7 @@ def test_a_job_has_the_engine_of_its_processes_and_the_sums_of_their_caches_and_
     )
     (job,) = document(shown)["jobs"]
     assert job["engine"] == {
+        "label": "vLLM 0.33.0 llama",
         "name": "vLLM",
         "version": "0.33.0",
         "model": "llama",

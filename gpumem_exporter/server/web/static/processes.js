@@ -53,6 +53,8 @@ class ProcessPart {
     const details = [
       ["Phases, peak allocated", device.phase_peak_bytes],
       ["Components, allocated", device.component_bytes],
+      ["Components, unmapped", device.component_unmapped_bytes],
+      ["KV cache", device.kv_cache_bytes],
     ];
     refill(this.more, [details, settingsOf(process, device)], ([groups, settings]) => [
       ...groups.filter(([, sizes]) => sizes && Object.keys(sizes).length > 0).map(([title, sizes]) => sizeBars(title, sizes)),
