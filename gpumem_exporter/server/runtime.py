@@ -38,6 +38,7 @@ from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.view.engines import DEMO_SECONDS, ENOUGH_SECONDS
 from gpumem_exporter.view.growth import SPAN_SECONDS
 from gpumem_exporter.view.jobs import job_of_process
 from gpumem_exporter.view.live import NodeView
@@ -165,6 +166,7 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
             minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
+            enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
         )
         self.live = LiveNode(
             self.view,

@@ -15,6 +15,8 @@ from gpumem_exporter.view.jobs import STATES_OF_ENGINES, Job
 ENOUGH_SECONDS = 72000.0
 """How much of the last 24 hours the use of a cache must be known before a smaller cache is proposed: 20 h. A shorter
 time may lack the busiest hour of a day."""
+DEMO_SECONDS = 60.0
+"""The same for the demo, which nobody watches for a day."""
 MARGIN = 1.5
 """The proposed size of a cache, relative to its highest use."""
 _MIN_FREED_SHARE = 0.1

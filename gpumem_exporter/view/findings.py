@@ -384,10 +384,10 @@ def _unused_kv_caches(
             continue
         uuids = [uuid for uuid in job_uuids(job, snapshot.gpus) if uuid in smaller.uuids]
         size, peak, freed = map(human_bytes, (smaller.size_bytes, smaller.peak_bytes, smaller.freed_bytes))
+        who = [job.owner()["user"], smaller.engine, gpus_in_words([snapshot.gpus[uuid] for uuid in uuids])]
         sentence = (
-            f"{called(job)} ({smaller.engine}, {gpus_in_words([snapshot.gpus[uuid] for uuid in uuids])}): KV cache"
-            f" {size}, at most {peak} used in {human_seconds(smaller.observed_seconds)};"
-            f" {smaller.option or 'a smaller cache'} would leave {freed} to others."
+            f"{job.name} ({', '.join(filter(None, who))}): KV cache {size}, at most {peak} used in"
+            f" {human_seconds(smaller.observed_seconds)}; {smaller.option or 'a smaller cache'} would leave {freed} to others."
         )
         key, kind = f"kv_cache {job.id}", "kv_cache"
         gpu, uuid = snapshot.gpus[uuids[0]], uuids[0]

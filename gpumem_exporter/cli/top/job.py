@@ -57,8 +57,8 @@ class JobScreen(DetailScreen):
             title.append(f", {engine['label']}")
             cache = engine["kv_cache"]
             if cache and cache["peak_day"] is not None:
-                title.append(f", KV cache at most {short_bytes(cache['peak_day'])} of {short_bytes(cache['size'])} used")
-                title.append(f" in {human_seconds(cache['observed_seconds'])}")
+                peak, size = short_bytes(cache["peak_day"]), short_bytes(cache["size"])
+                title.append(f", at most {peak} of {size} KV cache used in {human_seconds(cache['observed_seconds'])}")
         return title, "" if current else "ended"
 
     def findings(self, live: Row) -> Iterator[Text]:

@@ -120,7 +120,7 @@ class Detail {
   /** Show the components of a job, unmapped ones hatched, and how its engine uses the key-value cache. */
   showNamed({ component_bytes: mapped = {}, component_unmapped_bytes: unmapped = {}, engine }, words) {
     const [components, cache] = this.named;
-    const names = [...new Set([...Object.keys(mapped), ...Object.keys(unmapped)])];
+    const names = [...new Set([...Object.keys(mapped), ...Object.keys(unmapped)])].filter((name) => mapped[name] || unmapped[name]);
     components.update(
       names.map((name, i) => {
         const [here, asleep] = [mapped[name] ?? 0, unmapped[name] ?? 0];
@@ -132,7 +132,7 @@ class Detail {
     const states = Object.entries(STATES).map(([state, className]) => ({ word: words[`kv_${state}`], className, size: kv?.[state] ?? 0, text: bytes(kv?.[state]) }));
     cache.update(kv ? states.filter(({ text }) => text !== UNKNOWN) : []);
     if (!kv) return;
-    const known = kv.peak_day === null ? "" : `: at most ${bytes(kv.peak_day)} used in ${duration(kv.observed_seconds)}, ${bytes(kv.peak_hour)} in the last hour`;
+    const known = kv.peak_day === null ? "" : `: at most ${bytes(kv.peak_day)} used in ${duration(kv.observed_seconds)}${kv.observed_seconds > 3600 ? `, ${bytes(kv.peak_hour)} in the last hour` : ""}`;
     setText(cache.title, `${words.kv_cache?.label}, ${bytes(kv.size)}${known}`);
   }
 
@@ -189,7 +189,7 @@ class NamedParts {
 
   update(entries) {
     setHidden(this.element, entries.length === 0);
-    this.bar.update(entries.map(({ word, className, size, idle = 0, text }) => ({ key: className, bytes: size, idle, className, title: `${word?.label}: ${text}` })));
+    this.bar.update(entries.map(({ word, className, size, idle = 0, text }) => ({ key: word?.label, bytes: size, idle, className, title: `${word?.label}: ${text}` })));
     amounts(this.parts, entries.map(({ word, className, text }) => [word, className, text]));
   }
 }

@@ -73,8 +73,9 @@ class JobRow {
     setText(this.owner, [job.owner, job.engine?.label].filter(Boolean).map(safe).join(" · "));
     const { devices, state, growth, since } = this.cells;
     setText(devices, gpuList(job.gpus));
-    const more = job.step ? `, step ${integer(job.step)}` : job.state === "sleeping" && job.unmapped_bytes ? `, ${bytes(job.unmapped_bytes)} unmapped` : "";
+    const more = job.step ? `, step ${integer(job.step)}` : job.state === "sleeping" && job.unmapped_bytes ? ` (${bytes(job.unmapped_bytes)})` : "";
     setText(state, job.state + more);
+    setAttribute(state, "title", job.state === "sleeping" ? latest.words.unmapped?.help : null);
     setAttribute(state, "data-state", job.state);
     for (const key of SIZES) setText(this.cells[key], sumOf(job, key));
     setText(growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h`);
