@@ -91,8 +91,17 @@ class Dispatcher:
 
     # 1. A request becomes an action with a part for each process.
 
-    def submit(self, request: ActionRequest, *, requested_by: Caller, idempotency_key: str | None = None) -> Action:
+    def submit(
+        self,
+        request: ActionRequest,
+        *,
+        requested_by: Caller,
+        idempotency_key: str | None = None,
+        unlisted: bool = False,
+    ) -> Action:
         """Start an action. A dry run, or an action that no process supports, ends at once.
+
+        An `unlisted` one has no record: see `Action.unlisted`.
 
         Raises:
             ActionNotAllowedError: `--action.allow` does not include the action.
@@ -123,7 +132,7 @@ class Dispatcher:
         if not request.dry_run:
             self._actions.require_room(share, len(selection.reporting))
         self._limits.take(share, limited)
-        running = self._started(request, requested_by, selection, share, now)
+        running = self._started(request, requested_by, selection, share, now, unlisted=unlisted)
         self._actions.start(running, request, idempotency_key)
         if request.action == "terminate":
             targets = selection.termination_targets()
@@ -143,7 +152,7 @@ class Dispatcher:
         self.finish_if_complete(running)
         if running.commands or running.blocked:
             call_later = self._call_later or asyncio.get_running_loop().call_later
-            call_later(request.deadline_seconds + SILENT_GRACE_SECONDS, self.expire)
+            call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
         if not running.recorded.is_set() and self._record is not None:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
             self._spawn(self._offer_once(running, self._record(submitted)))
@@ -158,7 +167,7 @@ class Dispatcher:
         return suggest_clears(request, selected, snapshot, now, free_deadline=free_deadline)
 
     def _started(
-        self, request: ActionRequest, caller: Caller, selection: Selection, share: str, now: float
+        self, request: ActionRequest, caller: Caller, selection: Selection, share: str, now: float, *, unlisted: bool
     ) -> RunningAction:
         action = Action(
             id=uuid.uuid4().hex,
@@ -174,10 +183,11 @@ class Dispatcher:
             reason=request.reason,
             caller=caller.key,
             settle_seconds=request.settle_seconds,
+            unlisted=unlisted,
         )
         facts = NodeFacts.of(selection, request)
         running = RunningAction(action, now, request, caller, share, facts, offered_seconds=now)
-        if self._record is None or request.dry_run:
+        if self._record is None or request.dry_run or unlisted:
             running.recorded.set()
         return running
 
@@ -208,8 +218,9 @@ class Dispatcher:
             mode=request.mode,
             at_step=running.action.at_step,
             fraction=request.fraction,
-            force=request.force and request.action == "set_memory_fraction",
+            force=request.force and request.action in ("set_memory_fraction", "profile"),
             settle_seconds=request.settle_seconds,
+            duration_seconds=request.duration_seconds,
         )
         state = PartState.BLOCKED if starting else PartState.WAITING
         part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds, state)
@@ -277,6 +288,16 @@ class Dispatcher:
         if process.report.still_free:
             self._settlements.take(process)
 
+    def running_profile(self, process: ReportingProcess, action_id: str) -> tuple[RunningAction, CommandPart] | None:
+        """Return the action and the part of a process in it, if the process has the command to take this profile.
+
+        None if it has no such command, or has ended it.
+        """
+        found = self._part(action_id, process)
+        if found is None or found[0].action.action != "profile" or found[1].state is PartState.WAITING:
+            return None
+        return found
+
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """End the parts of a process that has exited."""
         self.wake(key)
@@ -318,7 +339,7 @@ class Dispatcher:
                     late, code = "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
                 elif part.state is PartState.WAITING and now >= part.deadline_seconds:
                     late, code = "the process did not report before the deadline", ReasonCode.NOT_FETCHED
-                elif now >= part.deadline_seconds + self._grace_seconds(part):
+                elif now >= part.ends_seconds + self._grace_seconds(part):
                     late, code = "delivered without a result in time; it may still be running", ReasonCode.NO_RESULT
                 else:
                     continue
@@ -326,9 +347,9 @@ class Dispatcher:
                 self._end(running, part, result, part.selected.process)
 
     def _grace_seconds(self, part: CommandPart) -> float:
-        """Return how long after its deadline a command may have its result."""
+        """Return how long after its last moment a command may have its result."""
         process = self._store.find(part.key)
-        runs = process is not None and process.received_seconds >= part.deadline_seconds
+        runs = process is not None and process.received_seconds >= part.ends_seconds
         return ANSWER_GRACE_SECONDS if runs else SILENT_GRACE_SECONDS
 
     def cancel(self, action_id: str, *, requested_by: Caller) -> Action | None:

@@ -132,6 +132,8 @@ class CommandPart(_Part):
     state: PartState = PartState.WAITING
     withdrawal: CommandResult | None = None
     """The result if the process forgets the command; None if that result is for the process to say."""
+    profile: str = ""
+    """The id of the profile that the process has sent for the command."""
 
     def __str__(self) -> str:
         return f"command {self.command.id} for {self.selected}"
@@ -140,6 +142,11 @@ class CommandPart(_Part):
     def key(self) -> ProcessKey:
         """The process."""
         return self.selected.process.key
+
+    @property
+    def ends_seconds(self) -> float:
+        """When a command that started at the last moment has run: a profile records for a time."""
+        return self.deadline_seconds + self.command.duration_seconds
 
     def belongs_to(self, process: ReportingProcess) -> bool:
         """Return whether this is the same process, with the same program in it: an exec starts another session."""
@@ -258,7 +265,8 @@ class RunningAction:
         del self.commands[part.key]
         part.end()
         _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
-        result = as_shown(result, part.selected.samples, process.report.devices)
+        # The process may name any profile; only what it has sent for this command is shown.
+        result = replace(as_shown(result, part.selected.samples, process.report.devices), profile=part.profile)
         self.add(command_results(part.selected._replace(process=process), result, self.facts))
 
     def end_termination(self, part: TerminationPart, result: CommandResult) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gpumem_client.wire.protocol import KV_CACHE_STATES, DeviceSample, EngineState
+from gpumem_client.wire.units import human_bytes, human_seconds
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.samples import DeviceMemory, KvCachePeak, Snapshot, kv_cache_size_bytes
 from gpumem_exporter.view.documents import SeenProcess
@@ -119,6 +120,13 @@ class SmallerCache(NamedTuple):
     """What makes the cache that small, such as `--gpu-memory-utilization 0.42`; empty without such an option."""
     freed_bytes: int
     """What the job leaves to others with the option."""
+
+    @property
+    def sentence(self) -> str:
+        """The proposal, with the observation from which it is derived."""
+        size, peak, freed = map(human_bytes, (self.size_bytes, self.peak_bytes, self.freed_bytes))
+        used = f"at most {peak} used in {human_seconds(self.observed_seconds)}"
+        return f"KV cache {size}, {used}; {self.option or 'a smaller cache'} would leave {freed} to others."
 
 
 class _Cache(NamedTuple):
