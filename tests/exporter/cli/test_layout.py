@@ -42,7 +42,7 @@ def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: s
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-@pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped"}))
+@pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped", "kv-cache"}))
 def test_the_sort_column_is_shown_at_any_width(width: int, sort: str) -> None:
     rows = rows_of([Node(full_node())])[2]
     order = Order(sort.replace("-", "_"))
