@@ -17,7 +17,7 @@ ENOUGH_SECONDS = 72000.0
 """How much of the last 24 hours the use of a cache must be known before a smaller cache is proposed: 20 h. A shorter
 time may lack the busiest hour of a day."""
 DEMO_SECONDS = 60.0
-"""The same for the demo, which nobody watches for a day."""
+"""The same for the demo, which runs for minutes."""
 MARGIN = 1.5
 """The proposed size of a cache, relative to its highest use."""
 _MIN_FREED_SHARE = 0.1
@@ -157,7 +157,7 @@ def smaller_cache(
 ) -> SmallerCache | None:
     """Return a smaller cache for a job of engines; None if it would free little, or if not enough is known.
 
-    `memory` is by uuid. All processes must run the same engine, one on each device. docs/engine-metrics.md explains the
+    `memory` is by uuid. All processes must run the same engine, one on each device. docs/engines.md explains the
     computation.
     """
     places = list(_caches(job.processes))

@@ -116,8 +116,8 @@ def test_an_engine_whose_use_is_not_known_has_no_cache_and_a_training_has_no_eng
 
 
 def test_the_model_of_others_is_hidden() -> None:
-    nobody = Caller(CallerKind.TCP, Rights.NONE)
-    (job,) = document(snapshot(serving()), viewer=nobody)["jobs"]
+    stranger = Caller(CallerKind.TCP, Rights.NONE)
+    (job,) = document(snapshot(serving()), viewer=stranger)["jobs"]
     assert (job["engine"]["name"], job["engine"]["model"]) == ("vLLM", None)
 
 
