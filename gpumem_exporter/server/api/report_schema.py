@@ -168,8 +168,8 @@ def shortened(report: Report) -> Report:
         workload, rank = identity.workload[:MAX_LABEL_LENGTH], identity.rank[:MAX_LABEL_LENGTH]
         changes["process"] = replace(identity, workload=workload, rank=rank)
     devices = tuple([_shortened_sample(sample) if _is_long(sample) else sample for sample in report.devices])
-    if report.engine is not None:
-        changes["engine"] = _shortened_engine(report.engine)
+    if report.engine is not None and (engine := _shortened_engine(report.engine)) != report.engine:
+        changes["engine"] = engine
     if report.engine is not None or any(sample.kv_cache_bytes for sample in devices):
         devices = tuple(map(_without_contradictions, devices))
     if devices != report.devices:

@@ -151,6 +151,12 @@ def test_values_of_an_engine_that_contradict_others_are_unknown_and_the_report_i
     assert one.allocated_bytes == 100
 
 
+def test_the_report_of_an_engine_that_fits_is_kept_as_it_is() -> None:
+    one = dataclasses.replace(sample(UUIDS[0], 100), kv_cache_bytes={"used": 1}, component_bytes={"weights": 60})
+    sent = report(devices=(one,), engine=EngineState("vllm", "1", "m", "serving", 1.0))
+    assert shortened(sent) is sent
+
+
 def test_the_components_of_a_training_may_be_older_than_the_sample() -> None:
     _, one = kept(component_bytes={"gradients": 200})
     assert one.component_bytes == {"gradients": 200}
