@@ -255,7 +255,7 @@ class ActionRequest:
             "empty_cache": _FORCED_START,
             "terminate": _FORCED_START,
             "set_memory_fraction": "Cap also a process that has reserved more. Its next new segment fails.",
-            "profile": "Profile also a process with so many blocks that it stands still for long.",
+            "profile": "Profile also a process that stands still for long to read its blocks.",
         },
         "--force",
         kind=bool,

@@ -27,6 +27,7 @@ from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
     KvCachePeak,
+    LostLauncher,
     NodeReading,
     ProcessFacts,
     ProcessKey,
@@ -266,6 +267,7 @@ RICH = Snapshot(
         LastOom("3", "GPU-gone", "298", "leaky", "1", "oom:dead", 7, -900.0, 1_699_999_001.5),
     ),
     kv_cache_peaks={("53", MIG): {"1h": KvCachePeak(60 * MIB, 3600), "24h": KvCachePeak(90 * MIB, 7260)}},
+    orphans={52: LostLauncher("launcher_ended")},
 )
 """A snapshot with every case: a lost device, a MIG device, an old driver, processes with all, some and no values, two
 processes with the same pid, a silent one, one with an out-of-memory error, one that
