@@ -66,6 +66,7 @@ class ProcessPart {
 function settingsOf(process, device) {
   const known = [
     ["Allocator settings", process.allocator_settings === "" ? "default" : process.allocator_settings],
+    ["Engine", process.engine ? [process.engine.label, process.engine.state].filter(Boolean).join(", ") : null],
     ["Torch", process.torch_version],
     ["Command", process.command],
     ["Launcher", process.orphan && launcherOf(process.orphan)],
