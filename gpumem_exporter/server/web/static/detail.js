@@ -16,6 +16,7 @@ import { Timeline } from "./timeline.js";
 const OF_JOB = ["allocated", "reclaimable", "fragmented", "non_torch"];
 const CLASSES = { allocated: "torch_allocated", reclaimable: "torch_reclaimable", fragmented: "torch_fragmented", non_torch: "non_torch" };
 const STATES = { used: "torch_allocated", evictable: "torch_reclaimable", free: "free" }; // of a key-value cache
+const COLORS = { weights: 0, parameters: 0, kv_cache: 1, optimizer_state: 1, cuda_graphs: 2, gradients: 2, runtime: 3, other: 5 }; // and the order
 const MAX_STEPS = 1200;
 
 class Detail {
@@ -125,12 +126,13 @@ class Detail {
   /** Show the components of a job, unmapped ones hatched, and how its engine uses the key-value cache. */
   showNamed({ component_bytes: mapped = {}, component_unmapped_bytes: unmapped = {}, engine }, words) {
     const [components, cache] = this.named;
-    const names = [...new Set([...Object.keys(mapped), ...Object.keys(unmapped)])].filter((name) => mapped[name] || unmapped[name]);
+    const colorOf = (name) => COLORS[name] ?? 4;
+    const names = [...new Set([...Object.keys(mapped), ...Object.keys(unmapped)])].sort((a, b) => colorOf(a) - colorOf(b));
     components.update(
-      names.map((name, i) => {
+      names.map((name) => {
         const [here, asleep] = [mapped[name] ?? 0, unmapped[name] ?? 0];
         const text = asleep > 0 ? `${here > 0 ? `${bytes(here)} and ` : ""}${bytes(asleep)} unmapped` : bytes(here);
-        return { word: words[name] ?? { label: safe(name) }, className: name === "other" ? "rest" : `component-${i % 6}`, size: here + asleep, idle: asleep, text };
+        return { word: words[name] ?? { label: safe(name) }, className: name === "other" ? "rest" : `component-${colorOf(name)}`, size: here + asleep, idle: asleep, text };
       }),
     );
     const kv = engine?.kv_cache;
