@@ -19,8 +19,8 @@ from gpumem_exporter.errors import ActionForbiddenError, ActionNotAllowedError
 _MAX_ALERT_NAME = 128
 _ONLY_ALL = frozenset({"terminate"})
 """The actions that need `Rights.ALL`."""
-_FORCED_FOR_OWN = frozenset({"empty_cache"})
-"""The actions that need no more rights with `force`. `engine_starts` decides whose engines a clear may disturb."""
+_FORCED_FOR_OWN = frozenset({"empty_cache", "release_memory", "resume_memory"})
+"""The actions that need no more rights with `force`. `engine_starts` decides whose engines they may disturb."""
 
 
 def share_of(key: str) -> str:
@@ -157,6 +157,15 @@ class Caller:
         if self.uid is None or not process.attested or not self.place.reaches(process.key.place):
             return False
         return process.owner_uid == self.uid or (self.uid == 0 and not self.place.here)
+
+    def may_act_on_listed(self, owner_uid: int | None) -> bool:
+        """Return whether a process that only the driver lists is a possible target; its effective uid is given.
+
+        The driver's list has no place, so in a container a user may act only on processes that report.
+        """
+        if self.rights is not Rights.OWN:
+            return self.rights is Rights.ALL
+        return self.place.here and self.uid is not None and owner_uid == self.uid
 
     def __str__(self) -> str:
         if self.kind is CallerKind.POLICY:
