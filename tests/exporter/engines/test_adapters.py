@@ -74,8 +74,7 @@ def serve() -> Iterator[Any]:
     yield start
     for popen in started:
         popen.kill()
-        popen.wait()
-        popen.stdout.close()
+        popen.communicate()
 
 
 def find(served: Served, title: str, *samples: DeviceSample, pid: int | None = None) -> HttpEngine:
