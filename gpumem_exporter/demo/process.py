@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from gpumem_client.allocator.simulated import AllocatorStatistics, Block, CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
+from gpumem_client.engines.facts import EngineFacts
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.reporter.loop import ReportLoop
@@ -292,6 +293,9 @@ class SimulatedProcess:
 
     def unmapped(self, index: int, state: object) -> Unmapped:  # noqa: ARG002
         return self.slots[index].unmapped
+
+    def engine(self) -> EngineFacts | None:
+        return None
 
     def samples(self) -> tuple[DeviceSample, ...]:
         return tuple(slot.sample() for slot in self.slots)

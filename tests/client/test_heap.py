@@ -89,7 +89,9 @@ def test_unmapped_memory_is_that_of_segments_without_pages(
     monkeypatch: pytest.MonkeyPatch, mapped: list[bool] | None, found: Unmapped | None
 ) -> None:
     monkeypatch.setattr(unmapped, "_mapped", lambda addresses: mapped)
-    assert unmapped_in([PoolSegment(0, 10, 5), PoolSegment(1, 20, 15)]) == found
+    segments = PoolSegment(0, 10, 5, (0, 1)), PoolSegment(1, 20, 15, (0, 1)), PoolSegment(2, 40, 35, (0, 1), True)
+    unmapped_segments = unmapped_in(segments)
+    assert (None if unmapped_segments is None else Unmapped.of(unmapped_segments)) == found
 
 
 def test_a_sample_has_only_what_the_driver_holds() -> None:

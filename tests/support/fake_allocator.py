@@ -54,6 +54,9 @@ class FakeAllocator:
             ),
         )
 
+    def engine(self) -> None:
+        return None
+
     def pinned_host_bytes(self) -> int | None:
         return None
 

@@ -1,0 +1,45 @@
+"""The inference engine in this process, whichever it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from gpumem_client.engines.facts import EngineFacts, unknown
+from gpumem_client.engines.sglang import Sglang
+from gpumem_client.engines.vllm import Vllm
+from gpumem_client.hooks.lifecycle import once
+
+
+class EngineReader:
+    """Reads the engine's objects. One thread calls `look`; any thread may call the other methods."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._vllm = Vllm(clock)
+        self._engines = (self._vllm, Sglang(clock))
+
+    def look(self) -> None:
+        """Search the engine's objects and take its slower counts, as far as their share of a core allows."""
+        for engine in self._engines:
+            with unknown("the objects of an inference engine"):
+                engine.look()
+
+    def read(self) -> EngineFacts | None:
+        """Return what is known about the engine now; None if there is none, or if it was not found."""
+        for engine in self._engines:
+            with unknown("the state of an inference engine"):
+                facts = engine.read()
+                if facts is not None:
+                    return facts
+        return None
+
+    def segment_components(self) -> Mapping[int, str]:
+        """Return the component of each segment of the engine's own pools, by the segment's address."""
+        with unknown("the tags of sleep mode"):
+            return self._vllm.segment_components()
+        return {}
+
+
+def process_engine() -> EngineReader:
+    """Return the reader of this process."""
+    return once("engine", EngineReader)
