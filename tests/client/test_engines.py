@@ -287,6 +287,7 @@ def test_a_worker_that_serves_measures_nothing() -> None:
 
 @pytest.mark.parametrize("worker_class", [None, "text", object, type("Worker", (), {"load_model": 1})])
 def test_another_version_of_vllm_is_unknown(monkeypatch: pytest.MonkeyPatch, worker_class: Any) -> None:
+    load(monkeypatch, "vllm")
     load(monkeypatch, WORKER, Worker=worker_class)
     assert measures(EngineReader(clock())) is None
 

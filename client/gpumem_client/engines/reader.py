@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 
@@ -17,17 +18,17 @@ class EngineReader:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._vllm = Vllm(clock)
-        self._engines = (self._vllm, Sglang(clock))
+        self._engines: dict[str, Vllm | Sglang] = {"vllm": self._vllm, "sglang": Sglang(clock)}
 
     def look(self) -> None:
         """Search the engine's objects and take its slower counts, as far as their share of a core allows."""
-        for engine in self._engines:
+        for engine in self._loaded():
             with unknown("the objects of an inference engine"):
                 engine.look()
 
     def read(self) -> EngineFacts | None:
         """Return what is known about the engine now; None if there is none, or if it was not found."""
-        for engine in self._engines:
+        for engine in self._loaded():
             with unknown("the state of an inference engine"):
                 facts = engine.read()
                 if facts is not None:
@@ -46,6 +47,9 @@ class EngineReader:
         with unknown("the tags of sleep mode"):
             return self._vllm.segment_components()
         return {}
+
+    def _loaded(self) -> list[Vllm | Sglang]:
+        return [engine for module, engine in self._engines.items() if module in sys.modules]
 
 
 def process_engine() -> EngineReader:

@@ -51,7 +51,7 @@ class Sglang:
         arguments = getattr(scheduler, "server_args", None)
         facts = EngineFacts(
             "sglang",
-            version=text(vars(sys.modules["sglang"]).get("__version__")) if "sglang" in sys.modules else "",
+            version=text(vars(sys.modules["sglang"]).get("__version__")),
             model=text(getattr(arguments, "served_model_name", None)) or text(getattr(arguments, "model_path", None)),
             ready=_ready(scheduler),
         )

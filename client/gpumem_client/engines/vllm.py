@@ -74,7 +74,7 @@ class Vllm:
         scheduler = getattr(core, "scheduler", None)
         facts = EngineFacts(
             self.name,
-            version=text(vars(sys.modules["vllm"]).get("__version__")) if "vllm" in sys.modules else "",
+            version=text(vars(sys.modules["vllm"]).get("__version__")),
             model=_model(getattr(core or worker, "vllm_config", None)),
             measures=measures,
             ready=scheduler is not None if core is not None else None if measures is None else not measures,
