@@ -21,14 +21,15 @@ def start(
     url: str | None = None,
     clean: bool = False,
     plan: AnyPlan | None = None,
+    oom_profile: bool | None = None,
 ) -> None:
     """Report this process' GPU memory as soon as CUDA is initialized.
 
     Below `gpumem-exporter run`, its workload and its rank have precedence over the arguments, and a warning is logged.
     Missing arguments come from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID, otherwise the rank
     in the process group of torch.distributed; GPUMEM_EXPORTER_URL, otherwise the socket /run/gpumem/exporter.sock,
-    otherwise http://127.0.0.1:9844; GPUMEM_PLAN. GPUMEM_DISABLED=1 turns the client off. Calling `start()` again has no
-    effect; the first call's settings stay in force. Any thread may call this.
+    otherwise http://127.0.0.1:9844; GPUMEM_PLAN; GPUMEM_OOM_PROFILE. GPUMEM_DISABLED=1 turns the client off. Calling
+    `start()` again has no effect; the first call's settings stay in force. Any thread may call this.
 
     Args:
         workload: the job's name, a label of its series.
@@ -38,6 +39,8 @@ def start(
         plan: the job's memory plan, whose error is then exported: the path of a file that `gpumem-exporter plan --json`
             wrote, the content of such a file, or the result of `training.plan`. An unreadable plan is logged and
             ignored.
+        oom_profile: record the stack of each allocation from the start of CUDA, and send a memory profile of the moment
+            of an out-of-memory error, at most one per minute. docs/reporting.md has the cost.
 
     Raises:
         ConfigurationError: the URL has none of these forms.
@@ -45,7 +48,7 @@ def start(
     from gpumem_client.reporter.reporter import process_reporter
     from gpumem_client.reporter.settings import ReporterSettings
 
-    settings = ReporterSettings.resolve(workload=workload, rank=rank, url=url, plan=plan)
+    settings = ReporterSettings.resolve(workload=workload, rank=rank, url=url, plan=plan, oom_profile=oom_profile)
     process_reporter().start(settings)
     if clean and not settings.disabled:
         from gpumem_client.clear import clean_start

@@ -157,7 +157,7 @@ def _capturing(allocator: Allocator, function: str) -> bool:
 def _may_have_graphs(torch: Any) -> bool:
     """Whether a CUDA graph may exist: each has a private pool. True if the pools are unknown."""
     try:
-        segments = torch.cuda.memory_snapshot()
+        segments = torch_access.snapshot_segments(torch)
     except (AttributeError, RuntimeError):
         return True
     return any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in segments)

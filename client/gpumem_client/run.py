@@ -44,6 +44,8 @@ Options:
   --allocator KEY:VALUE,...
                    Settings of PyTorch's CUDA allocator, checked and added to PYTORCH_CUDA_ALLOC_CONF, such as
                    expandable_segments:True,garbage_collection_threshold:0.8.
+  --oom-profile    Record the stack of each allocation, and send a memory profile of out-of-memory errors
+                   (GPUMEM_OOM_PROFILE=1).
   -h, --help       Show this message and exit.
 
 Examples:
@@ -82,12 +84,12 @@ def run(arguments: Sequence[str], *, program: str = "gpumem-exporter run") -> in
     Raises:
         ConfigurationError: an option is invalid, or there is no command.
     """
-    names = ["help", "workload=", "url=", "rank=", "plan=", "allocator="]
+    names = ["help", "workload=", "url=", "rank=", "plan=", "allocator=", "oom-profile"]
     try:
         options, command = getopt.getopt(list(arguments), "h", names)
     except getopt.GetoptError as error:
         raise ConfigurationError(
-            f"{error}; the options are --workload, --url, --rank, --plan and --allocator,"
+            f"{error}; the options are --workload, --url, --rank, --plan, --allocator and --oom-profile,"
             " and the command follows after `--`"
         ) from error
     if any(name in ("-h", "--help") for name, _ in options):
@@ -96,6 +98,8 @@ def run(arguments: Sequence[str], *, program: str = "gpumem-exporter run") -> in
     if not command or not command[0]:
         raise ConfigurationError(f"no command; give one, such as {program} -- python train.py")
     given = {_VARIABLES[name]: value for name, value in options if name in _VARIABLES}
+    if ("--oom-profile", "") in options:
+        given["GPUMEM_OOM_PROFILE"] = "1"
     # What each option needs is imported only with the option: a plain `run` starts in a few milliseconds.
     settings = [value for name, value in options if name == "--allocator"]
     if settings:

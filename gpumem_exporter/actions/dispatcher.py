@@ -26,7 +26,7 @@ from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, itse
 from gpumem_exporter.actions.engines import EngineMemory, Engines, NoEngines
 from gpumem_exporter.actions.group import whole_group
 from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, OutsidePart, Part, PartState, RunningAction
-from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action, SubmittedAction, is_done
+from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action, SubmittedAction
 from gpumem_exporter.actions.registry import ActionRegistry, RateLimits, Settlements
 from gpumem_exporter.actions.request import (
     ANSWER_GRACE_SECONDS,
@@ -104,8 +104,17 @@ class Dispatcher:
 
     # 1. A request becomes an action with a part for each process.
 
-    def submit(self, request: ActionRequest, *, requested_by: Caller, idempotency_key: str | None = None) -> Action:
+    def submit(
+        self,
+        request: ActionRequest,
+        *,
+        requested_by: Caller,
+        idempotency_key: str | None = None,
+        unlisted: bool = False,
+    ) -> Action:
         """Start an action. A dry run, or an action that no process supports, ends at once.
+
+        An `unlisted` one has no record: see `Action.unlisted`.
 
         Raises:
             ActionNotAllowedError: `--action.allow` does not include the action.
@@ -136,7 +145,7 @@ class Dispatcher:
         if not request.dry_run:
             self._actions.require_room(share, len(selection.reporting))
         self._limits.take(share, limited)
-        running = self._started(request, requested_by, selection, share, now)
+        running = self._started(request, requested_by, selection, share, now, unlisted=unlisted)
         self._actions.start(running, request, idempotency_key)
         commanded, targets = selection.commanded(request.action), selection.outside_targets(request.action)
         for selected in commanded:
@@ -157,7 +166,7 @@ class Dispatcher:
         self.finish_if_complete(running)
         if running.commands or running.blocked:
             call_later = self._call_later or asyncio.get_running_loop().call_later
-            call_later(request.deadline_seconds + SILENT_GRACE_SECONDS, self.expire)
+            call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
         if not running.recorded.is_set() and self._record is not None:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
             self._spawn(self._offer_once(running, self._record(submitted)))
@@ -172,7 +181,7 @@ class Dispatcher:
         return suggest_clears(request, selected, snapshot, now, free_deadline=free_deadline)
 
     def _started(
-        self, request: ActionRequest, caller: Caller, selection: Selection, share: str, now: float
+        self, request: ActionRequest, caller: Caller, selection: Selection, share: str, now: float, *, unlisted: bool
     ) -> RunningAction:
         action = Action(
             id=uuid.uuid4().hex,
@@ -188,10 +197,11 @@ class Dispatcher:
             reason=request.reason,
             caller=caller.key,
             settle_seconds=request.settle_seconds,
+            unlisted=unlisted,
         )
         facts = NodeFacts.of(selection, request)
         running = RunningAction(action, now, request, caller, share, facts, offered_seconds=now)
-        if self._record is None or request.dry_run:
+        if self._record is None or request.dry_run or unlisted:
             running.recorded.set()
         return running
 
@@ -214,20 +224,9 @@ class Dispatcher:
         if request.dry_run:
             running.add(dry_run_results(selected, request, running.facts))
             return
-        command = Command(
-            id=running.action.id,
-            action=request.action,
-            deadline_seconds=request.wait_idle_seconds or request.deadline_seconds,
-            # No uuids for every device: the process may use another device since its report.
-            uuids=() if every_device else tuple(sample.uuid for sample in selected.samples),
-            collect_garbage=request.collect_garbage,
-            mode="idle" if request.wait_idle_seconds else request.mode,
-            at_step=running.action.at_step,
-            fraction=request.fraction,
-            force=request.force and request.action != "empty_cache",
-            settle_seconds=request.settle_seconds if request.action == "empty_cache" else 0.0,
-            keep=(request.keep,) if request.keep else (),
-        )
+        # No uuids for every device: the process may use another device since its report.
+        uuids = () if every_device else tuple(sample.uuid for sample in selected.samples)
+        command = CommandPart.command_of(running.action, request, uuids)
         state = PartState.BLOCKED if starting else PartState.WAITING
         part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds, state)
         running.commands[part.key] = part
@@ -296,6 +295,16 @@ class Dispatcher:
         if process.report.still_free:
             self._settlements.take(process)
 
+    def running_profile(self, process: ReportingProcess, action_id: str) -> tuple[RunningAction, CommandPart] | None:
+        """Return the action and the part of a process in it, if the process has the command to take this profile.
+
+        None if it has no such command, or has ended it.
+        """
+        found = self._part(action_id, process)
+        if found is None or found[0].action.action != "profile" or found[1].state is PartState.WAITING:
+            return None
+        return found
+
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """End the parts of a process that has exited."""
         self.wake(key)
@@ -352,7 +361,7 @@ class Dispatcher:
                     late, code = "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
                 elif part.state is PartState.WAITING and now >= part.deadline_seconds:
                     late, code = "the process did not report before the deadline", ReasonCode.NOT_FETCHED
-                elif now >= part.deadline_seconds + self._grace_seconds(part):
+                elif now >= part.ends_seconds + self._grace_seconds(part):
                     late, code = "delivered without a result in time; it may still be running", ReasonCode.NO_RESULT
                 else:
                     continue
@@ -360,12 +369,12 @@ class Dispatcher:
                 self._end(running, part, result, part.selected.process)
 
     def _grace_seconds(self, part: CommandPart) -> float:
-        """Return how long after its deadline a command may have its result."""
+        """Return how long after its last moment a command may have its result."""
         if part.command.action in ENGINE_ACTIONS:
             # No report arrives while an engine moves its memory: the reporter's thread waits for it.
             return ENGINE_ANSWER_SECONDS
         process = self._store.find(part.key)
-        runs = process is not None and process.received_seconds >= part.deadline_seconds
+        runs = process is not None and process.received_seconds >= part.ends_seconds
         return ANSWER_GRACE_SECONDS if runs else SILENT_GRACE_SECONDS
 
     def cancel(self, action_id: str, *, requested_by: Caller) -> Action | None:
@@ -416,9 +425,8 @@ class Dispatcher:
         if result is not None:
             running.add(outside_results(target, result, running.facts, running.request))
             return
-        deadline_seconds = running.started_seconds + running.request.deadline_seconds
-        state = PartState.BLOCKED if starting else PartState.ACTING
-        part = OutsidePart(action_id, target, deadline_seconds, state)
+        part = OutsidePart(action_id, target, running.started_seconds + running.request.deadline_seconds)
+        part.state = PartState.BLOCKED if starting else PartState.ACTING
         running.outside.append(part)
         if not starting:
             self.start_outside(running, part)
@@ -430,18 +438,14 @@ class Dispatcher:
 
     async def _act(self, running: RunningAction, part: OutsidePart) -> None:
         await running.recorded.wait()
-        ends, target, driver = running.action.action == "terminate", part.target, None
-        before = self._engines.used_by(target.host_pid)
+        driver = None
         try:
             if running.withdrawal is not None:
                 result = running.withdrawal
-            elif ends:
-                result = await self._terminator.end(running.action.id, target)
+            elif running.action.action == "terminate":
+                result = await self._terminator.end(running.action.id, part.target)
             else:
-                result = await self._engines.act(running, part)
-            if not ends and is_done(result.outcome):
-                after = None if running.action.dry_run else await self._engines.used_after(target.host_pid)
-                driver = DriverValues(before, after)
+                result, driver = await self._engines.act(running, part)
         except Exception as error:  # noqa: BLE001 - the action must end, whatever the error is
             reason = f"{type(error).__name__}: {error}"[:500]
             result = CommandResult(running.action.id, "failed", reason, ReasonCode.EXCEPTION)

@@ -21,6 +21,7 @@ from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.actions.lifecycle import OutsidePart, RunningAction
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action
 from gpumem_exporter.actions.request import ActionRequest
+from gpumem_exporter.actions.results import DriverValues
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
@@ -109,7 +110,7 @@ class EngineMemory:
         self._turns: defaultdict[int | None, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(_CALLS_OF_OWNER)
         )
-        self._calls: dict[tuple[str, Hashable], asyncio.Task[str]] = {}
+        self._calls: dict[tuple[str, Hashable], asyncio.Task[None]] = {}
         """The calls under way, by action and engine: all processes of an engine sleep together."""
 
     def engines_among(self, targets: list[OutsideTarget], others: int) -> list[OutsideTarget]:
@@ -129,25 +130,26 @@ class EngineMemory:
             return CommandResult(running.action.id, "refused", lacking, ReasonCode.DEVICE_MEMORY_SHORT)
         return None
 
-    async def act(self, running: RunningAction, part: OutsidePart) -> CommandResult:
-        """Let the engine of a process release or resume its memory, and return the result. Does not raise."""
-        action_id, action, target = running.action.id, running.action.action, part.target
-        started = self._clock()
+    async def act(self, running: RunningAction, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
+        """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
+        action_id, target = running.action.id, part.target
+        started, before = self._clock(), self.used_by(target.host_pid)
         try:
             engine = await self._call(target, lambda: self._engines.find(target))
             key = action_id, engine.key
             if key not in self._calls:
                 self._calls[key] = asyncio.ensure_future(self._drive(running, part, engine))
                 self._calls[key].add_done_callback(lambda _: self._calls.pop(key, None))
-            reason = await asyncio.shield(self._calls[key])
+            await asyncio.shield(self._calls[key])
         except EngineRefusedError as error:
-            return CommandResult(action_id, error.outcome, str(error), error.code)
+            return CommandResult(action_id, error.outcome, str(error), error.code), None
         duration_seconds = self._clock() - started
         if running.action.dry_run:
-            return CommandResult(action_id, DRY_RUN_OUTCOMES[action], reason)
-        return CommandResult(action_id, "done", reason, duration_seconds=duration_seconds)
+            return CommandResult(action_id, DRY_RUN_OUTCOMES[running.action.action]), DriverValues(before, None)
+        after = await self.used_after(target.host_pid)
+        return CommandResult(action_id, "done", duration_seconds=duration_seconds), DriverValues(before, after)
 
-    async def _drive(self, running: RunningAction, part: OutsidePart, engine: FoundEngine) -> str:
+    async def _drive(self, running: RunningAction, part: OutsidePart, engine: FoundEngine) -> None:
         request, target = running.request, part.target
         idle_until = min(part.deadline_seconds, self._clock() + request.wait_idle_seconds)
         while True:
@@ -174,7 +176,6 @@ class EngineMemory:
                 await self._call(target, lambda: engine.release(request.keep, request.force))
             else:
                 await self._call(target, engine.resume)
-        return ""
 
     async def _call(self, target: OutsideTarget, function: Callable[[], T]) -> T:
         """Run a function that blocks in a thread, in the turn of the target's owner."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
-from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult, ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action, ActionResult, is_done
 from gpumem_exporter.actions.request import ActionRequest
@@ -136,14 +136,40 @@ class CommandPart(_Part):
     """For an engine, the driver's bytes of the process by device when it got the command."""
     measuring: bool = False
     """The engine has done it, and the driver is read again."""
+    profile: str = ""
+    """The id of the profile that the process has sent for the command."""
 
     def __str__(self) -> str:
         return f"command {self.command.id} for {self.selected}"
+
+    @staticmethod
+    def command_of(action: Action, request: ActionRequest, uuids: tuple[str, ...]) -> Command:
+        """Return the command with which a process runs an action on these devices; on all of them without uuids."""
+        clears, forces = request.action == "empty_cache", request.action in ("set_memory_fraction", "profile")
+        return Command(
+            id=action.id,
+            action=request.action,
+            deadline_seconds=request.wait_idle_seconds or request.deadline_seconds,
+            uuids=uuids,
+            collect_garbage=request.collect_garbage,
+            mode="idle" if request.wait_idle_seconds else request.mode,
+            at_step=action.at_step,
+            fraction=request.fraction,
+            force=request.force and (forces or request.action in ENGINE_ACTIONS),
+            settle_seconds=request.settle_seconds if clears else 0.0,
+            duration_seconds=request.duration_seconds,
+            keep=(request.keep,) if request.keep else (),
+        )
 
     @property
     def key(self) -> ProcessKey:
         """The process."""
         return self.selected.process.key
+
+    @property
+    def ends_seconds(self) -> float:
+        """When a command that started at the last moment has run: a profile records for a time."""
+        return self.deadline_seconds + self.command.duration_seconds
 
     def belongs_to(self, process: ReportingProcess) -> bool:
         """Return whether this is the same process, with the same program in it: an exec starts another session."""
@@ -268,7 +294,8 @@ class RunningAction:
         del self.commands[part.key]
         part.end()
         _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
-        result = as_shown(result, part.selected.samples, process.report.devices)
+        # The process may name any profile; only what it has sent for this command is shown.
+        result = replace(as_shown(result, part.selected.samples, process.report.devices), profile=part.profile)
         self._add(command_results(part.selected._replace(process=process), result, self.facts), driver)
 
     def end_outside(self, part: OutsidePart, result: CommandResult, driver: DriverValues | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 
 ACTIONS = (
-    *("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate"),
+    *("empty_cache", "collect_garbage", "reset_peak", "snapshot", "profile", "set_memory_fraction", "terminate"),
     *ENGINE_ACTIONS,
 )
 OUTSIDE_ACTIONS = ("terminate", *ENGINE_ACTIONS)
@@ -27,6 +27,7 @@ DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action not in OUTSIDE_AC
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_DEADLINE_SECONDS = 3600.0
 MAX_SETTLE_SECONDS = 3600.0
+MAX_DURATION_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
@@ -118,7 +119,8 @@ _Given = str | int | Sequence[str | int] | None
 class Target:
     """The processes and devices that a request selects.
 
-    A field admits each of its values; an empty one admits everything. Different fields narrow each other.
+    A field admits each of its values; an empty one admits everything. Different fields narrow each other, and
+    `orphans` narrows all of them to the processes that a launcher has left behind.
     """
 
     gpu: tuple[str, ...]
@@ -129,6 +131,7 @@ class Target:
     rank: tuple[str, ...]
     user: tuple[str, ...]
     """The names or the uids of users."""
+    orphans: bool
     all: bool
 
     def __init__(
@@ -140,11 +143,13 @@ class Target:
         workload: _Given = None,
         rank: _Given = None,
         user: _Given = None,
+        orphans: bool = False,
         all: bool = False,  # noqa: A002 - the name in the API
     ) -> None:
         given = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
         for name, value in given.items():
             object.__setattr__(self, name, _values(value))
+        object.__setattr__(self, "orphans", orphans)
         object.__setattr__(self, "all", all)
 
     def admits(self, selector: str, *values: str) -> bool:
@@ -163,11 +168,13 @@ class Target:
             for name, values in self.given().items()
         }
         selected = {name: values if len(values) > 1 else values[0] for name, values in given.items()}
-        return {**selected, "all": True} if self.all else selected
+        flags = {name: True for name in ("orphans", "all") if getattr(self, name)}
+        return {**selected, **flags}
 
     def describe(self) -> str:
         """Return the target as a caller writes it: `gpu=0,1 workload=llm`."""
-        return " ".join(f"{name}={','.join(values)}" for name, values in self.given().items()) or "all"
+        words = [f"{name}={','.join(values)}" for name, values in self.given().items()]
+        return " ".join([*words, *(["orphans"] if self.orphans else [])]) or "all"
 
 
 def _selector(metavar: str, name: str, help_: str) -> RequestOption:
@@ -183,9 +190,15 @@ SELECTORS: Mapping[str, RequestOption] = {
     "user": _selector("USER", "user", "Processes of these users: names or uids."),
 }
 """The fields of a target that select processes. Each takes a value or several."""
+ORPHANS = RequestOption(
+    dict.fromkeys(ACTIONS, "Only orphans: processes that their launcher, server or container has left behind."),
+    "--orphans",
+    kind=bool,
+    default=False,
+)
+"""The field of a target that narrows it further."""
 
-_IN_PROCESS = tuple(action for action in ACTIONS if action not in OUTSIDE_ACTIONS)
-"""The actions that only the process itself runs, in one of the modes."""
+_WITH_MODES = tuple(action for action in ACTIONS if action not in ("profile", *OUTSIDE_ACTIONS))
 _FORCED_START = "Do not wait for an inference engine that starts on the GPU; its start may fail."
 
 
@@ -212,7 +225,7 @@ class ActionRequest:
     target: Target
     mode: str = _option(
         dict.fromkeys(
-            _IN_PROCESS,
+            _WITH_MODES,
             "When the process acts. now: at once, on the reporter's thread. step: in the training thread, at the end "
             "of a step. idle: while no step runs and nothing is allocated. Default: now; step for a group.",
         ),
@@ -221,13 +234,13 @@ class ActionRequest:
         choices=MODES,
     )
     group: bool = _option(
-        dict.fromkeys(_IN_PROCESS, "All ranks of the workload act after the same step, or none does."),
+        dict.fromkeys(_WITH_MODES, "All ranks of the workload act after the same step, or none does."),
         "--group",
         kind=bool,
         default=False,
     )
     at_step: int | None = _option(
-        dict.fromkeys(_IN_PROCESS, "The step of a group. By default, the exporter chooses one."),
+        dict.fromkeys(_WITH_MODES, "The step of a group. By default, the exporter chooses one."),
         kind=int,
         least=1,
         most=MAX_INTEGER,
@@ -253,6 +266,7 @@ class ActionRequest:
             "set_memory_fraction": "Cap also a process that has reserved more. Its next new segment fails.",
             "release_memory": f"Abort the engine's requests. {_FORCED_START}",
             "resume_memory": f"Wake the engine also if the GPU lacks the memory. {_FORCED_START}",
+            "profile": "Profile also a process with so many blocks that it stands still for long.",
         },
         "--force",
         kind=bool,
@@ -282,6 +296,19 @@ class ActionRequest:
         default=DEFAULT_DEADLINE_SECONDS,
         over=0,
         most=MAX_DEADLINE_SECONDS,
+        unit="seconds",
+    )
+    duration_seconds: float = _option(
+        {
+            "profile": "Record allocations for this time, for stacks and the highest moment; 0 shows without a "
+            "recording what is allocated now."
+        },
+        "--duration",
+        "SECONDS",
+        kind=float,
+        default=0.0,
+        least=0,
+        most=MAX_DURATION_SECONDS,
         unit="seconds",
     )
     settle_seconds: float = _option(
@@ -335,7 +362,7 @@ def longest_seconds(request: Mapping[str, Any]) -> float:
     """Return how long an action may take, without its settling time. The request is its JSON."""
     grace_seconds = ENGINE_ANSWER_SECONDS if request.get("action") in ENGINE_ACTIONS else ANSWER_GRACE_SECONDS
     start_seconds = max(float(request["deadline_seconds"]), float(request.get("wait_idle_seconds") or 0.0))
-    return start_seconds + grace_seconds
+    return start_seconds + float(request.get("duration_seconds") or 0.0) + grace_seconds
 
 
 def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
@@ -348,9 +375,8 @@ def _invalid_target(target: Target) -> Iterator[InvalidField]:
     size = len(json.dumps(target.document()))
     if size > _MAX_TARGET_BYTES:
         yield InvalidField("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")
-    if not target.all and not given:
-        *others, last = SELECTORS
-        yield InvalidField("target", {}, f"{', '.join(others)} or {last}, or all: true")
+    if not target.all and not target.orphans and not given:
+        yield InvalidField("target", {}, f"{', '.join(SELECTORS)}, orphans: true or all: true")
     for name, values in given.items():
         if len(values) > _MAX_VALUES:
             yield InvalidField(f"target.{name}", len(values), f"at most {_MAX_VALUES} values")

@@ -95,6 +95,7 @@ def command_results(selected: SelectedProcess, result: CommandResult, facts: Nod
             snapshot=result.snapshot if number == 0 else None,
             job=facts.job(identity.workload, selected.process.host_pid, selected.pid),
             limit_bytes=facts.limits.get(device.uuid) if is_done(result.outcome) else None,
+            profile=result.profile or None,
         )
 
 

@@ -174,6 +174,8 @@ def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProces
     for name, process in snapshot.names.reporting:
         identity = process.report.process
         users = _users_of(process, snapshot) if "user" in wanted else ()
+        if target.orphans and not _is_orphan(process, snapshot):
+            continue
         if not _admits(wanted, pid=(name,), workload=(identity.workload,), rank=(identity.rank,), user=users):
             continue
         samples = process.report.devices
@@ -182,6 +184,11 @@ def select_reporting(target: Target, snapshot: Snapshot) -> tuple[SelectedProces
         if samples or not by_device:
             selected.append(SelectedProcess(json_pid(name), process, samples))
     return tuple(selected)
+
+
+def _is_orphan(process: ReportingProcess, snapshot: Snapshot) -> bool:
+    facts = snapshot.node.facts_of(process) if snapshot.node is not None else None
+    return facts is not None and facts.pid in snapshot.orphans
 
 
 def _admits(wanted: Mapping[str, Sequence[str]], **values: Sequence[str]) -> bool:
@@ -201,6 +208,8 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ..
     for device in node.devices:
         for listed in device.processes or () if _admits(wanted, uuid=(device.uuid,), gpu=(device.gpu,)) else ():
             users = _user_names(listed.pid, snapshot)
+            if target.orphans and listed.pid not in snapshot.orphans:
+                continue
             if listed.pid in unreported and _admits(wanted, pid=(str(listed.pid),), user=users):
                 found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
     return tuple(_listed_target(pid, tuple(found[pid]), node.facts.get(pid)) for pid in sorted(found))

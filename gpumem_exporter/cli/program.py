@@ -10,6 +10,7 @@ _MODULES = {
     "info": ("info",),
     "top": ("top",),
     "actions": ("clear", "gc", "reset-peak", "snapshot", "fraction", "sleep", "wake", "terminate"),
+    "profile": ("profile",),
     "events": ("events",),
     "action_log": ("actions",),
     "plan": ("plan",),

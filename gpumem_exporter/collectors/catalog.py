@@ -7,6 +7,7 @@ the page. Ratios are from 0 to 1, except the ratio of an error.
 from __future__ import annotations
 
 from gpumem_exporter.collectors.subjects import Metric
+from gpumem_exporter.core.samples import IDENTITY_FIELDS
 
 _DEVICE = ("gpu", "uuid")
 _TORCH = ("gpu", "uuid", "pid", "workload", "rank")
@@ -133,20 +134,8 @@ PROCESS_INFO = _gauge(
     " is unknown, it is the process' own pid, followed by @, the inode of its PID namespace, and : and the uid of its"
     " connection if the kernel names it. Join on pid.",
     (
-        *_REPORTER,
-        "command",
-        "user",
-        "container_id",
-        "k8s_pod_uid",
-        "k8s_namespace",
-        "k8s_pod",
-        "k8s_container",
-        "slurm_job_id",
-        "slurm_account",
-        "ray_job_id",
-        "reporting",
-        "torch_version",
-        "allocator_settings",
+        *(*_REPORTER, *IDENTITY_FIELDS, "slurm_job_id", "slurm_account", "ray_job_id"),
+        *("reporting", "torch_version", "allocator_settings"),
     ),
 )
 PROCESS_USED = _gauge(
@@ -154,6 +143,12 @@ PROCESS_USED = _gauge(
     "Bytes that the process uses on the device (NVML): tensors, cache, CUDA context, NCCL and libraries. Absent if the"
     " driver does not report it. pid is the host's.",
     (*_DEVICE, "pid"),
+)
+PROCESS_ORPHAN = _gauge(
+    "gpumem_process_orphan",
+    "1 for a process whose launcher, server or container has ended and left it behind, and which does not compute any"
+    " more; absent for any other. reason is launcher_ended or container_gone.",
+    (*_DEVICE, "pid", "reason"),
 )
 
 PROCESS_MEMORY_LIMIT = _gauge(

@@ -37,6 +37,9 @@ def _processes(view: View) -> Iterator[Subject]:
         listed = sorted(device.processes or (), key=attrgetter("pid"))
         pids = tuple([process.pid for process in listed])
         yield key, Samples((key, pids), _used_series, tuple([process.used_bytes for process in listed]))
+        orphans = tuple([(pid, view.snapshot.orphans[pid].reason) for pid in pids if pid in view.snapshot.orphans])
+        if orphans:
+            yield ("orphans", *key), Samples((key, orphans), _orphan_series, (1,) * len(orphans))
     rows = _info_rows(view, view.node or _NO_READING)
     for pid in sorted(rows, key=pid_order):
         row = _without_identities(rows[pid]) if view.hide_identities else rows[pid]
@@ -46,6 +49,11 @@ def _processes(view: View) -> Iterator[Subject]:
 def _used_series(device: tuple[str, str], pids: tuple[int, ...]) -> Iterator[Series]:
     for pid in pids:
         yield catalog.PROCESS_USED, (*device, str(pid))
+
+
+def _orphan_series(device: tuple[str, str], orphans: tuple[tuple[int, str], ...]) -> Iterator[Series]:
+    for pid, reason in orphans:
+        yield catalog.PROCESS_ORPHAN, (*device, str(pid), reason)
 
 
 def _info_series(pid: str, row: tuple[str, ...]) -> Iterator[Series]:
@@ -123,6 +131,6 @@ def _ooms(view: View) -> Iterator[Subject]:
         yield (oom.uuid, oom.pid), Samples(labels, _oom_series, _oom_values(oom))
 
 
-PROCESS = Collector("process", (catalog.PROCESS_INFO, catalog.PROCESS_USED), _processes)
+PROCESS = Collector("process", (catalog.PROCESS_INFO, catalog.PROCESS_USED, catalog.PROCESS_ORPHAN), _processes)
 REPORTER = Collector("reporter", _REPORTER_FAMILIES, _reporters)
 OOM = Collector("oom", tuple(_OOM_VALUES), _ooms)

@@ -68,6 +68,22 @@ class DeviceReading:
 
 
 @dataclass(frozen=True, slots=True)
+class LostLauncher:
+    """What a process has lost that should have ended it: the server, the launcher or the container that started it."""
+
+    reason: str
+    """`launcher_ended` or `container_gone`."""
+    command: str = ""
+    """Program and script of what ended; empty if it ended before the exporter saw it."""
+    pid: int | None = None
+    """Its pid on the host; None like `command`."""
+    ended_seconds: float | None = None
+    """When the exporter noticed the end; None like `command`."""
+    computed_seconds: float = 0.0
+    """When the process was last seen to use the CPU, or first seen."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessFacts:
     """The host's description of one process, from /proc."""
 
@@ -88,6 +104,8 @@ class ProcessFacts:
     """The effective uid; None if it cannot be read."""
     started_seconds: float | None = field(default=None, compare=False)
     """The start of the process; None if it cannot be read. Derived from `start_time_ticks`, so not compared."""
+    lost: LostLauncher | None = field(default=None, compare=False)
+    """None unless the launcher of the process has ended; `Snapshot.orphans` has the processes that also are idle."""
 
 
 IDENTITY_FIELDS = (
@@ -294,6 +312,8 @@ class Snapshot:
     """The errors of the last hour, one for each process and device, in no order."""
     starting: tuple[StartingEngine, ...] = ()
     """The inference engines that start, once for each of their devices."""
+    orphans: Mapping[int, LostLauncher] = field(default_factory=dict)
+    """What each orphan has lost, by host pid; see `core.orphans`."""
 
     @cached_property
     def gpus(self) -> Mapping[str, str]:

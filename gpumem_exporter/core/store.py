@@ -20,6 +20,7 @@ from functools import lru_cache
 
 from gpumem_client.wire.protocol import Report
 from gpumem_exporter.core.last_ooms import LastOom, LastOoms
+from gpumem_exporter.core.orphans import Orphans
 from gpumem_exporter.core.pairing import Pairing
 from gpumem_exporter.core.place import UNKNOWN, Place
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
@@ -77,6 +78,7 @@ class Store:
         self._ooms = LastOoms()
         self._pairing = Pairing(reading_expiry_seconds)
         self._starting = StartingEngines()
+        self._orphans = Orphans()
 
     def put_reading(self, reading: NodeReading) -> None:
         """Store a reading of the driver; called by the poller's thread."""
@@ -85,6 +87,7 @@ class Store:
             self._known_uuids = frozenset(device.uuid for device in reading.devices)
             self._pairing.put_reading(reading)
             self._starting.put_reading(reading)
+            self._orphans.put_reading(reading)
 
     def put_report(
         self,
@@ -188,6 +191,7 @@ class Store:
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
                 starting=self._starting.at(now_seconds, starting),
+                orphans=self._orphans.at(now_seconds, node, processes),
             )
 
     @property

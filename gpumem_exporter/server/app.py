@@ -27,6 +27,7 @@ from gpumem_exporter.server.api.live import live_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
+from gpumem_exporter.server.api.profiles import ProfileAccess, profiles_router
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.housekeeping import (
     keep_house,
@@ -146,6 +147,7 @@ def _without_pydantic_v1() -> Iterator[None]:
 def _api_routers(runtime: Runtime) -> list[APIRouter]:
     dispatcher, audit, held_requests = runtime.dispatcher, runtime.audit, runtime.held_requests
     hide_identities = runtime.settings.web_hide_identities
+    access = ProfileAccess(runtime.profiles, runtime.store)
     return [
         state_router(
             snapshot=runtime.snapshot,
@@ -176,8 +178,17 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             wall_clock=runtime.wall_clock,
         ),
         policy_router(runtime.policies),
-        events_router(runtime.events.log, runtime.renderer, hide_identities=hide_identities),
-        jobs_router(runtime.events, runtime.renderer),
+        profiles_router(
+            access=access,
+            intake=runtime.profile_intake,
+            waiting=runtime.profile_requests,
+            dispatcher=dispatcher,
+            held_requests=held_requests,
+        ),
+        events_router(
+            runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities
+        ),
+        jobs_router(runtime.events, runtime.renderer, profiles_of=access.newest_first),
         nvml_router(
             poller=runtime.poller,
             dispatcher=dispatcher,
@@ -235,6 +246,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
                 restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
             ),
             asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
+            asyncio.ensure_future(asyncio.to_thread(runtime.profiles.load)),
         ]
         try:
             with reloading_on_hangup(_reloads(runtime)):
@@ -260,6 +272,7 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
     chores: dict[str, Callable[[], None]] = {
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
+        "delete_unconfirmed_profiles": runtime.profile_intake.expire,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
         "show_health": lambda: runtime.instruments.show_health(runtime.health.passed(runtime.snapshot())),
     }

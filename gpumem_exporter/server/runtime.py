@@ -25,9 +25,11 @@ from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
+from gpumem_exporter.profiles.store import SHARE_OF_STORAGE, Profiles
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.api.live import LiveNode
+from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
@@ -131,9 +133,10 @@ class Runtime:
             hide_identities=settings.web_hide_identities,
         )
         peer_places = PeerPlaces()
+        senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
         self.reports = ReportsRoute(
             self.store,
-            ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places),
+            senders,
             self.presence,
             self.events,
             self.dispatcher,
@@ -144,8 +147,20 @@ class Runtime:
             report_interval_seconds=settings.report_interval,
         )
         self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
-        self.history_recorder = HistoryRecorder(
-            self.history, self.snapshot, Path(settings.storage_path) if settings.storage_path else None
+        self.history_recorder = HistoryRecorder(self.history, self.snapshot, _storage_folder(settings))
+        self.profiles = Profiles(_storage_folder(settings), max_bytes=settings.storage_max_bytes)
+        self.profile_requests = WaitingRequests()
+        self.profile_intake = ProfileIntake(
+            self.profiles,
+            self.profile_requests,
+            self.store,
+            senders,
+            self.dispatcher,
+            self.events,
+            snapshot=self.snapshot,
+            clock=clock,
+            wall_clock=wall_clock,
+            requests_per_minute=settings.action_caller_limit,
         )
         self.renderer = Renderer()
         self.own_names = OwnNames(_own_names(settings))
@@ -190,9 +205,9 @@ class Runtime:
     def _recorder(self) -> Recorder:
         settings, store, clock, wall_clock = self.settings, self.store, self.clock, self.wall_clock
         storage = Storage(
-            Path(settings.storage_path) if settings.storage_path else None,
+            _storage_folder(settings),
             retention_seconds=settings.storage_retention,
-            max_bytes=settings.storage_max_bytes,
+            max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // SHARE_OF_STORAGE,
             wall_clock=wall_clock,
         )
         log = EventLog(
@@ -238,6 +253,10 @@ class Runtime:
             log=self.events.log,
             wall_clock=self.wall_clock,
         )
+
+
+def _storage_folder(settings: Settings) -> Path | None:
+    return Path(settings.storage_path) if settings.storage_path else None
 
 
 def _web_access(settings: Settings) -> WebAccess | None:

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
-from gpumem_exporter.core.samples import DeviceReading, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, LostLauncher, Snapshot
+from gpumem_exporter.core.starting_engines import ENGINE_TITLES
+from gpumem_exporter.view.documents import SeenProcess
 from gpumem_exporter.view.growth import Growth
 from gpumem_exporter.view.jobs import Job, Part, parts_by_device
 
 SEVERITIES = ("critical", "warning", "info")
-_URGENT = ("driver", "device_lost", "oom", "growth", "check", "idle_cache")
-"""Of one severity, these kinds come first: what failed, what will fail, and what a clear helps."""
+_URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache")
+"""Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps."""
 SEVERITY = {
     "oom_ended_process": "critical",
     "oom_caught": "warning",
@@ -32,6 +34,8 @@ SEVERITY = {
     "check_degraded": "warning",
     "idle_cache_lacked": "warning",
     "idle_cache": "info",
+    "orphan": "warning",
+    "orphan_small": "info",
     "fragmented": "warning",
     "unattributed": "warning",
     "silent": "warning",
@@ -47,6 +51,7 @@ _IDLE_BESIDE_FULL = 0.05
 _LITTLE_FREE, _OTHER_FAILED = ", where little memory is free", ", where another job ran out of memory"
 _MUCH_IDLE = 0.2
 _FRAGMENTED = 0.1
+_ORPHAN = 0.05
 _UNATTRIBUTED = 0.02
 """Shares of the device's memory from which they are findings."""
 _FAILS_SOON_SECONDS = 3600.0
@@ -108,6 +113,7 @@ def find(
         *_ooms(snapshot, jobs),
         *_growing(jobs, devices, growths or {}),
         *_idle_caches(snapshot, jobs, devices, ledgers, parts),
+        *_orphans(jobs, devices, ledgers),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
@@ -326,6 +332,67 @@ def gpus_in_words(gpus: Sequence[str]) -> str:
     if len(gpus) == 1:
         return f"GPU {gpus[0]}"
     return f"GPUs {', '.join(gpus[:-1])} and {gpus[-1]}"
+
+
+def _orphans(
+    jobs: Sequence[Job], devices: Iterable[DeviceReading], ledgers: Mapping[str, DeviceLedger]
+) -> Iterator[Finding]:
+    """Yield what each launcher, server or container has left behind."""
+    found: dict[object, list[tuple[Job, SeenProcess, LostLauncher]]] = {}
+    for job in jobs:
+        for process in job.processes:
+            if process.orphan is not None:
+                lost = process.orphan
+                key = job.id if lost.pid is None else (lost.pid, lost.ended_seconds)
+                found.setdefault(key, []).append((job, process, lost))
+    gpus = {device.uuid: device.gpu for device in devices}
+    for orphans in found.values():
+        job, first, lost = orphans[0]
+        used: dict[str, list[int | None]] = {}
+        for _, process, _ in orphans:
+            for uuid, share in process.shares.items():
+                used.setdefault(uuid, []).append(share.used_bytes)
+        sizes = {uuid: sum_of_known(each) for uuid, each in used.items()}
+        size = sum_of_known(list(sizes.values()) or [None])
+        where = gpus_in_words([gpus.get(uuid) or uuid for uuid in sizes]) if sizes else "no GPU"
+        kind = (
+            "orphan" if any(_others_need(ledgers.get(uuid), held) for uuid, held in sizes.items()) else "orphan_small"
+        )
+        holds = "hold" if len(orphans) > 1 else "holds"
+        sentence = (
+            f"{_orphans_called(job, [process for _, process, _ in orphans])} {holds} "
+            f"{'memory' if size is None else human_bytes(size)} on {where}; {_fate(lost, first)}."
+        )
+        yield Finding(
+            *(f"orphan {job.id}", "orphan", SEVERITY[kind], "Orphan", sentence),
+            job=job,
+            since_seconds=lost.ended_seconds,
+        )
+
+
+def _others_need(ledger: DeviceLedger | None, held_bytes: int | None) -> bool:
+    """Return whether others may need what an orphan holds on a device: it is much, or little is free there."""
+    if ledger is None or held_bytes is None:
+        return False
+    is_full = ledger.categories["free"] < (1 - _FULL) * ledger.total_bytes
+    return is_full or held_bytes >= _ORPHAN * ledger.total_bytes
+
+
+def _orphans_called(job: Job, processes: Sequence[SeenProcess]) -> str:
+    if len(processes) > 1:
+        return f"{len(processes)} orphans of {called(job)}"
+    command = processes[0].command
+    return f"{command} of {called(job)}" if command and job.workload else called(job)
+
+
+def _fate(lost: LostLauncher, orphan: SeenProcess) -> str:
+    what = "server" if (orphan.command or "").startswith(ENGINE_TITLES) else "launcher"
+    if lost.reason == "container_gone":
+        what = "container's runtime"
+    if lost.pid is None:
+        return f"its {what} ended before the exporter saw it"
+    command = f"{lost.command}, " if lost.command and not orphan.hidden else ""
+    return f"its {what} ({command}pid {lost.pid}) has ended"
 
 
 def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:

@@ -114,6 +114,8 @@ class Job:
 
     def state(self, now_seconds: float, starting: Iterable[int | None]) -> str:
         """Return what the job does now, on the monotonic clock; `starting` are the host pids of starting engines."""
+        if all(process.orphan is not None for process in self.processes):
+            return "orphan"
         reporters = [process.reporter for process in self.processes if process.reporter is not None]
         titles = any((process.command or "").startswith(ENGINE_TITLES) for process in self.processes)
         if any(process.host_pid in starting and process.host_pid is not None for process in self.processes):

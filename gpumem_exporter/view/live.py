@@ -9,7 +9,7 @@ from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.suggestion import suggested_timing
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.view.documents import SeenProcess, device_document, process_document
+from gpumem_exporter.view.documents import SeenProcess, device_document, orphan_document, process_document
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
 from gpumem_exporter.view.growth import Growth, growth
 from gpumem_exporter.view.jobs import VALUES, Job, Part, job_uuids, jobs_of, parts_of
@@ -226,6 +226,7 @@ def _job(
         "uuids": uuids,
         "process_count": len(job.processes),
         "reporting_count": len(job.reporting),
+        "orphan_count": sum(process.orphan is not None for process in job.processes),
         "ranks": [rank for rank in ranks if rank],
         "world_size": sizes.pop() if len(sizes) == 1 else None,
         **job.sums,
@@ -261,6 +262,7 @@ def _process(process: SeenProcess, snapshot: Snapshot) -> Document:
         "k8s_pod": process.identity("k8s_pod"),
         "last_report_unix_seconds": process.last_report_unix_seconds,
         "started_unix_seconds": process.started_unix_seconds(snapshot.node),
+        "orphan": orphan_document(process, snapshot.node),
         "clears": reporter.clears if reporter is not None else False,
         "step": report.step if report else None,
         "devices": [_process_device(part, snapshot.gpus) for part in parts_of(process)],

@@ -172,6 +172,10 @@ def _write(action: Document, done: Sequence[Document]) -> str:
     return f"Would write {what}." if action["dry_run"] else f"Wrote {what}{size}."
 
 
+def _profile(action: Document, done: Sequence[Document]) -> str:
+    return f"{'Would profile' if action['dry_run'] else 'Profiled'} {subject(done)}."
+
+
 def _limit(action: Document, done: Sequence[Document]) -> str:
     limits = {result.get("limit_bytes") for result in done}
     size = human_bytes(limits.pop()) if len(limits) == 1 and None not in limits else "a share"
@@ -218,6 +222,7 @@ _OF_ACTIONS = {
     "collect_garbage": _collect,
     "reset_peak": _reset,
     "snapshot": _write,
+    "profile": _profile,
     "set_memory_fraction": _limit,
     "terminate": _terminate,
     "release_memory": _release,

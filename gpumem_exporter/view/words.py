@@ -26,7 +26,11 @@ WORDS: dict[str, dict[str, str]] = {
         ("job", "Job", "The processes of one workload and one owner."),
         ("owner", "Owner", "User, pod, Slurm or Ray job."),
         ("devices", "GPUs", "The devices that the job uses."),
-        ("state", "State", "What the job does: training, serving, running, idle, sleeping, starting, not reporting."),
+        (
+            "state",
+            "State",
+            "What the job does: training, serving, running, idle, sleeping, starting, orphan, not reporting.",
+        ),
         ("growth", "Growth", "How much more memory the job keeps with each hour."),
         ("step", "Step", "The last training step."),
         ("since", "Since", "The start of the oldest process of the job."),

@@ -243,4 +243,5 @@ def test_a_process_without_an_engine_does_not_offer_it() -> None:
     bench = Bench(None)
     assert "release_memory" not in bench.executor.actions
     result = bench.executor.run(Command("a", "release_memory", 30.0), expires_seconds=200.0)
+    assert result is not None
     assert result.reason_code == ReasonCode.NO_ENGINE

@@ -24,7 +24,9 @@ class Bench:
 
     def run(self, action: str = "empty_cache", id: str = "a", **changes: Any) -> CommandResult:
         command = Command(id=id, action=action, **{"deadline_seconds": 30.0, **changes})
-        return self.executor.run(command, expires_seconds=100.0 + command.deadline_seconds)
+        result = self.executor.run(command, expires_seconds=100.0 + command.deadline_seconds)
+        assert result is not None
+        return result
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ that do nothing. The second one is `vllm serve` on the emulated node. pytest col
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Iterator
@@ -135,9 +136,13 @@ def test_a_server_sleeps_and_wakes_without_development_mode(
     before = node.books().used_by(pid)
     slept = run_command("sleep", "--workload", "engine", "--wait-idle", "30", "--json", "--url", exporter.url)
     assert slept.returncode == 0, slept.stdout
+    (result,) = json.loads(slept.stdout)["results"]
     after = node.books().used_by(pid)
-    assert before - after > 1000 * MIB
+    assert (result["driver_before_bytes"], result["driver_after_bytes"]) == (before, after)
+    assert result["freed_bytes"] == before - after > 1000 * MIB
     woken = run_command("wake", "--workload", "engine", "--json", "--url", exporter.url)
     assert woken.returncode == 0, woken.stdout
-    assert node.books().used_by(pid) == before
+    awake = node.books().used_by(pid)
+    assert after + 1000 * MIB < awake <= before  # sleeping has also released the idle cache
+    assert json.loads(woken.stdout)["results"][0]["driver_after_bytes"] == awake
     assert vllm.serves()

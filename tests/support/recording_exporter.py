@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.server
 import json
 import socketserver
@@ -9,6 +10,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from gpumem_client.profile.model import MAX_COMPRESSED_BYTES
+from gpumem_client.wire.protocol import PROFILES_PATH
 
 
 class RecordingExporter:
@@ -22,6 +26,9 @@ class RecordingExporter:
         self.reports: list[dict[str, Any]] = []
         self.commands: list[dict[str, Any]] = []
         """The commands of the next reply."""
+        self.profiles: list[dict[str, Any]] = []
+        """The memory profiles, as JSON."""
+        self.profile_status = 201
         self.refuses: Callable[[dict[str, Any]], bool] = lambda _: False
         """Selects the reports whose reply is 422."""
         self._closing = threading.Event()
@@ -32,13 +39,20 @@ class RecordingExporter:
             wbufsize = -1
 
             def do_POST(self) -> None:
-                report = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                received = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.path == PROFILES_PATH:
+                    self._reply(outer.profile_status, outer._keep_profile(received))
+                    return
+                report = json.loads(received)
                 outer.reports.append(report)
                 if report["hold_seconds"]:
                     outer._closing.wait(min(hold_seconds, 60.0))
                 commands, outer.commands = outer.commands, []
                 body = json.dumps({"commands": commands, "report_interval_seconds": interval_seconds}).encode()
-                self.send_response(422 if outer.refuses(report) else 200)
+                self._reply(422 if outer.refuses(report) else 200, body)
+
+            def _reply(self, status: int, body: bytes) -> None:
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 try:
@@ -62,6 +76,17 @@ class RecordingExporter:
 
         self._server = Server(str(path), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+
+    def _keep_profile(self, received: bytes) -> bytes:
+        assert len(received) <= MAX_COMPRESSED_BYTES
+        profile = json.loads(gzip.decompress(received))
+        self.profiles.append(profile)
+        return json.dumps({"id": f"kept-{profile['id']}"}).encode()
+
+    def result(self, command_id: str) -> dict[str, Any] | None:
+        """Return the result of a command, if a report had it."""
+        results = (result for report in self.reports for result in report.get("results", ()))
+        return next((result for result in results if result["id"] == command_id), None)
 
     def __enter__(self) -> RecordingExporter:
         self._thread.start()

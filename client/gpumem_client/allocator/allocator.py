@@ -5,7 +5,6 @@ A value is None if the allocator does not have it (cudaMallocAsync, a pluggable 
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
@@ -244,6 +243,11 @@ class Allocator:
                 f"this allocator has no snapshot: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
             ) from None
 
+    def heaps(self, segments: Iterable[Mapping[str, Any]]) -> Mapping[int, Heap]:
+        """Add up the segments of a snapshot, which was taken right before."""
+        # Dead pools are read after the snapshot: they stay dead. A pool that died during it counts as dead.
+        return read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
+
     def _notice_page_size(self) -> None:
         settings = self.settings
         if settings != self._noticed_settings:
@@ -254,15 +258,10 @@ class Allocator:
 
     def _walk(self) -> Mapping[int, Heap] | None:
         try:
-            snapshot = self._torch.cuda.memory_snapshot
-            # Traces, which 2.11 and later can leave out, may have hundreds of thousands of entries: 727 ms instead of
-            # 0.2 ms (pytorch/pytorch#172672).
-            has_traces = "include_traces" in inspect.signature(snapshot).parameters
-            segments = snapshot(include_traces=False) if has_traces else snapshot()
+            segments = torch_access.snapshot_segments(self._torch)
         except (AttributeError, RuntimeError):
             return None
-        # Read after the snapshot: a dead pool stays dead. A pool that died during the snapshot counts as dead.
-        heaps = read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
+        heaps = self.heaps(segments)
         self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
         return heaps
 

@@ -1,4 +1,4 @@
 """Runs and schedules commands from the exporter.
 
-Other folders import: `executor`, `scheduler`.
+Other folders import: `executor`, `profiling`, `scheduler`.
 """

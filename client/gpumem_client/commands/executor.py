@@ -15,6 +15,7 @@ from gpumem_client.allocator.reclaimable import known
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.allocator.snapshot_file import write_snapshot
 from gpumem_client.allocator.unmapped import Unmapped
+from gpumem_client.commands.profiling import Profiling
 from gpumem_client.commands.settling import Settling
 from gpumem_client.engines.reader import process_engine
 from gpumem_client.engines.sleep import CoreMemory
@@ -57,6 +58,8 @@ class Executor:
         self._clock = clock
         self.settling = Settling()
         """The clears whose settling time has not passed."""
+        self.profiling: Profiling | None = None
+        """Takes profiles, which end later; None if this process cannot take any."""
         # Reentrant: a signal handler may end a step while its thread holds the lock.
         self._results_lock = threading.RLock()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
@@ -74,7 +77,8 @@ class Executor:
     def actions(self) -> tuple[str, ...]:
         """The actions that this reporter supports now."""
         without_engine = self._engine() is None
-        return tuple(action for action in self._runners if not (without_engine and action in ENGINE_ACTIONS))
+        engineless = (action for action in self._runners if not (without_engine and action in ENGINE_ACTIONS))
+        return (*engineless, *(("profile",) if self.profiling is not None else ()))
 
     @property
     def engine_busy(self) -> bool:
@@ -87,10 +91,11 @@ class Executor:
         with self._results_lock:
             return self._results.get(command_id)
 
-    def run(self, command: Command, *, expires_seconds: float) -> CommandResult:
+    def run(self, command: Command, *, expires_seconds: float) -> CommandResult | None:
         """Run a command in this thread, or repeat the result of one that has run. Does not raise.
 
-        A command that has not started by `expires_seconds`, on the executor's clock, does not run.
+        The result is None for a profile that has started: `profiling` has the result when it ends. A command that has
+        not started by `expires_seconds`, on the executor's clock, does not run.
         """
         with self._sampler.exclusively():
             return self._run_once(command, expires_seconds)
@@ -113,7 +118,7 @@ class Executor:
                 self._results.popitem(last=False)
         return result
 
-    def _run_once(self, command: Command, expires_seconds: float) -> CommandResult:
+    def _run_once(self, command: Command, expires_seconds: float) -> CommandResult | None:
         known = self.known(command.id)
         if known is not None:
             return known
@@ -121,14 +126,16 @@ class Executor:
             late = "the deadline passed before the command started"
             return self.record(CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED))
         result = self._run(command)
+        if result is None:
+            return None
         self._sampler.outdated()
         if command.action == "empty_cache" and result.outcome == "done":
             settle_seconds = command.settle_seconds
             self.settling.cleared(result, self._clock() + settle_seconds if settle_seconds > 0 else None)
         return self.record(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
 
-    def _run(self, command: Command) -> CommandResult:
-        runner = self._runners.get(command.action)
+    def _run(self, command: Command) -> CommandResult | None:
+        runner = self._runners.get(command.action) or (self._profile if command.action in self.actions else None)
         if runner is None:
             supported = f"this reporter supports {', '.join(self.actions)}"
             return CommandResult(command.id, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
@@ -153,6 +160,8 @@ class Executor:
             if raised_by_signal_handler(error):
                 raise
             return _failed(command, error, time.perf_counter() - started)
+        if command.action == "profile":
+            return None
         return CommandResult(command.id, "done", duration_seconds=duration, devices=devices, snapshot=snapshot)
 
     def _empty_cache(self, command: Command) -> None:
@@ -170,6 +179,10 @@ class Executor:
 
     def _snapshot(self, _command: Command) -> SnapshotFile:
         return write_snapshot(self._allocator)
+
+    def _profile(self, command: Command) -> None:
+        if self.profiling is not None:
+            self.profiling.start(command)
 
     def _set_memory_fraction(self, command: Command) -> None:
         fraction = command.fraction

@@ -70,6 +70,9 @@ class Scheduler:
         elif command.mode not in MODES:
             unknown = f"this reporter does not support the mode {command.mode!r}"
             self._end(command, "unsupported", unknown, ReasonCode.UNKNOWN_MODE)
+        elif command.action == "profile" and command.mode == "step":
+            # The thread that starts a recording must end it, and only the reporter's thread goes on.
+            self._end(command, "unsupported", "a profile cannot run at a step", ReasonCode.UNKNOWN_MODE)
         elif command.action not in self._executor.actions:
             supported = f"this reporter supports {', '.join(self._executor.actions)}"
             self._end(command, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
@@ -95,7 +98,7 @@ class Scheduler:
             return
         for each in self._list():
             # The reporter's thread ends late commands.
-            if each.command.mode != "idle" and self._clock() < each.expires_seconds:
+            if _may_run_at_step(each.command) and self._clock() < each.expires_seconds:
                 self._try_at_step(each, step)
 
     def run_due(self) -> None:
@@ -123,7 +126,9 @@ class Scheduler:
             waits_for_engine = mode == "idle" and command.action in ENGINE_ACTIONS
             due = command.mode == mode and waits_for_engine is of_engine
             if due and not self._allocator.capturing and self._claim(command.id) is not None:
-                self._finish(self._executor.run(command, expires_seconds=expires_seconds))
+                result = self._executor.run(command, expires_seconds=expires_seconds)
+                if result is not None:
+                    self._finish(result)
 
     def _try_at_step(self, waiting: _Waiting, step: int) -> None:
         command, at_step = waiting.command, waiting.command.at_step
@@ -159,7 +164,8 @@ class Scheduler:
             self._end(command, "failed", interrupted, ReasonCode.SIGNAL_HANDLER)
             self._wake()
             raise
-        self._finish(result)
+        if result is not None:
+            self._finish(result)
         return True
 
     def _idle(self, now: float) -> bool:
@@ -185,7 +191,7 @@ class Scheduler:
             if len(self._waiting) >= _MAX_WAITING:
                 return False
             self._waiting[command.id] = waiting
-            self._for_steps = self._for_steps or command.mode != "idle"
+            self._for_steps = self._for_steps or _may_run_at_step(command)
         if command.mode == "idle":
             self._counted = None
         log.debug("command %s waits: %s, mode %s, step %s", command.id, command.action, command.mode, command.at_step)
@@ -195,7 +201,7 @@ class Scheduler:
         """Remove a command and return it. Only the thread that receives it runs or ends it."""
         with self._lock:
             claimed = self._waiting.pop(command_id, None)
-            self._for_steps = any(each.command.mode != "idle" for each in self._waiting.values())
+            self._for_steps = any(_may_run_at_step(each.command) for each in self._waiting.values())
         return claimed
 
     def _end(self, command: Command, outcome: str, reason: str, code: ReasonCode) -> None:
@@ -223,3 +229,7 @@ class Scheduler:
             step = "no step ended" if command.at_step is None else f"step {command.at_step} did not end"
             late, code = f"{step} before the deadline", ReasonCode.NO_STEP_ENDED
         self._end(command, "expired", late, code)
+
+
+def _may_run_at_step(command: Command) -> bool:
+    return command.mode != "idle" and command.action != "profile"

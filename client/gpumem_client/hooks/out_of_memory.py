@@ -86,18 +86,20 @@ class OutOfMemoryLog:
         self.latest: tuple[float, OutOfMemory] | None = None
         """Time and value of the last error, also after it was reported."""
 
-    def note(self, oom: OutOfMemory) -> None:
-        """Record an error in the thread in which it happened, and number it."""
+    def note(self, oom: OutOfMemory) -> OutOfMemory:
+        """Record an error in the thread in which it happened, and return it with its number."""
         now = self._clock()
         with self._lock:
             self._number += 1
-            self._noted.append((now, replace(oom, number=self._number)))
+            oom = replace(oom, number=self._number)
+            self._noted.append((now, oom))
             self.latest = now, oom
             wake = now - self._woken_seconds >= _WAKE_SECONDS
             if wake:
                 self._woken_seconds = now
         if wake:
             self._wake()
+        return oom
 
     def waiting(self) -> tuple[OutOfMemory, ...]:
         """Return the errors for the report that is sent now."""

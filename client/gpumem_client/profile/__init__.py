@@ -1,4 +1,4 @@
 """Memory profiles: which code and which objects hold the allocated bytes.
 
-Other folders import: `model`.
+Other folders import: `encoded`, `heap_reader`, `live`, `model`, `oom_moment`, `recorder`, `recording`.
 """

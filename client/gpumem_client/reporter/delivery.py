@@ -19,7 +19,7 @@ from gpumem_client.wire.errors import (
     WireError,
 )
 from gpumem_client.wire.http import Connection, shown_url
-from gpumem_client.wire.protocol import REPORTS_PATH, Reply, Report, reply_from_wire, to_wire
+from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH, Reply, Report, reply_from_wire, to_wire
 
 _ANSWER_MARGIN_SECONDS = 5.0
 """The exporter counts as unreachable if a reply takes this much longer than the agreed hold."""
@@ -28,6 +28,7 @@ _MAX_REPLY_BYTES = 256 << 10
 _NOT_ALLOWED = (401, 403)
 """Statuses after which the next address is tried: an exporter may accept over loopback what its socket rejects."""
 _UNACCEPTABLE = (413, 422)
+_CREATED = 201
 _UNREACHABLE = "no exporter"
 _UNTRUSTED = "no reports are sent"
 
@@ -145,6 +146,34 @@ class Delivery:
         except (ExporterError, WireError, ValueError, OSError) as error:
             self._errors.note("the final report was not delivered", error, level=logging.INFO)
 
+    def send_profile(self, document: bytes) -> str:
+        """Post a profile on a connection of its own, which `interrupt` does not end. Returns the id of the profile.
+
+        Raises:
+            ExporterError: the exporter does not answer, is not trusted, or does not accept the profile.
+            WireError, ValueError: its answer is invalid.
+            OSError: the token file cannot be read.
+        """
+        headers = {**self._headers(), "Content-Encoding": "gzip"}
+        # A profile is useful only to the exporter that receives the reports.
+        urls = (self._accepted_by,) if self._accepted_by else self._settings.urls
+        refusal: ExporterError = ExporterUnreachableError("there is no address of an exporter")
+        for url in urls:
+            connection = self._connect(url, _ANSWER_MARGIN_SECONDS)
+            try:
+                answer = connection.request("POST", PROFILES_PATH, document, headers)
+                if answer.status == _CREATED:
+                    return _profile_id(answer.body)
+                refusal = ExporterAnswerError(answer.status, _detail(answer.body))
+            except ExporterUnreachableError as error:
+                refusal = error
+            finally:
+                connection.close()
+        try:
+            raise refusal
+        finally:
+            del refusal
+
     def close(self) -> None:
         """Close the connection."""
         if self._connection is not None:
@@ -223,6 +252,14 @@ class Delivery:
 def _body(report: Report) -> bytes:
     # Bytes of the environment that are not UTF-8, as in a name of a job, are surrogates here. JSON may not have them.
     return json.dumps(to_wire(report), separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _profile_id(body: bytes) -> str:
+    answer = json.loads(body)
+    profile_id = answer.get("id") if isinstance(answer, dict) else None
+    if not isinstance(profile_id, str) or not profile_id:
+        raise WireError("must be a string that is not empty", "id")
+    return profile_id
 
 
 def _detail(body: bytes) -> str:

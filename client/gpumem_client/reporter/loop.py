@@ -13,11 +13,17 @@ from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
 from gpumem_client.allocator.sampler import Sample, Sampler
 from gpumem_client.commands.executor import Executor
+from gpumem_client.commands.profiling import Profiling
 from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.engines.facts import EngineFacts
 from gpumem_client.engines.state import EngineClock
 from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
+from gpumem_client.profile.encoded import encode
+from gpumem_client.profile.heap_reader import HeapReader
+from gpumem_client.profile.model import Profile
+from gpumem_client.profile.oom_moment import OomMoments
+from gpumem_client.profile.recorder import Recorder
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.reporter.identity import with_rank, with_ray
 from gpumem_client.reporter.plan import with_plan
@@ -69,6 +75,7 @@ class ReportLoop:
         self._errors = errors
         self._default_rank = default_rank
         self._planned_bytes = planned_bytes
+        self._wake = wake
         self._clock = clock
         self.sampler = Sampler(
             allocator,
@@ -78,6 +85,9 @@ class ReportLoop:
         )
         self._executor = Executor(allocator, self.sampler, collect_garbage=collect_garbage, clock=clock)
         self._scheduler = Scheduler(self._executor, allocator, self.sampler, wake=wake, clock=clock)
+        self.oom_moments: OomMoments | None = None
+        """The errors that get a profile, if that is set."""
+        self._send_profile: Callable[[Profile], str] = lambda _: ""
         self.sampler.at_step = self._scheduler.at_step
         self._ray_is_known = False
         self._engine_clock = EngineClock(clock)
@@ -89,8 +99,32 @@ class ReportLoop:
         """When the report after the current one is due before the interval is over."""
         self._results: list[CommandResult] = []
 
+    def take_profiles(self, heap: HeapReader, recorder: Recorder, send: Callable[[bytes], str]) -> None:
+        """Accept commands for profiles, and take a profile of out-of-memory errors if `recorder` records already.
+
+        `send` sends a document to the exporter and returns its id.
+        """
+        self._send_profile = lambda profile: send(encode(profile, self.identity))
+        self._executor.profiling = Profiling(
+            *(heap, recorder, self.sampler),
+            capturing=lambda: self._allocator.capturing,
+            send=self._send_profile,
+            clock=self._clock,
+        )
+        if recorder.standing:
+            with self._errors.swallowed("no profile of out-of-memory errors"):
+                self.oom_moments = OomMoments(heap, recorder, clock=self._clock)
+
+    def close(self) -> None:
+        """Take the profile of an error that has none yet, and end a recording."""
+        self._take_oom_profile()
+        if self._executor.profiling is not None:
+            self._executor.profiling.close()
+
     def next_report(self) -> Report:
         """Take the current sample, and return the report to send now."""
+        self._take_oom_profile()
+        self._finish_profile()
         self._started_seconds = started_seconds = self._clock()
         self._early_seconds = self._early_report_seconds(started_seconds)
         hold_seconds = min(self._interval_seconds, self._early_seconds - started_seconds)
@@ -118,7 +152,7 @@ class ReportLoop:
             ooms=self._ooms.waiting(),
             actions=self._executor.actions,
             modes=MODES,
-            waiting=self._scheduler.ids,
+            waiting=(*self._scheduler.ids, *self._profile_ids()),
             step_seconds=self.sampler.step_seconds,
             hold_seconds=hold_seconds,
             engine_starting=None if facts is None else facts.measures,
@@ -165,7 +199,7 @@ class ReportLoop:
         """Record an out-of-memory error in the allocating thread. Ignores devices without a UUID."""
         uuid = self._allocator.uuid(device)
         if uuid:
-            self._ooms.note(
+            oom = self._ooms.note(
                 OutOfMemory(
                     uuid=uuid,
                     number=0,
@@ -177,10 +211,18 @@ class ReportLoop:
                     sample=self._allocator.sample_at_oom(device),
                 )
             )
+            if self.oom_moments is not None:
+                self.oom_moments.note(device, oom)
+                self._wake()
 
     def _early_report_seconds(self, now: float) -> float:
         """Return when a settling time or a deadline ends, for which a report may be due before the interval is over."""
-        ends = (self._executor.settling.next_due_seconds(), self._scheduler.next_expiry_seconds())
+        profiling = self._executor.profiling
+        ends = (
+            self._executor.settling.next_due_seconds(),
+            self._scheduler.next_expiry_seconds(),
+            None if profiling is None else profiling.next_due_seconds(),
+        )
         return min((end + _LATE_SECONDS for end in ends if end is not None and end > now), default=math.inf)
 
     def _identify_in_ray(self) -> None:
@@ -203,14 +245,45 @@ class ReportLoop:
     def _follow(self, reply: Reply, *, sent_seconds: float) -> None:
         """Run the commands of a reply, or keep them until they can run."""
         self._scheduler.cancel(reply.cancelled)
+        if self._executor.profiling is not None:
+            self._end_profile(self._executor.profiling.cancel(reply.cancelled))
         for command in reply.commands:
             log.debug("command %s received: %s, mode %s", command.id, command.action, command.mode)
             expires_seconds = sent_seconds + command.deadline_seconds
             if command.mode == "now" and not self._allocator.capturing:
-                self._add_results([self._executor.run(command, expires_seconds=expires_seconds)])
+                result = self._executor.run(command, expires_seconds=expires_seconds)
+                self._add_results([] if result is None else [result])
             else:
                 self._scheduler.add(command, expires_seconds=expires_seconds)
         self._scheduler.run_due()
+        self._finish_profile()
+
+    def _profile_ids(self) -> tuple[str, ...]:
+        profiling = self._executor.profiling
+        return () if profiling is None else profiling.ids
+
+    def _finish_profile(self) -> None:
+        """End a recording that is over, and send its profile."""
+        if self._executor.profiling is not None:
+            self._end_profile(self._executor.profiling.run_due())
+
+    def _end_profile(self, result: CommandResult | None) -> None:
+        if result is not None:
+            self._add_results([self._executor.record(result)])
+
+    def _take_oom_profile(self) -> None:
+        """Take and send the profile of an out-of-memory error that has none."""
+        moments = self.oom_moments
+        if moments is None or not moments.waiting or self._allocator.capturing:
+            return
+        with self._errors.swallowed("an out-of-memory error has no profile"):
+            try:
+                with self.sampler.exclusively():
+                    profile = moments.take()
+                if profile is not None:
+                    self._send_profile(profile)
+            finally:
+                moments.done()
 
     def _collect_results(self) -> None:
         self._add_results(self._scheduler.collect_results())

@@ -39,6 +39,8 @@ class ReporterSettings:
     """The rank until torch's process group has one, if `rank` is empty."""
     idle_cache_seconds: float = IDLE_CACHE_SECONDS
     """The window of the idle cache."""
+    oom_profile: bool = False
+    """Whether to record allocations from the start, for a profile of out-of-memory errors."""
     ignored: tuple[str, ...] = ()
     """Of each argument of `start()` that has no effect below `run`, a text for the log."""
 
@@ -50,6 +52,7 @@ class ReporterSettings:
         rank: str | int | None = None,
         url: str | None = None,
         plan: AnyPlan | None = None,
+        oom_profile: bool | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> ReporterSettings:
         """Combine arguments and environment. Labels are cut to `MAX_LABEL_LENGTH` characters.
@@ -76,11 +79,12 @@ class ReporterSettings:
             rank=str(rank)[:MAX_LABEL_LENGTH],
             token=environ.get("GPUMEM_REPORT_TOKEN", "").strip(),
             token_file=environ.get("GPUMEM_REPORT_TOKEN_FILE", "").strip(),
-            disabled=environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on"),
+            disabled=_is_on(environ.get("GPUMEM_DISABLED", "")),
             trust=Trust.from_environment(environ),
             plan=chosen_plan(plan, environ),
             world_size=world_size,
             default_rank="" if rank != "" else environ.get("GPUMEM_DEFAULT_RANK", "")[:MAX_LABEL_LENGTH],
+            oom_profile=_is_on(environ.get("GPUMEM_OOM_PROFILE", "")) if oom_profile is None else oom_profile,
             ignored=tuple(ignored),
         )
 
@@ -92,6 +96,10 @@ class ReporterSettings:
         """
         token = self.token or (Path(self.token_file).read_text().strip() if self.token_file else "")
         return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _is_on(text: str) -> bool:
+    return text.strip().lower() in ("1", "true", "yes", "on")
 
 
 def _count(text: str) -> int | None:

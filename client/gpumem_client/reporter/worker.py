@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
-from gpumem_client.guest_safety import ErrorLog
+from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog, OutOfMemoryObserver
 from gpumem_client.hooks.steps import Steps
+from gpumem_client.profile.heap_reader import HeapReader
+from gpumem_client.profile.recorder import Recorder
 from gpumem_client.reporter.delivery import Delivery, Outcome, Wakeup
 from gpumem_client.reporter.identity import current_process
 from gpumem_client.reporter.loop import ReportLoop
@@ -20,6 +23,8 @@ from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.protocol import OutOfMemory
 
 _CUDA_POLL_SECONDS = 0.05
+_RECORDING_SECONDS = 0.5
+"""The longest that the start of CUDA waits for a recording to start."""
 _UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
 """The number of times that an ending reporter tries to remove the hook on steps, which fails during a step, and the
 seconds between two tries."""
@@ -50,6 +55,8 @@ class Worker:
         # A daemon: the interpreter must not wait for it, and `disable` waits for a running command.
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
         self._started_by = 0
+        self._recording_decided = threading.Event()
+        """Set once the thread has started the standing recording, or has not."""
 
     @property
     def sampler(self) -> Sampler | None:
@@ -68,9 +75,12 @@ class Worker:
         return self._ooms.latest
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread. Waits a moment for a recording that shall be on from the start of CUDA."""
         self._started_by = threading.get_native_id()
         self._thread.start()
+        if self._settings.oom_profile:
+            # Otherwise the first tensors would have no stack. The thread takes some milliseconds.
+            self._recording_decided.wait(_RECORDING_SECONDS)
 
     def stop(self, timeout_seconds: float) -> None:
         """Send the final report and end; returns after `timeout_seconds` at the latest."""
@@ -79,10 +89,17 @@ class Worker:
             self._thread.join(timeout_seconds)
 
     def disable(self, timeout_seconds: float) -> None:
-        """Take no sample and run no command from now on. Waits at most `timeout_seconds` for a running one."""
+        """Take no sample and run no command from now on.
+
+        Waits at most `timeout_seconds` for a running one, and for the profile of an out-of-memory error.
+        """
+        end_seconds = time.monotonic() + timeout_seconds
+        loop = self._loop
+        if loop is not None and loop.oom_moments is not None and loop.oom_moments.waiting:
+            self._thread.join(timeout_seconds)  # the profile of the error that may end this process is being sent
         sampler = self.sampler
         if sampler is not None:
-            sampler.exclusively().acquire(timeout=timeout_seconds)  # never released
+            sampler.exclusively().acquire(timeout=max(0.0, end_seconds - time.monotonic()))  # never released
 
     def abandon(self) -> None:
         """Remove the parent's hooks in a forked child, where the thread does not exist."""
@@ -102,17 +119,39 @@ class Worker:
             self._ended(self)
 
     def _report(self) -> None:
+        recorder = self._make_recorder()
+        try:
+            self._report_with(recorder)
+        finally:
+            if recorder is not None:
+                recorder.close()
+
+    def _make_recorder(self) -> Recorder | None:
+        """Return the recorder, which records already if errors get a profile: this runs while CUDA starts."""
+        recorder = None
+        with self._errors.swallowed("no profile of out-of-memory errors"):
+            recorder = Recorder(sys.modules["torch"])
+            if self._settings.oom_profile and not recorder.start_standing():
+                log.warning("no profile of out-of-memory errors: the program records the allocator's history itself")
+        self._recording_decided.set()
+        return recorder
+
+    def _report_with(self, recorder: Recorder | None) -> None:
         self._allocator = allocator = self._wait_for_cuda()
         if allocator is None:
             return
         with self._errors.swallowed("reporter stopped"):
             self._loop = loop = self._make_loop(allocator)
+            if recorder is not None:
+                heap = HeapReader(sys.modules["torch"], allocator)
+                loop.take_profiles(heap, recorder, self._delivery.send_profile)
             listener = self._observer.listener = loop.note_oom
             try:
                 self._observer.install(allocator.observe_ooms)
                 while self._wakeup.starts_round():
                     self._steps.install()  # if that was impossible earlier, because an optimizer was stepping
                     self._wakeup.wait(self._report_once(loop))
+                loop.close()
                 self._delivery.farewell(loop.final_report())
             finally:
                 self._loop = None

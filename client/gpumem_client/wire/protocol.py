@@ -66,6 +66,9 @@ class ReasonCode(str, Enum):
     INVALID_FRACTION = "invalid_fraction"
     RESERVED_EXCEEDS_FRACTION = "reserved_exceeds_fraction"
     SNAPSHOT_NOT_WRITTEN = "snapshot_not_written"
+    HISTORY_RECORDED = "history_recorded"
+    TOO_MANY_BLOCKS = "too_many_blocks"
+    PROFILE_NOT_SENT = "profile_not_sent"
     EXCEPTION = "exception"
     SIGNAL_HANDLER = "signal_handler"
 
@@ -432,7 +435,7 @@ _FIELD_NAMES: dict[type, tuple[str, ...]] = {
 }
 
 
-def to_wire(message: Report | Reply) -> dict[str, Any]:
+def to_wire(message: Report | Reply | ProcessIdentity) -> dict[str, Any]:
     """Convert a message to what `json.dumps` accepts, without the unknown and empty fields."""
     return _object(message)
 

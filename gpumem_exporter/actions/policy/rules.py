@@ -33,6 +33,7 @@ _FREEING = ("empty_cache", "collect_garbage")
 _OPTION_OF = {
     **{name: name for name in ("mode", "group", "collect_garbage", "fraction", "force")},
     "deadline": "deadline_seconds",
+    "duration": "duration_seconds",
 }
 """The options of a request that a rule may set, by key. A time in a file has its unit, so that its key has none."""
 

@@ -138,7 +138,9 @@ def _name_style(row: Row) -> str:
 
 
 def _state_style(row: Row) -> str:
-    return {"silent": "red", "not reporting": "dim", "unreported": "dim", "sleeping": "dim"}.get(row["state"] or "", "")
+    return {"silent": "red", "orphan": "yellow", "not reporting": "dim", "unreported": "dim", "sleeping": "dim"}.get(
+        row["state"] or "", ""
+    )
 
 
 def _size(name: str, rank: int = 0, **more: Any) -> Column:

@@ -133,6 +133,7 @@ def _job(node: Node, job: Row, colors: dict[Key, str]) -> list[Row]:
                 "text": _text(title, *(process[name] for name in _OF_PROCESS)),
                 "owner": "" if process["user"] == job["user"] else process["user"] or "",
                 "gpus": [place["gpu"]],
+                "state": "orphan" if process.get("orphan") else process["state"],
                 "since_unix_seconds": process["started_unix_seconds"],
             }
             rows.append({**process, **place, **common, **own})

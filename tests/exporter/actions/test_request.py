@@ -45,7 +45,11 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
         ("fraction", "is missing: expected a number over 0 and at most 1", {"action": "set_memory_fraction"}),
         ("fraction", "0.5 is invalid: expected no value", {"fraction": 0.5}),
         ("fraction", "1.5 is invalid", {"action": "set_memory_fraction", "fraction": 1.5}),
-        ("force", "set_memory_fraction, release_memory, resume_memory accept", {"action": "reset_peak", "force": True}),
+        (
+            "force",
+            "set_memory_fraction, release_memory, resume_memory, profile accept",
+            {"action": "reset_peak", "force": True},
+        ),
         ("collect_garbage", "only empty_cache", {"action": "reset_peak", "collect_garbage": True}),
         ("deadline_seconds", "0.0 is invalid: expected a number of seconds over 0", {"deadline_seconds": 0.0}),
         ("deadline_seconds", "at most 3600", {"deadline_seconds": 3601.0}),

@@ -290,7 +290,7 @@ def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3
     try:
         if not sizes or not torch_access.history_is_recorded(torch):
             return ()
-        segments = torch.cuda.memory_snapshot()
+        segments = torch_access.snapshot_segments(torch)
     except (AttributeError, RuntimeError):
         return ()
     blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]

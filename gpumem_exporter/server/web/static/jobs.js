@@ -127,7 +127,7 @@ class RankRow {
     const { cells } = this;
     setText(cells.job, `${process.rank ? `rank ${safe(process.rank)} · ` : ""}pid ${process.pid}`);
     setText(cells.devices, device.gpu ?? UNKNOWN);
-    setText(cells.state, process.state === "reporting" ? "" : process.state === "silent" ? `silent for ${duration(now - process.last_report_unix_seconds)}` : "no reporter");
+    setText(cells.state, process.orphan ? "orphan" : process.state === "reporting" ? "" : process.state === "silent" ? `silent for ${duration(now - process.last_report_unix_seconds)}` : "no reporter");
     for (const key of SIZES) setText(cells[key], bytes(device[`${key}_bytes`]));
     setText(cells.since, timeOrDash(process.started_unix_seconds));
   }

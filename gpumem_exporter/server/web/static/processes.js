@@ -2,7 +2,7 @@
 
 import { Bar } from "./devices.js";
 import { arrange, h, refill, setAttribute, setText, Views } from "./dom.js";
-import { bytes, duration, safe, UNKNOWN } from "./format.js";
+import { bytes, dayAndTime, duration, safe, UNKNOWN } from "./format.js";
 
 const COLUMNS = ["used", "allocated", "idle_cache", "reclaimable", "fragmented", "non_torch"];
 
@@ -66,6 +66,7 @@ function settingsOf(process, device) {
     ["Allocator settings", process.allocator_settings === "" ? "default" : process.allocator_settings],
     ["Torch", process.torch_version],
     ["Command", process.command],
+    ["Launcher", process.orphan && launcherOf(process.orphan)],
     ["Memory limit", device.memory_limit_bytes ? bytes(device.memory_limit_bytes) : null],
     ["Reserved, peak", device.reserved_peak_bytes ? bytes(device.reserved_peak_bytes) : null],
     ["NCCL", device.nccl_bytes ? bytes(device.nccl_bytes) : null],
@@ -74,6 +75,10 @@ function settingsOf(process, device) {
     ["Container", process.k8s_container],
   ];
   return known.filter(([, text]) => text).map(([name, text]) => [name, safe(text)]);
+}
+
+function launcherOf({ launcher, launcher_pid: pid, ended_unix_seconds: ended }) {
+  return pid === null ? "ended before the exporter saw it" : `${launcher ?? "hidden"}, pid ${pid}, ended ${dayAndTime(ended)}`;
 }
 
 function sizeBars(title, sizes) {

@@ -1,0 +1,160 @@
+"""Takes the profile of a command: at once, or with a recording that ends later, while reports and commands go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.guest_safety import log
+from gpumem_client.profile.heap_reader import HeapReader
+from gpumem_client.profile.live import live_profile
+from gpumem_client.profile.model import Profile
+from gpumem_client.profile.recorder import Recorder
+from gpumem_client.profile.recording import ENTRIES_ENOUGH, Recording
+from gpumem_client.wire.errors import CommandRefusedError, ConfigurationError, ExporterError, WireError
+from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
+
+_DURATION_SECONDS_MAX = 3600.0
+_CHECK_SECONDS_MIN, _CHECK_SECONDS_MAX = 0.1, 5.0
+"""The bounds of the time between two looks at the length of the history."""
+_CAPTURE_SECONDS = 10.0
+"""The longest that a recording waits for the end of a CUDA graph capture."""
+
+
+class Profiling:
+    """The profile that is being taken, at most one. For the reporter's thread."""
+
+    def __init__(
+        self,
+        heap: HeapReader,
+        recorder: Recorder,
+        sampler: Sampler,
+        *,
+        capturing: Callable[[], bool],
+        send: Callable[[Profile], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._heap = heap
+        self._recorder = recorder
+        self._sampler = sampler
+        self._capturing = capturing
+        self._send = send
+        self._clock = clock
+        self._command: Command | None = None
+        self._started_seconds = 0.0
+        self._recording: Recording | None = None
+        self._check_seconds = 0.0
+        self._profile: Profile | None = None
+        """A profile that is not sent yet."""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The id of the command whose profile is being taken."""
+        return () if self._command is None else (self._command.id,)
+
+    def start(self, command: Command) -> None:
+        """Start a profile, with the sampler's lock.
+
+        Raises:
+            CommandRefusedError: there is one already, the allocator has no snapshot or history, the user's code
+                records, or the interpreter would stand still for too long.
+        """
+        if self._command is not None:
+            if self._command.id == command.id:
+                return
+            raise CommandRefusedError("another profile of this process is being taken", ReasonCode.QUEUE_FULL)
+        started_seconds = self._clock()
+        records = command.duration_seconds > 0
+        if not command.force:
+            self._heap.require_short_pause(ENTRIES_ENOUGH if records else 0)
+        if records:
+            self._recording = Recording(self._heap, self._recorder, clock=self._clock)
+            self._check_seconds = self._clock() + _CHECK_SECONDS_MIN
+        else:
+            self._profile = live_profile(self._heap, command.id, "action")
+        self._command, self._started_seconds = command, started_seconds
+
+    def next_due_seconds(self) -> float | None:
+        """Return when to call `run_due`; None if nothing is being taken."""
+        if self._command is None:
+            return None
+        if self._recording is None:
+            return self._clock()
+        return min(self._check_seconds, self._end_seconds(self._recording, self._command))
+
+    def run_due(self) -> CommandResult | None:
+        """End the recording if it is time, and send the profile. Returns the result of the command, if it has one."""
+        command = self._command
+        if command is None:
+            return None
+        try:
+            if self._recording is not None and self._ends(self._recording, command):
+                recording, self._recording = self._recording, None
+                self._profile = self._finish(recording, command)
+            profile = self._profile
+            if profile is None:
+                return None
+            sent_id = self._send(replace(profile, step=self._sampler.step))
+        except CommandRefusedError as error:
+            return self._end(command, "refused", str(error), error.reason_code)
+        except (ExporterError, ConfigurationError, WireError, ValueError, OSError) as error:
+            return self._end(command, "failed", f"the profile was not sent: {error}", ReasonCode.PROFILE_NOT_SENT)
+        except Exception as error:  # noqa: BLE001 - an error of torch is this command's result
+            return self._end(command, "failed", f"{type(error).__name__}: {error}"[:500], ReasonCode.EXCEPTION)
+        return self._end(command, "done", "", None, sent_id)
+
+    def cancel(self, ids: Iterable[str]) -> CommandResult | None:
+        """Stop the profile of one of these commands, and return its result."""
+        command = self._command
+        if command is None or command.id not in ids:
+            return None
+        self.close()
+        return self._end(command, "refused", "the exporter withdrew the command", ReasonCode.CANCELLED)
+
+    def close(self) -> None:
+        """Stop the recording without a profile."""
+        recording, self._recording, self._command, self._profile = self._recording, None, None, None
+        if recording is not None:
+            with self._sampler.exclusively():
+                recording.cancel()
+
+    def _ends(self, recording: Recording, command: Command) -> bool:
+        """Whether the recording ends now. A capture delays it, because a snapshot may disturb the capture."""
+        now, end_seconds = self._clock(), self._end_seconds(recording, command)
+        entries = recording.entries()
+        if now < end_seconds and entries < ENTRIES_ENOUGH:
+            # The next look is before the history can be full, at the rate until now.
+            left = (ENTRIES_ENOUGH - entries) * (now - recording.started_seconds) / max(1, entries)
+            self._check_seconds = now + min(max(0.8 * left, _CHECK_SECONDS_MIN), _CHECK_SECONDS_MAX)
+            return False
+        if self._capturing() and now < end_seconds + _CAPTURE_SECONDS:
+            self._check_seconds = now + _CHECK_SECONDS_MIN
+            return False
+        return True
+
+    def _end_seconds(self, recording: Recording, command: Command) -> float:
+        return recording.started_seconds + min(command.duration_seconds, _DURATION_SECONDS_MAX)
+
+    def _finish(self, recording: Recording, command: Command) -> Profile:
+        with self._sampler.exclusively():
+            if self._capturing():
+                recording.cancel()
+                raise CommandRefusedError("a CUDA graph is being captured", ReasonCode.CUDA_GRAPH_CAPTURE)
+            return recording.finish(command.id, "action")
+
+    def _end(self, command: Command, outcome: str, reason: str, code: str | None, profile: str = "") -> CommandResult:
+        self._command = self._profile = self._recording = None
+        log.debug("profile %s: %s %s", command.id, outcome, reason)
+        return CommandResult(
+            command.id,
+            outcome,
+            reason,
+            code,
+            duration_seconds=self._clock() - self._started_seconds,
+            step=self._sampler.step,
+            thread_id=threading.get_native_id(),
+            profile=profile,
+        )

@@ -1,0 +1,95 @@
+"""Adds up allocations to the rows of a profile: by device, pool, stack and owner."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Tuple
+
+from gpumem_client.profile.blocks import Stacks, resting
+from gpumem_client.profile.history import Lifetime
+from gpumem_client.profile.model import Owner, Row
+
+_Key = Tuple[int, str, "int | None", "int | None"]
+"""Device, pool, stack, owner."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """One search for the owners of storages, and when it ran, in microseconds since the epoch."""
+
+    started_us: int
+    ended_us: int
+    addresses: Mapping[int, list[int]]
+    """By device index, sorted."""
+    owners: Mapping[tuple[int, int], Owner]
+
+    def owner(self, device: int, life: Lifetime) -> Owner | None:
+        """Return what holds a block, if the block lived during the whole search: else the name may be another's."""
+        if life.allocated_us > self.started_us or (life.freed_us is not None and life.freed_us < self.ended_us):
+            return None
+        addresses = self.addresses.get(device, [])
+        place = bisect_left(addresses, life.address)
+        if place < len(addresses) and addresses[place] < life.address + life.size_bytes:
+            return self.owners[device, addresses[place]]
+        return None
+
+
+class Rows:
+    """The rows of a profile, while allocations are added to them."""
+
+    def __init__(self, stacks: Stacks, namings: Iterable[Naming]) -> None:
+        self.owners: list[Owner] = []
+        self._stacks = stacks
+        self._namings = tuple(namings)
+        self._numbers: dict[Owner, int] = {}
+        self._rows: dict[_Key, list[int]] = {}
+
+    def add(
+        self,
+        index: int,
+        device: int,
+        lifetimes: Iterable[Lifetime],
+        unnamed: Callable[[Lifetime], str],
+        *,
+        live_at: int,
+        peak_at: int | None = None,
+    ) -> None:
+        """Add the allocations of one device: its index in the process, and in the profile.
+
+        `live_at` and `peak_at` are the indices of the entries after which they are counted. `unnamed` returns the kind
+        of owner of an allocation without a stack and without an owner.
+        """
+        for life in resting(lifetimes):
+            live = life.lived_at(live_at)
+            peak = peak_at is not None and life.lived_at(peak_at)
+            if not live and not peak:
+                continue
+            owner = next((owner for naming in self._namings if (owner := naming.owner(index, life))), None)
+            if owner is None and life.stack is None:
+                owner = Owner(unnamed(life))
+            number = None if owner is None else self._number(owner)
+            row = self._rows.setdefault((device, life.pool, life.stack, number), [0, 0, 0, 0])
+            if live:
+                row[0] += life.size_bytes
+                row[1] += 1
+            if peak:
+                row[2] += life.size_bytes
+                row[3] += 1
+
+    def add_rest(self, device: int, owner: Owner, size_bytes: int) -> None:
+        """Add bytes of blocks that are counted already."""
+        self._rows[device, "default", None, self._number(owner)] = [size_bytes, 0, 0, 0]
+
+    def finish(self, with_peak: frozenset[int]) -> tuple[Row, ...]:
+        """Return the rows. `with_peak` are the devices of the profile whose highest moment is known."""
+        return tuple(
+            Row(*key, *(sums if key[0] in with_peak else [*sums[:2], None, None])) for key, sums in self._rows.items()
+        )
+
+    def _number(self, owner: Owner) -> int:
+        number = self._numbers.setdefault(owner, len(self.owners))
+        if number == len(self.owners):
+            self.owners.append(owner)
+        return number

@@ -1,0 +1,125 @@
+"""The blocks of the allocator's heap, from torch's snapshot, and the stacks that were recorded with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from gpumem_client.profile.model import Frame
+from gpumem_client.wire.protocol import MAX_TEXT_LENGTH
+
+_Item = TypeVar("_Item")
+
+_WORK_SECONDS, _REST_SECONDS = 0.001, 0.0003
+_ITEMS = 32
+_PENDING = ("active_pending_free", "active_awaiting_free")
+
+
+def resting(items: Iterable[_Item]) -> Iterator[_Item]:
+    """Yield the items, and sleep regularly, so that the user's threads get the GIL after a millisecond."""
+    # A thread that waits for the GIL otherwise gets it after 5 ms only, each time that it has released it.
+    rested = time.perf_counter()
+    for number, item in enumerate(items):
+        yield item
+        if number % _ITEMS == 0 and time.perf_counter() - rested > _WORK_SECONDS:
+            time.sleep(_REST_SECONDS)
+            rested = time.perf_counter()
+
+
+class Stacks:
+    """The recorded stacks and their frames, each once. A stack is its number in `stacks`."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.stacks: list[tuple[int, ...]] = []
+        self._frame_numbers: dict[Frame, int] = {}
+        self._stack_numbers: dict[tuple[int, ...], int] = {}
+        self._seen: dict[tuple[int, ...], tuple[int, Sequence[Mapping[str, Any]]]] = {}
+        """By the ids of torch's frames, which are kept, so that the ids stay theirs."""
+
+    def number(self, frames: Sequence[Mapping[str, Any]]) -> int | None:
+        """Return the number of a stack in torch's form, innermost frame first; None if it is empty."""
+        if not frames:
+            return None
+        ids = tuple(map(id, frames))  # torch makes one object for equal frames of a snapshot
+        seen = self._seen.get(ids)
+        if seen is None:
+            seen = self._seen[ids] = self._add(frames), frames
+        return seen[0]
+
+    def _add(self, frames: Sequence[Mapping[str, Any]]) -> int:
+        stack = []
+        for each in frames:
+            text = str(each["name"])[:MAX_TEXT_LENGTH], str(each["filename"])[-MAX_TEXT_LENGTH:]
+            frame = Frame(*text, int(each["line"]))
+            number = self._frame_numbers.setdefault(frame, len(self.frames))
+            if number == len(self.frames):
+                self.frames.append(frame)
+            stack.append(number)
+        number = self._stack_numbers.setdefault(tuple(stack), len(self.stacks))
+        if number == len(self.stacks):
+            self.stacks.append(tuple(stack))
+        return number
+
+
+class Block(NamedTuple):
+    """One block in use."""
+
+    size_bytes: int
+    requested_bytes: int
+    pool: str
+    """`default` or `private`."""
+    stack: int | None
+
+
+@dataclass
+class DeviceBlocks:
+    """The blocks of one device at the time of a snapshot, by address."""
+
+    allocated: dict[int, Block] = field(default_factory=dict)
+    pending: dict[int, Block] = field(default_factory=dict)
+    """Freed blocks that another stream still uses. Torch does not count them as allocated."""
+    classic_segments: dict[int, int] = field(default_factory=dict)
+    """The bytes of the segments that are not expandable."""
+    segments: int = 0
+    reserved_bytes: int = 0
+    fragmented_bytes: int | None = None
+    """Free bytes of segments that blocks in use keep from the driver."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What torch counts as allocated."""
+        return sum(block.size_bytes for block in self.allocated.values())
+
+
+def read_blocks(segments: list[dict[str, Any]], stacks: Stacks) -> dict[int, DeviceBlocks]:
+    """Return the blocks of each device index, from the result of torch's snapshot. Empties the list."""
+    devices: dict[int, DeviceBlocks] = {}
+    # A long list that is freed at once stops the interpreter for some milliseconds.
+    for segment in resting(_consumed(segments)):
+        device = devices.setdefault(segment["device"], DeviceBlocks())
+        device.segments += 1
+        device.reserved_bytes += segment["total_size"]
+        if not segment.get("is_expandable"):
+            device.classic_segments[segment["address"]] = segment["total_size"]
+        pool = pool_name(segment.get("segment_pool_id"))
+        for block in resting(_consumed(segment["blocks"])):
+            state = block["state"]
+            if state == "inactive":
+                continue
+            blocks = device.pending if state in _PENDING else device.allocated
+            requested = block.get("requested_size") or block["size"]
+            blocks[block["address"]] = Block(block["size"], requested, pool, stacks.number(block.get("frames", ())))
+    return devices
+
+
+def pool_name(pool_id: Sequence[int] | None) -> str:
+    """Return the name of a pool for a row."""
+    return "private" if pool_id is not None and tuple(pool_id) != (0, 0) else "default"
+
+
+def _consumed(items: list[_Item]) -> Iterator[_Item]:
+    while items:
+        yield items.pop()

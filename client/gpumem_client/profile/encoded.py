@@ -1,0 +1,107 @@
+"""Encodes a profile for the exporter: JSON as gzip, within the limits of `model`."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+from gpumem_client.profile.blocks import resting
+from gpumem_client.profile.model import FORMAT, MAX_COMPRESSED_BYTES, MAX_DOCUMENT_BYTES, Owner, Profile, Row
+from gpumem_client.wire.protocol import ProcessIdentity, to_wire
+
+_GZIP = 31
+_ROWS_MAX = 50_000
+_LISTS_MAX, _VALUES_MAX = 200_000, 1_000_000
+"""The most lists and values that the exporter reads."""
+_LEAST_SHRINKING = 0.8
+
+
+def encode(profile: Profile, process: ProcessIdentity) -> bytes:
+    """Return the document as gzip. If it is too long, the smallest rows are merged until it fits."""
+    kept = min(len(profile.rows), _ROWS_MAX)
+    while True:
+        text = _text(_document(with_rows(profile, kept), process))
+        compressor = zlib.compressobj(6, zlib.DEFLATED, _GZIP)
+        body = compressor.compress(text) + compressor.flush()
+        excess = max(
+            len(body) / MAX_COMPRESSED_BYTES,
+            len(text) / MAX_DOCUMENT_BYTES,
+            (text.count(b"[") + text.count(b"{")) / _LISTS_MAX,
+            text.count(b",") / _VALUES_MAX,
+        )
+        if excess <= 1 or kept == 0:
+            return body
+        kept = int(kept * min(_LEAST_SHRINKING, 0.9 / excess))
+
+
+def with_rows(profile: Profile, kept: int) -> Profile:
+    """Return the profile with its `kept` largest rows; the others are one row of the kind `merged` on each device."""
+    if kept >= len(profile.rows):
+        return profile
+    rows = sorted(profile.rows, key=lambda row: max(row.live_bytes, row.peak_bytes or 0), reverse=True)
+    owners = [*profile.owners, Owner("merged")]
+    merged: dict[int, Row] = {}
+    for row in resting(rows[kept:]):
+        before = merged.get(row.device, Row(row.device, row.pool, None, len(owners) - 1, 0, 0, None, None))
+        merged[row.device] = before._replace(
+            pool=row.pool if row.pool == before.pool else "default",
+            live_bytes=before.live_bytes + row.live_bytes,
+            live_blocks=before.live_blocks + row.live_blocks,
+            peak_bytes=_sum(before.peak_bytes, row.peak_bytes),
+            peak_blocks=_sum(before.peak_blocks, row.peak_blocks),
+        )
+    return _without_unused(replace(profile, rows=(*rows[:kept], *merged.values()), owners=tuple(owners)))
+
+
+def _sum(first: int | None, second: int | None) -> int | None:
+    return second if first is None else first if second is None else first + second
+
+
+def _without_unused(profile: Profile) -> Profile:
+    """Return the profile without the stacks, frames and owners that no row has."""
+    stacks = _used(row.stack for row in profile.rows)
+    owners = _used(row.owner for row in profile.rows)
+    frames = _used(number for stack in stacks for number in profile.stacks[stack])
+    return replace(
+        profile,
+        rows=tuple(
+            row._replace(
+                stack=None if row.stack is None else stacks[row.stack],
+                owner=None if row.owner is None else owners[row.owner],
+            )
+            for row in resting(profile.rows)
+        ),
+        stacks=tuple(tuple(frames[number] for number in profile.stacks[stack]) for stack in resting(stacks)),
+        frames=tuple(profile.frames[frame] for frame in frames),
+        owners=tuple(profile.owners[owner] for owner in owners),
+    )
+
+
+def _used(numbers: Iterable[int | None]) -> dict[int, int]:
+    """Return the new number of each number, in the order in which they appear."""
+    used: dict[int, int] = {}
+    for number in resting(numbers):
+        if number is not None:
+            used.setdefault(number, len(used))
+    return used
+
+
+def _document(profile: Profile, process: ProcessIdentity) -> dict[str, Any]:
+    document: dict[str, Any] = {field.name: getattr(profile, field.name) for field in fields(profile)}
+    devices = [{field.name: getattr(device, field.name) for field in fields(device)} for device in profile.devices]
+    return {"format": FORMAT, "process": to_wire(process), **document, "devices": devices}
+
+
+def _text(document: dict[str, Any]) -> bytes:
+    """Return the document as JSON. Encoding it at once would keep the GIL for its whole length."""
+    encode_item = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+    members = []
+    for name, value in document.items():
+        parts = isinstance(value, (list, tuple))
+        text = "[" + ",".join(encode_item(item) for item in resting(value)) + "]" if parts else encode_item(value)
+        members.append(f'"{name}":{text}')
+    # File names that are not UTF-8 are surrogates here. JSON may not have them.
+    return f"{{{','.join(members)}}}".encode("utf-8", "replace")

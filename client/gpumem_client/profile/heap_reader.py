@@ -1,0 +1,126 @@
+"""Reads what a profile needs of torch's allocator: blocks, history, rules and owners. Measures the pauses."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from gpumem_client import torch_access
+from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.allocator.reclaimable import known
+from gpumem_client.profile.aggregate import Naming
+from gpumem_client.profile.blocks import DeviceBlocks, Stacks, read_blocks
+from gpumem_client.profile.history import SplitRules
+from gpumem_client.profile.model import ProfiledDevice
+from gpumem_client.profile.owners import Named, name_storages
+from gpumem_client.wire.errors import CommandRefusedError
+from gpumem_client.wire.protocol import ReasonCode
+
+PAUSE_SECONDS_MAX = 1.0
+_BLOCK_SECONDS, _ENTRY_SECONDS = 2e-6, 5e-6
+_NAMING_SECONDS = 2.0
+_Result = TypeVar("_Result")
+
+
+class HeapReader:
+    """Reads one process' allocator, in the reporter's thread.
+
+    `name` is `profile.owners.name_storages`.
+    """
+
+    def __init__(self, torch: Any, allocator: Allocator, *, name: Callable[..., Named] = name_storages) -> None:
+        self.torch = torch
+        self._allocator = allocator
+        self._name = name
+        self.pause_seconds = 0.0
+        """The longest time that the interpreter has stood still since this was set to 0."""
+
+    def blocks(self, stacks: Stacks) -> dict[int, DeviceBlocks]:
+        """Return the blocks of each device whose UUID is known.
+
+        Raises:
+            CommandRefusedError: this allocator has no snapshot.
+        """
+        segments = self._read(torch_access.snapshot_segments)
+        heaps = self._allocator.heaps(segments)
+        devices = read_blocks(segments, stacks)
+        for index, device in devices.items():
+            returnable = heaps[index].returnable_bytes
+            if returnable is not None:
+                device.fragmented_bytes = device.reserved_bytes - device.allocated_bytes - returnable
+        return {index: device for index, device in sorted(devices.items()) if self._allocator.uuid(index)}
+
+    def traces(self) -> list[list[dict[str, Any]]]:
+        """Return the recorded history of each device, oldest entry first.
+
+        Raises:
+            CommandRefusedError: this allocator has no snapshot.
+        """
+        return self._read(torch_access.snapshot_traces)
+
+    def naming(self) -> tuple[Naming, tuple[str, ...]]:
+        """Search for the owners of all storages. Returns also notes about what could not be seen."""
+        started_us = time.time_ns() // 1000
+        named = self._name(self.torch, max_seconds=_NAMING_SECONDS)
+        addresses: dict[int, list[int]] = {}
+        for index, address in sorted(named.owners):
+            addresses.setdefault(index, []).append(address)
+        return Naming(started_us, time.time_ns() // 1000, addresses, named.owners), named.notes
+
+    def profiled(self, index: int, blocks: DeviceBlocks) -> ProfiledDevice:
+        """Return a device with the bytes of its blocks."""
+        return ProfiledDevice(
+            uuid=self._allocator.uuid(index),
+            allocated_bytes=blocks.allocated_bytes,
+            reserved_bytes=blocks.reserved_bytes,
+            segments=blocks.segments,
+            fragmented_bytes=blocks.fragmented_bytes,
+        )
+
+    def uuid(self, index: int) -> str:
+        """Return the UUID of a device."""
+        return self._allocator.uuid(index)
+
+    def split_rules(self, index: int) -> SplitRules:
+        """Return the rules for the sizes of blocks that the allocator's settings set."""
+        settings = self._allocator.settings.replace(" ", "")
+        most = (self._allocator.state(index) or {}).get("max_split_size", -1)
+        return SplitRules(
+            expandable=re.search(r"\bexpandable_segments:True\b", settings, re.IGNORECASE) is not None,
+            max_split_bytes=most if most > 0 else None,
+            known="roundup_power2_divisions" not in settings,
+        )
+
+    def entries(self) -> int:
+        """Return how many entries a recording would have written since the process started, of all devices."""
+        counted = (self._allocator.allocations(index) or (0, 0) for index in self._allocator.devices())
+        return sum(allocated + 2 * freed for allocated, freed in counted)
+
+    def require_short_pause(self, entries: int) -> None:
+        """Check how long the snapshots, with this number of entries, would stop the interpreter.
+
+        Raises:
+            CommandRefusedError: it would be longer than `PAUSE_SECONDS_MAX`.
+        """
+        states = [self._allocator.state(index) for index in self._allocator.devices()]
+        blocks = sum(known(state, name) or 0 for state in states for name in ("active", "inactive_split"))
+        seconds = max(blocks * _BLOCK_SECONDS, entries * _ENTRY_SECONDS)
+        if seconds > PAUSE_SECONDS_MAX:
+            raise CommandRefusedError(
+                f"a snapshot of {blocks:,} blocks would stop the interpreter for about {seconds:.1f} s;"
+                " use force to accept that",
+                ReasonCode.TOO_MANY_BLOCKS,
+            )
+
+    def _read(self, snapshot: Callable[..., _Result]) -> _Result:
+        try:
+            return snapshot(self.torch, self._paused)
+        except (AttributeError, RuntimeError) as error:
+            raise CommandRefusedError(
+                f"this allocator has no snapshot: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
+            ) from None
+
+    def _paused(self, seconds: float) -> None:
+        self.pause_seconds = max(self.pause_seconds, seconds)

@@ -1,0 +1,147 @@
+"""A profile of the moment of an out-of-memory error, from a recording that is always on.
+
+Torch's handler only notes the error. The reporter's thread follows the history back from its own snapshot to the entry
+of the error, so it knows also the blocks that the error has freed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gpumem_client.guest_safety import log
+from gpumem_client.profile.aggregate import Rows
+from gpumem_client.profile.blocks import DeviceBlocks, Stacks
+from gpumem_client.profile.heap_reader import HeapReader
+from gpumem_client.profile.history import BEFORE, REST_BYTES_MAX, Lifetime, between_snapshots, read_history
+from gpumem_client.profile.model import Owner, Profile, ProfiledDevice
+from gpumem_client.profile.recorder import Recorder
+from gpumem_client.wire.protocol import OutOfMemory
+
+_EVERY_SECONDS = 60.0
+"""A search for a batch size runs out of memory many times."""
+_LATE_US = 100_000
+"""The handler runs at most this long after the entry of the error was written."""
+
+
+class _Error(NamedTuple):
+    device: int
+    oom: OutOfMemory
+    noted_us: int
+    noted_seconds: float
+
+
+class OomMoments:
+    """The errors that get a profile. `note` is for any thread, the rest for the reporter's.
+
+    The standing recording of `recorder` must be on.
+
+    Raises:
+        CommandRefusedError: this allocator has no snapshot.
+    """
+
+    def __init__(self, heap: HeapReader, recorder: Recorder, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._heap = heap
+        self._recorder = recorder
+        self._clock = clock
+        self._error: _Error | None = None
+        self._next_seconds = float("-inf")
+        self._before = heap.blocks(Stacks())
+        """What is older than the recording has no stack here; it starts right before."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an error has no profile yet, until `done`."""
+        return self._error is not None
+
+    def done(self) -> None:
+        """Forget the error that waits, because its profile was sent, or cannot be taken."""
+        self._error = None
+
+    def note(self, index: int, oom: OutOfMemory) -> None:
+        """Note an error of a device in the allocating thread, in a few microseconds."""
+        now = self._clock()
+        if self._recorder.standing and now >= self._next_seconds:
+            self._next_seconds = now + _EVERY_SECONDS
+            self._error = _Error(index, oom, time.time_ns() // 1000, now)
+
+    def take(self) -> Profile | None:
+        """Return the profile of the error that waits; None if its entry was overwritten already.
+
+        Raises:
+            CommandRefusedError: this allocator has no snapshot.
+        """
+        error = self._error
+        if error is None or not self._recorder.standing:
+            return None
+        heap, stacks = self._heap, Stacks()
+        heap.pause_seconds = 0.0
+        end = heap.blocks(stacks).get(error.device)
+        traces = heap.traces()
+        naming, notes = heap.naming()
+        later = heap.blocks(Stacks()).get(error.device, DeviceBlocks())
+        entries = between_snapshots(traces[error.device], from_first=False) or ()
+        at = _place(error, entries)
+        if end is None or at is None:
+            log.debug("no profile of out-of-memory error %d: its entry was overwritten", error.oom.number)
+            return None
+        history = read_history(entries, end, stacks, heap.split_rules(error.device))
+        lifetimes = [life for life in history.lifetimes if life.lived_at(at)]
+        for life in lifetimes:
+            block = later.allocated.get(life.address)
+            if life.freed_at is None and (block is None or block.requested_bytes != life.requested_bytes):
+                life.freed_us = 0  # at an unknown time, perhaps before the search for owners
+        rows = Rows(stacks, [naming])
+        rows.add(error.device, 0, lifetimes, functools.partial(self._unnamed, error.device), live_at=at)
+        allocated_bytes = sum(life.size_bytes for life in lifetimes)
+        rest = _rest(error, lifetimes, allocated_bytes)
+        if rest:
+            rows.add_rest(0, Owner("unseen", "rounded up by the allocator"), rest)
+        elif allocated_bytes != getattr(error.oom.sample, "allocated_bytes", None):
+            notes = (*notes, "other threads allocated or freed memory while the error was raised")
+        device = ProfiledDevice(
+            uuid=error.oom.uuid,
+            allocated_bytes=allocated_bytes + rest,
+            reserved_bytes=getattr(error.oom.sample, "reserved_bytes", None),
+        )
+        return Profile(
+            id=os.urandom(8).hex(),
+            cause="out_of_memory",
+            devices=(device,),
+            rows=rows.finish(frozenset()),
+            stacks=tuple(stacks.stacks),
+            frames=tuple(stacks.frames),
+            owners=tuple(rows.owners),
+            oom_number=error.oom.number,
+            age_seconds=self._clock() - error.noted_seconds,
+            pause_seconds=heap.pause_seconds,
+            step=error.oom.step,
+            notes=notes,
+        )
+
+    def _unnamed(self, index: int, life: Lifetime) -> str:
+        block = self._before.get(index, DeviceBlocks()).allocated.get(life.address)
+        before = block is not None and block.requested_bytes == life.requested_bytes
+        return "before" if before and life.allocated_at == BEFORE else "backward"
+
+
+def _place(error: _Error, entries: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the index of the entry of the error."""
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        if entry["action"] == "oom" and entry.get("time_us", 0) <= error.noted_us:
+            return index if error.noted_us - entry.get("time_us", 0) < _LATE_US else None
+    return None
+
+
+def _rest(error: _Error, lifetimes: Sequence[Lifetime], allocated_bytes: int) -> int:
+    """Return the bytes of blocks that are larger than requested by an amount that the history does not show.
+
+    These are blocks that were allocated before its first entry, and freed after the error.
+    """
+    unsure = sum(life.allocated_at == BEFORE and life.freed_at is not None for life in lifetimes)
+    missing = (getattr(error.oom.sample, "allocated_bytes", None) or 0) - allocated_bytes
+    return missing if 0 < missing <= unsure * REST_BYTES_MAX else 0

@@ -1,0 +1,83 @@
+"""Turns the recording of the allocator's history on and off, and leaves a recording of the user's code alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpumem_client import torch_access
+from gpumem_client.guest_safety import log
+from gpumem_client.wire.errors import CommandRefusedError
+from gpumem_client.wire.protocol import ReasonCode
+
+ENTRIES_MAX = 100_000
+"""The longest history of a recording on each device. A snapshot of it keeps the GIL for half a second."""
+STANDING_ENTRIES_MAX = 20_000
+"""The longest history of the standing recording: 6 MiB of the host's memory."""
+
+
+class Recorder:
+    """The client's recordings: a standing one, and one for a profile. One thread must make all calls."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._standing = False
+        self._on = False
+
+    @property
+    def on(self) -> bool:
+        """Whether a recording of the client is on. False if the user's code has stopped it."""
+        return self._on and torch_access.history_is_recorded(self._torch)
+
+    @property
+    def standing(self) -> bool:
+        """Whether there is a history, of the standing recording or of another one of the client."""
+        return self._standing and self.on
+
+    def start_standing(self) -> bool:
+        """Record from now on, until `close`. Returns False if the user's code records.
+
+        Raises:
+            CommandRefusedError: this allocator cannot record.
+        """
+        if torch_access.history_is_recorded(self._torch):
+            return False
+        self._start(STANDING_ENTRIES_MAX)
+        self._standing = True
+        return True
+
+    def start(self) -> None:
+        """Record for a profile. The history starts now.
+
+        Raises:
+            CommandRefusedError: the user's code records, or this allocator cannot record.
+        """
+        if not self.on and torch_access.history_is_recorded(self._torch):
+            raise CommandRefusedError(
+                "the program records the allocator's history itself; a profile without a recording shows its stacks",
+                ReasonCode.HISTORY_RECORDED,
+            )
+        self._start(ENTRIES_MAX)
+
+    def end(self) -> None:
+        """End the recording for a profile. The standing recording continues with a new history."""
+        if self.standing:
+            self._start(STANDING_ENTRIES_MAX)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """End all recordings of the client."""
+        if self.on:
+            torch_access.stop_history(self._torch)
+            log.debug("the recording of the allocator's history ends")
+        self._on = self._standing = False
+
+    def _start(self, entries_max: int) -> None:
+        try:
+            torch_access.start_history(self._torch, entries_max)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            raise CommandRefusedError(
+                f"this allocator cannot record its history: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
+            ) from None
+        self._on = True
+        log.debug("a recording of the allocator's history starts, with %d entries", entries_max)

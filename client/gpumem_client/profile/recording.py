@@ -1,0 +1,111 @@
+"""A profile with a recording: what is allocated at its end, and at its highest moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from gpumem_client.profile.aggregate import Naming, Rows
+from gpumem_client.profile.blocks import DeviceBlocks, Stacks
+from gpumem_client.profile.heap_reader import HeapReader
+from gpumem_client.profile.history import BEFORE, History, Lifetime, between_snapshots, living, read_history
+from gpumem_client.profile.model import Profile
+from gpumem_client.profile.recorder import Recorder
+from gpumem_client.wire.errors import CommandRefusedError
+from gpumem_client.wire.protocol import ReasonCode
+
+ENTRIES_ENOUGH = 60_000
+"""A recording ends early with this number of entries, so that its history is complete."""
+_AT_END = 1 << 62
+"""An index after the last entry."""
+
+
+class Recording:
+    """One recording, from its creation to `finish` or `cancel`. One thread must make all calls.
+
+    Raises:
+        CommandRefusedError: the user's code records, or this allocator cannot record.
+    """
+
+    def __init__(self, heap: HeapReader, recorder: Recorder, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._heap = heap
+        self._recorder = recorder
+        self._clock = clock
+        self._stacks = Stacks()
+        heap.pause_seconds = 0.0
+        recorder.start()
+        self.started_seconds = clock()
+        self._entries_before = heap.entries()
+        self._early_naming: Naming | None = None
+        try:
+            self._start = heap.blocks(self._stacks)
+            self._early_naming, self._notes = heap.naming()
+        except BaseException:
+            recorder.end()
+            raise
+
+    def entries(self) -> int:
+        """Return the number of entries since the start."""
+        return self._heap.entries() - self._entries_before
+
+    def cancel(self) -> None:
+        """End the recording without a profile."""
+        self._recorder.end()
+
+    def finish(self, profile_id: str, cause: str) -> Profile:
+        """End the recording, and return its profile.
+
+        Raises:
+            CommandRefusedError: the user's code has stopped the recording.
+        """
+        heap = self._heap
+        try:
+            if not self._recorder.on:
+                raise CommandRefusedError("the program has stopped the recording", ReasonCode.HISTORY_RECORDED)
+            naming, notes = heap.naming()
+            recorded_seconds = self._clock() - self.started_seconds
+            devices = heap.blocks(self._stacks)
+            traces = heap.traces()
+        finally:
+            self._recorder.end()
+        rows = Rows(self._stacks, [each for each in (naming, self._early_naming) if each is not None])
+        profiled, with_peak = [], []
+        for number, (index, blocks) in enumerate(devices.items()):
+            history = self._history(index, blocks, traces)
+            peak_bytes, peak_at = history.highest() if history.exact else (None, None)
+            if peak_at is not None:
+                with_peak.append(number)
+            rows.add(index, number, history.lifetimes, _unnamed, live_at=_AT_END, peak_at=peak_at)
+            profiled.append(replace(heap.profiled(index, blocks), peak_bytes=peak_bytes))
+        if len(with_peak) < len(devices):
+            notes = (*notes, "the highest moment is not known, because the recorded history is not complete")
+        return Profile(
+            id=profile_id,
+            cause=cause,
+            devices=tuple(profiled),
+            rows=rows.finish(frozenset(with_peak)),
+            stacks=tuple(self._stacks.stacks),
+            frames=tuple(self._stacks.frames),
+            owners=tuple(rows.owners),
+            recorded_seconds=round(recorded_seconds, 3),
+            pause_seconds=heap.pause_seconds,
+            notes=tuple(dict.fromkeys((*self._notes, *notes))),
+        )
+
+    def _history(self, index: int, blocks: DeviceBlocks, traces: list[list[dict[str, Any]]]) -> History:
+        entries = between_snapshots(traces[index] if index < len(traces) else (), from_first=True)
+        start = self._start.get(index, DeviceBlocks())
+        if entries is not None:
+            return read_history(entries, blocks, self._stacks, self._heap.split_rules(index), start)
+        # The first entries were overwritten. What is allocated now is known all the same.
+        lifetimes = living(blocks, start)
+        for life in lifetimes:
+            life.allocated_at = BEFORE if not life.allocated_us else 0
+        return History(lifetimes, exact=False)
+
+
+def _unnamed(life: Lifetime) -> str:
+    # Autograd's threads have no Python stack.
+    return "before" if life.allocated_at == BEFORE else "backward"
