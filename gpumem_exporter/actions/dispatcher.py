@@ -419,7 +419,9 @@ class Dispatcher:
             if result is None and dry_run and not starting:
                 result = CommandResult(action_id, DRY_RUN_OUTCOMES["terminate"], "", ReasonCode.WOULD_TERMINATE)
         else:
-            result = self._engines.refusal(running, target.reporter, snapshot)
+            result = self._engines.no_engine(action_id, target) or self._engines.refusal(
+                running, target.reporter, snapshot
+            )
         if result is None and dry_run and starting:
             result = self._engine_starts.refusal(running, starting, snapshot)
         if result is not None:

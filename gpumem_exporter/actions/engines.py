@@ -130,6 +130,13 @@ class EngineMemory:
             return CommandResult(running.action.id, "refused", lacking, ReasonCode.DEVICE_MEMORY_SHORT)
         return None
 
+    def no_engine(self, action_id: str, target: OutsideTarget) -> CommandResult | None:
+        """Return the result for a process that is no engine that the exporter knows; None for any other."""
+        if self._engines.is_engine(target):
+            return None
+        reason = f"{target.title or target} is not an engine that the exporter can speak with"
+        return CommandResult(action_id, "unsupported", reason, ReasonCode.NO_ENGINE)
+
     async def act(self, running: RunningAction, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
         """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
         action_id, target = running.action.id, part.target
@@ -285,7 +292,7 @@ def unmapped_bytes(process: ReportingProcess | None) -> list[tuple[str, int]]:
 
 
 class NoEngines:
-    """Finds no engine."""
+    """Knows no engine."""
 
     def is_engine(self, _target: OutsideTarget) -> bool:
         """Return False."""
