@@ -53,6 +53,7 @@ class Sglang:
             "sglang",
             version=text(vars(sys.modules["sglang"]).get("__version__")),
             model=text(getattr(arguments, "served_model_name", None)) or text(getattr(arguments, "model_path", None)),
+            measures=not _ready(scheduler),
             ready=_ready(scheduler),
         )
         if not facts.ready:
@@ -76,7 +77,7 @@ class Sglang:
 
 
 def _ready(scheduler: Any) -> bool:
-    """Return whether the scheduler has its queues, which it makes after the model and the cache."""
+    """Return whether the scheduler has its queues, which it makes after the model, the cache and the graphs."""
     return hasattr(scheduler, "running_batch") and hasattr(scheduler, "waiting_queue")
 
 

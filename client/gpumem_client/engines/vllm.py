@@ -45,8 +45,6 @@ _BLOCKS_MAX = 300_000
 class Vllm:
     """The engine. One thread calls `look`; any thread may call `read` and `segment_components`."""
 
-    name = "vllm"
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._objects = LiveObjects(_METHODS, clock)
@@ -73,7 +71,7 @@ class Vllm:
         measures = None if worker is None else _measures(worker)
         scheduler = getattr(core, "scheduler", None)
         facts = EngineFacts(
-            self.name,
+            "vllm",
             version=text(vars(sys.modules["vllm"]).get("__version__")),
             model=_model(getattr(core or worker, "vllm_config", None)),
             measures=measures,
@@ -116,9 +114,11 @@ class Vllm:
 
     def _count_evictable(self, pool: Any) -> None:
         """Count the blocks that no request uses and that have the tokens of an earlier request."""
-        # vLLM counts them nowhere. Its dictionary of cached blocks has those in use, too.
-        state = pool.free_block_queue.num_free_blocks, len(pool.cached_block_hash_to_block)
-        if state == self._counted_state or not pool.enable_caching:
+        # vLLM counts them nowhere: its dictionary of cached blocks has those in use, too.
+        free = pool.free_block_queue.num_free_blocks
+        state = free, len(pool.cached_block_hash_to_block)
+        unchanged = state == self._counted_state and free == pool.num_gpu_blocks - 1  # while no block is in use
+        if unchanged or not pool.enable_caching:
             return
         self._evictable = self._counted_state = None
         if pool.num_gpu_blocks > _BLOCKS_MAX:
@@ -146,7 +146,7 @@ def _held(worker: Any) -> Mapping[int, Mapping[str, int]]:
         return {}
     held = {index: {"kv_cache": size} for index, size in torch_access.storage_bytes(torch, runner.kv_caches).items()}
     weights, device = getattr(runner, "model_memory_usage", None), getattr(worker.device, "index", None)
-    if isinstance(weights, int) and device is not None:
+    if isinstance(weights, int) and weights >= 0 and device is not None:
         held.setdefault(device, {})["weights"] = weights
     return held
 
