@@ -339,7 +339,8 @@ class Dispatcher:
     def finish_if_complete(self, running: RunningAction) -> None:
         """End an action whose parts all have a result."""
         if running.complete and not running.action.finished:
-            self._engines.settle(running, self._call_later or asyncio.get_running_loop().call_later)
+            if running.action.action in ENGINE_ACTIONS:
+                self._engines.settle(running, self._call_later or asyncio.get_running_loop().call_later)
             action = running.finish(self._clock())
             self._actions.finish(action)
             self._on_finished(action)

@@ -2,20 +2,21 @@
 
 Source: sglang 0.5.23, srt/entrypoints/http_server.py, srt/entrypoints/v1_loads.py, srt/utils/auth.py and
 srt/managers/scheduler_components/weight_updater.py. A second release, and the resume of memory that was not released,
-end its scheduler, and no route says what is released. So the exporter acts only if the process reports that.
+end its scheduler, and no route says what is released. So the exporter acts only if the process reports whether memory
+is released, and resumes only what the exporter itself has released since its start.
 """
 
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 
 from gpumem_client.wire.protocol import ReasonCode
 from gpumem_exporter.actions.engines import Activity, EngineRefusedError
 from gpumem_exporter.engines.adapter import Server, document, expect
 
-_TAGS = {"kv_cache": "kv_cache", "weights": "weights", "cuda_graphs": "cuda_graph"}
-"""The engine's tags by component."""
+_MAX_REMEMBERED = 1024
 _ABORT_SECONDS = 15.0
 _LOOK_SECONDS = 0.25
 
@@ -28,6 +29,10 @@ class Sglang:
     port = 30000
     alone = False
 
+    def __init__(self) -> None:
+        self._released: OrderedDict[int, list[str]] = OrderedDict()
+        """What the exporter has released, by the inode of the server's socket."""
+
     def authorize(self, server: Server) -> Mapping[str, str]:
         """Return the key of its command line: the administrator's if there is one."""
         key = server.program.option("--admin-api-key") or server.program.option("--api-key")
@@ -35,7 +40,7 @@ class Sglang:
 
     def activity(self, server: Server) -> Activity:
         """Return whether the process reports released memory, and the requests of all data-parallel ranks."""
-        asleep = bool(_asleep(server))
+        asleep = _asleep(server)
         path = "/v1/loads?include=core"
         loads = document(server, expect(server, server.get(path), path, flag="SGLang 0.5 or newer"), path).get("loads")
         counts = [
@@ -53,6 +58,9 @@ class Sglang:
         path = "/release_memory_occupation"
         tags = [tag for tag in ("kv_cache", "weights") if tag != keep]
         expect(server, server.post(path, {"tags": tags}), path)
+        self._released[server.listener.inode] = tags
+        while len(self._released) > _MAX_REMEMBERED:
+            self._released.popitem(last=False)
 
     def _abort_requests(self, server: Server) -> None:
         """Abort all requests, and wait until there are none: a release beside a request ends the scheduler."""
@@ -66,16 +74,21 @@ class Sglang:
             time.sleep(_LOOK_SECONDS)
 
     def resume(self, server: Server) -> None:
-        """Take again what the process reports as released."""
+        """Take again what the exporter has released."""
         path = "/resume_memory_occupation"
-        tags = [_TAGS[name] for name in _asleep(server) if name in _TAGS]
-        if not tags:
-            raise EngineRefusedError(ReasonCode.ENGINE_FAILED, "SGLang: its report does not show what is released")
+        tags = self._released.get(server.listener.inode)
+        if tags is None:
+            reason = (
+                f"this exporter has not released the memory of SGLang since its start, and to resume other memory "
+                f"would end SGLang: use its own route {path}"
+            )
+            raise EngineRefusedError(ReasonCode.ENGINE_NOT_ENABLED, reason, outcome="unsupported")
         expect(server, server.post(path, {"tags": tags}), path)
+        del self._released[server.listener.inode]
 
 
-def _asleep(server: Server) -> set[str]:
-    """Return the components with released memory, `other` if they are not known."""
+def _asleep(server: Server) -> bool:
+    """Return whether the process reports released memory."""
     samples = server.reporter.report.devices if server.reporter is not None else ()
     known = [sample for sample in samples if sample.unmapped_bytes is not None]
     if not known:
@@ -84,5 +97,4 @@ def _asleep(server: Server) -> set[str]:
             "--enable-memory-saver below gpumem-run, so that its process reports"
         )
         raise EngineRefusedError(ReasonCode.ENGINE_NOT_ENABLED, reason, outcome="unsupported")
-    names = {name for sample in known for name, size in sample.component_unmapped_bytes.items() if size}
-    return names or ({"other"} if any(sample.unmapped_bytes for sample in known) else set())
+    return any(sample.unmapped_bytes for sample in known)
