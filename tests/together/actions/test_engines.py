@@ -12,7 +12,9 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import Program
+from tests.support.acting_as import needs_root
 from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.local_users import LocalUser
 from tests.support.running_command import run_command
 from tests.support.waiting import wait_for
 
@@ -151,9 +153,26 @@ def test_another_process_is_no_engine_and_a_cancelled_wait_does_nothing(
         assert [row["pid"] for row in every["results"]] == [engine.pid]
     engine.set_requests(1)
     before = node.books().used_by(engine.pid)
-    request = {"target": {"pid": engine.pid}, "wait_idle_seconds": 120, "wait_seconds": 0}
+    request: dict[str, Any] = {"target": {"pid": engine.pid}, "wait_idle_seconds": 120, "wait_seconds": 0}
     waiting = exporter.act("release_memory", expect=202, **request)
     path = f"/api/v1/actions/{waiting['id']}"
     exporter.request("DELETE", path)
     wait_for(lambda: exporter.get(path)["state"] == "cancelled", "the end of the wait")
     assert node.books().used_by(engine.pid) == before
+
+
+@needs_root
+def test_another_user_reaches_no_engine_of_root(
+    node: EmulatedNode, engine: Engine, start_exporter: StartExporter, exporter: ExporterProcess
+) -> None:
+    before = node.books().used_by(engine.pid)
+    eve = LocalUser(1002)
+    try:
+        for action in ("release_memory", "resume_memory"):
+            document = {"action": action, "target": {"pid": engine.pid}, "force": True}
+            assert eve.request(exporter.tcp_url, "POST", "/api/v1/actions", document).status == 403
+    finally:
+        eve.close()
+    assert node.books().used_by(engine.pid) == before
+    cautious = start_exporter(node, *QUICK)  # by default, neither is allowed
+    assert "--action.allow" in str(cautious.act("release_memory", target={"all": True}, expect=403))
