@@ -8,12 +8,13 @@ what the engine says.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 from gpumem_client.wire.protocol import CommandResult, ReasonCode
 from gpumem_client.wire.units import human_bytes
@@ -106,7 +107,7 @@ class EngineMemory:
         self._clock = clock
         self._poll_soon = poll_soon
         self._changed = changed
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="gpumem-engine")
+        self._threads = asyncio.Semaphore(_THREADS)
         self._turns: defaultdict[int | None, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(_CALLS_OF_OWNER)
         )
@@ -186,10 +187,9 @@ class EngineMemory:
 
     async def _call(self, target: OutsideTarget, function: Callable[[], T]) -> T:
         """Run a function that blocks in a thread, in the turn of the target's owner."""
-        turns = self._turns[target.owner_uid]
-        async with turns:
+        async with self._turns[target.owner_uid], self._threads:
             try:
-                return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+                return await _in_thread(function)
             except EngineRefusedError:
                 raise
             except Exception as error:
@@ -234,6 +234,32 @@ class EngineMemory:
             results.append(result)
         running.action = replace(running.action, results=tuple(results), settling=False)
         self._changed(running.action)
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Run a function in a thread of its own: a daemon, so that an engine that hangs does not delay the exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def end(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:  # noqa: BLE001 - it is raised again on the event loop
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(end, result, error)
+
+    threading.Thread(target=run, name="gpumem-engine", daemon=True).start()
+    return await future
 
 
 def _used_by(node: NodeReading | None, host_pid: int | None) -> dict[str, int]:

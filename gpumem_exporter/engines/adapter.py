@@ -101,6 +101,8 @@ class Adapter(Protocol):
     """Parts of the titles or commands of its processes on a device."""
     port: int
     """The port without an option."""
+    workers: tuple[str, ...]
+    """The starts of the titles of processes that are not the server."""
     alone: bool
     """Whether each process on a device is an engine of its own, which releases its memory without the others."""
 

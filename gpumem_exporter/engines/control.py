@@ -161,9 +161,14 @@ def _is_titled(adapter: Adapter, text: str) -> bool:
 
 
 def _chosen(adapter: Adapter, program: Program) -> Listener | None:
-    """Return the port of the engine's interface: as on the command line, the default one, or the only one."""
+    """Return the port of the engine's interface: as on the command line, the default one, or the only one.
+
+    Workers may listen for each other, so the only port of a worker does not count.
+    """
     by_port = {str(listener.address[1]): listener for listener in program.listeners}
-    if not by_port or not _is_titled(adapter, " ".join(program.argv)):
+    title = " ".join(program.argv)
+    if not by_port or not _is_titled(adapter, title):
         return None
     found = by_port.get(program.option("--port")) or by_port.get(str(adapter.port))
-    return found or (next(iter(by_port.values())) if len(by_port) == 1 else None)
+    alone = len(by_port) == 1 and not title.startswith(adapter.workers)
+    return found or (next(iter(by_port.values())) if alone else None)

@@ -22,6 +22,7 @@ class LlamaCpp:
     name = "llama.cpp"
     titles: tuple[str, ...] = ("llama-server", "llama serve")
     port = 8080
+    workers: tuple[str, ...] = ()
     alone = True
 
     def authorize(self, server: Server) -> Mapping[str, str]:

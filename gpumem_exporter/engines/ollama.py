@@ -24,6 +24,7 @@ class Ollama:
     name = "Ollama"
     titles: tuple[str, ...] = ("ollama",)
     port = 11434
+    workers: tuple[str, ...] = ()
     alone = True
 
     def authorize(self, _server: Server) -> Mapping[str, str]:

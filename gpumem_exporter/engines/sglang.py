@@ -27,6 +27,7 @@ class Sglang:
     name = "SGLang"
     titles: tuple[str, ...] = ("sglang",)
     port = 30000
+    workers: tuple[str, ...] = ("sglang::scheduler", "sglang::detokenizer")
     alone = False
 
     def __init__(self) -> None:

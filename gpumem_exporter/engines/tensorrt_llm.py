@@ -30,6 +30,7 @@ class TensorRtLlm:
     name = "TensorRT-LLM"
     titles: tuple[str, ...] = ("trtllm",)
     port = 8000
+    workers: tuple[str, ...] = ()
     alone = False
 
     def authorize(self, _server: Server) -> Mapping[str, str]:

@@ -25,6 +25,7 @@ class Vllm:
     name = "vLLM"
     titles: tuple[str, ...] = ("VLLM::", "vllm")
     port = 8000
+    workers: tuple[str, ...] = ("VLLM::EngineCore", "VLLM::Worker")
     alone = False
 
     def authorize(self, _server: Server) -> Mapping[str, str]:

@@ -10,6 +10,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from gpumem_client.wire.protocol import ReasonCode
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.engines.conftest import StartVllm
-from tests.engines.servers import START_SECONDS
+from tests.engines.servers import START_SECONDS, TITLE, Vllm
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.running_command import run_command
 from tests.support.waiting import wait_for
@@ -146,3 +147,25 @@ def test_a_server_sleeps_and_wakes_without_development_mode(
     assert after + 1000 * MIB < awake <= before  # sleeping has also released the idle cache
     assert json.loads(woken.stdout)["results"][0]["driver_after_bytes"] == awake
     assert vllm.serves()
+
+
+def test_a_server_without_a_reporter_sleeps_and_wakes_through_its_development_routes(
+    node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path
+) -> None:
+    vllm = Vllm(node, tmp_path, (), ("--enable-sleep-mode",), VLLM_SERVER_DEV_MODE="1")
+    try:
+        wait_for(vllm.serves, "vLLM", START_SECONDS)
+        listed = "/api/v1/processes"
+        wait_for(lambda: TITLE in [each["command"] for each in exporter.get(listed)["processes"]], "the engine")
+        (pid,) = [each["pid"] for each in exporter.get(listed)["processes"] if each["command"] == TITLE]
+        before = node.books().used_by(pid)
+        slept = run_command("sleep", "--pid", str(pid), "--keep", "weights", "--json", "--url", exporter.url)
+        assert slept.returncode == 0, slept.stdout
+        assert json.loads(slept.stdout)["freed_bytes"] == before - node.books().used_by(pid) > 1000 * MIB
+        again = run_command("sleep", "--pid", str(pid), "--json", "--url", exporter.url)
+        assert json.loads(again.stdout)["results"][0]["reason_code"] == "engine_asleep"
+        woken = run_command("wake", "--pid", str(pid), "--json", "--url", exporter.url)
+        assert woken.returncode == 0, woken.stdout
+        assert node.books().used_by(pid) == before
+    finally:
+        vllm.close()

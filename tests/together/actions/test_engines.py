@@ -19,7 +19,7 @@ from tests.support.running_command import run_command
 from tests.support.waiting import wait_for
 
 ALLOW = ("--action.allow", "default,release_memory,resume_memory")
-TITLE = "VLLM::EngineCore"
+TITLE = "VLLM::APIServer"
 WEIGHTS, CACHE = 256 * MIB, 1024 * MIB
 
 ENGINE = """
