@@ -1,7 +1,7 @@
 """A real vLLM sleeps and wakes by the exporter's actions.
 
 The first check runs the loop, the queue and the calls of vLLM's own `EngineCoreProc` with a scheduler and an executor
-that do nothing. The second one is `vllm serve` on the emulated node. pytest collects the file only if it is named.
+that do nothing. The others are `vllm serve` on the emulated node. pytest collects the file only if it is named.
 """
 
 from __future__ import annotations
@@ -166,6 +166,6 @@ def test_a_server_without_a_reporter_sleeps_and_wakes_through_its_development_ro
         assert json.loads(again.stdout)["results"][0]["reason_code"] == "engine_asleep"
         woken = run_command("wake", "--pid", str(pid), "--json", "--url", exporter.url)
         assert woken.returncode == 0, woken.stdout
-        assert node.books().used_by(pid) == before
+        assert before - 64 * MIB < node.books().used_by(pid) <= before
     finally:
         vllm.close()
