@@ -1,6 +1,6 @@
 """An engine core releases and resumes its memory in its own loop: a fake with the queue and the calls of vLLM 0.32.0.
 
-tests/engines/sleep.py does the same with vLLM's own classes.
+tests/engines/sleep_checks.py does the same with vLLM's own classes.
 """
 
 from __future__ import annotations
