@@ -266,7 +266,7 @@ class ActionRequest:
             "set_memory_fraction": "Cap also a process that has reserved more. Its next new segment fails.",
             "release_memory": f"Abort the engine's requests. {_FORCED_START}",
             "resume_memory": f"Wake the engine also if the GPU lacks the memory. {_FORCED_START}",
-            "profile": "Profile also a process with so many blocks that it stands still for long.",
+            "profile": "Profile also a process that stands still for long to read its blocks.",
         },
         "--force",
         kind=bool,

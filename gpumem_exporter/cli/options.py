@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _SETTLE_SECONDS = 10.0
 """The settling time of a clear on a terminal."""
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -290,6 +292,15 @@ def action_options(action: str) -> Callable[[_Command], _Command]:
     )
 
 
+def duration(text: object) -> float:
+    """Return the seconds of `30`, `30s`, `5m` or `1h`. Raises ValueError if the text is not a duration."""
+    number, unit = str(text)[:-1], str(text)[-1:]
+    try:
+        return float(number) * _SECONDS[unit] if unit in _SECONDS else float(str(text))
+    except ValueError:
+        raise ValueError(text) from None  # click shows it
+
+
 def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any], Any]:
     if not option.flag.startswith("-"):
         return click.argument(name, type=option.kind, metavar=option.flag)
@@ -301,7 +312,7 @@ def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any
     return click.option(
         option.flag,
         name,
-        type=option.kind,
+        type=duration if option.unit == "seconds" else option.kind,
         metavar=option.metavar,
         default=default,
         show_default=bool(default),

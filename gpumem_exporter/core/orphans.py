@@ -20,37 +20,35 @@ ENDING_SECONDS = 60.0
 
 
 class Orphans:
-    """Remembers when each device was last busy. Not thread-safe: the store's lock protects it."""
+    """The orphans of the last reading. Not thread-safe: the store's lock protects it."""
 
     def __init__(self) -> None:
+        self.found: Mapping[int, LostLauncher] = {}
+        """What each orphan has lost, by host pid. Replaced, never changed."""
         self._busy_seconds: dict[str, float] = {}
-        """By uuid. A device whose utilization is unknown counts as busy."""
+        """When each device was last busy, by uuid. A device whose utilization is unknown counts as busy."""
 
-    def put_reading(self, reading: NodeReading) -> None:
-        """Take the utilization of each device."""
+    def put_reading(self, reading: NodeReading, processes: Iterable[ReportingProcess]) -> None:
+        """Find the orphans of a reading; `processes` are the ones that report."""
         if not reading.up:
+            self.found = {}
             return
-        taken = reading.taken_seconds
-        known = self._busy_seconds
+        now, known = reading.taken_seconds, self._busy_seconds
         self._busy_seconds = {
-            device.uuid: known[device.uuid] if device.uuid in known and device.utilization_ratio == 0 else taken
+            device.uuid: known[device.uuid] if device.uuid in known and device.utilization_ratio == 0 else now
             for device in reading.devices
         }
-
-    def at(
-        self, now: float, reading: NodeReading | None, processes: Iterable[ReportingProcess]
-    ) -> Mapping[int, LostLauncher]:
-        """Return what each orphan among the listed processes has lost, by host pid."""
-        lost = {} if reading is None else {pid: facts for pid, facts in reading.facts.items() if facts.lost is not None}
-        if reading is None or not lost:
-            return {}
+        lost = {pid: facts for pid, facts in reading.facts.items() if facts.lost is not None}
+        if not lost:
+            self.found = {}
+            return
         reporters = {process.host_pid: process for process in processes if process.host_pid in lost}
         devices: dict[int, list[str]] = {}
         for device in reading.devices:
             for listed in device.processes or ():
                 if listed.pid in lost:
                     devices.setdefault(listed.pid, []).append(device.uuid)
-        return {
+        self.found = {
             pid: facts.lost
             for pid, facts in lost.items()
             if facts.lost is not None

@@ -87,7 +87,7 @@ class Store:
             self._known_uuids = frozenset(device.uuid for device in reading.devices)
             self._pairing.put_reading(reading)
             self._starting.put_reading(reading)
-            self._orphans.put_reading(reading)
+            self._orphans.put_reading(reading, [entry.process for entry in self._entries.values()])
 
     def put_report(
         self,
@@ -191,7 +191,7 @@ class Store:
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
                 starting=self._starting.at(now_seconds, starting),
-                orphans=self._orphans.at(now_seconds, node, processes),
+                orphans=self._orphans.found if node is not None else {},
             )
 
     @property

@@ -122,7 +122,8 @@ def _tables(lines: Sequence[Line], changed: Sequence[Line], uuids: Sequence[str]
     def largest(groups: Iterable[Group]) -> list[dict[str, Any]]:
         changed_groups = [group for group in groups if group.change_bytes][:LARGEST]
         return [
-            {**_names(group.largest), "owner": _listed_owner(group.largest), **sizes(group)} for group in changed_groups
+            {**_owner(group.largest), "owner": _listed_owner(group.largest), **_code(group.code), **sizes(group)}
+            for group in changed_groups
         ]
 
     return {
@@ -134,7 +135,8 @@ def _tables(lines: Sequence[Line], changed: Sequence[Line], uuids: Sequence[str]
         "lines": largest(by_code(lines)),
         "rows": [
             {
-                **_names(line),
+                **_owner(line),
+                **_code(line),
                 "uuid": uuids[line.device],
                 "pool": line.pool,
                 **sizes(line),
@@ -149,13 +151,19 @@ def _listed_owner(line: Line) -> str | None:
     return owner_name(line.owner) or None if line.owner else None
 
 
-def _names(line: Line) -> dict[str, Any]:
-    owner, frame, called_from = line.owner or Owner(""), user_frame(line.stack), caller(line.stack)
+def _owner(line: Line) -> dict[str, Any]:
+    owner = line.owner or Owner("")
     return {
         "kind": owner.kind or None,
         "owner": owner.name or None,
         "shape": owner.shape or None,
         "dtype": owner.dtype or None,
+    }
+
+
+def _code(line: Line) -> dict[str, Any]:
+    frame, called_from = user_frame(line.stack), caller(line.stack)
+    return {
         "line": place(frame) or None,
         "file": frame.file if frame else None,
         "called_from": place(called_from) or None,

@@ -130,9 +130,9 @@ def place(frame: Frame | None) -> str:
     return f"{file}:{frame.line} in {frame.function}" if frame.line else f"{file} in {frame.function}"
 
 
-def kind_text(owner: Owner | None) -> str:
-    """Return the words for the kind of an owner."""
-    return KINDS["unseen"] if owner is None else KINDS.get(owner.kind, owner.kind)
+def kind_text(kind: str | None) -> str:
+    """Return the words for a kind of owner, or for blocks without an owner."""
+    return KINDS.get(kind, kind) if kind else KINDS["unseen"]
 
 
 def owner_name(owner: Owner) -> str:
@@ -146,7 +146,7 @@ def owner_path(owner: Owner) -> Iterator[str]:
     The path of a module is one name for each module: `parameters`, `model`, `model.layers`, `model.layers.0`, so that
     a reader of stacks adds up each module.
     """
-    yield kind_text(owner)
+    yield kind_text(owner.kind)
     if not owner.name:
         return
     if owner.kind not in PATH_KINDS:
@@ -177,7 +177,9 @@ class Group(NamedTuple):
     blocks: int
     before_bytes: int
     largest: Line
-    """The line with the largest change."""
+    """The line with the largest change, of equal ones a line with an owner."""
+    code: Line
+    """The line with the largest change among the lines with a stack; if there is none, `largest`."""
 
     @property
     def change_bytes(self) -> int:
@@ -209,13 +211,13 @@ def _groups(lines: Iterable[Line], key: Callable[[Line], object]) -> list[Group]
     found: dict[object, list[Line]] = {}
     for line in lines:
         found.setdefault(key(line), []).append(line)
-    groups = [
-        Group(
-            sum(line.bytes for line in members),
-            sum(line.blocks for line in members),
-            sum(line.before_bytes for line in members),
-            max(members, key=lambda line: abs(line.change_bytes)),
-        )
-        for members in found.values()
-    ]
+    groups = []
+    for members in found.values():
+        total, largest = summed(members), max(members, key=_weight)
+        code = max((line for line in members if line.stack), key=_weight, default=largest)
+        groups.append(Group(total.bytes, total.blocks, total.before_bytes, largest, code))
     return sorted(groups, key=lambda group: -abs(group.change_bytes))
+
+
+def _weight(line: Line) -> tuple[int, bool]:
+    return abs(line.change_bytes), line.owner is not None and line.owner.kind != "unseen"

@@ -42,7 +42,7 @@ def encode(
         body += _message(1, _number(1, texts[name]), _number(2, texts[unit]))
     for line in lines:
         values = _packed(2, (line.change_blocks, line.change_bytes))
-        owner = line.owner and " ".join(filter(None, (kind_text(line.owner), line.owner.name)))
+        owner = line.owner and " ".join(filter(None, (kind_text(line.owner.kind), line.owner.name)))
         labels = (("device", devices[line.device]), ("pool", line.pool), ("owner", owner))
         body += _message(
             2,

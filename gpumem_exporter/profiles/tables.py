@@ -123,7 +123,7 @@ def view_tables(view: View, *, hidden: bool, differs: bool) -> str:
         _table(
             "Owners that changed the most" if differs else "Largest owners",
             ("Owner", "Kind", "Shape", *sizes, "Allocated by"),
-            ((*_owner(group.largest), *numbers(group), _code(group.largest)) for group in owners[:_SHOWN]),
+            ((*_owner(group.largest), *numbers(group), _code(group.code)) for group in owners[:_SHOWN]),
             _rest(owners, view),
         ),
     ]
@@ -154,7 +154,7 @@ def _kinds(kinds: Sequence[Group], total: int, *, differs: bool) -> str:
     for group in kinds:
         size = human_growth(group.change_bytes) if differs else human_bytes(group.bytes)
         share = "" if differs else f" <small>{text(_share(group, total))}</small>"
-        items.append(f"<div><dt>{text(kind_text(group.largest.owner))}</dt><dd>{size}{share}</dd></div>")
+        items.append(f"<div><dt>{text(_kind(group.largest))}</dt><dd>{size}{share}</dd></div>")
     return f'<h2>Whose memory it is</h2><dl class="kinds">{"".join(items)}</dl>'
 
 
@@ -171,12 +171,16 @@ def _rest(groups: Sequence[Group], view: View) -> str:
 def _owner(line: Line) -> tuple[_Cell, _Cell, _Cell]:
     owner = line.owner
     if owner is None:
-        return _Cell(f"allocated by {place(user_frame(line.stack))}"), _Cell(kind_text(None)), _Cell("")
+        return _Cell(f"allocated by {place(user_frame(line.stack))}"), _Cell(_kind(line)), _Cell("")
     return (
-        _Cell(owner_name(owner) or kind_text(owner), owner.name),
-        _Cell(kind_text(owner)),
+        _Cell(owner_name(owner) or _kind(line), owner.name),
+        _Cell(_kind(line)),
         _Cell(f"{owner.dtype} {owner.shape}".strip()),
     )
+
+
+def _kind(line: Line) -> str:
+    return kind_text(line.owner.kind if line.owner else None)
 
 
 def _code(line: Line) -> _Cell:

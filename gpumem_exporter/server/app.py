@@ -276,6 +276,8 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
         "show_health": lambda: runtime.instruments.show_health(runtime.health.passed(runtime.snapshot())),
     }
+    if runtime.settings.profile_interval:
+        chores["take_interval_profiles"] = runtime.interval_profiles.tick
     if runtime.policies is not None:
         chores["run_policies"] = runtime.policies.tick
     if runtime.socket_file is not None:

@@ -31,6 +31,7 @@ from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.api.live import LiveNode
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
 from gpumem_exporter.server.api.reports import ReportsRoute
+from gpumem_exporter.server.background.interval_profiles import IntervalProfiles
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
 from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
@@ -161,6 +162,9 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
             requests_per_minute=settings.action_caller_limit,
+        )
+        self.interval_profiles = IntervalProfiles(
+            self.dispatcher, self.snapshot, interval_seconds=settings.profile_interval, clock=clock
         )
         self.renderer = Renderer()
         self.own_names = OwnNames(_own_names(settings))

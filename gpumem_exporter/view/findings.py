@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
-from gpumem_exporter.core.samples import DeviceReading, LostLauncher, Snapshot
-from gpumem_exporter.core.starting_engines import ENGINE_TITLES
-from gpumem_exporter.view.documents import SeenProcess
+from gpumem_exporter.core.samples import DeviceReading, Snapshot
 from gpumem_exporter.view.growth import Growth
 from gpumem_exporter.view.jobs import Job, Part, parts_by_device
+from gpumem_exporter.view.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
 _URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache")
@@ -40,6 +39,7 @@ SEVERITY = {
     "unattributed": "warning",
     "silent": "warning",
     "starting": "info",
+    "starting_together": "warning",
 }
 """The severity of each state. A test compares it with the alert rules."""
 _MOST = 50
@@ -51,7 +51,6 @@ _IDLE_BESIDE_FULL = 0.05
 _LITTLE_FREE, _OTHER_FAILED = ", where little memory is free", ", where another job ran out of memory"
 _MUCH_IDLE = 0.2
 _FRAGMENTED = 0.1
-_ORPHAN = 0.05
 _UNATTRIBUTED = 0.02
 """Shares of the device's memory from which they are findings."""
 _FAILS_SOON_SECONDS = 3600.0
@@ -113,7 +112,7 @@ def find(
         *_ooms(snapshot, jobs),
         *_growing(jobs, devices, growths or {}),
         *_idle_caches(snapshot, jobs, devices, ledgers, parts),
-        *_orphans(jobs, devices, ledgers),
+        *_orphans(jobs, snapshot.gpus, ledgers),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
@@ -334,65 +333,23 @@ def gpus_in_words(gpus: Sequence[str]) -> str:
     return f"GPUs {', '.join(gpus[:-1])} and {gpus[-1]}"
 
 
-def _orphans(
-    jobs: Sequence[Job], devices: Iterable[DeviceReading], ledgers: Mapping[str, DeviceLedger]
-) -> Iterator[Finding]:
-    """Yield what each launcher, server or container has left behind."""
-    found: dict[object, list[tuple[Job, SeenProcess, LostLauncher]]] = {}
-    for job in jobs:
-        for process in job.processes:
-            if process.orphan is not None:
-                lost = process.orphan
-                key = job.id if lost.pid is None else (lost.pid, lost.ended_seconds)
-                found.setdefault(key, []).append((job, process, lost))
-    gpus = {device.uuid: device.gpu for device in devices}
-    for orphans in found.values():
-        job, first, lost = orphans[0]
-        used: dict[str, list[int | None]] = {}
-        for _, process, _ in orphans:
-            for uuid, share in process.shares.items():
-                used.setdefault(uuid, []).append(share.used_bytes)
-        sizes = {uuid: sum_of_known(each) for uuid, each in used.items()}
-        size = sum_of_known(list(sizes.values()) or [None])
-        where = gpus_in_words([gpus.get(uuid) or uuid for uuid in sizes]) if sizes else "no GPU"
-        kind = (
-            "orphan" if any(_others_need(ledgers.get(uuid), held) for uuid, held in sizes.items()) else "orphan_small"
-        )
-        holds = "hold" if len(orphans) > 1 else "holds"
-        sentence = (
-            f"{_orphans_called(job, [process for _, process, _ in orphans])} {holds} "
-            f"{'memory' if size is None else human_bytes(size)} on {where}; {_fate(lost, first)}."
-        )
+def _orphans(jobs: Sequence[Job], gpus: Mapping[str, str], ledgers: Mapping[str, DeviceLedger]) -> Iterator[Finding]:
+    for left in left_behind(jobs):
+        name = called(left.job)
+        if len(left.processes) > 1:
+            name = f"{len(left.processes)} processes of {name}"
+        elif left.job.workload and left.processes[0].command:
+            name = f"{left.processes[0].command} of {name}"
+        size = sum_of_known(list(left.sizes.values()) or [None])
+        amount = "memory" if size is None else human_bytes(size)
+        where = gpus_in_words([gpus.get(uuid) or uuid for uuid in left.sizes] or ["?"])
+        sentence = f"{name} {'holds' if len(left.processes) == 1 else 'hold'} {amount} on {where}; {left.fate}."
+        kind = "orphan" if left.may_be_needed(ledgers) else "orphan_small"
         yield Finding(
-            *(f"orphan {job.id}", "orphan", SEVERITY[kind], "Orphan", sentence),
-            job=job,
-            since_seconds=lost.ended_seconds,
+            *(f"orphan {left.job.id}", "orphan", SEVERITY[kind], "Orphan", sentence),
+            job=left.job,
+            since_seconds=left.lost.ended_seconds,
         )
-
-
-def _others_need(ledger: DeviceLedger | None, held_bytes: int | None) -> bool:
-    """Return whether others may need what an orphan holds on a device: it is much, or little is free there."""
-    if ledger is None or held_bytes is None:
-        return False
-    is_full = ledger.categories["free"] < (1 - _FULL) * ledger.total_bytes
-    return is_full or held_bytes >= _ORPHAN * ledger.total_bytes
-
-
-def _orphans_called(job: Job, processes: Sequence[SeenProcess]) -> str:
-    if len(processes) > 1:
-        return f"{len(processes)} orphans of {called(job)}"
-    command = processes[0].command
-    return f"{command} of {called(job)}" if command and job.workload else called(job)
-
-
-def _fate(lost: LostLauncher, orphan: SeenProcess) -> str:
-    what = "server" if (orphan.command or "").startswith(ENGINE_TITLES) else "launcher"
-    if lost.reason == "container_gone":
-        what = "container's runtime"
-    if lost.pid is None:
-        return f"its {what} ended before the exporter saw it"
-    command = f"{lost.command}, " if lost.command and not orphan.hidden else ""
-    return f"its {what} ({command}pid {lost.pid}) has ended"
 
 
 def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -426,14 +383,30 @@ def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]
 
 
 def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
-    pids: dict[int | None, list[str]] = {}
+    by_pid = {process.host_pid: job for job in jobs for process in job.processes if process.host_pid is not None}
+    by_job: dict[str, tuple[Job, list[str]]] = {}
+    by_gpu: dict[str, dict[str, Job]] = {}
     for engine in snapshot.starting:
-        pids.setdefault(engine.host_pid, []).append(engine.gpu)
-    for pid, gpus in pids.items():
-        job = next((job for job in jobs if any(process.host_pid == pid for process in job.processes)), None)
+        job = by_pid.get(engine.host_pid) if engine.host_pid is not None else None
         if job is not None:
-            sentence = f"{called(job)} starts on {gpus_in_words(gpus)}; clears there wait until it has started."
-            yield Finding(f"starting {job.id}", "starting", SEVERITY["starting"], "Engine starts", sentence, job=job)
+            gpus = by_job.setdefault(job.id, (job, []))[1]
+            gpus += [engine.gpu] if engine.gpu not in gpus else []
+            by_gpu.setdefault(engine.gpu, {})[job.id] = job
+    for job, gpus in by_job.values():
+        sentence = (
+            f"{called(job)} starts on {gpus_in_words(gpus)}. Clears there wait until it has started: memory that is "
+            "released meanwhile can end its start."
+        )
+        yield Finding(f"starting {job.id}", "starting", SEVERITY["starting"], "Engine starts", sentence, job=job)
+    for gpu, together in by_gpu.items():
+        if len(together) > 1:
+            first, *others = map(called, together.values())
+            sentence = (
+                f"{first} and {', '.join(others)} start on GPU {gpu} at the same time. Each measures what the other "
+                "takes, so their caches get wrong sizes. Start them one after another."
+            )
+            key, kind = f"starting_together {gpu}", "starting_together"
+            yield Finding(key, kind, SEVERITY[kind], "Engines start", sentence, gpu=gpu)
 
 
 def _in_ledger(device: DeviceReading, ledger: DeviceLedger, parts: Sequence[tuple[Job, Part]]) -> Iterator[Finding]:

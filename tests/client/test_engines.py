@@ -519,6 +519,8 @@ def test_the_state_follows_requests_allocations_and_sleep() -> None:
     assert state(70, requests=1) == ("serving", 0)
     assert state(90, allocated=next(allocations) + 1) == ("serving", 0), "a request that ended between two reports"
     assert state(95, allocated=1, asleep=True) == ("asleep", 5)
+    assert state(96, asleep=True, allocated=None) == ("asleep", 6), "the allocator is flushing"
+    assert state(97, asleep=True, allocated=1) == ("asleep", 7)
     assert state(100, allocated=None, ready=None, requests=None) == ("", None)
 
 

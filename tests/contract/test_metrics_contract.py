@@ -26,6 +26,7 @@ from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
+    LostLauncher,
     NodeReading,
     ProcessFacts,
     ProcessKey,
@@ -246,6 +247,7 @@ RICH = Snapshot(
         ),
         LastOom("3", "GPU-gone", "298", "leaky", "1", "oom:dead", 7, -900.0, 1_699_999_001.5),
     ),
+    orphans={52: LostLauncher("launcher_ended")},
 )
 """A snapshot with every case: a lost device, a MIG device, an old driver, processes with all, some and no values, two
 processes with the same pid, a silent one, one with an out-of-memory error, and one that exited after its error."""

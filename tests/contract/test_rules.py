@@ -54,6 +54,7 @@ KINDS_OF_FINDINGS = {
     "GpuMemFragmentationHigh": "fragmented",
     "GpuMemReclaimableHoarded": "idle_cache_lacked",
     "GpuMemUnattributed": "unattributed",
+    "GpuMemProcessOrphaned": "orphan",
     "GpuMemDeviceLost": "device_lost",
     "GpuMemNvmlDown": "driver",
     "GpuMemReporterSilent": "silent",
@@ -167,7 +168,13 @@ def test_the_severities_are_those_of_the_findings() -> None:
     assert severities == {kind: SEVERITY[kind] for kind in severities}
     assert {rule["labels"]["severity"] for rule in ALERTS.values()} == set(SEVERITIES)
     # What is no finding: caught errors are findings and no alerts, and advice about capacity is an alert alone.
-    assert severities.keys() == SEVERITY.keys() - {"oom_caught", "idle_cache", "starting"}
+    assert severities.keys() == SEVERITY.keys() - {
+        "oom_caught",
+        "idle_cache",
+        "orphan_small",
+        "starting",
+        "starting_together",
+    }
 
 
 # --- Runbooks

@@ -25,8 +25,9 @@ CONTEXT = 512 * MIB
 LAYERS, KV_HEADS, HEAD_SIZE, ITEM_BYTES, BLOCK_TOKENS = 4, 4, 64, 2, 16
 TOKEN_BYTES = 2 * LAYERS * KV_HEADS * HEAD_SIZE * ITEM_BYTES
 """A key and a value."""
-ROUNDING = 2 * MIB
-"""The allocator's: a segment of vLLM's pools is at most this much larger than the tensors of its tag."""
+SEGMENT_ROUNDING = 2 * MIB
+"""A segment is at most this much larger than its blocks, and a block of a large segment by less than 1 MiB than its
+tensor."""
 SECONDS = 60.0
 
 
@@ -112,13 +113,14 @@ def test_the_ledger_is_exact_while_a_server_sleeps_wakes_and_is_killed(
     vllm.wait()
     everything = {"weights", "kv_cache", "runtime"}
     awake = wait_for_parts(exporter, everything | {"other"}, set())
-    assert awake["component_bytes"]["kv_cache"] == int(label(vllm, "num_gpu_blocks")) * BLOCK_TOKENS * TOKEN_BYTES
+    blocks = int(label(vllm, "num_gpu_blocks"))
+    assert 0 <= awake["component_bytes"]["kv_cache"] - blocks * BLOCK_TOKENS * TOKEN_BYTES < LAYERS * MIB
     for level in (1, 2):
         post(f"/sleep?level={level}")
         asleep = wait_for_parts(exporter, {"other"}, everything)
         for name in everything:
             tensors, segments = awake["component_bytes"][name], asleep["component_unmapped_bytes"][name]
-            assert tensors <= segments <= tensors + LAYERS * ROUNDING, name
+            assert tensors <= segments <= tensors + LAYERS * SEGMENT_ROUNDING, name
         assert asleep["kv_cache_bytes"] == {}
         assert asleep["used_bytes"] == awake["used_bytes"] - asleep["unmapped_bytes"]
         if level == 1:
@@ -176,7 +178,8 @@ def test_an_engine_in_the_program_sleeps_releases_its_cache_and_shows_its_blocks
 
     everything = {"weights", "kv_cache", "runtime"}
     awake = wait_for_parts(exporter, everything | {"other"}, set())["component_bytes"]
-    assert awake["kv_cache"] == blocks * BLOCK_TOKENS * TOKEN_BYTES
+    assert 0 <= awake["kv_cache"] - blocks * BLOCK_TOKENS * TOKEN_BYTES < LAYERS * MIB
+    assert awake["cuda_graphs"] == 0, "their pool is known, and has no live tensor between two replays"
     taken = 1000
     process.exec("blocks = pool.get_new_blocks(taken)", taken=taken)
 
@@ -193,7 +196,7 @@ def test_an_engine_in_the_program_sleeps_releases_its_cache_and_shows_its_blocks
 
     for level in (1, 2):
         scraped_meanwhile(exporter, lambda level=level: process.exec(f"llm.sleep({level})"))  # type: ignore[misc]
-        wait_for_parts(exporter, {"other"}, everything | {"cuda_graphs"})  # their pool has no live tensor
+        wait_for_parts(exporter, {"other"}, everything)
         process.exec("llm.wake_up(['weights'])")
         wait_for_parts(exporter, {"weights", "runtime", "other"}, {"kv_cache"})
         process.exec("llm.wake_up()")

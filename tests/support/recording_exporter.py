@@ -26,6 +26,8 @@ class RecordingExporter:
         self.reports: list[dict[str, Any]] = []
         self.commands: list[dict[str, Any]] = []
         """The commands of the next reply."""
+        self.cancelled: list[str] = []
+        """The cancelled commands of each reply."""
         self.profiles: list[dict[str, Any]] = []
         """The memory profiles, as JSON."""
         self.profile_status = 201
@@ -48,7 +50,13 @@ class RecordingExporter:
                 if report["hold_seconds"]:
                     outer._closing.wait(min(hold_seconds, 60.0))
                 commands, outer.commands = outer.commands, []
-                body = json.dumps({"commands": commands, "report_interval_seconds": interval_seconds}).encode()
+                body = json.dumps(
+                    {
+                        "commands": commands,
+                        "cancelled": outer.cancelled,
+                        "report_interval_seconds": interval_seconds,
+                    }
+                ).encode()
                 self._reply(422 if outer.refuses(report) else 200, body)
 
             def _reply(self, status: int, body: bytes) -> None:

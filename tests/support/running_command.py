@@ -41,10 +41,16 @@ def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[
     )
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter."""
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter. The environment is added to this process' environment."""
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), check=False, cwd=REPOSITORY
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=False,
+        cwd=REPOSITORY,
     )
 
 

@@ -47,8 +47,6 @@ class Profiling:
         self._started_seconds = 0.0
         self._recording: Recording | None = None
         self._check_seconds = 0.0
-        self._profile: Profile | None = None
-        """A profile that is not sent yet."""
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -56,45 +54,29 @@ class Profiling:
         return () if self._command is None else (self._command.id,)
 
     def start(self, command: Command) -> None:
-        """Start a profile, with the sampler's lock.
+        """Accept a command; `run_due` starts its profile.
 
         Raises:
-            CommandRefusedError: there is one already, the allocator has no snapshot or history, the user's code
-                records, or the interpreter would stand still for too long.
+            CommandRefusedError: another profile is being taken.
         """
-        if self._command is not None:
-            if self._command.id == command.id:
-                return
+        if self._command is None:
+            self._command, self._started_seconds = command, self._clock()
+        elif self._command.id != command.id:
             raise CommandRefusedError("another profile of this process is being taken", ReasonCode.QUEUE_FULL)
-        started_seconds = self._clock()
-        records = command.duration_seconds > 0
-        if not command.force:
-            self._heap.require_short_pause(ENTRIES_ENOUGH if records else 0)
-        if records:
-            self._recording = Recording(self._heap, self._recorder, clock=self._clock)
-            self._check_seconds = self._clock() + _CHECK_SECONDS_MIN
-        else:
-            self._profile = live_profile(self._heap, command.id, "action")
-        self._command, self._started_seconds = command, started_seconds
 
     def next_due_seconds(self) -> float | None:
         """Return when to call `run_due`; None if nothing is being taken."""
-        if self._command is None:
+        if self._command is None or self._recording is None:
             return None
-        if self._recording is None:
-            return self._clock()
         return min(self._check_seconds, self._end_seconds(self._recording, self._command))
 
     def run_due(self) -> CommandResult | None:
-        """End the recording if it is time, and send the profile. Returns the result of the command, if it has one."""
+        """Start the profile of a command, or end its recording if it is time. Returns its result, if it has one."""
         command = self._command
         if command is None:
             return None
         try:
-            if self._recording is not None and self._ends(self._recording, command):
-                recording, self._recording = self._recording, None
-                self._profile = self._finish(recording, command)
-            profile = self._profile
+            profile = self._profile(command)
             if profile is None:
                 return None
             sent_id = self._send(replace(profile, step=self._sampler.step))
@@ -111,15 +93,31 @@ class Profiling:
         command = self._command
         if command is None or command.id not in ids:
             return None
-        self.close()
         return self._end(command, "refused", "the exporter withdrew the command", ReasonCode.CANCELLED)
 
     def close(self) -> None:
         """Stop the recording without a profile."""
-        recording, self._recording, self._command, self._profile = self._recording, None, None, None
+        recording, self._recording, self._command = self._recording, None, None
         if recording is not None:
-            with self._sampler.exclusively():
-                recording.cancel()
+            recording.cancel()
+
+    def _profile(self, command: Command) -> Profile | None:
+        """Return the profile; None while its recording goes on."""
+        records = command.duration_seconds > 0
+        if self._recording is None:
+            if not command.force:
+                self._heap.require_short_pause(ENTRIES_ENOUGH if records else 0)
+            if not records:
+                return live_profile(self._heap, command.id, "action")
+            self._recording = Recording(self._heap, self._recorder, clock=self._clock)
+            self._recording.name()
+        if not self._ends(self._recording, command):
+            return None
+        recording, self._recording = self._recording, None
+        if self._capturing():
+            recording.cancel()
+            raise CommandRefusedError("a CUDA graph is being captured", ReasonCode.CUDA_GRAPH_CAPTURE)
+        return recording.finish(command.id, "action")
 
     def _ends(self, recording: Recording, command: Command) -> bool:
         """Whether the recording ends now. A capture delays it, because a snapshot may disturb the capture."""
@@ -138,15 +136,8 @@ class Profiling:
     def _end_seconds(self, recording: Recording, command: Command) -> float:
         return recording.started_seconds + min(command.duration_seconds, _DURATION_SECONDS_MAX)
 
-    def _finish(self, recording: Recording, command: Command) -> Profile:
-        with self._sampler.exclusively():
-            if self._capturing():
-                recording.cancel()
-                raise CommandRefusedError("a CUDA graph is being captured", ReasonCode.CUDA_GRAPH_CAPTURE)
-            return recording.finish(command.id, "action")
-
     def _end(self, command: Command, outcome: str, reason: str, code: str | None, profile: str = "") -> CommandResult:
-        self._command = self._profile = self._recording = None
+        self.close()
         log.debug("profile %s: %s %s", command.id, outcome, reason)
         return CommandResult(
             command.id,

@@ -33,7 +33,7 @@ class EngineClock:
         changed = allocations is not None and allocations != self._allocations
         if self._active_seconds is None or starting or changed or (facts is not None and facts.requests):
             self._active_seconds = now
-        self._allocations = allocations
+        self._allocations = self._allocations if allocations is None else allocations
         state = None if facts is None else self._name(facts, starting=starting, asleep=asleep, now=now)
         if state != self._logged:
             log.debug("the inference engine in this process: %s", "none" if state is None else state or "unknown")

@@ -28,6 +28,12 @@ def resting(items: Iterable[_Item]) -> Iterator[_Item]:
             rested = time.perf_counter()
 
 
+def consumed(items: list[_Item]) -> Iterator[_Item]:
+    """Yield the items, and free each: to free a long list at once stops the interpreter for some milliseconds."""
+    while items:
+        yield items.pop()
+
+
 class Stacks:
     """The recorded stacks and their frames, each once. A stack is its number in `stacks`."""
 
@@ -97,15 +103,14 @@ class DeviceBlocks:
 def read_blocks(segments: list[dict[str, Any]], stacks: Stacks) -> dict[int, DeviceBlocks]:
     """Return the blocks of each device index, from the result of torch's snapshot. Empties the list."""
     devices: dict[int, DeviceBlocks] = {}
-    # A long list that is freed at once stops the interpreter for some milliseconds.
-    for segment in resting(_consumed(segments)):
+    for segment in resting(consumed(segments)):
         device = devices.setdefault(segment["device"], DeviceBlocks())
         device.segments += 1
         device.reserved_bytes += segment["total_size"]
         if not segment.get("is_expandable"):
             device.classic_segments[segment["address"]] = segment["total_size"]
         pool = pool_name(segment.get("segment_pool_id"))
-        for block in resting(_consumed(segment["blocks"])):
+        for block in resting(consumed(segment["blocks"])):
             state = block["state"]
             if state == "inactive":
                 continue
@@ -118,8 +123,3 @@ def read_blocks(segments: list[dict[str, Any]], stacks: Stacks) -> dict[int, Dev
 def pool_name(pool_id: Sequence[int] | None) -> str:
     """Return the name of a pool for a row."""
     return "private" if pool_id is not None and tuple(pool_id) != (0, 0) else "default"
-
-
-def _consumed(items: list[_Item]) -> Iterator[_Item]:
-    while items:
-        yield items.pop()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
+from gpumem_client.allocator.heap import Heap
 from gpumem_client.allocator.reclaimable import known
 from gpumem_client.profile.aggregate import Naming
 from gpumem_client.profile.blocks import DeviceBlocks, Stacks, read_blocks
@@ -27,43 +29,53 @@ _Result = TypeVar("_Result")
 class HeapReader:
     """Reads one process' allocator, in the reporter's thread.
 
-    `name` is `profile.owners.name_storages`.
+    `exclusively` returns the sampler's lock: a step must not take a snapshot in between. `name` is
+    `profile.owners.name_storages`.
     """
 
-    def __init__(self, torch: Any, allocator: Allocator, *, name: Callable[..., Named] = name_storages) -> None:
-        self.torch = torch
+    def __init__(
+        self,
+        torch: Any,
+        allocator: Allocator,
+        *,
+        exclusively: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        name: Callable[..., Named] = name_storages,
+    ) -> None:
+        self._torch = torch
         self._allocator = allocator
+        self._exclusively = exclusively
         self._name = name
         self.pause_seconds = 0.0
         """The longest time that the interpreter has stood still since this was set to 0."""
 
-    def blocks(self, stacks: Stacks) -> dict[int, DeviceBlocks]:
-        """Return the blocks of each device whose UUID is known.
+    def blocks(self, stacks: Stacks, first: Callable[[], None] = lambda: None) -> dict[int, DeviceBlocks]:
+        """Return the blocks of each device whose UUID is known. `first` is called right before.
 
         Raises:
             CommandRefusedError: this allocator has no snapshot.
         """
-        segments = self._read(torch_access.snapshot_segments)
-        heaps = self._allocator.heaps(segments)
-        devices = read_blocks(segments, stacks)
-        for index, device in devices.items():
-            returnable = heaps[index].returnable_bytes
-            if returnable is not None:
-                device.fragmented_bytes = device.reserved_bytes - device.allocated_bytes - returnable
-        return {index: device for index, device in sorted(devices.items()) if self._allocator.uuid(index)}
+        with self._exclusively():
+            first()
+            segments, heaps = self._snapshot()
+        return self._blocks(segments, heaps, stacks)
 
-    def traces(self) -> list[list[dict[str, Any]]]:
-        """Return the recorded history of each device, oldest entry first.
+    def history(self, stacks: Stacks) -> tuple[dict[int, DeviceBlocks], list[list[dict[str, Any]]]]:
+        """Return the blocks of each device, and the recorded entries of each device index, oldest first.
+
+        The last entry of a snapshot is of the one that has the blocks.
 
         Raises:
             CommandRefusedError: this allocator has no snapshot.
         """
-        return self._read(torch_access.snapshot_traces)
+        with self._exclusively():
+            segments, heaps = self._snapshot()
+            traces = self._read(torch_access.snapshot_traces)
+        return self._blocks(segments, heaps, stacks), traces
 
     def naming(self) -> tuple[Naming, tuple[str, ...]]:
         """Search for the owners of all storages. Returns also notes about what could not be seen."""
         started_us = time.time_ns() // 1000
-        named = self._name(self.torch, max_seconds=_NAMING_SECONDS)
+        named = self._name(self._torch, max_seconds=_NAMING_SECONDS)
         addresses: dict[int, list[int]] = {}
         for index, address in sorted(named.owners):
             addresses.setdefault(index, []).append(address)
@@ -78,10 +90,6 @@ class HeapReader:
             segments=blocks.segments,
             fragmented_bytes=blocks.fragmented_bytes,
         )
-
-    def uuid(self, index: int) -> str:
-        """Return the UUID of a device."""
-        return self._allocator.uuid(index)
 
     def split_rules(self, index: int) -> SplitRules:
         """Return the rules for the sizes of blocks that the allocator's settings set."""
@@ -114,9 +122,23 @@ class HeapReader:
                 ReasonCode.TOO_MANY_BLOCKS,
             )
 
+    def _snapshot(self) -> tuple[list[dict[str, Any]], Mapping[int, Heap]]:
+        segments = self._read(torch_access.snapshot_segments)
+        return segments, self._allocator.heaps(segments)
+
+    def _blocks(
+        self, segments: list[dict[str, Any]], heaps: Mapping[int, Heap], stacks: Stacks
+    ) -> dict[int, DeviceBlocks]:
+        devices = read_blocks(segments, stacks)
+        for index, device in devices.items():
+            returnable = heaps[index].returnable_bytes
+            if returnable is not None:
+                device.fragmented_bytes = device.reserved_bytes - device.allocated_bytes - returnable
+        return {index: device for index, device in sorted(devices.items()) if self._allocator.uuid(index)}
+
     def _read(self, snapshot: Callable[..., _Result]) -> _Result:
         try:
-            return snapshot(self.torch, self._paused)
+            return snapshot(self._torch, self._paused)
         except (AttributeError, RuntimeError) as error:
             raise CommandRefusedError(
                 f"this allocator has no snapshot: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR

@@ -8,11 +8,11 @@ c10's CUDACachingAllocator.cpp. The functions are pure.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_client.profile.blocks import Block, DeviceBlocks, Stacks, pool_name, resting
+from gpumem_client.profile.blocks import Block, DeviceBlocks, Stacks, consumed, pool_name, resting
 
 BEFORE = -1
 """The index of what happened before the first entry."""
@@ -108,7 +108,7 @@ def living(blocks: DeviceBlocks, earlier: DeviceBlocks) -> list[Lifetime]:
     return lifetimes
 
 
-def between_snapshots(entries: Sequence[Mapping[str, Any]], *, from_first: bool) -> Sequence[Mapping[str, Any]] | None:
+def between_snapshots(entries: list[dict[str, Any]], *, from_first: bool) -> list[dict[str, Any]] | None:
     """Return the entries up to the last snapshot, also from the first one on if that is requested; None without one.
 
     A snapshot adds an entry, at the place that its blocks belong to.
@@ -120,16 +120,21 @@ def between_snapshots(entries: Sequence[Mapping[str, Any]], *, from_first: bool)
 
 
 def read_history(
-    entries: Sequence[Mapping[str, Any]],
+    entries: list[dict[str, Any]],
     end: DeviceBlocks,
     stacks: Stacks,
     rules: SplitRules,
     start: DeviceBlocks | None = None,
 ) -> History:
-    """Return the allocations of one device between two snapshots, or up to a snapshot if `start` is None."""
+    """Return the allocations of one device between two snapshots, or up to a snapshot if `start` is None.
+
+    Empties the entries.
+    """
     reader = _Reader(end, stacks, rules)
-    for index in resting(range(len(entries) - 1, -1, -1)):
-        reader.undo(index, entries[index])
+    index = len(entries)
+    for entry in resting(consumed(entries)):
+        index -= 1
+        reader.undo(index, entry)
     reader.reach(start)
     return History(reader.lifetimes, reader.exact and rules.known)
 
@@ -205,7 +210,8 @@ class _Reader:
         self.exact = self.exact and life.size_bytes in (0, size)
         life.size_bytes = life.size_bytes or size
         life.allocated_at, life.allocated_us = index, entry.get("time_us", 0)
-        life.stack = self._stacks.number(entry.get("frames", ())) if life.stack is None else life.stack
+        stack = self._stacks.number(entry.get("frames", ()))
+        life.stack = life.stack if stack is None else stack
         del self._in_use[address]
         segment = self._segment(address)
         if segment is not None:

@@ -79,11 +79,12 @@ class OomMoments:
             return None
         heap, stacks = self._heap, Stacks()
         heap.pause_seconds = 0.0
-        end = heap.blocks(stacks).get(error.device)
-        traces = heap.traces()
+        devices, traces = heap.history(stacks)
         naming, notes = heap.naming()
         later = heap.blocks(Stacks()).get(error.device, DeviceBlocks())
-        entries = between_snapshots(traces[error.device], from_first=False) or ()
+        end = devices.get(error.device)
+        entries = between_snapshots(traces[error.device], from_first=False) or []
+        traces.clear()
         at = _place(error, entries)
         if end is None or at is None:
             log.debug("no profile of out-of-memory error %d: its entry was overwritten", error.oom.number)

@@ -1,20 +1,267 @@
-"""Names the storages of CUDA tensors by the Python objects that refer to them."""
+"""Names the storages of CUDA tensors after the Python objects that hold them: models, optimizers, caches and others.
+
+The search runs none of the user's code: it selects objects by their exact type, and reads tensors through torch's base
+class and other objects through the interpreter's own descriptors. The result has text and addresses only.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple
+import time
+from itertools import compress
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Tuple
 
+from gpumem_client import torch_access
+from gpumem_client.objects.interpreter import GENERATIONS, all_frames, find_frozen, tracked_of_types
+from gpumem_client.objects.referrers import NO_REFERRER, describe_referrers, instance_dictionary, items_of
+from gpumem_client.objects.tensors import StorageOf, TensorReader, subclasses
 from gpumem_client.profile.model import Owner
+from gpumem_client.profile.models import (
+    Model,
+    NamedTensor,
+    cache_types,
+    cached_tensors,
+    class_name,
+    models_of,
+    nested_tensors,
+)
+
+_Place = Tuple[int, int]
+"""The index of a device, and the address of a storage on it."""
+
+_GRADIENT_ATTRIBUTES = ("main_grad",)
+"""Attributes in which libraries (Megatron) keep the gradient of a parameter."""
+_CHUNK = 1024
+_IDS_MAX = 4
+"""The number of tensors with one storage whose referrers are searched."""
+_BACKWARD = {"_engine_run_backward", "backward", "grad"}
+_WAIT_SECONDS = 0.005
 
 
 class Named(NamedTuple):
-    """The owners of storages by device index and address, and notes about what could not be seen."""
+    """The owners of the storages that Python objects hold."""
 
-    owners: Mapping[tuple[int, int], Owner]
-    notes: tuple[str, ...]
+    owners: Mapping[_Place, Owner]
+    """By the index of the device and the address at which the storage starts, which may lie within a block.
+
+    The kind is `unseen` for a tensor to which no Python object refers: autograd keeps it, or other C++ code.
+    """
+    notes: tuple[str, ...] = ()
+    """What could not be seen and why, for people."""
 
 
-def name_storages(torch: Any, *, max_seconds: float) -> Named:
-    """Return the owners."""
-    del torch, max_seconds
-    return Named({}, ())
+def name_storages(torch: Any, *, max_seconds: float, addresses_read: Callable[[], object] | None = None) -> Named:
+    """Name the storages of all CUDA tensors that Python objects hold.
+
+    Any thread may call this, also beside training. It keeps no tensor after its return, and tensors outside of models
+    for some milliseconds before. It takes about 3 s of CPU time per million objects of the process, and ends after
+    `max_seconds`. It keeps the GIL for up to 0.4 s per million objects at a time, as a full garbage collection does.
+
+    The addresses change while training runs. `addresses_read` is called as soon as all are read, before the search
+    for names, which takes longest: a snapshot that is taken there fits best.
+    """
+    with torch_access.without_torch_function(torch):
+        return _Search(torch, max_seconds, addresses_read).run()
+
+
+class _Other(NamedTuple):
+    """A storage that no model, optimizer or cache has."""
+
+    shape: str
+    dtype: str
+    tensors: list[int]
+    """The ids of tensors with this storage."""
+
+
+class _Search:
+    def __init__(self, torch: Any, max_seconds: float, addresses_read: Callable[[], object] | None) -> None:
+        self._torch = torch
+        self._max_seconds = max_seconds
+        self._end = time.thread_time() + max_seconds
+        self._addresses_read = addresses_read
+        self._reader = TensorReader(torch)
+        self._owners: dict[_Place, Owner] = {}
+        self._more: dict[_Place, int] = {}
+        """The number of further tensors of the same kind with this storage."""
+        self._seen: set[tuple[str, int]] = set()
+        self._parameters: dict[int, NamedTensor] = {}
+        """The parameters of models and optimizers, by id."""
+        self._texts: dict[tuple[Any, ...], tuple[str, str]] = {}
+        self._notes: list[str] = []
+
+    def run(self) -> Named:
+        self._frozen = find_frozen(self._end)
+        if not self._frozen.complete:
+            self._notes.append("gc.freeze() hides objects, and a limit ended the search for them")
+        self._read_holders()
+        others = self._others()
+        if self._addresses_read is not None:
+            self._addresses_read()
+        self._name(others)
+        for place, count in self._more.items():
+            owner = self._owners[place]
+            self._owners[place] = Owner(owner.kind, f"{owner.name} and {count} more", "", owner.dtype)
+        if self._late():
+            self._notes.append(f"the search for owners ended after {self._max_seconds:g} s of CPU time")
+        return Named(self._owners, tuple(self._notes))
+
+    def _read_holders(self) -> None:
+        """Read models, optimizers and caches, the more specific kinds of owners first."""
+        modules = frozenset(subclasses(self._torch.nn.Module))
+        optimizers = frozenset(subclasses(self._torch.optim.Optimizer))
+        caches = cache_types()
+        found = self._instances(modules | optimizers | caches.keys())
+        models = self._distinct(models_of([each for each in found if type(each) in modules]))
+        holders = [each for each in found if type(each) in optimizers]
+        for model in models:
+            for named in model.parameters:
+                self._parameters.setdefault(id(named[1]), named)
+            self._add("parameters", model.parameters)
+        self._add("parameters", self._own_parameters(holders))
+        self._add("gradients", self._gradients())
+        self._add("optimizer_state", self._states(holders))
+        for model in models:
+            self._add("buffers", model.buffers)
+        for each in found:
+            if type(each) in caches:
+                self._add("kv_cache", cached_tensors(each, caches[type(each)], self._is_tensor))
+        self._parameters.clear()
+
+    def _late(self) -> bool:
+        return time.thread_time() >= self._end
+
+    def _is_tensor(self, value: Any) -> bool:
+        return type(value) in self._reader.all_types
+
+    def _instances(self, types: frozenset[type]) -> list[Any]:
+        """Return the objects of these types, sorted by id, so that two profiles of a process have the same order."""
+        found = {id(each): each for each in self._frozen.objects if type(each) in types}
+        for generation in GENERATIONS:
+            found.update((id(each), each) for each in tracked_of_types(generation, types))
+        return [found[key] for key in sorted(found)]
+
+    def _distinct(self, models: list[Model]) -> list[Model]:
+        """Return the models with tensors on devices. If there are several, their paths start with their names."""
+        models = [each for each in models if any(map(self._on_device, each.parameters + each.buffers))]
+        if len(models) == 1:
+            return models
+        counts: dict[str, int] = {}
+        distinct = []
+        for name, *kinds in models:
+            counts[name] = counts.get(name, 0) + 1
+            prefix = f"{name}#{counts[name]}" if counts[name] > 1 else name
+            distinct.append(Model(name, *([(f"{prefix}.{path}", each) for path, each in kind] for kind in kinds)))
+        return distinct
+
+    def _on_device(self, named: NamedTensor) -> bool:
+        return any(map(self._reader.is_cuda, self._reader.parts(named[1])))
+
+    def _add(self, kind: str, found: Iterable[NamedTensor]) -> None:
+        """Name the storages of tensors, unless they have an owner already."""
+        for at, (name, tensor) in enumerate(found):
+            if at % _CHUNK == 0 and self._late():
+                return
+            if (kind, id(tensor)) in self._seen:
+                continue  # shared by several modules
+            self._seen.add((kind, id(tensor)))
+            for part in self._reader.parts(tensor):
+                storage = self._reader.storage(part)
+                if storage is None:
+                    continue
+                place = storage[:2]
+                owner = self._owners.get(place)
+                if owner is None:
+                    self._owners[place] = Owner(kind, name, *self._shape_and_dtype(part, storage))
+                elif owner.kind == kind and owner.name != name:
+                    self._more[place] = self._more.get(place, 0) + 1
+
+    def _shape_and_dtype(self, tensor: Any, storage: StorageOf) -> tuple[str, str]:
+        """Return the shape of a tensor; if its storage is larger, the number of elements that the storage has."""
+        reader = self._reader
+        shape, dtype = reader.shape(tensor), reader.dtype(tensor)
+        key = shape, dtype, storage.bytes
+        if key not in self._texts:
+            size = reader.base.element_size(tensor)
+            if shape is None or reader.base.numel(tensor) * size < storage.bytes:
+                shape = (storage.bytes // size,)
+            self._texts[key] = "x".join(map(str, shape)) or "1", dtype
+        return self._texts[key]
+
+    def _own_parameters(self, optimizers: list[Any]) -> Iterator[NamedTensor]:
+        """Yield the parameters that optimizers update and no model has, such as copies in another precision."""
+        for optimizer in optimizers:
+            groups = (instance_dictionary(optimizer) or {}).get("param_groups")
+            for named in nested_tensors(groups, f"{class_name(optimizer)}.param_groups", self._is_tensor):
+                if id(named[1]) not in self._parameters:
+                    self._parameters[id(named[1])] = named
+                    yield named
+
+    def _states(self, optimizers: list[Any]) -> Iterator[NamedTensor]:
+        for optimizer in optimizers:
+            states = items_of((instance_dictionary(optimizer) or {}).get("state"))
+            for at, (parameter, state) in enumerate(states):
+                owner = self._parameters.get(id(parameter), (f"parameter {at}", None))[0]
+                for name, tensor in nested_tensors(state, class_name(optimizer), self._is_tensor):
+                    yield f"{name} {owner}", tensor
+
+    def _gradients(self) -> Iterator[NamedTensor]:
+        """Yield the gradients of the known parameters.
+
+        Autograd's threads replace gradients without the GIL. To read one at that moment may crash the process.
+        """
+        base = self._reader.base
+        parameters = list(self._parameters.values())
+        last = time.monotonic() + self._max_seconds
+        for start in range(0, len(parameters), _CHUNK):
+            names, tensors = zip(*parameters[start : start + _CHUNK])
+            leaves = list(map(base.is_leaf.__get__, tensors))  # torch warns about gradients of other tensors
+            while _backward_runs():
+                if time.monotonic() > last:
+                    self._notes.append("gradients are not named: a backward pass ran all the time")
+                    return
+                time.sleep(_WAIT_SECONDS)
+            gradients = list(map(base.grad.__get__, compress(tensors, leaves)))
+            yield from (named for named in zip(compress(names, leaves), gradients) if named[1] is not None)
+            for name, tensor in zip(names, tensors):
+                attributes = instance_dictionary(tensor) or {}
+                yield from ((name, attributes[each]) for each in _GRADIENT_ATTRIBUTES if each in attributes)
+
+    def _others(self) -> dict[_Place, _Other]:
+        """Return the storages that have no owner yet."""
+        found: dict[_Place, _Other] = {}
+        # Without the time to read all models, their tensors would be among these.
+        for tensor in self._tensors() if not self._late() else ():
+            storage = self._reader.storage(tensor)
+            if storage is None or storage[:2] in self._owners:
+                continue
+            other = found.get(storage[:2])
+            if other is None:
+                other = found[storage[:2]] = _Other(*self._shape_and_dtype(tensor, storage), [])
+            if len(other.tensors) < _IDS_MAX:
+                other.tensors.append(id(tensor))
+        return found
+
+    def _tensors(self) -> Iterator[Any]:
+        """Yield all tensors, and release each of them before the next."""
+        for generation in GENERATIONS:
+            found = tracked_of_types(generation, self._reader.types)
+            found.reverse()
+            while found and not (len(found) % _CHUNK == 0 and self._late()):
+                yield found.pop()
+        yield from (each for each in self._frozen.objects if type(each) in self._reader.types)
+
+    def _name(self, others: Mapping[_Place, _Other]) -> None:
+        """Name other storages after what refers to their tensors."""
+        wanted = {each for other in others.values() for each in other.tensors}
+        names = describe_referrers(wanted, self._end, self._frozen, sizes=False) if wanted else {}
+        for place, other in others.items():
+            found = [names[each] for each in other.tensors if each in names]
+            name = next((each for each in found if each != NO_REFERRER), "")
+            kind = "unseen" if found and not name else "tensors"
+            self._owners[place] = Owner(kind, name or "".join(found[:1]), other.shape, other.dtype)
+
+
+def _backward_runs() -> bool:
+    """Whether a thread waits for autograd's threads."""
+    return any(
+        frame.f_code.co_name in _BACKWARD and "/torch/autograd/" in frame.f_code.co_filename for frame in all_frames()
+    )

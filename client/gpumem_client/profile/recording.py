@@ -35,16 +35,21 @@ class Recording:
         self._clock = clock
         self._stacks = Stacks()
         heap.pause_seconds = 0.0
-        recorder.start()
-        self.started_seconds = clock()
-        self._entries_before = heap.entries()
-        self._early_naming: Naming | None = None
         try:
-            self._start = heap.blocks(self._stacks)
-            self._early_naming, self._notes = heap.naming()
+            self._start = heap.blocks(self._stacks, first=recorder.start)
         except BaseException:
             recorder.end()
             raise
+        self.started_seconds = clock()
+        self._entries_before = heap.entries()
+        self._namings: list[Naming] = []
+        self._notes: list[str] = []
+
+    def name(self) -> None:
+        """Search for the owners of what is allocated now."""
+        naming, notes = self._heap.naming()
+        self._namings.insert(0, naming)
+        self._notes += notes
 
     def entries(self) -> int:
         """Return the number of entries since the start."""
@@ -64,13 +69,12 @@ class Recording:
         try:
             if not self._recorder.on:
                 raise CommandRefusedError("the program has stopped the recording", ReasonCode.HISTORY_RECORDED)
-            naming, notes = heap.naming()
-            recorded_seconds = self._clock() - self.started_seconds
-            devices = heap.blocks(self._stacks)
-            traces = heap.traces()
+            self.name()
+            ended_seconds = self._clock()
+            devices, traces = heap.history(self._stacks)
         finally:
             self._recorder.end()
-        rows = Rows(self._stacks, [each for each in (naming, self._early_naming) if each is not None])
+        rows = Rows(self._stacks, self._namings)
         profiled, with_peak = [], []
         for number, (index, blocks) in enumerate(devices.items()):
             history = self._history(index, blocks, traces)
@@ -80,7 +84,7 @@ class Recording:
             rows.add(index, number, history.lifetimes, _unnamed, live_at=_AT_END, peak_at=peak_at)
             profiled.append(replace(heap.profiled(index, blocks), peak_bytes=peak_bytes))
         if len(with_peak) < len(devices):
-            notes = (*notes, "the highest moment is not known, because the recorded history is not complete")
+            self._notes.append("the highest moment is not known, because the recorded history is not complete")
         return Profile(
             id=profile_id,
             cause=cause,
@@ -89,13 +93,15 @@ class Recording:
             stacks=tuple(self._stacks.stacks),
             frames=tuple(self._stacks.frames),
             owners=tuple(rows.owners),
-            recorded_seconds=round(recorded_seconds, 3),
+            age_seconds=self._clock() - ended_seconds,
+            recorded_seconds=round(ended_seconds - self.started_seconds, 3),
             pause_seconds=heap.pause_seconds,
-            notes=tuple(dict.fromkeys((*self._notes, *notes))),
+            notes=tuple(dict.fromkeys(self._notes)),
         )
 
     def _history(self, index: int, blocks: DeviceBlocks, traces: list[list[dict[str, Any]]]) -> History:
-        entries = between_snapshots(traces[index] if index < len(traces) else (), from_first=True)
+        entries = between_snapshots(traces[index] if index < len(traces) else [], from_first=True)
+        traces[index : index + 1] = [[]]
         start = self._start.get(index, DeviceBlocks())
         if entries is not None:
             return read_history(entries, blocks, self._stacks, self._heap.split_rules(index), start)

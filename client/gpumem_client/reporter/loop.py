@@ -278,8 +278,7 @@ class ReportLoop:
             return
         with self._errors.swallowed("an out-of-memory error has no profile"):
             try:
-                with self.sampler.exclusively():
-                    profile = moments.take()
+                profile = moments.take()
                 if profile is not None:
                     self._send_profile(profile)
             finally:

@@ -100,7 +100,7 @@ _output_options = option_group(
 
 @click.group(cls=_ProfileGroup, epilog=_EXAMPLES, no_args_is_help=False)
 def profile() -> None:
-    """Show which lines of code and which objects hold the memory of a process."""
+    """Show which lines and objects hold the memory of a process."""
 
 
 @profile.command("take")
@@ -144,6 +144,9 @@ def take(
         taken = dict.fromkeys(result["profile"] for result in document["results"] if result.get("profile"))
         for profile_id in taken:
             file.write(api, f"{_PATH}/{profile_id}", one=len(taken) == 1)
+    if taken and file.form == "text":
+        ids = ", ".join(each[:_SHOWN_ID] for each in taken)
+        note(f"kept as {ids}; a page with a flame graph: gpumem-exporter profile show ID -o profile.html")
     for reason in reasons(document["results"]):
         print(reason, file=sys.stderr)
     if body["dry_run"]:
@@ -177,9 +180,10 @@ def list_profiles(
     token_file: str | None,
     as_json: bool,
 ) -> int:
-    """List the profiles that the exporter keeps, the newest first.
+    """List the profiles that the exporter keeps.
 
-    Without serve --storage.path, it keeps the last eight. You see the profiles of the processes that you may act on.
+    The newest is first. Without serve --storage.path, it keeps the last eight. You see the profiles of the processes
+    that you may act on.
     """
     query = {name: value for name, value in (("pid", pid), ("workload", workload), ("job", job)) if value}
     with open_api(url, token_file) as api:
@@ -242,10 +246,11 @@ def diff_profiles(
     token_file: str | None,
     as_json: bool,
 ) -> int:
-    """Show what grew from profile A to profile B: ids, or files that --format json wrote.
+    """Show what grew from profile A to profile B.
 
-    Stacks and owners are compared by what they show. In two processes, a stack that only one of them has is compared
-    with the stack of the same functions and files, because lines may have moved.
+    A and B are ids, or files that --format json wrote. Stacks and owners are compared by what they show. In two
+    processes, a stack that only one of them has is compared with the stack of the same functions and files, because
+    lines may have moved.
     """
     file = _Output(_format(form, output, as_json=as_json), moment, output)
     with open_api(url, token_file) as api:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_client.profile.model import Owner
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_growth, human_seconds
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.profiles.formats import LARGEST
@@ -86,7 +85,7 @@ def _device(device: Document) -> str:
 
 
 def _kind(group: Document) -> str:
-    return kind_text(Owner(group["kind"])) if group["kind"] else kind_text(None)
+    return kind_text(group["kind"])
 
 
 def _change(group: Document) -> int:

@@ -206,7 +206,8 @@ class ProfileIntake:
         facts = self._facts(process, profile, len(body))
         await self._writing.run(owner, partial(self._profiles.put, facts, body))
         fields = {"id": facts.id, "cause": facts.cause, "pid": facts.pid, "workload": facts.workload}
-        _log.info("memory profile", extra={"fields": {**fields, "bytes": facts.size_bytes}})
+        level = logging.DEBUG if facts.cause == INTERVAL else logging.INFO
+        _log.log(level, "memory profile", extra={"fields": {**fields, "bytes": facts.size_bytes}})
         return facts.id
 
     def _facts(self, process: ReportingProcess, profile: Profile, size_bytes: int) -> ProfileFacts:

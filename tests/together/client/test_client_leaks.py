@@ -203,7 +203,7 @@ MEANWHILE = """
 import gc, threading
 import gpumem_toolkit as toolkit
 from gpumem_toolkit.leaks import live_tensors
-from gpumem_toolkit.leaks import referrers
+from gpumem_client.objects import referrers
 started, go_on, came_of = threading.Event(), threading.Event(), []
 def batch():
     for number in range(7):
@@ -224,9 +224,11 @@ def finish_loading(function):
         return function(*arguments)
     return replaced
 if where == "the walk":
-    live_tensors._Reader._add = finish_loading(live_tensors._Reader._add)
+    live_tensors._Walker._add = finish_loading(live_tensors._Walker._add)
 else:
-    referrers._Search._owners = finish_loading(referrers._Search._owners)
+    # `_add` has what refers to a tensor. It would have the tuple, if the search did not leave it out.
+    for name in "_add", "_resolve":
+        setattr(referrers._Search, name, finish_loading(getattr(referrers._Search, name)))
 loader.start()
 started.wait()
 found = toolkit.lingering_tensors()

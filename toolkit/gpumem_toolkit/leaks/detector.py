@@ -7,16 +7,16 @@ import gc
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from gpumem_client.guest_safety import GuestLog
 from gpumem_client.hooks.steps import OneStep, process_steps
+from gpumem_client.objects.referrers import NO_REFERRER
 from gpumem_client.torch_access import Statistics, initialized_torch
 from gpumem_client.wire.units import ShownAsText, human_bytes
-from gpumem_toolkit.leaks.live_tensors import Kind, LingeringTensors, TensorGroup, allocating_frames, walk
-from gpumem_toolkit.leaks.referrers import NO_REFERRER
+from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup, allocating_frames, walk
 from gpumem_toolkit.leaks.trend import Growing, Trend
 
 _log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
@@ -26,8 +26,6 @@ _SEARCHES = {16: 3, 32: 2, 48: 1}
 _LAST_SEARCH = max(_SEARCHES)
 _SUSPECTS_MAX = 3
 _SHAPES_MAX = 3
-_SEARCHED_BY_BYTES = 6
-_SEARCHED_BY_NODES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +160,15 @@ class LeakDetector:
             if state is not None:
                 self.add(device, state["allocated_bytes"]["current"], functools.partial(_free_bytes, torch, device))
 
-    def _count(
-        self, kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None
-    ) -> LingeringTensors | None:
+    def _count(self, *, referrers: bool = False) -> LingeringTensors | None:
         torch = initialized_torch()
-        return None if torch is None or not self._name_suspects else walk(torch, kinds_to_search=kinds_to_search)
+        return None if torch is None or not self._name_suspects else walk(torch, referrers=referrers)
 
     def _suspects(self, before: LingeringTensors, least: int) -> tuple[Growth, ...]:
-        after = self._count(lambda counted: kinds_to_search(grown(before, counted, least=least)))
-        return grown(before, after, least=least) if after is not None else ()
+        after = self._count()
+        if after is None or not grown(before, after, least=least):
+            return ()
+        return grown(before, self._count(referrers=True) or after, least=least)
 
     def _report(
         self, device: int, state: _Device, free_bytes: Callable[[], int | None], found: tuple[Growth, ...] = ()
@@ -285,14 +283,6 @@ def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> t
         if sum(growth.more for growth in alike) >= least:
             found += _by_bytes(growth for growth in alike if growth.more > 0)[:_SHAPES_MAX]
     return _ranked(found)
-
-
-def kinds_to_search(growths: Iterable[Growth]) -> frozenset[Kind]:
-    """Return the few kinds whose referrers to search. A search for all kinds would take too long."""
-    growths = list(growths)
-    by_nodes = sorted(growths, key=lambda growth: -growth.more_nodes)
-    searched = [*_by_bytes(growths)[:_SEARCHED_BY_BYTES], *by_nodes[:_SEARCHED_BY_NODES]]
-    return frozenset(growth.group.kind for growth in searched)
 
 
 def frequent(counted: LingeringTensors, *, least: int) -> tuple[Growth, ...]:

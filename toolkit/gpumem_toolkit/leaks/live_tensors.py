@@ -14,20 +14,27 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import no_cuda
+from gpumem_client.objects.interpreter import (
+    GENERATIONS,
+    MAX_OBJECTS,
+    Frozen,
+    count_tracked,
+    find_frozen,
+    tracked_of_types,
+)
+from gpumem_client.objects.referrers import describe_referrers
+from gpumem_client.objects.tensors import TensorReader
 from gpumem_client.torch_access import initialized_torch
 from gpumem_client.wire.units import ShownAsText, human_bytes
-from gpumem_toolkit.leaks.interpreter_objects import GENERATIONS, Frozen, count_tracked, find_frozen, tracked_of_types
-from gpumem_toolkit.leaks.referrers import TARGETS_MAX, describe_referrers
 
 _CHUNK = 4096
 _GRAPH_NODES_MAX = 20_000
-_SAMPLES_MAX = 8
 _HOLDERS_MAX = 4
 
 Kind = tuple[tuple[int, ...], str, int, bool]
@@ -49,7 +56,7 @@ class TensorGroup(ShownAsText):
     graph_nodes: int = 0
     """Nodes in those graphs, at most 20,000 per walk."""
     referrers: tuple[str, ...] = ()
-    """What refers to some of the tensors, the most frequent first."""
+    """What refers to the tensors, the most frequent first."""
 
     @property
     def kind(self) -> Kind:
@@ -94,18 +101,17 @@ class LingeringTensors(ShownAsText):
 
 @dataclass(slots=True)
 class _Found:
-    count: int = 0
+    tensors: list[int] = field(default_factory=list)
+    """The ids of the tensors."""
     bytes: int = 0
-    with_graph: int = 0
     graph_nodes: int = 0
-    samples: list[Any] = field(default_factory=list)
 
 
 def lingering_tensors(
     *,
     min_bytes: int = 0,
     max_groups: int = 20,
-    max_seconds: float = 1.0,
+    max_seconds: float = 2.0,
     max_objects: int = 5_000_000,
     referrers: bool = True,
 ) -> LingeringTensors:
@@ -116,151 +122,122 @@ def lingering_tensors(
     through what refers to them, which takes about 1.3 s per million objects more.
 
     The result has the `max_groups` largest groups, each of `min_bytes` at least. `max_seconds` is the CPU time for the
-    walk, again for frozen objects, and again for the search for `referrers`, which takes longer than the walk. If a
-    limit ends the walk, `complete` is False.
+    walk, again for frozen objects, and again for the search for `referrers`, which takes longer than the walk: about
+    2 s per million objects. If a limit ends the walk, `complete` is False.
     """
     torch = initialized_torch()
     if torch is None:
         no_cuda("lingering_tensors")
         return LingeringTensors()
-    return walk(
-        torch,
-        min_bytes=min_bytes,
-        max_groups=max_groups,
-        max_seconds=max_seconds,
-        max_objects=max_objects,
-        kinds_to_search=(lambda counted: [group.kind for group in counted.groups]) if referrers else None,
-        count_frozen=True,
-    )
+    return walk(torch, min_bytes, max_groups, max_seconds, max_objects, referrers=referrers, count_frozen=True)
 
 
 def walk(
     torch: Any,
-    *,
     min_bytes: int = 0,
     max_groups: int = 10_000,
-    max_seconds: float = 0.5,
-    max_objects: int = 5_000_000,
-    kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None,
+    max_seconds: float = 2.0,
+    max_objects: int = MAX_OBJECTS,
+    *,
+    referrers: bool = False,
     count_frozen: bool = False,
 ) -> LingeringTensors:
-    """Walk as `lingering_tensors` does. `kinds_to_search` chooses the kinds whose referrers are searched.
+    """Walk as `lingering_tensors` does.
 
     Counts frozen tensors only with `count_frozen`: two such counts differ if a limit ends one of them.
     """
     started = time.perf_counter()
-    reader, frozen = _Reader(torch), Frozen([])
-    # CPU time: waits on a busy machine do not shorten the walk.
-    count, complete = reader.add_tracked(time.thread_time() + max_seconds, max_objects)
-    if count_frozen:
+    frozen = Frozen([])
+    if referrers or count_frozen:
         frozen = find_frozen(time.thread_time() + max_seconds, max_objects)
-        reader.add_frozen(frozen)
-        count += len(frozen.objects)
+    walker = _Walker(torch)
+    with torch_access.without_torch_function(torch):
+        # CPU time: waits on a busy machine do not shorten the walk.
+        count, complete = walker.add_tracked(time.thread_time() + max_seconds, max_objects)
+        if count_frozen:
+            count += len(frozen.objects)
+            walker.add(each for each in frozen.objects if type(each) in walker.types)
     hidden = max(0, gc.get_freeze_count() - len(frozen.objects))
-    found = reader.found
-    reader.seen.clear()  # other threads can free the tensors again
-    groups = [
-        TensorGroup(*kind[:3], group.count, group.bytes, group.with_graph, group.graph_nodes)
-        for kind, group in found.items()
-        if group.bytes >= min_bytes
-    ]
-    groups.sort(key=lambda group: -group.bytes)
-    complete = complete and not hidden and len(groups) <= max_groups
-    result = LingeringTensors(tuple(groups[:max_groups]), complete, count, hidden)
-    kinds = kinds_to_search(result) if kinds_to_search is not None else ()
-    if kinds:
-        samples = [sample for kind in kinds for sample in _spread(found[kind].samples, TARGETS_MAX // len(kinds))]
-        if not count_frozen:
-            frozen = find_frozen(time.thread_time() + max_seconds, max_objects)
-        ignored = (found, *(group.samples for group in found.values()))
-        holders = describe_referrers(samples, time.thread_time() + max_seconds, ignored=ignored, frozen=frozen)
-        described = (replace(group, referrers=_holders(found[group.kind].samples, holders)) for group in result.groups)
-        result = replace(result, groups=tuple(described))
-    return replace(result, duration_seconds=time.perf_counter() - started)
+    found = sorted(walker.found.items(), key=lambda item: -item[1].bytes)
+    found = [(kind, group) for kind, group in found if group.bytes >= min_bytes]
+    complete = complete and not hidden and len(found) <= max_groups
+    found = found[:max_groups]
+    names: Mapping[int, str] = {}
+    if referrers:
+        wanted = [each for _, group in found for each in group.tensors]
+        names = describe_referrers(wanted, time.thread_time() + max_seconds, frozen)
+    groups = tuple(_group(kind, group, names) for kind, group in found)
+    return LingeringTensors(groups, complete, count, hidden, time.perf_counter() - started)
 
 
-def _spread(samples: list[Any], count: int) -> list[Any]:
-    """Return some of the oldest and some of the youngest samples."""
-    return samples if len(samples) <= count else samples[: count // 2] + samples[len(samples) - (count + 1) // 2 :]
+def _group(kind: Kind, found: _Found, names: Mapping[int, str]) -> TensorGroup:
+    count = len(found.tensors)
+    holders = Counter(names[each] for each in found.tensors if each in names)
+    return TensorGroup(
+        *kind[:3],
+        count,
+        found.bytes,
+        count if kind[3] else 0,
+        found.graph_nodes,
+        tuple(holder for holder, _ in holders.most_common(_HOLDERS_MAX)),
+    )
 
 
-def _holders(samples: list[Any], held: Mapping[int, str]) -> tuple[str, ...]:
-    counts = Counter(held[id(sample)] for sample in samples if id(sample) in held)
-    return tuple(holder for holder, _ in counts.most_common(_HOLDERS_MAX))
-
-
-class _Reader:
-    """Reads plain tensors through their base class."""
+class _Walker:
+    """Counts tensors by kind. Each is released before the next, so that other threads can free their memory."""
 
     def __init__(self, torch: Any) -> None:
         self.found: dict[Kind, _Found] = {}
-        self._torch = torch
-        self._base = torch_access.tensor_base_class(torch)
-        self._types = _readable_types(torch.Tensor)
-        self.seen: dict[int, Any] = {}  # keeps the tensors, so that their ids stay valid
+        self._reader = TensorReader(torch)
+        self.types = self._reader.types
+        self._seen: set[int] = set()
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
 
     def add_tracked(self, end: float, max_objects: int) -> tuple[int, bool]:
-        """Read the tensors among all objects, the youngest generation first, because leaked tensors are young.
+        """Count the tensors among all objects, the youngest generation first, because leaked tensors are young.
 
         Within a generation the oldest come first, so that a storage is counted with the tensor that made it, not a
         view. Returns the number of objects, and whether no limit ended the walk.
         """
         count, complete = 0, True
-        with torch_access.without_torch_function(self._torch):
-            for generation in GENERATIONS:
-                size = count_tracked(generation)
-                skip = max(0, size - max(0, max_objects - count))
-                count, complete = count + size, complete and not skip
-                for at, tensor in enumerate(tracked_of_types(generation, self._types, skip=skip)):
-                    if at % _CHUNK == 0 and time.thread_time() >= end:
-                        return count, False
-                    self._add(tensor)
-        return count, complete
+        for generation in GENERATIONS:
+            size = count_tracked(generation)
+            skip = max(0, size - max(0, max_objects - count))
+            count, complete = count + size, complete and not skip
+            tensors = tracked_of_types(generation, self.types, skip=skip)
+            tensors.reverse()
+            while tensors:
+                if len(tensors) % _CHUNK == 0 and time.thread_time() >= end:
+                    return count, False
+                self._add(tensors.pop())
+        return count, complete and time.thread_time() < end
 
-    def add_frozen(self, frozen: Frozen) -> None:
-        """Read the tensors among the frozen objects."""
-        with torch_access.without_torch_function(self._torch):
-            for each in frozen.objects:
-                if type(each) in self._types:
-                    self._add(each)
+    def add(self, tensors: Iterable[Any]) -> None:
+        """Count these tensors."""
+        for tensor in tensors:
+            self._add(tensor)
 
     def _add(self, tensor: Any) -> None:
-        """Count a tensor on a device once, and keep it as a sample of its group."""
-        if id(tensor) in self.seen:  # the collector has moved it to an older generation
+        reader = self._reader
+        if id(tensor) in self._seen:  # the collector has moved it to an older generation
             return
-        self.seen[id(tensor)] = tensor
-        base = self._base
-        device = base.device.__get__(tensor)
-        if device.type != "cuda":
+        self._seen.add(id(tensor))
+        shape = reader.shape(tensor) if reader.is_cuda(tensor) else None
+        if shape is None:
             return
-        index = device.index if device.index is not None else 0
         try:
-            graph = base.grad_fn.__get__(tensor)
+            graph = reader.base.grad_fn.__get__(tensor)
         except RuntimeError:
             graph = None  # raised for a view whose base was changed in place
-        try:
-            shape = tuple(base.size(tensor))
-        except RuntimeError:
-            return  # nested: its buffers are separate tensors
-        name = str(base.dtype.__get__(tensor)).removeprefix("torch.")
-        group = self.found.setdefault((shape, name, index, graph is not None), _Found())
-        group.count += 1
-        if graph is not None:
-            group.with_graph += 1
-            group.graph_nodes += self._follow(graph)
-        try:
-            storage = base.untyped_storage(tensor)
-            key = index, storage.data_ptr()
-            if key not in self._storages:
-                self._storages.add(key)
-                group.bytes += storage.nbytes()
-        except (RuntimeError, NotImplementedError, AttributeError):
-            pass  # sparse: its parts are separate tensors
-        if len(group.samples) == _SAMPLES_MAX:
-            del group.samples[_SAMPLES_MAX // 2]
-        group.samples.append(tensor)
+        kind = shape, reader.dtype(tensor), reader.base.get_device(tensor), graph is not None
+        group = self.found.setdefault(kind, _Found())
+        group.tensors.append(id(tensor))
+        group.graph_nodes += self._follow(graph)
+        storage = reader.storage(tensor)
+        if storage is not None and storage[:2] not in self._storages:
+            self._storages.add(storage[:2])
+            group.bytes += storage.bytes
 
     def _follow(self, node: Any) -> int:
         """Return the number of graph nodes that are reached from this one for the first time."""
@@ -271,18 +248,6 @@ class _Reader:
                 self._nodes.add(node)
                 waiting += [parent for parent, _ in object.__getattribute__(node, "next_functions")]
         return len(self._nodes) - before
-
-
-def _readable_types(tensor: type) -> frozenset[type]:
-    """Return the types whose tensors can be read without running their code. A wrapper's inner tensors can."""
-    found = [tensor]
-    for kind in found:
-        found += set(type.__subclasses__(kind)) - {*found}
-    return frozenset(
-        kind
-        for kind in found
-        if not any("__torch_dispatch__" in base.__dict__ for base in kind.__mro__[: kind.__mro__.index(tensor)])
-    )
 
 
 def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3) -> tuple[str, ...]:

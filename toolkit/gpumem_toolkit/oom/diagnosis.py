@@ -15,13 +15,13 @@ from gpumem_client.allocator.reclaimable import known
 from gpumem_client.api import latest_oom
 from gpumem_client.guest_safety import GuestLog
 from gpumem_client.hooks.out_of_memory import OomMessage, parse_oom_message
+from gpumem_client.objects.referrers import instance_dictionary
 from gpumem_client.phases.measured import phase_at_error
 from gpumem_client.torch_access import DeviceState, rank_and_size
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_client.wire.units import ShownAsText, human_bytes
 from gpumem_toolkit.leaks.detector import descriptions, frequent, known_leak
 from gpumem_toolkit.leaks.live_tensors import walk
-from gpumem_toolkit.leaks.referrers import instance_dictionary
 from gpumem_toolkit.measure.tensor_bytes import Storages, tensors_in
 from gpumem_toolkit.oom.advice import Advice, advise
 from gpumem_toolkit.oom.growth import BlockHistory
@@ -33,7 +33,6 @@ _log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
 
 NOTE_PREFIX = "gpumem: "
 _ADVICE_SHOWN = 5
-_SEARCHED_MAX = 16
 _OBSERVED_SECONDS = 5.0
 _SEGMENT_BYTES = 20 << 20
 
@@ -188,12 +187,7 @@ def _leak(device: int | None, run: Run | None) -> dict[str, Any]:
             return {}
         leaked, rate = found[0], found[1].slope
         least = max(8, run.history.runs // 2)
-        live = walk(
-            sys.modules["torch"],
-            kinds_to_search=lambda counted: [each.group.kind for each in frequent(counted, least=least)][
-                :_SEARCHED_MAX
-            ],
-        )
+        live = walk(sys.modules["torch"], referrers=True)
         suspects = descriptions(frequent(live, least=least))
     return {"leaked": leaked, "leak_per_step": round(rate), "leak_suspects": suspects}
 

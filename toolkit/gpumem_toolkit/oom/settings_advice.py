@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from gpumem_client.allocator.allocator import attached, no_cuda
 from gpumem_client.allocator.reclaimable import unreturnable_bytes
 from gpumem_client.allocator.settings import VARIABLES, in_force, merged, parse_settings
+from gpumem_client.objects.interpreter import GENERATIONS, find_frozen, tracked_of_types
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.units import ShownAsText, counted, human_bytes
-from gpumem_toolkit.leaks.interpreter_objects import GENERATIONS, find_frozen, tracked_of_types
 
 _FRAGMENTED_SHARE = 0.1
 _FRAGMENTED_LEAST = 256 << 20

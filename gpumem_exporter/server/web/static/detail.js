@@ -9,6 +9,7 @@ import { hueOf } from "./hues.js";
 import { sumOf } from "./jobs.js";
 import { OomView } from "./oom.js";
 import { Processes } from "./processes.js";
+import { ProfileList } from "./profiles.js";
 import { jobHref, param } from "./route.js";
 import { Timeline } from "./timeline.js";
 
@@ -32,6 +33,7 @@ class Detail {
     this.parts = h("dl", { class: "parts" });
     this.timeline = new Timeline();
     this.processes = new Processes();
+    this.profiles = new ProfileList();
     this.jobs = h("ul", { class: "jobs-of-device" });
     this.jobViews = new Views(() => new JobOfDevice());
     this.oom = new OomView();
@@ -47,6 +49,7 @@ class Detail {
       this.timeline.element,
       (this.memory = h("section", {}, h("h3", {}, "Memory"), this.bar.element, this.parts)),
       this.processes.element,
+      this.profiles.element,
       h("section", {}, h("div", { class: "title" }, h("h3", {}, "Events and actions"), this.filter), this.events),
     );
   }
@@ -64,6 +67,8 @@ class Detail {
       this.title.focus({ preventScroll: true });
     }
     this.job = target.job ?? null;
+    if (target.kind === "job") this.profiles.update(target.id, target.job, view.node.allowed_actions.includes("profile"));
+    else setHidden(this.profiles.element, true);
     this.filter.value = param("type");
     if (target.kind === "job") this.showJob(target.id, target.job, view);
     else this.showDevice(target.id, target.device, view);

@@ -11,22 +11,24 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain, compress, starmap, tee
 from operator import eq, itemgetter, not_
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import AbstractSet, Any, Collection, Iterator, List, NamedTuple
 
 GENERATIONS = (0, 1, 2)
+MAX_OBJECTS = 5_000_000
 _CHUNK = 1024
-"""The number of objects between two readings of the clock."""
+"""The number of frozen objects between two readings of the clock."""
+_WINDOW = 1 << 18
+"""The number of tracked objects that one call of a C function examines. It keeps the GIL for about 0.1 s."""
 _FRAMES_MAX = 500
 _SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
 _OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
 
-_Lists = Iterator[list[Any]]
-"""Yields one list, which is created at `next`."""
+_Lists = Iterator[List[Any]]
+"""Yields lists, each of which is created at `next`."""
 
 
 def count_tracked(generation: int) -> int:
@@ -35,18 +37,60 @@ def count_tracked(generation: int) -> int:
 
 
 def tracked_of_types(generation: int, types: Collection[type], *, skip: int = 0) -> list[Any]:
-    """Return the objects of exactly these types in a generation, the oldest first, without its first `skip` objects."""
-    these, used = tee(map(itemgetter(slice(skip, None)), map(gc.get_objects, (generation,))))
+    """Return the objects of exactly these types in a generation, the oldest first, without its first `skip` objects.
+
+    Keeps the GIL for 0.1 s per million objects.
+    """
+    these, used = tee(_tracked(generation, slice(skip, None)))
     return list(chain(_of_types(these, types), _cleared(used)))
 
 
-def tracked_referrers(objects: tuple[Any, ...]) -> list[Any]:
-    """Return what refers to any of the objects, without tuples that another thread is still filling."""
-    these, tuples, same, again, used = tee(starmap(gc.get_referrers, (objects,)), 5)
-    referents = map(len, map(gc.get_referents, _of_types(again, (tuple,))))
-    full = map(eq, map(len, _of_types(same, (tuple,))), referents)
-    others = _of_types(these, (tuple,), exclude=True)
-    return list(chain(others, compress(_of_types(tuples, (tuple,)), full), _cleared(used)))
+class Frozen(NamedTuple):
+    """The frozen objects that a search has reached."""
+
+    objects: list[Any]
+    complete: bool = True
+    """Whether no limit has ended the search."""
+
+
+def referrers_of(wanted: AbstractSet[int], frozen: Frozen, end: float) -> Iterator[Any]:
+    """Yield each object that refers to an object whose id is in `wanted`; some objects twice.
+
+    Takes 0.4 s of CPU time per million objects, for any number of wanted objects, and ends at `end` on
+    `time.thread_time()`. Refers to the yielded objects of one window at most. Tuples that another thread is still
+    filling are left out. If the collector moves objects during the search, it may miss some.
+    """
+    for generation in GENERATIONS:
+        # The last window first: if objects are freed meanwhile, all others move toward the windows that are still to
+        # be examined, so none is missed.
+        for start in range(count_tracked(generation) // _WINDOW * _WINDOW, -1, -_WINDOW):
+            if time.thread_time() >= end:
+                return
+            found = _tracked_referrers(wanted, generation, slice(start, start + _WINDOW))
+            while found:
+                yield found.pop()
+    for chunk in _chunks(frozen.objects):
+        if time.thread_time() >= end:
+            return
+        if not wanted.isdisjoint(map(id, gc.get_referents(*chunk))):
+            for each in chunk:
+                if not wanted.isdisjoint(map(id, gc.get_referents(each))):
+                    yield each
+
+
+def _tracked_referrers(wanted: AbstractSet[int], generation: int, window: slice) -> list[Any]:
+    objects, same, used = tee(_tracked(generation, window), 3)
+    ids = map(partial(map, partial(map, id)), map(partial(map, gc.get_referents), same))
+    refers = map(partial(map, not_), map(partial(map, wanted.isdisjoint), ids))
+    others, tuples, alike, again, referring = tee(map(list, map(compress, objects, refers)), 5)
+    sizes = map(len, map(gc.get_referents, _of_types(again, (tuple,))))
+    full = map(eq, map(len, _of_types(alike, (tuple,))), sizes)  # unfilled places are no referents
+    filled = compress(_of_types(tuples, (tuple,)), full)
+    return list(chain(_of_types(others, (tuple,), exclude=True), filled, _cleared(used), _cleared(referring)))
+
+
+def _tracked(generation: int, window: slice) -> _Lists:
+    return map(itemgetter(window), map(gc.get_objects, (generation,)))
 
 
 def _of_types(lists: _Lists, types: Collection[type], *, exclude: bool = False) -> Iterator[Any]:
@@ -61,33 +105,14 @@ def _cleared(lists: _Lists) -> Iterator[None]:
     return filter(None, map(list.clear, lists))
 
 
-class Frozen(NamedTuple):
-    """The frozen objects that a search has reached."""
-
-    objects: list[Any]
-    complete: bool = True
-    """Whether no limit has ended the search."""
-
-    def referrers(self, targets: Iterable[Any], end: float) -> list[Any]:
-        """Return the objects that refer to any of the targets. Takes 0.4 s per million objects, until `end`."""
-        wanted = set(map(id, targets))
-        found: list[Any] = []
-        for chunk in _chunks(self.objects):
-            if time.thread_time() > end:
-                break
-            if not wanted.isdisjoint(map(id, gc.get_referents(*chunk))):
-                found += [each for each in chunk if not wanted.isdisjoint(map(id, gc.get_referents(each)))]
-        return found
-
-
-def find_frozen(end: float, max_objects: int) -> Frozen:
+def find_frozen(end: float, max_objects: int = MAX_OBJECTS) -> Frozen:
     """Return the objects that `gc.freeze()` hides, as far as other objects refer to them.
 
-    vLLM's engine and servers that fork their workers freeze what exists after the start. `gc.get_objects` and
-    `gc.get_referrers` do not return frozen objects, and `gc.unfreeze` would change the program. What an object refers
-    to can be read, so the search starts at modules, local variables and the tracked objects. It takes 1.3 s of CPU time
-    and 100 MiB of host memory per million objects, and keeps the GIL for up to 0.4 s per million tracked objects. It
-    ends at `end` on `time.thread_time()`, and does not start if there are more than `max_objects`.
+    vLLM's engine and servers that fork their workers freeze what exists after the start. `gc.get_objects` does not
+    return frozen objects, and `gc.unfreeze` would change the program. What an object refers to can be read, so the
+    search starts at modules, local variables and the tracked objects. It takes 1.3 s of CPU time and 100 MiB of host
+    memory per million objects, and keeps the GIL for up to 0.4 s per million tracked objects. It ends at `end` on
+    `time.thread_time()`, and does not start if there are more than `max_objects`.
     """
     found: list[Any] = []
     count = gc.get_freeze_count()
@@ -103,12 +128,12 @@ def find_frozen(end: float, max_objects: int) -> Frozen:
         level += [frame.f_globals, *filter(gc.is_tracked, variables_of(frame).values())]
     while level:
         # All of these are finished objects, so the search may refer to them while other threads run.
-        fresh = {key: each for key, each in zip(map(id, level), level, strict=True) if key not in seen}
+        fresh = {key: each for key, each in zip(map(id, level), level) if key not in seen}
         seen.update(fresh)
         found += fresh.values()
         level.clear()
         for chunk in _chunks(list(fresh.values())):
-            if time.thread_time() > end:
+            if time.thread_time() >= end:
                 return Frozen(found, complete=False)
             level += filter(gc.is_tracked, gc.get_referents(*chunk))
     return Frozen(found)
@@ -118,6 +143,12 @@ def _chunks(objects: list[Any]) -> Iterator[list[Any]]:
     return (objects[start : start + _CHUNK] for start in range(0, len(objects), _CHUNK))
 
 
+def is_own(frame: FrameType) -> bool:
+    """Whether a frame runs code of this project."""
+    module = frame.f_globals.get("__name__")
+    return type(module) is str and module.startswith(("gpumem_client.", "gpumem_toolkit."))
+
+
 def all_frames() -> list[FrameType]:
     """Return the frames of all threads, without the frames of this project."""
     tops = sys._current_frames()
@@ -125,8 +156,7 @@ def all_frames() -> list[FrameType]:
     while tops and len(found) < _FRAMES_MAX:
         at: FrameType | None = tops.popitem()[1]
         while at is not None and len(found) < _FRAMES_MAX:
-            module = at.f_globals.get("__name__")
-            if not (type(module) is str and module.startswith(("gpumem_client.", "gpumem_toolkit."))):
+            if not is_own(at):
                 found.append(at)
             at = at.f_back
     # This frame is among them, so that the variable would be part of a reference cycle.
@@ -146,6 +176,8 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     copied = sys.version_info < (3, 13)
     if copied and not _SHOWS_LOCALS.isdisjoint(code.co_names):
         return {}  # f_locals would overwrite the dictionary that `locals()` has returned
+    if copied and frame.f_trace is not None:
+        return {}  # a debugger's changes of f_locals are written back to the variables
     variables = frame.f_locals
     found = dict(variables)
     if copied:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from gpumem_toolkit.leaks.referrers import NO_REFERRER, describe_referrers
+from gpumem_client.objects.interpreter import Frozen
+from gpumem_client.objects.referrers import NO_REFERRER, describe_referrers
 
 
 class Thing:
@@ -40,10 +42,9 @@ class Slotted:
 kept: list[object] = []
 
 
-def _described(target: object) -> str:
-    targets = [target]
-    described = describe_referrers(targets, time.thread_time() + 60)
-    return described.get(id(target), "")
+def _described(target: int) -> str:
+    """Describe what refers to the object with this id."""
+    return describe_referrers([target], time.thread_time() + 60, Frozen([]))[target]
 
 
 def _of_a_function(thing: Thing) -> Callable[[], Thing]:
@@ -79,23 +80,23 @@ def test_the_holder_of_an_object_is_named(name: str) -> None:
     make, find, expected = HOLDERS[name]
     kept.clear()
     holder = make()
-    try:
-        # found in another function's frame, because a local variable here would be a referrer
-        target = id(find(holder))
-        described = _described_by_id(holder, find)
-        assert re.match(expected, described[target]), described
-    finally:
-        kept.clear()
+    described = _described(id(find(holder)))
+    kept.clear()
+    assert re.match(expected, described), described
 
 
-def _described_by_id(holder: object, find: Callable[[object], object]) -> dict[int, str]:
-    return describe_referrers([find(holder)], time.thread_time() + 60)
+def test_every_one_of_many_objects_is_named_after_its_own_holder() -> None:
+    holders = [Holder(Thing()) if number % 2 else Slotted(Thing()) for number in range(2000)]
+    targets = [id(each.things[0] if isinstance(each, Holder) else each.thing) for each in holders]
+    described = describe_referrers(targets, time.thread_time() + 60, Frozen([]), sizes=False)
+    expected = ["attribute thing of a Slotted", "list in attribute things of a Holder"] * 1000
+    assert [described[each] for each in targets] == expected
 
 
 def _local_list() -> str:
     # no assertion here: pytest calls locals() in frames with assertions, and the search skips such frames
     others = [Thing()]
-    return next(iter(describe_referrers([others[0]], time.thread_time() + 60).values()))
+    return _described(id(others[0]))
 
 
 def test_a_local_variable_is_named_with_its_place() -> None:
@@ -103,12 +104,24 @@ def test_a_local_variable_is_named_with_its_place() -> None:
     assert re.match(r"list of 1 .*local variable.*others.*_local_list$", described), described
 
 
+def _generator(thing: Thing) -> Iterator[None]:
+    yield
+    print(thing)
+
+
+def test_a_variable_of_a_generator_that_waits_is_named() -> None:
+    waiting = _generator(Thing())
+    next(waiting)
+    thing = id(waiting.gi_frame.f_locals["thing"])  # type: ignore[attr-defined]
+    assert re.match(r".*\bthing\b.*_generator$", _described(thing))
+
+
 def test_a_dictionary_from_locals_is_not_changed() -> None:
     def program() -> list[str]:
         first = Thing()
         mine = locals()
         second = Thing()
-        _described(second)
+        _described(id(second))
         assert first is mine["first"]
         return sorted(mine)
 
@@ -119,14 +132,16 @@ def test_nothing_is_kept_alive() -> None:
     thing = Thing()
     box = [thing]
     before = sys.getrefcount(thing)
-    _described(thing)
+    _described(id(thing))
     assert sys.getrefcount(thing) == before
     assert box[0] is thing
 
 
 def test_an_object_without_python_referrers_is_described_as_such() -> None:
-    assert next(iter(describe_referrers([Thing()], time.thread_time() + 60).values())) == NO_REFERRER
+    held = itertools.repeat(Thing())
+    assert _described(id(next(held))) == NO_REFERRER
 
 
 def test_no_pass_starts_after_the_end() -> None:
-    assert describe_referrers([Thing()], time.thread_time() - 1) == {}
+    box = [Thing()]
+    assert describe_referrers([id(box[0])], time.thread_time() - 1, Frozen([])) == {}

@@ -1,0 +1,86 @@
+"""Reads CUDA tensors without running code of their classes: device, storage, shape and dtype."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any, NamedTuple
+
+from gpumem_client import torch_access
+
+_DEPTH_MAX = 4
+
+
+class StorageOf(NamedTuple):
+    """The storage of a tensor on a device."""
+
+    device: int
+    address: int
+    bytes: int
+
+
+class TensorReader:
+    """Reads tensors through torch's base class. Only within `torch_access.without_torch_function`."""
+
+    def __init__(self, torch: Any) -> None:
+        self.base = torch_access.tensor_base_class(torch)
+        self.all_types = frozenset(subclasses(torch.Tensor))
+        self.types = frozenset(
+            kind
+            for kind in self.all_types
+            if not any(
+                "__torch_dispatch__" in base.__dict__ for base in kind.__mro__[: kind.__mro__.index(torch.Tensor)]
+            )
+        )
+        """The types whose tensors have a storage that can be read. The others wrap tensors of these types."""
+        self._dtypes: dict[Any, str] = {}
+
+    def parts(self, value: Any, depth: int = 0) -> list[Any]:
+        """Return the readable tensors that a tensor consists of: itself, or what a wrapper such as a DTensor wraps."""
+        kind = type(value)
+        if kind in self.types:
+            return [value]
+        if depth > _DEPTH_MAX or not (kind in self.all_types or kind is dict):
+            return []
+        # A wrapper has its tensors in slots or in its dictionary.
+        return [part for each in gc.get_referents(value) for part in self.parts(each, depth + 1)]
+
+    def is_cuda(self, tensor: Any) -> bool:
+        """Whether a tensor is on a CUDA device."""
+        found: bool = self.base.is_cuda.__get__(tensor)
+        return found
+
+    def storage(self, tensor: Any) -> StorageOf | None:
+        """Return the storage of a tensor on a CUDA device; None without memory, and for sparse tensors."""
+        if not self.is_cuda(tensor):
+            return None
+        try:
+            storage = self.base.untyped_storage(tensor)
+            address = storage.data_ptr()
+            return StorageOf(self.base.get_device(tensor), address, storage.nbytes()) if address else None
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return None  # the parts of a sparse tensor are separate tensors
+
+    def shape(self, tensor: Any) -> tuple[int, ...] | None:
+        """Return the shape of a tensor; None for a nested one, whose buffers are separate tensors."""
+        try:
+            return tuple(self.base.size(tensor))
+        except RuntimeError:
+            return None
+
+    def dtype(self, tensor: Any) -> str:
+        """Return the name of a tensor's dtype, such as `bfloat16`."""
+        dtype = self.base.dtype.__get__(tensor)
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = str(dtype).replace("torch.", "")
+        return self._dtypes[dtype]
+
+
+def subclasses(kind: type) -> list[type]:
+    """Return a class and all classes that are derived from it."""
+    found = [kind]
+    seen = {kind}
+    for each in found:
+        new: set[type] = set(type.__subclasses__(each)) - seen
+        seen |= new
+        found += new
+    return found
