@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show
 from benchmarks.constant import ConstantServer
@@ -35,6 +36,7 @@ from tests.support.waiting import wait_for
 
 SAMPLE_RATIO = 1.0
 REPORT_RATIO = 5.0
+ENGINE_RATIO = 5.0
 TRAINING_RATIO = 1.5
 BUSY_RATIO = 2.0
 INJECTION_RATIO = 0.25
@@ -49,7 +51,7 @@ def main() -> int:
     options.amount("--interval", 1.0, 0.25, "seconds between two reports")
     given = options.read()
     counts = (1,) if given.real_gpu or given.quick else (1, 8)
-    progress = Progress("reporter", 3 * len(counts) + 3)
+    progress = Progress("reporter", 3 * len(counts) + 4)
     rows = []
     for devices in counts:
         with Place(real_gpu=given.real_gpu, devices=devices) as place:
@@ -58,6 +60,7 @@ def main() -> int:
             rows += samples(given, progress, process, devices)
             rows += reports(given, progress, place, exporter, process, devices)
             rows.append(whole_reporter(given, progress, place, devices))
+    rows.append(engine(given, progress))
     rows += with_and_without(given, progress)
     with tempfile.TemporaryDirectory(prefix="gpumem-benchmark-") as bytecode:
         rows += injection(given, progress, Path(bytecode))
@@ -79,6 +82,18 @@ def samples(given: argparse.Namespace, progress: Progress, process: TorchProcess
         what = f"CPU of a sample, {_count(devices)}, {how}, per device"
         rows.append(compared(what, sample, "µs", "memory_stats()", stats, limit))
     return rows
+
+
+def engine(given: argparse.Namespace, progress: Progress) -> Row:
+    """One sample of an engine's process: its components, and a cache of 35,000 blocks in 80 tensors."""
+    progress.part("an inference engine")
+    with Place(real_gpu=given.real_gpu, devices=1) as place:
+        process = place.torch()
+        sizes: dict[str, Any] = {"weights_bytes": 2 << 30, "cache_bytes": [16 << 20] * 80, "activations_bytes": 1 << 20}
+        process.call_program("served_model", "serve", **sizes, blocks=[1, 0, -1, 0, 0] * 7000)
+        costs = process.call_program("served_model", "costs", rounds=10 * given.turns)
+    sample, stats = (statistics.median(costs[name]) for name in ("sample", "memory_stats"))
+    return compared("CPU of a sample of an inference engine", sample, "µs", "memory_stats()", stats, ENGINE_RATIO)
 
 
 def reports(

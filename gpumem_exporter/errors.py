@@ -20,6 +20,8 @@ The tree:
     │   ├── GroupIncompleteError      not every rank of the group can take part
     │   ├── TooManyActionsError       the rate limit of the caller or of a process is reached
     │   └── IdempotencyConflictError  the Idempotency-Key was used with a different request
+    ├── NoPeakError                   a profile has no highest moment, because it was taken without a recording
+    ├── ProfileInvalidError           a memory profile is not valid, or contradicts itself
     └── PrometheusError               the Prometheus API that selects a fleet's processes does not answer a query
 """
 
@@ -104,5 +106,13 @@ class IdempotencyConflictError(ActionRefusedError):
     """The Idempotency-Key was used with a different request."""
 
 
+class ProfileInvalidError(GpumemError):
+    """A memory profile is not valid, is too large, or contradicts itself; the message says where."""
+
+
 class PrometheusError(GpumemError):
     """Prometheus cannot be reached, or its answer to a query has no series; the message says why."""
+
+
+class NoPeakError(GpumemError):
+    """A profile has no highest moment, because it was taken without a recording."""

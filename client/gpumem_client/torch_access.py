@@ -375,6 +375,41 @@ def tensor_base_class(torch: Any) -> Any:
     return torch._C.TensorBase
 
 
+def storage_bytes(torch: Any, tensors: Any) -> dict[int, int]:
+    """Return the bytes of the storages of CUDA tensors by device index. Counts a shared storage once.
+
+    `tensors` is a list, tuple or dictionary of tensors, or of such collections. Other objects in it are ignored.
+    """
+    found: dict[tuple[int, int], int] = {}
+    pending = [tensors]
+    with without_torch_function(torch):
+        while pending:
+            each = pending.pop()
+            if isinstance(each, dict):
+                pending += each.values()
+            elif isinstance(each, (list, tuple)):
+                pending += each
+            elif isinstance(each, tensor_base_class(torch)) and each.is_cuda:
+                storage = each.untyped_storage()
+                found[each.get_device(), storage.data_ptr()] = storage.nbytes()
+    sizes: dict[int, int] = {}
+    for (index, _), size in found.items():
+        sizes[index] = sizes.get(index, 0) + size
+    return sizes
+
+
+def module_bytes(torch: Any, module: Any) -> dict[int, int]:
+    """Return the bytes of a module's parameters and buffers on CUDA devices by device index."""
+    pending: list[Any] = [module]
+    tensors: list[dict[str, Any]] = []
+    while pending:
+        each = pending.pop()
+        if each is not None:
+            tensors += tensors_of_module(each)
+            pending += each._modules.values()
+    return storage_bytes(torch, tensors)
+
+
 def tensors_of_module(module: Any) -> Iterable[dict[str, Any]]:
     """Return the two dictionaries in which a module keeps its own parameters and buffers."""
     return module._parameters, module._buffers

@@ -19,8 +19,9 @@ from gpumem_exporter.errors import ActionForbiddenError, ActionNotAllowedError
 _MAX_ALERT_NAME = 128
 _ONLY_ALL = frozenset({"terminate"})
 """The actions that need `Rights.ALL`."""
-_FORCED_FOR_OWN = frozenset({"empty_cache"})
-"""The actions that need no more rights with `force`. `engine_starts` decides whose engines a clear may disturb."""
+_FORCED_FOR_OWN = frozenset({"empty_cache", "profile", "release_memory", "resume_memory"})
+"""The actions that need no more rights with `force`. `engine_starts` decides whose engines they may disturb, and a
+profile stops its own process only."""
 
 
 def share_of(key: str) -> str:
@@ -47,6 +48,8 @@ class CallerKind(Enum):
     """From a rule of the policy file."""
     ALERT = "alert"
     """From an alert of Alertmanager."""
+    INTERVAL = "interval"
+    """From `--profile.interval`."""
     UNKNOWN = "unknown"
     """From a peer without an address."""
 
@@ -86,6 +89,11 @@ class Caller:
     def policy(cls, rule: str) -> Caller:
         """Return the caller for actions of a policy's rule."""
         return cls(CallerKind.POLICY, Rights.ALL, name=rule)
+
+    @classmethod
+    def interval(cls) -> Caller:
+        """Return the caller for the profiles of `--profile.interval`."""
+        return cls(CallerKind.INTERVAL, Rights.ALL)
 
     @classmethod
     def alert(cls, name: str, sender: Caller) -> Caller:
@@ -152,11 +160,24 @@ class Caller:
         Outside of containers, a user owns its processes wherever they run, as with kill(2). In a container, a user owns
         its processes in the same container, and root owns all processes there.
         """
+        return self.may_act_for(process.owner_uid, process.key.place)
+
+    def may_act_for(self, owner_uid: int | None, place: Place) -> bool:
+        """Return whether a process of this user in this place is a possible target; None if only a token vouches."""
         if self.rights is not Rights.OWN:
             return self.rights is Rights.ALL
-        if self.uid is None or not process.attested or not self.place.reaches(process.key.place):
+        if self.uid is None or owner_uid is None or not self.place.reaches(place):
             return False
-        return process.owner_uid == self.uid or (self.uid == 0 and not self.place.here)
+        return owner_uid == self.uid or (self.uid == 0 and not self.place.here)
+
+    def may_act_on_listed(self, owner_uid: int | None) -> bool:
+        """Return whether a process that only the driver lists is a possible target; its effective uid is given.
+
+        The driver's list has no place, so in a container a user may act only on processes that report.
+        """
+        if self.rights is not Rights.OWN:
+            return self.rights is Rights.ALL
+        return self.place.here and self.uid is not None and owner_uid == self.uid
 
     def __str__(self) -> str:
         if self.kind is CallerKind.POLICY:

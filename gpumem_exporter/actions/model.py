@@ -16,8 +16,11 @@ DRY_RUN_OUTCOMES: Mapping[str, str] = {
     "collect_garbage": "would_collect",
     "reset_peak": "would_reset",
     "snapshot": "would_write",
+    "profile": "would_profile",
     "set_memory_fraction": "would_set",
     "terminate": "would_terminate",
+    "release_memory": "would_release",
+    "resume_memory": "would_resume",
 }
 """The outcome in a dry run of each action, in a process that would do it."""
 _RESULT_BYTES = 1024
@@ -69,6 +72,12 @@ class ActionResult:
     """The name of the job: its workload, otherwise its command, otherwise its pid."""
     limit_bytes: int | None = None
     """With `set_memory_fraction`, the most that the process may reserve on the device."""
+    profile: str | None = None
+    """With `profile`, the id of the profile that the process has sent."""
+    driver_before_bytes: int | None = None
+    """With an action on engines, the driver's value for the process on the device before the action."""
+    driver_after_bytes: int | None = None
+    """The driver's value after the action: after `release_memory`, what stays resident."""
 
     @property
     def kept_bytes(self) -> int:
@@ -117,6 +126,9 @@ class Action:
     settle_seconds: float = 0.0
     settling: bool = False
     """Whether a process may still report `still_free_bytes`. The state does not wait for it."""
+    unlisted: bool = False
+    """It is a profile of `--profile.interval` or for a scraper, of which there are many: it is counted, and it is in no
+    list and no event."""
     waits_for: tuple[EngineWait, ...] = ()
     """The engines whose start it waits for now, or for a dry run would wait for."""
 

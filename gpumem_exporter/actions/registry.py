@@ -46,7 +46,8 @@ class ActionRegistry:
 
     def recent(self) -> tuple[Action, ...]:
         """Return all known actions, newest first."""
-        actions = [*self._finished, *self._dry_runs, *(running.action for running in self.running.values())]
+        known = [*self._finished, *self._dry_runs, *(running.action for running in self.running.values())]
+        actions = [action for action in known if not action.unlisted]
         return tuple(sorted(actions, key=lambda action: action.created_unix_seconds, reverse=True))
 
     def with_key(self, caller: str, key: str, request: ActionRequest) -> Action | None:
@@ -75,7 +76,7 @@ class ActionRegistry:
     def finish(self, action: Action) -> None:
         """Add a finished action, or move it from the running ones."""
         self.running.pop(action.id, None)
-        forgotten = (self._dry_runs if action.dry_run else self._finished).add(action)
+        forgotten = (self._dry_runs if action.dry_run or action.unlisted else self._finished).add(action)
         if forgotten and self._keys:
             self._keys = {key: known for key, known in self._keys.items() if known[1] not in forgotten}
 
@@ -153,11 +154,12 @@ class _Kept:
 class RateLimits:
     """Counts the actions per minute of each caller, and on each process from all callers. Not thread-safe.
 
-    A caller may use the limit of a whole minute at once.
+    A caller may use the limit of a whole minute at once. `what` names what is counted, for messages.
     """
 
-    def __init__(self, *, per_caller: int, per_process: int, clock: Callable[[], float]) -> None:
+    def __init__(self, *, per_caller: int, per_process: int, clock: Callable[[], float], what: str = "actions") -> None:
         self._clock = clock
+        self._what = what
         self._callers = _Buckets(per_caller)
         self._processes = _Buckets(per_process)
 
@@ -169,12 +171,12 @@ class RateLimits:
         now = self._clock()
         wait = self._callers.wait_seconds(caller, now)
         if wait > 0:
-            raise TooManyActionsError(f"{caller} has requested {self._callers.size} actions within a minute", wait)
+            raise TooManyActionsError(f"{caller} has requested {self._callers.size} {self._what} within a minute", wait)
         keys = []
         for key, name in processes:
             wait = self._processes.wait_seconds(key, now)
             if wait > 0:
-                raise TooManyActionsError(f"{name} has had {self._processes.size} actions within a minute", wait)
+                raise TooManyActionsError(f"{name} has had {self._processes.size} {self._what} within a minute", wait)
             keys.append(key)
         self._callers.take(caller, now)
         for key in keys:

@@ -14,17 +14,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 
-ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate")
-DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")
-"""The actions that the exporter allows by default: they end no process."""
+ACTIONS = (
+    *("empty_cache", "collect_garbage", "reset_peak", "snapshot", "profile", "set_memory_fraction", "terminate"),
+    *ENGINE_ACTIONS,
+)
+OUTSIDE_ACTIONS = ("terminate", *ENGINE_ACTIONS)
+"""The actions that reach also processes that only the driver lists, because the exporter itself can act."""
+DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action not in OUTSIDE_ACTIONS)
+"""The actions that the exporter allows by default: they end no process and interrupt no service."""
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_DEADLINE_SECONDS = 3600.0
 MAX_SETTLE_SECONDS = 3600.0
+MAX_DURATION_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
+ENGINE_ANSWER_SECONDS = 180.0
+"""The same for an engine, which may copy all of its weights between the device and the host."""
+KEPT_COMPONENTS = ("weights",)
+"""The components that `release_memory` can leave on the device."""
 DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
 """The actions that apply to the target devices only. All others apply to every device of a process."""
 
@@ -109,7 +119,8 @@ _Given = str | int | Sequence[str | int] | None
 class Target:
     """The processes and devices that a request selects.
 
-    A field admits each of its values; an empty one admits everything. Different fields narrow each other.
+    A field admits each of its values; an empty one admits everything. Different fields narrow each other, and
+    `orphans` narrows all of them to the processes that a launcher has left behind.
     """
 
     gpu: tuple[str, ...]
@@ -120,6 +131,7 @@ class Target:
     rank: tuple[str, ...]
     user: tuple[str, ...]
     """The names or the uids of users."""
+    orphans: bool
     all: bool
 
     def __init__(
@@ -131,11 +143,13 @@ class Target:
         workload: _Given = None,
         rank: _Given = None,
         user: _Given = None,
+        orphans: bool = False,
         all: bool = False,  # noqa: A002 - the name in the API
     ) -> None:
         given = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
         for name, value in given.items():
             object.__setattr__(self, name, _values(value))
+        object.__setattr__(self, "orphans", orphans)
         object.__setattr__(self, "all", all)
 
     def admits(self, selector: str, *values: str) -> bool:
@@ -154,11 +168,13 @@ class Target:
             for name, values in self.given().items()
         }
         selected = {name: values if len(values) > 1 else values[0] for name, values in given.items()}
-        return {**selected, "all": True} if self.all else selected
+        flags = {name: True for name in ("orphans", "all") if getattr(self, name)}
+        return {**selected, **flags}
 
     def describe(self) -> str:
         """Return the target as a caller writes it: `gpu=0,1 workload=llm`."""
-        return " ".join(f"{name}={','.join(values)}" for name, values in self.given().items()) or "all"
+        words = [f"{name}={','.join(values)}" for name, values in self.given().items()]
+        return " ".join([*words, *(["orphans"] if self.orphans else [])]) or "all"
 
 
 def _selector(metavar: str, name: str, help_: str) -> RequestOption:
@@ -174,8 +190,15 @@ SELECTORS: Mapping[str, RequestOption] = {
     "user": _selector("USER", "user", "Processes of these users: names or uids."),
 }
 """The fields of a target that select processes. Each takes a value or several."""
+ORPHANS = RequestOption(
+    dict.fromkeys(ACTIONS, "Only orphans: processes that their launcher, server or container has left behind."),
+    "--orphans",
+    kind=bool,
+    default=False,
+)
+"""The field of a target that narrows it further."""
 
-_NOT_TERMINATE = tuple(action for action in ACTIONS if action != "terminate")
+_WITH_MODES = tuple(action for action in ACTIONS if action not in ("profile", *OUTSIDE_ACTIONS))
 _FORCED_START = "Do not wait for an inference engine that starts on the GPU; its start may fail."
 
 
@@ -202,7 +225,7 @@ class ActionRequest:
     target: Target
     mode: str = _option(
         dict.fromkeys(
-            _NOT_TERMINATE,
+            _WITH_MODES,
             "When the process acts. now: at once, on the reporter's thread. step: in the training thread, at the end "
             "of a step. idle: while no step runs and nothing is allocated. Default: now; step for a group.",
         ),
@@ -211,13 +234,13 @@ class ActionRequest:
         choices=MODES,
     )
     group: bool = _option(
-        dict.fromkeys(_NOT_TERMINATE, "All ranks of the workload act after the same step, or none does."),
+        dict.fromkeys(_WITH_MODES, "All ranks of the workload act after the same step, or none does."),
         "--group",
         kind=bool,
         default=False,
     )
     at_step: int | None = _option(
-        dict.fromkeys(_NOT_TERMINATE, "The step of a group. By default, the exporter chooses one."),
+        dict.fromkeys(_WITH_MODES, "The step of a group. By default, the exporter chooses one."),
         kind=int,
         least=1,
         most=MAX_INTEGER,
@@ -241,10 +264,29 @@ class ActionRequest:
             "empty_cache": _FORCED_START,
             "terminate": _FORCED_START,
             "set_memory_fraction": "Cap also a process that has reserved more. Its next new segment fails.",
+            "release_memory": f"Abort the engine's requests. {_FORCED_START}",
+            "resume_memory": f"Wake the engine also if the GPU lacks the memory. {_FORCED_START}",
+            "profile": "Profile also a process that stands still for long to read its blocks.",
         },
         "--force",
         kind=bool,
         default=False,
+    )
+    keep: str | None = _option(
+        {"release_memory": "What stays on the GPU: weights. The engine then releases its key-value cache only."},
+        "--keep",
+        "COMPONENT",
+        choices=KEPT_COMPONENTS,
+    )
+    wait_idle_seconds: float = _option(
+        {"release_memory": "Wait for this time until the engine has no request. 0: refuse if it has requests."},
+        "--wait-idle",
+        "SECONDS",
+        kind=float,
+        default=0.0,
+        least=0,
+        most=MAX_DEADLINE_SECONDS,
+        unit="seconds",
     )
     deadline_seconds: float = _option(
         "A process that has not started the action by then does not run it.",
@@ -256,8 +298,24 @@ class ActionRequest:
         most=MAX_DEADLINE_SECONDS,
         unit="seconds",
     )
+    duration_seconds: float = _option(
+        {
+            "profile": "Record allocations for this time, for stacks and the highest moment; 0 shows without a "
+            "recording what is allocated now."
+        },
+        "--duration",
+        "SECONDS",
+        kind=float,
+        default=0.0,
+        least=0,
+        most=MAX_DURATION_SECONDS,
+        unit="seconds",
+    )
     settle_seconds: float = _option(
-        {"empty_cache": "Measure after this time how much of the freed memory is still free; 0 does not."},
+        dict.fromkeys(
+            ("empty_cache", "release_memory"),
+            "Measure after this time how much of the freed memory is still free; 0 does not.",
+        ),
         "--settle",
         "SECONDS",
         kind=float,
@@ -272,6 +330,8 @@ class ActionRequest:
     def __post_init__(self) -> None:
         if not self.mode:
             object.__setattr__(self, "mode", "step" if self.group else "now")
+        if self.wait_idle_seconds > self.deadline_seconds:
+            object.__setattr__(self, "deadline_seconds", self.wait_idle_seconds)
 
 
 OPTIONS: Mapping[str, RequestOption] = {
@@ -298,6 +358,13 @@ class InvalidField:
         return f"{shown!r} is invalid: expected {self.expected}"
 
 
+def longest_seconds(request: Mapping[str, Any]) -> float:
+    """Return how long an action may take, without its settling time. The request is its JSON."""
+    grace_seconds = ENGINE_ANSWER_SECONDS if request.get("action") in ENGINE_ACTIONS else ANSWER_GRACE_SECONDS
+    start_seconds = max(float(request["deadline_seconds"]), float(request.get("wait_idle_seconds") or 0.0))
+    return start_seconds + float(request.get("duration_seconds") or 0.0) + grace_seconds
+
+
 def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
     """Return what is invalid in a request whose fields have the right types; empty for a valid request."""
     return (*_invalid_target(request.target), *_invalid_options(request))
@@ -308,9 +375,8 @@ def _invalid_target(target: Target) -> Iterator[InvalidField]:
     size = len(json.dumps(target.document()))
     if size > _MAX_TARGET_BYTES:
         yield InvalidField("target", size, f"at most {_MAX_TARGET_BYTES} bytes of JSON")
-    if not target.all and not given:
-        *others, last = SELECTORS
-        yield InvalidField("target", {}, f"{', '.join(others)} or {last}, or all: true")
+    if not target.all and not target.orphans and not given:
+        yield InvalidField("target", {}, f"{', '.join(SELECTORS)}, orphans: true or all: true")
     for name, values in given.items():
         if len(values) > _MAX_VALUES:
             yield InvalidField(f"target.{name}", len(values), f"at most {_MAX_VALUES} values")
@@ -345,7 +411,8 @@ def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
         elif request.action in ACTIONS and request.action not in option.help and value not in (None, False, "now"):
             accept = "accepts" if len(option.help) == 1 else "accept"
             no_value = f"no value, because only {', '.join(option.help)} {accept} it"
-            yield InvalidField(name, value, "now, because terminate has no other mode" if name == "mode" else no_value)
+            only_now = f"now, because {request.action} has no other mode"
+            yield InvalidField(name, value, only_now if name == "mode" else no_value)
     if request.group and request.mode in ("now", "idle"):
         yield InvalidField("mode", request.mode, "step, because a group acts at the end of a step")
     if request.at_step is not None and not request.group:

@@ -17,6 +17,8 @@ from gpumem_exporter.cli.program import one_line
 _ACTIONS = "/api/v1/actions"
 _PUBLIC = ("/health", "/api/v1/devices", "/api/v1/history", "/api/v1/live", "/api/v1/processes")
 """Routes that every client may read, unless the exporter has passwords."""
+_FILE_SECONDS = 30.0
+"""The timeout of a file that the exporter has to build, such as a large profile."""
 _FINAL_STATES = ("done", "failed", "expired", "cancelled")
 
 Document = Mapping[str, Any]
@@ -86,6 +88,13 @@ class ExporterApi:
         ExporterAnswerError if the exporter answers with an error.
         """
         return self._document(self._request("GET", path), (200, *also))
+
+    def get_bytes(self, path: str) -> bytes:
+        """Read a file. Raises the errors of `get`."""
+        answer = self._request("GET", path, headers={"Accept": "*/*"}, timeout_seconds=_FILE_SECONDS)
+        if answer.status != http.client.OK:
+            self._document(answer, ())
+        return answer.body
 
     def post(self, path: str, document: Document, *, hold_seconds: float) -> dict[str, Any]:
         """Post one JSON document. The exporter may delay the answer by `hold_seconds`. Raises the errors of `get`."""

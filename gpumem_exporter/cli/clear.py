@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError
+from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS
+from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, longest_seconds
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons
@@ -55,7 +56,7 @@ class Plan:
     @property
     def wait_seconds(self) -> float:
         """How long the action may take."""
-        return max(float(request["deadline_seconds"]) for request in self.requests) + ANSWER_GRACE_SECONDS
+        return max(map(longest_seconds, self.requests))
 
     def as_given(self) -> Plan:
         """Return the plan with the request itself in place of the suggested ones."""
@@ -110,6 +111,27 @@ def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> Plan | No
         return None
     # The jobs may have changed since the question was printed.
     return plan_clear(api, body) if free_mode else plan.as_given()
+
+
+def confirmed_termination(api: ExporterApi, body: Document) -> Plan | None:
+    """Show which orphans would be terminated, and ask. Returns the termination of these; None if the answer is no."""
+    from gpumem_exporter.cli.render.action_tables import action_tables
+    from gpumem_exporter.cli.render.terminal import open_console, show
+
+    expected = api.submit({**body, "dry_run": True})
+    show(open_console(), action_tables(expected))
+    pids = list(dict.fromkeys(result["pid"] for result in expected["results"] if is_done(result["outcome"])))
+    if not pids or not _agrees(f"Terminate {counted(len(pids), 'process', 'processes')}? [y/N]"):
+        print("Nothing was terminated.")
+        return None
+    return Plan({**body, "target": {"pid": pids, "orphans": True}}, expected)
+
+
+def _agrees(question: str) -> bool:
+    try:
+        return input(f"{question} ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 def act(

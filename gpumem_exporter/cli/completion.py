@@ -162,4 +162,5 @@ SELECTORS = {
 }
 """The completion of each option that selects processes."""
 JOBS = _names(_LIVE, lambda live: (job.get("workload") or job["id"] for job in live["jobs"]))
+PROFILE_IDS = _names("/api/v1/profiles", lambda document: (each["id"][:8] for each in document["profiles"]))
 ACTION_IDS = _names("/api/v1/actions?dry_run=false", lambda document: (each["id"][:8] for each in document["actions"]))

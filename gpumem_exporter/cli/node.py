@@ -91,11 +91,11 @@ def selected(live: Document, target: Target) -> Document:
 
     The sizes of a job are the job's, also if the target selects only some of its processes.
     """
-    if not target.given():
+    if not target.given() and not target.orphans:
         return live
     jobs = [{**job, "processes": kept} for job in live["jobs"] if (kept := list(_kept(target, _processes(job))))]
     used = {place["uuid"] for job in jobs for process in job["processes"] for place in process["devices"]}
-    by_process = any(getattr(target, name) for name in _OF_PROCESS)
+    by_process = target.orphans or any(getattr(target, name) for name in _OF_PROCESS)
     devices = [
         device
         for device in live["devices"]
@@ -117,6 +117,8 @@ def _processes(job: Document) -> list[Document]:
 def _kept(target: Target, processes: list[Document]) -> Iterator[Document]:
     for process in processes:
         if not all(target.admits(name, *values) for name, values in _identity(process).items()):
+            continue
+        if target.orphans and process.get("orphan") is None:
             continue
         devices = [device for device in process["devices"] if _admits_device(target, device)]
         if devices or not (target.gpu or target.uuid):

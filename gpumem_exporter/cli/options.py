@@ -19,7 +19,15 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import exporter_urls as default_urls
 from gpumem_client.wire.http import full_url
 from gpumem_client.wire.trust import Trust
-from gpumem_exporter.actions.request import OPTIONS, SELECTORS, ActionRequest, RequestOption, Target, invalid_fields
+from gpumem_exporter.actions.request import (
+    OPTIONS,
+    ORPHANS,
+    SELECTORS,
+    ActionRequest,
+    RequestOption,
+    Target,
+    invalid_fields,
+)
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
 from gpumem_exporter.cli.completion import of_list
@@ -33,6 +41,8 @@ if TYPE_CHECKING:
 
 _SETTLE_SECONDS = 10.0
 """The settling time of a clear on a terminal."""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -188,6 +198,7 @@ target_options = option_group(
         )
         for name, selector in SELECTORS.items()
     ),
+    click.option(ORPHANS.flag, is_flag=True, help=ORPHANS.description),
     click.option("--all", is_flag=True, help="Every process; an action reaches the processes that report."),
 )
 """The processes that a command acts on or shows. Each is repeatable and takes a list: --gpu 0 --gpu 1 is --gpu 0,1."""
@@ -198,13 +209,13 @@ def pop_target(values: dict[str, Any]) -> Target:
 
     Raises ConfigurationError if a value is invalid, or `--all` contradicts another option.
     """
-    everything = values.pop("all")
+    everything, orphans = values.pop("all"), values.pop("orphans")
     given: dict[str, Any] = {name: split_list(texts) for name in SELECTORS if (texts := values.pop(name))}
     if everything and given:
         names = ", ".join(f"--{name}" for name in given)
         raise ConfigurationError(f"--all selects every process; leave out --all or {names}")
     checked_request({"action": "empty_cache", "target": given or {"all": True}})
-    return Target(**given, all=everything)
+    return Target(**given, orphans=orphans, all=everything)
 
 
 def split_list(texts: Sequence[str]) -> list[str]:
@@ -281,6 +292,15 @@ def action_options(action: str) -> Callable[[_Command], _Command]:
     )
 
 
+def duration(text: object) -> float:
+    """Return the seconds of `30`, `30s`, `5m` or `1h`. Raises ValueError if the text is not a duration."""
+    number, unit = str(text)[:-1], str(text)[-1:]
+    try:
+        return float(number) * _SECONDS[unit] if unit in _SECONDS else float(str(text))
+    except ValueError:
+        raise ValueError(text) from None  # click shows it
+
+
 def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any], Any]:
     if not option.flag.startswith("-"):
         return click.argument(name, type=option.kind, metavar=option.flag)
@@ -292,7 +312,7 @@ def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any
     return click.option(
         option.flag,
         name,
-        type=option.kind,
+        type=duration if option.unit == "seconds" else option.kind,
         metavar=option.metavar,
         default=default,
         show_default=bool(default),

@@ -64,4 +64,5 @@ def _expected(kind: Any) -> str:
         return ", ".join(map(str, kind.choices))
     if isinstance(kind, click.IntRange):
         return f"a whole number from {kind.min}" + ("" if kind.max is None else f" to {kind.max}")
-    return {"integer": "a whole number", "float": "a number"}.get(kind.name, f"a {kind.name}")
+    known = {"integer": "a whole number", "float": "a number", "duration": "seconds, or a time such as 30s, 5m or 1h"}
+    return known.get(kind.name, f"a {kind.name}")

@@ -1,4 +1,4 @@
-"""The table of all metrics: name, type, help and labels. No other module contains a metric's name.
+"""The table of all metrics: name, type, help and labels. Only `engine_catalog` has further names.
 
 Names and labels are public; tests compare dashboards and rules with this table. The order of the table is the order of
 the page. Ratios are from 0 to 1, except the ratio of an error.
@@ -6,7 +6,9 @@ the page. Ratios are from 0 to 1, except the ratio of an error.
 
 from __future__ import annotations
 
+from gpumem_exporter.collectors import engine_catalog
 from gpumem_exporter.collectors.subjects import Metric
+from gpumem_exporter.core.samples import IDENTITY_FIELDS
 
 _DEVICE = ("gpu", "uuid")
 _TORCH = ("gpu", "uuid", "pid", "workload", "rank")
@@ -133,20 +135,8 @@ PROCESS_INFO = _gauge(
     " is unknown, it is the process' own pid, followed by @, the inode of its PID namespace, and : and the uid of its"
     " connection if the kernel names it. Join on pid.",
     (
-        *_REPORTER,
-        "command",
-        "user",
-        "container_id",
-        "k8s_pod_uid",
-        "k8s_namespace",
-        "k8s_pod",
-        "k8s_container",
-        "slurm_job_id",
-        "slurm_account",
-        "ray_job_id",
-        "reporting",
-        "torch_version",
-        "allocator_settings",
+        *(*_REPORTER, *IDENTITY_FIELDS, "slurm_job_id", "slurm_account", "ray_job_id"),
+        *("reporting", "torch_version", "allocator_settings"),
     ),
 )
 PROCESS_USED = _gauge(
@@ -154,6 +144,12 @@ PROCESS_USED = _gauge(
     "Bytes that the process uses on the device (NVML): tensors, cache, CUDA context, NCCL and libraries. Absent if the"
     " driver does not report it. pid is the host's.",
     (*_DEVICE, "pid"),
+)
+PROCESS_ORPHAN = _gauge(
+    "gpumem_process_orphan",
+    "1 for a process whose launcher, server or container has ended and left it behind, and which does not compute any"
+    " more; absent for any other. reason is launcher_ended or container_gone.",
+    (*_DEVICE, "pid", "reason"),
 )
 
 PROCESS_MEMORY_LIMIT = _gauge(
@@ -317,11 +313,7 @@ TORCH_PHASE_PEAK = _gauge(
     " otherwise a lower bound.",
     (*_TORCH, "phase"),
 )
-TORCH_COMPONENT = _gauge(
-    "gpumem_torch_component_bytes",
-    "Allocated bytes by component: parameters, gradients, optimizer_state, other.",
-    (*_TORCH, "component"),
-)
+_table += engine_catalog.COMPONENTS
 TORCH_NCCL = _gauge(
     "gpumem_torch_nccl_bytes",
     "Device memory of NCCL's communicators, a part of gpumem_torch_non_torch_bytes. Without the bytes of suspended"
@@ -334,6 +326,8 @@ TORCH_NON_TORCH = _gauge(
     " libraries, other allocators. Absent while the report and the driver's reading do not belong together.",
     _TORCH,
 )
+
+_table += engine_catalog.ENGINES
 
 # --- the last out-of-memory error of each process on each device
 

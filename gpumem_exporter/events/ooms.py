@@ -45,6 +45,10 @@ class OomDeduplicator:
         self._in_minute: Counter[ProcessKey | str] = Counter()
         """The errors of each process, and of each owner."""
 
+    def knows(self, session: str, number: int) -> bool:
+        """Return whether a reporter has sent this error to this exporter, which may be not stored yet."""
+        return 0 < number <= self._highest.get(session, 0)
+
     def new_events(
         self, process: ReportingProcess, gpus: Mapping[str, str], received_unix_seconds: float
     ) -> list[Event]:
@@ -81,6 +85,16 @@ class OomDeduplicator:
         return stored
 
 
+def oom_subject(session: str, number: int) -> str:
+    """Return the subject of the event of an error."""
+    return f"oom:{session}:{number}"
+
+
+def session_of(event: Event) -> str:
+    """Return the session of the reporter that reported an error."""
+    return event.subject.removeprefix("oom:").rpartition(":")[0]
+
+
 def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: float) -> list[LastOom]:
     """Convert `oom` events to the records that the metrics page shows, with the same values.
 
@@ -93,7 +107,7 @@ def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: flo
             pid=str(event.pid),
             workload=event.workload or "",
             rank=event.rank or "",
-            session=event.subject.removeprefix("oom:").rpartition(":")[0],
+            session=session_of(event),
             number=event.detail["number"],
             happened_seconds=now_seconds - max(0.0, now_unix_seconds - event.time_unix_seconds),
             happened_unix_seconds=event.time_unix_seconds,
@@ -132,7 +146,7 @@ def _event(process: ReportingProcess, oom: OutOfMemory, gpu: str | None, receive
         workload=identity.workload,
         rank=identity.rank,
         detail=detail,
-        subject=f"oom:{identity.session}:{oom.number}",
+        subject=oom_subject(identity.session, oom.number),
         owner=process.key.share,
     )
 

@@ -7,12 +7,13 @@ from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.log import EventLog
-from gpumem_exporter.events.model import ACTION_REQUESTED, PLACE, Event
-from gpumem_exporter.events.ooms import OomDeduplicator
+from gpumem_exporter.events.model import ACTION_REQUESTED, PLACE, Event, Query
+from gpumem_exporter.events.ooms import OomDeduplicator, oom_subject
 from gpumem_exporter.events.processes import ProcessHistory
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ _RESULT = (*PLACE, "outcome", "reason", "reason_code", "freed_bytes", "step")
 
 _NEAR_SECONDS = 5.0
 """For a report of an older error, the node has changed since."""
+_MAX_ERRORS = 100
+"""The last errors of a process among which an error before a restart of the exporter is found."""
 MAX_RESULTS = 512
 """The maximum number of results in an event. Of more results, it has the first ones and the number of the others."""
 
@@ -161,6 +164,22 @@ class Recorder:
             device = {"total_bytes": device["total_bytes"]}
         return {**event.detail, "device": device}
 
+    def has_error(self, process: ReportingProcess, number: int) -> bool:
+        """Return whether a process has reported this out-of-memory error to this run of the exporter."""
+        return self._ooms.knows(process.report.process.session, number)
+
+    async def knows_error(self, process: ReportingProcess, number: int) -> bool:
+        """Return whether a process has reported this out-of-memory error, also to an earlier run of the exporter."""
+        if self.has_error(process, number):
+            return True
+        session = process.report.process.session
+        try:
+            page = await self.log.page(Query(types=("oom",), pid=process.name, limit=_MAX_ERRORS))
+        except StorageError:
+            return False
+        subject = oom_subject(session, number)
+        return any((event.subject, event.owner) == (subject, process.key.share) for event in page.events)
+
     def take_reading(self, reading: NodeReading) -> None:
         """Record a reading of the driver."""
         if reading.up:
@@ -190,7 +209,9 @@ class Recorder:
 
     def action_finished(self, action: Action) -> Future[bool] | None:
         """Record a finished action; the future is true once the event is committed. A dry run has no event."""
-        return None if action.dry_run else self.log.put([action_event(action, self._wall_clock())])
+        if action.dry_run or action.unlisted:
+            return None
+        return self.log.put([action_event(action, self._wall_clock())])
 
     def _put(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -213,10 +234,15 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
             "state": action.state,
             "duration_seconds": action.duration_seconds,
             "freed_bytes": action.freed_bytes,
-            "results": [{name: getattr(result, name) for name in _RESULT} for result in results[:MAX_RESULTS]],
+            "results": [_result(result) for result in results[:MAX_RESULTS]],
             "results_left_out": max(0, len(results) - MAX_RESULTS),
         },
     )
+
+
+def _result(result: ActionResult) -> dict[str, Any]:
+    values = {name: getattr(result, name) for name in _RESULT}
+    return {**values, "profile": result.profile} if result.profile else values
 
 
 def requested_event(submitted: SubmittedAction) -> Event:

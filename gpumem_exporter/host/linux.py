@@ -6,7 +6,7 @@ import os
 import pwd
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpumem_client.wire.procfs import (
@@ -22,6 +22,7 @@ from gpumem_client.wire.procfs import (
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.host.launchers import Launchers
 from gpumem_exporter.host.pid_namespaces import PidTranslator
 from gpumem_exporter.host.places import Places, container_id, pod_uid
 from gpumem_exporter.host.proc_entries import HiddenError, ProcEntries
@@ -53,6 +54,7 @@ class LinuxHost:
         self._own_namespace = pid_namespace(self._entries.path("self"))
         self._places = Places(proc)
         self._translator = PidTranslator(self._entries, self._own_namespace, clock)
+        self._launchers = Launchers(self._entries, self._own_namespace)  # only `facts` uses it
         # Threads use the caches without a lock, so their operations are atomic; a lost one costs another look-up.
         self._known: dict[int, _Known] = {}
         self._users: dict[int, tuple[str, float]] = {}
@@ -60,20 +62,23 @@ class LinuxHost:
         self._swept_seconds = clock()
 
     def facts(self, pid: int) -> ProcessFacts | None:
-        """Return the description of a process; None if it does not exist. Facts that cannot be read are empty."""
+        """Return the description of a process; None if it does not exist. Facts that cannot be read are empty.
+
+        Only one thread may call it.
+        """
         now = self._clock()
         self._sweep(now)
-        program = self._program(pid)
+        program, stat = self._read_program(pid)
         known = self._known.get(pid)
-        if known is not None and known.program == program and now - known.read_seconds < _READ_AGAIN_SECONDS:
-            return known.facts
-        facts = None if program is None else self._read_facts(pid, program[0])
-        # If the process exited or started another program meanwhile, the facts may be a mixture of both.
-        if facts is None or program is None or self._program(pid) != program:
-            self._known.pop(pid, None)
-            return None
-        self._known[pid] = _Known(facts, program, now)
-        return facts
+        if known is None or known.program != program or now - known.read_seconds >= _READ_AGAIN_SECONDS:
+            facts = None if program is None else self._read_facts(pid, program[0])
+            # If the process exited or started another program meanwhile, the facts may be a mixture of both.
+            if facts is None or program is None or self._program(pid) != program:
+                self._known.pop(pid, None)
+                return None
+            known = self._known[pid] = _Known(facts, program, now)
+        lost = self._launchers.lost(pid, stat, now) if stat else None
+        return known.facts if lost is None else replace(known.facts, lost=lost)
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         """Return the pid of a reporter in the driver's list; None if it cannot be known."""
@@ -105,6 +110,8 @@ class LinuxHost:
         """Drop cached facts that were not requested since they expired."""
         if now - self._swept_seconds < _READ_AGAIN_SECONDS:
             return
+        # The last poll may be long ago: a process that it looked at is kept.
+        self._launchers.sweep(self._swept_seconds)
         self._swept_seconds = now
         for pid, known in list(self._known.items()):
             if now - known.read_seconds >= 2 * _READ_AGAIN_SECONDS:
@@ -112,12 +119,17 @@ class LinuxHost:
 
     def _program(self, pid: int) -> tuple[int, str, int] | None:
         """Read the identity of the running program; None if the process does not exist or has exited."""
+        return self._read_program(pid)[0]
+
+    def _read_program(self, pid: int) -> tuple[tuple[int, str, int] | None, str]:
+        """Read the identity of the running program, and /proc/PID/stat; the text is empty if it is hidden."""
         try:
             stat = self._entries.read(pid, "stat")
         except HiddenError:
             folder = self._entries.owner(pid)  # the inode is new for each process
-            return None if folder is None else (0, f"{folder.st_ino} {folder.st_ctime_ns}", 0)
-        return None if stat is None else parse_stat_program(stat.decode("utf-8", "replace"))
+            return (None if folder is None else (0, f"{folder.st_ino} {folder.st_ctime_ns}", 0)), ""
+        text = (stat or b"").decode("utf-8", "replace")
+        return (parse_stat_program(text) if text else None), text
 
     def _read_facts(self, pid: int, start_time_ticks: int) -> ProcessFacts | None:
         folder = self._entries.owner(pid)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
+from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
@@ -26,6 +27,7 @@ from gpumem_exporter.server.api.live import live_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
+from gpumem_exporter.server.api.profiles import ProfileAccess, profiles_router
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.housekeeping import (
     keep_house,
@@ -62,11 +64,13 @@ def create_app(
     pods: PodResources | None = None,
     driver_pids: DriverPids | None = None,
     socket_file: SocketFile | None = None,
+    engines: Engines | None = None,
 ) -> FastAPI:
     """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
 
     The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
-    if every pid of the driver is of this PID namespace, and `socket_file` without a unix socket.
+    if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
+    processes are not real.
     """
     runtime = Runtime(
         settings,
@@ -77,6 +81,7 @@ def create_app(
         pods=pods,
         driver_pids=driver_pids,
         socket_file=socket_file,
+        engines=engines,
     )
     app = _Application(runtime, _lifespan(runtime, pods))
     app.state.runtime = runtime
@@ -142,6 +147,7 @@ def _without_pydantic_v1() -> Iterator[None]:
 def _api_routers(runtime: Runtime) -> list[APIRouter]:
     dispatcher, audit, held_requests = runtime.dispatcher, runtime.audit, runtime.held_requests
     hide_identities = runtime.settings.web_hide_identities
+    access = ProfileAccess(runtime.profiles, runtime.store)
     return [
         state_router(
             snapshot=runtime.snapshot,
@@ -172,8 +178,18 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             wall_clock=runtime.wall_clock,
         ),
         policy_router(runtime.policies),
-        events_router(runtime.events.log, runtime.renderer, hide_identities=hide_identities),
-        jobs_router(runtime.events, runtime.renderer),
+        profiles_router(
+            access=access,
+            intake=runtime.profile_intake,
+            waiting=runtime.profile_requests,
+            dispatcher=dispatcher,
+            held_requests=held_requests,
+            renderer=runtime.renderer,
+        ),
+        events_router(
+            runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities
+        ),
+        jobs_router(runtime.events, runtime.renderer, profiles_of=access.newest_first),
         nvml_router(
             poller=runtime.poller,
             dispatcher=dispatcher,
@@ -231,6 +247,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
                 restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
             ),
             asyncio.ensure_future(runtime.audit.restore(runtime.dispatcher)),
+            asyncio.ensure_future(asyncio.to_thread(runtime.profiles.load)),
         ]
         try:
             with reloading_on_hangup(_reloads(runtime)):
@@ -256,9 +273,12 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
     chores: dict[str, Callable[[], None]] = {
         "expire_actions": runtime.dispatcher.expire,
         "remove_ended_processes": runtime.presence.sweep,
+        "delete_unconfirmed_profiles": runtime.profile_intake.expire,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
         "show_health": lambda: runtime.instruments.show_health(runtime.health.passed(runtime.snapshot())),
     }
+    if runtime.settings.profile_interval:
+        chores["take_interval_profiles"] = runtime.interval_profiles.tick
     if runtime.policies is not None:
         chores["run_policies"] = runtime.policies.tick
     if runtime.socket_file is not None:

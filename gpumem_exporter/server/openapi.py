@@ -16,7 +16,7 @@ from gpumem_exporter.server.api.alert_schema import AlertsBody
 from gpumem_exporter.server.api.report_schema import report_core_schema
 from gpumem_exporter.server.http.problems import Problem, problems
 from gpumem_exporter.server.http.replies import REPLY_MODELS
-from gpumem_exporter.server.security.request_guard import is_restricted
+from gpumem_exporter.server.security.request_guard import is_report, is_restricted
 
 _REF = "#/components/schemas/{model}"
 _SCHEMES = {
@@ -49,15 +49,16 @@ class Credentials:
         """Return the security schemes; basic authentication only if there are users."""
         return {name: scheme for name, scheme in _SCHEMES.items() if name != "password" or self.users}
 
-    def of_path(self, path: str) -> list[dict[str, list[str]]]:
+    def of_route(self, method: str, path: str) -> list[dict[str, list[str]]]:
         """Return the alternatives for a request, which has at most one credential."""
-        if path == REPORTS_PATH and self.report_token:
+        reports = is_report(method.upper(), path)
+        if reports and self.report_token:
             names = ["reportToken"]
-        elif is_restricted(path) and self.action_token:
+        elif not reports and is_restricted(path) and self.action_token:
             names = ["actionToken"]
         elif self.users:
             names = ["password", "actionToken"] if self.action_token else ["password"]
-        elif path == REPORTS_PATH:
+        elif reports:
             names = ["", "reportToken"]
         else:
             names = ["", "actionToken"] if is_restricted(path) else []
@@ -74,10 +75,10 @@ def describe(app: FastAPI, *, telemetry_path: str, credentials: Credentials) -> 
         separate_input_output_schemas=False,
     )
     for path, operations in document["paths"].items():
-        for operation in operations.values():
+        for method, operation in operations.items():
             # FastAPI's summary is the name of the function.
             operation["summary"] = operation["description"].partition("\n")[0].rstrip(".")
-            operation["security"] = credentials.of_path(path)
+            operation["security"] = credentials.of_route(method, path)
     document.setdefault("components", {})["securitySchemes"] = credentials.schemes()
     schemas = document["components"].setdefault("schemas", {})
     _, bodies = models_json_schema([(AlertsBody, "validation")], ref_template=_REF)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.registry import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
@@ -24,10 +25,13 @@ from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
+from gpumem_exporter.profiles.store import SHARE_OF_STORAGE, Profiles
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.api.live import LiveNode
+from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
 from gpumem_exporter.server.api.reports import ReportsRoute
+from gpumem_exporter.server.background.interval_profiles import IntervalProfiles
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
 from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
@@ -38,6 +42,7 @@ from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.view.engines import DEMO_SECONDS, ENOUGH_SECONDS
 from gpumem_exporter.view.growth import SPAN_SECONDS
 from gpumem_exporter.view.jobs import job_of_process
 from gpumem_exporter.view.live import NodeView
@@ -65,6 +70,7 @@ class Runtime:
         pods: PodResources | None = None,
         driver_pids: DriverPids | None = None,
         socket_file: SocketFile | None = None,
+        engines: Engines | None = None,
     ) -> None:
         self.settings = settings
         self.source = provider.source
@@ -111,6 +117,8 @@ class Runtime:
             record=self.audit.record,
             wake=self.held_requests.wake,
             hide_identities=settings.web_hide_identities,
+            engines=engines,
+            poll_soon=self.poller.poll_soon,
         )
         self.presence = Presence(
             self.store,
@@ -127,9 +135,10 @@ class Runtime:
             hide_identities=settings.web_hide_identities,
         )
         peer_places = PeerPlaces()
+        senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
         self.reports = ReportsRoute(
             self.store,
-            ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places),
+            senders,
             self.presence,
             self.events,
             self.dispatcher,
@@ -141,7 +150,27 @@ class Runtime:
         )
         self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
         self.history_recorder = HistoryRecorder(
-            self.history, self.snapshot, Path(settings.storage_path) if settings.storage_path else None
+            self.history,
+            self.snapshot,
+            _storage_folder(settings),
+            lambda history: self.store.put_kv_cache_peaks(history.kv_cache_peaks),
+        )
+        self.profiles = Profiles(_storage_folder(settings), max_bytes=settings.storage_max_bytes)
+        self.profile_requests = WaitingRequests()
+        self.profile_intake = ProfileIntake(
+            self.profiles,
+            self.profile_requests,
+            self.store,
+            senders,
+            self.dispatcher,
+            self.events,
+            snapshot=self.snapshot,
+            clock=clock,
+            wall_clock=wall_clock,
+            requests_per_minute=settings.action_caller_limit,
+        )
+        self.interval_profiles = IntervalProfiles(
+            self.dispatcher, self.snapshot, interval_seconds=settings.profile_interval, clock=clock
         )
         self.renderer = Renderer()
         self.own_names = OwnNames(_own_names(settings))
@@ -162,6 +191,7 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
             minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
+            enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
         )
         self.live = LiveNode(
             self.view,
@@ -186,9 +216,9 @@ class Runtime:
     def _recorder(self) -> Recorder:
         settings, store, clock, wall_clock = self.settings, self.store, self.clock, self.wall_clock
         storage = Storage(
-            Path(settings.storage_path) if settings.storage_path else None,
+            _storage_folder(settings),
             retention_seconds=settings.storage_retention,
-            max_bytes=settings.storage_max_bytes,
+            max_bytes=settings.storage_max_bytes - settings.storage_max_bytes // SHARE_OF_STORAGE,
             wall_clock=wall_clock,
         )
         log = EventLog(
@@ -234,6 +264,10 @@ class Runtime:
             log=self.events.log,
             wall_clock=self.wall_clock,
         )
+
+
+def _storage_folder(settings: Settings) -> Path | None:
+    return Path(settings.storage_path) if settings.storage_path else None
 
 
 def _web_access(settings: Settings) -> WebAccess | None:

@@ -20,6 +20,7 @@ from gpumem_exporter.core.naming import command_of, json_pid
 from gpumem_exporter.core.samples import (
     IDENTITY_FIELDS,
     DeviceReading,
+    LostLauncher,
     NodeReading,
     ProcessFacts,
     ReportingProcess,
@@ -28,7 +29,7 @@ from gpumem_exporter.core.samples import (
     plan_error_ratio,
 )
 
-_SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes")
+_SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes", "component_unmapped_bytes", "kv_cache_bytes")
 _SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("uuid", *_SAMPLE_MAPPINGS))
 _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")
 _IDENTITY = ("workload", "rank", "world_size", "torch_version", "allocator_settings", "client_version")
@@ -85,6 +86,8 @@ class SeenProcess:
     """The host's description of this process."""
     hidden: bool = False
     """Its user, command and pod are hidden."""
+    orphan: LostLauncher | None = None
+    """What it has lost, if it is an orphan."""
 
     @property
     def state(self) -> str:
@@ -156,6 +159,7 @@ def seen_processes(
             known = process.reporter or process.silent
             process.facts = node.facts_of(known) if known is not None else node.facts.get(process.host_pid or 0)
         process.hidden = viewer is not None and not _knows(viewer, process)
+        process.orphan = snapshot.orphans.get(process.facts.pid) if process.facts is not None else None
     return seen
 
 
@@ -187,10 +191,25 @@ def process_document(process: SeenProcess, snapshot: Snapshot) -> dict[str, Any]
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "last_report_unix_seconds": process.last_report_unix_seconds,
         "started_unix_seconds": process.started_unix_seconds(snapshot.node),
+        "orphan": orphan_document(process, snapshot.node),
         "clears": reporter.clears if reporter else False,
         "uid": reporter.owner_uid if reporter and not process.hidden else None,
         "actions": list(report.actions) if report else [],
         "devices": _process_devices(process, snapshot.gpus),
+    }
+
+
+def orphan_document(process: SeenProcess, node: NodeReading | None) -> dict[str, Any] | None:
+    """Return what an orphan has lost, and since when; None for any other process."""
+    lost = process.orphan
+    if lost is None or node is None:
+        return None
+    ended = lost.ended_seconds
+    return {
+        "reason": lost.reason,
+        "launcher": None if process.hidden else lost.command or None,
+        "launcher_pid": lost.pid,
+        "ended_unix_seconds": None if ended is None else round(node.taken_unix_seconds - node.taken_seconds + ended, 1),
     }
 
 

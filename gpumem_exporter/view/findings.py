@@ -16,12 +16,14 @@ from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
+from gpumem_exporter.view.engines import ENOUGH_SECONDS, smaller_cache
 from gpumem_exporter.view.growth import Growth
-from gpumem_exporter.view.jobs import Job, Part, parts_by_device
+from gpumem_exporter.view.jobs import Job, Part, job_uuids, parts_by_device
+from gpumem_exporter.view.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
-_URGENT = ("driver", "device_lost", "oom", "growth", "check", "idle_cache")
-"""Of one severity, these kinds come first: what failed, what will fail, and what a clear helps."""
+_URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache")
+"""Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps."""
 SEVERITY = {
     "oom_ended_process": "critical",
     "oom_caught": "warning",
@@ -32,10 +34,14 @@ SEVERITY = {
     "check_degraded": "warning",
     "idle_cache_lacked": "warning",
     "idle_cache": "info",
+    "orphan": "warning",
+    "orphan_small": "info",
     "fragmented": "warning",
     "unattributed": "warning",
     "silent": "warning",
     "starting": "info",
+    "kv_cache": "info",
+    "starting_together": "warning",
 }
 """The severity of each state. A test compares it with the alert rules."""
 _MOST = 50
@@ -94,11 +100,13 @@ def find(
     failed_checks: Iterable[Mapping[str, str]] = (),
     growths: Mapping[str, Growth] | None = None,
     client_directory: str | None = None,
+    enough_seconds: float = ENOUGH_SECONDS,
 ) -> list[Finding]:
     """Return the findings of a node in no order.
 
     `growths` has the jobs that grow, by id. `client_directory` is the folder from which jobs can import the client;
-    empty if there is none, and None without an exporter, to which processes could report.
+    empty if there is none, and None without an exporter, to which processes could report. `enough_seconds` is how long
+    the use of a key-value cache must be known before a smaller one is proposed.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
     parts = parts_by_device(jobs)
@@ -108,9 +116,11 @@ def find(
         *_ooms(snapshot, jobs),
         *_growing(jobs, devices, growths or {}),
         *_idle_caches(snapshot, jobs, devices, ledgers, parts),
+        *_orphans(jobs, snapshot.gpus, ledgers),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
+        *_unused_kv_caches(snapshot, jobs, devices, enough_seconds),
     ]
     for device in devices:
         if device.uuid in ledgers:
@@ -328,6 +338,25 @@ def gpus_in_words(gpus: Sequence[str]) -> str:
     return f"GPUs {', '.join(gpus[:-1])} and {gpus[-1]}"
 
 
+def _orphans(jobs: Sequence[Job], gpus: Mapping[str, str], ledgers: Mapping[str, DeviceLedger]) -> Iterator[Finding]:
+    for left in left_behind(jobs):
+        name = called(left.job)
+        if len(left.processes) > 1:
+            name = f"{len(left.processes)} processes of {name}"
+        elif left.job.workload and left.processes[0].command:
+            name = f"{left.processes[0].command} of {name}"
+        size = sum_of_known(list(left.sizes.values()) or [None])
+        amount = "memory" if size is None else human_bytes(size)
+        where = gpus_in_words([gpus.get(uuid) or uuid for uuid in left.sizes] or ["?"])
+        sentence = f"{name} {'holds' if len(left.processes) == 1 else 'hold'} {amount} on {where}; {left.fate}."
+        kind = "orphan" if left.may_be_needed(ledgers) else "orphan_small"
+        yield Finding(
+            *(f"orphan {left.job.id}", "orphan", SEVERITY[kind], "Orphan", sentence),
+            job=left.job,
+            since_seconds=left.lost.ended_seconds,
+        )
+
+
 def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
     for job in jobs:
         silent = [process for process in job.processes if process.silent is not None]
@@ -359,14 +388,46 @@ def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]
 
 
 def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
-    pids: dict[int | None, list[str]] = {}
+    by_pid = {process.host_pid: job for job in jobs for process in job.processes if process.host_pid is not None}
+    by_job: dict[str, tuple[Job, list[str]]] = {}
+    by_gpu: dict[str, dict[str, Job]] = {}
     for engine in snapshot.starting:
-        pids.setdefault(engine.host_pid, []).append(engine.gpu)
-    for pid, gpus in pids.items():
-        job = next((job for job in jobs if any(process.host_pid == pid for process in job.processes)), None)
+        job = by_pid.get(engine.host_pid) if engine.host_pid is not None else None
         if job is not None:
-            sentence = f"{called(job)} starts on {gpus_in_words(gpus)}; clears there wait until it has started."
-            yield Finding(f"starting {job.id}", "starting", SEVERITY["starting"], "Engine starts", sentence, job=job)
+            gpus = by_job.setdefault(job.id, (job, []))[1]
+            gpus += [engine.gpu] if engine.gpu not in gpus else []
+            by_gpu.setdefault(engine.gpu, {})[job.id] = job
+    for job, gpus in by_job.values():
+        sentence = (
+            f"{called(job)} starts on {gpus_in_words(gpus)}. Clears there wait until it has started: memory that is "
+            "released meanwhile can end its start."
+        )
+        yield Finding(f"starting {job.id}", "starting", SEVERITY["starting"], "Engine starts", sentence, job=job)
+    for gpu, together in by_gpu.items():
+        if len(together) > 1:
+            first, *others = map(called, together.values())
+            sentence = (
+                f"{first} and {', '.join(others)} start on GPU {gpu} at the same time. Each measures what the other "
+                "takes, so their caches get wrong sizes. Start them one after another."
+            )
+            key, kind = f"starting_together {gpu}", "starting_together"
+            yield Finding(key, kind, SEVERITY[kind], "Engines start", sentence, gpu=gpu)
+
+
+def _unused_kv_caches(
+    snapshot: Snapshot, jobs: Iterable[Job], devices: Iterable[DeviceReading], enough_seconds: float
+) -> Iterator[Finding]:
+    memory = {device.uuid: device.memory for device in devices if device.memory is not None}
+    for job in jobs:
+        smaller = smaller_cache(job, snapshot, memory, enough_seconds)
+        if smaller is None:
+            continue
+        uuids = [uuid for uuid in job_uuids(job, snapshot.gpus) if uuid in smaller.uuids]
+        who = [job.owner()["user"], smaller.engine, gpus_in_words([snapshot.gpus[uuid] for uuid in uuids])]
+        sentence = f"{job.name} ({', '.join(filter(None, who))}): {smaller.sentence}"
+        key, kind = f"kv_cache {job.id}", "kv_cache"
+        gpu, uuid = snapshot.gpus[uuids[0]], uuids[0]
+        yield Finding(key, kind, SEVERITY[kind], "Unused KV cache", sentence, job=job, gpu=gpu, uuid=uuid)
 
 
 def _in_ledger(device: DeviceReading, ledger: DeviceLedger, parts: Sequence[tuple[Job, Part]]) -> Iterator[Finding]:

@@ -25,6 +25,9 @@ _ID_CHARACTERS = 64
 ACTIVE_SECONDS = 60.0
 """A job whose memory and steps have not changed for this time is idle."""
 
+STATES_OF_ENGINES = {"starting": "starting", "serving": "serving", "idle": "idle", "asleep": "sleeping"}
+"""The state of a job by the states of its engines; the first one counts."""
+
 Owner = tuple[int | None, Place]
 
 
@@ -114,12 +117,18 @@ class Job:
 
     def state(self, now_seconds: float, starting: Iterable[int | None]) -> str:
         """Return what the job does now, on the monotonic clock; `starting` are the host pids of starting engines."""
+        if all(process.orphan is not None for process in self.processes):
+            return "orphan"
         reporters = [process.reporter for process in self.processes if process.reporter is not None]
         titles = any((process.command or "").startswith(ENGINE_TITLES) for process in self.processes)
         if any(process.host_pid in starting and process.host_pid is not None for process in self.processes):
             return "starting"
         if not reporters:
             return "not reporting"
+        engines = {each.report.engine.state for each in reporters if each.report.engine is not None}
+        for state, word in STATES_OF_ENGINES.items():
+            if state in engines:
+                return word
         if any(sample.unmapped_bytes for each in reporters for sample in each.report.devices):
             return "sleeping"
         # A reporter whose process ends no more steps reports no duration of a step.

@@ -22,7 +22,8 @@ NAMES = ("exporter", "fleet", "node", "oom", "usage", "workload")
 FILES = {name: FOLDER / "dashboards" / f"{name}.json" for name in NAMES}
 
 ON_NO_DASHBOARD = {
-    "gpumem_device_memory_is_host": "marks an integrated GPU for queries; node and fleet show its values"
+    "gpumem_device_memory_is_host": "marks an integrated GPU for queries; node and fleet show its values",
+    "gpumem_process_orphan": "an alert and a finding name each orphan; its memory is with the other processes",
 }
 """Metrics that no dashboard shows, with the reason."""
 OF_PROMETHEUS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}

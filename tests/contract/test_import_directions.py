@@ -22,10 +22,12 @@ NAMES = {package.name for package in PACKAGES}
 SHIMS = {"gpumem_exporter.client", "gpumem_exporter.training"}
 ALLOWED = {
     ("gpumem_exporter.demo", "gpumem_client"),
+    ("gpumem_exporter.profiles", "gpumem_client.profile.model"),
     ("gpumem_exporter.cli", "gpumem_client.run"),
     ("gpumem_exporter.cli.commands.plan", "gpumem_toolkit.planning.command"),
 }
-"""What a folder or module imports beyond the rule: the demo's reporters, and the commands `run` and `plan`."""
+"""What a folder or module imports beyond the rule: the demo's reporters, the types of profiles, the commands `run` and
+`plan`."""
 
 
 def forbidden_imports(module: str, source: str, *, is_package: bool = False) -> list[str]:

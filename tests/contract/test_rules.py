@@ -40,7 +40,7 @@ FOREIGN = {"up", "process_resident_memory_bytes", "process_open_fds", "process_s
 """Metrics of other projects that rules and runbooks may use."""
 TARGET_LABELS = {"cluster", "job", "instance"}
 """The labels that Prometheus adds to every series."""
-FILES = ("recording.yml", "alerts.yml", "optional/coverage.yml")
+FILES = ("recording.yml", "alerts.yml", "optional/coverage.yml", "optional/kv-cache.yml")
 """The rule files in the order of their evaluation."""
 LEVELS = "process|device|node|rank|workload|slurm_job|ray_job|pod|namespace|cluster|owner"
 """The first parts of the names of recording rules."""
@@ -54,9 +54,11 @@ KINDS_OF_FINDINGS = {
     "GpuMemFragmentationHigh": "fragmented",
     "GpuMemReclaimableHoarded": "idle_cache_lacked",
     "GpuMemUnattributed": "unattributed",
+    "GpuMemProcessOrphaned": "orphan",
     "GpuMemDeviceLost": "device_lost",
     "GpuMemNvmlDown": "driver",
     "GpuMemReporterSilent": "silent",
+    "GpuMemKvCacheUnused": "kv_cache",
     "GpuMemExporterDegraded": "check_degraded",
     "GpuMemExporterAbsent": "check_failing",
 }
@@ -167,7 +169,13 @@ def test_the_severities_are_those_of_the_findings() -> None:
     assert severities == {kind: SEVERITY[kind] for kind in severities}
     assert {rule["labels"]["severity"] for rule in ALERTS.values()} == set(SEVERITIES)
     # What is no finding: caught errors are findings and no alerts, and advice about capacity is an alert alone.
-    assert severities.keys() == SEVERITY.keys() - {"oom_caught", "idle_cache", "starting"}
+    assert severities.keys() == SEVERITY.keys() - {
+        "oom_caught",
+        "idle_cache",
+        "orphan_small",
+        "starting",
+        "starting_together",
+    }
 
 
 # --- Runbooks
@@ -237,7 +245,8 @@ def test_every_query_of_a_runbook_is_valid() -> None:
 @pytest.mark.parametrize("name", ALERTS)
 def test_an_alert_has_tests_for_firing_staying_silent_and_resolving(name: str) -> None:
     document = yaml.safe_load((TESTS / f"{name}.yml").read_text())
-    files = FILES if name in {rule.get("alert") for rule in groups(FILES[2])[0]["rules"]} else FILES[:2]
+    optional = [file for file in FILES[2:] if name in {rule.get("alert") for rule in groups(file)[0]["rules"]}]
+    files = (*FILES[:2], *optional)
     folder = "../../../deploy/prometheus/rules"
     assert document["rule_files"] == [f"{folder}/*.yml", *(f"{folder}/{file}" for file in files[2:])]
     assert document["group_eval_order"] == [group["name"] for file in files for group in groups(file)]

@@ -6,105 +6,26 @@ memory, before it loads the model.
 
 from __future__ import annotations
 
-import http.client
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import StartExporter
-from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode, Rule
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.paths import REPOSITORY
-from tests.support.ports import free_port
+from tests.engines.servers import START_SECONDS, TITLE, Vllm
+from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-HERE = REPOSITORY / "tests" / "engines"
-TITLE = "VLLM::EngineCore"
 CACHE = 6 * GIB
-START_SECONDS = 400.0
-"""Most of it is the import of vLLM by two processes."""
 AFTER_THE_LOOK = "cudaHostGetDevicePointer"
 MEMORY_PROFILING = "Error in memory profiling"
 """Of vLLM's own assertion."""
-
-
-class Vllm:
-    """`vllm serve` with random weights of a tiny model."""
-
-    def __init__(self, node: EmulatedNode, folder: Path, launcher: Sequence[str], **environment: str) -> None:
-        self.port = free_port()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._popen = subprocess.Popen(
-            [
-                *launcher,
-                *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(HERE / "model")),
-                *("--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "256"),
-                *("--gpu-memory-utilization", "0.2", "--host", "127.0.0.1", "--port", str(self.port)),
-            ],
-            env=node.environment(
-                HOME=str(folder),
-                HF_HUB_OFFLINE="1",
-                PYTHONPATH=f"{HERE / 'plugin'}:{REPOSITORY}",
-                VLLM_CACHE_ROOT=str(folder / "cache"),
-                VLLM_NO_USAGE_STATS="1",
-                VLLM_USE_FLASHINFER_SAMPLER="0",
-                VLLM_WORKER_MULTIPROC_METHOD="spawn",
-                **environment,
-            ),
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def log(self) -> str:
-        fd = self._log.fileno()
-        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
-
-    def serves(self) -> bool:
-        """Return whether it answers requests."""
-        assert self._popen.poll() is None, self.log()[-8000:]
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
-
-    def ends(self) -> int:
-        """Return its exit status."""
-        return self._popen.wait(timeout=patient(START_SECONDS))
-
-    def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self._popen.pid, number)
-                self._popen.wait(timeout=30)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-        self._log.close()
-
-
-@pytest.fixture
-def node(make_node: MakeNode) -> EmulatedNode:
-    return make_node(devices=1, total_bytes=16 * GIB)
-
-
-@pytest.fixture
-def exporter(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
-    return start_exporter(node, *QUICK)
 
 
 @pytest.fixture
@@ -155,7 +76,7 @@ def test_a_clear_waits_until_a_reporting_vllm_has_measured_its_memory(
     (wait,) = document["waits_for"]
     assert (wait["title"], wait["gpu"]) == (TITLE, "0")
     rule.remove()
-    wait_for(vllm.serves, "vLLM", START_SECONDS)
+    vllm.wait()
     wait_for(lambda: exporter.get(f"/api/v1/actions/{document['id']}")["state"] == "done", "the clear")
     assert node.books().used_by(neighbor.pid) == before - CACHE
     assert vllm.serves()

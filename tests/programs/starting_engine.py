@@ -52,6 +52,7 @@ def start(wait: Any) -> None:
     """Start an engine in this process."""
     module = types.ModuleType(MODULE)
     module.Worker = Worker  # type: ignore[attr-defined]
+    sys.modules["vllm"] = types.ModuleType("vllm")
     sys.modules[MODULE] = module
     worker = module.worker = Worker(wait)  # type: ignore[attr-defined]
     worker.init_device()

@@ -121,7 +121,7 @@ class LocalUser:
         return self.request(url, "POST", REPORTS_PATH, to_wire(sent), **headers)
 
     def request(self, url: str, method: str, path: str, document: Any = None, **headers: str) -> Reply:
-        """Send a request on a new connection; underscores in header names become hyphens."""
+        """Send a request on a new connection; underscores in header names become hyphens. Bytes are a body."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         self._pipe.send((url, method, path, document, sent))
         assert self._pipe.poll(patient(30)), f"{method} {path} was not answered"
@@ -185,7 +185,9 @@ def _take_user(uid: int) -> None:
 
 
 def _sent(url: str, method: str, path: str, document: Any, headers: dict[str, str]) -> tuple[int, Any]:
-    body = None if document is None else json.dumps(document, ensure_ascii=False).encode()
+    body = document
+    if document is not None and not isinstance(document, bytes):
+        body = json.dumps(document, ensure_ascii=False).encode()
     if body is not None:
         headers = {"Content-Type": "application/json", **headers}
     connection = Connection(url, timeout_seconds=patient(30))

@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from gpumem_client import torch_access
 from gpumem_client.allocator.captures import Captures
-from gpumem_client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
+from gpumem_client.allocator.components import with_cache_use, with_components
+from gpumem_client.allocator.heap import LARGE_PAGE_BYTES, Heap, PoolSegment, read_heaps
 from gpumem_client.allocator.reclaimable import Reclaimable, known
 from gpumem_client.allocator.settings import environment_limit, in_force
 from gpumem_client.allocator.unmapped import Unmapped, can_unmap, unmapped_in, without_unmapped
+from gpumem_client.engines.facts import EngineFacts
+from gpumem_client.engines.reader import EngineReader, process_engine
 from gpumem_client.guest_safety import log
 from gpumem_client.hooks.lifecycle import once
 from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
@@ -43,6 +46,7 @@ class AnyAllocator(Protocol):
     def uuid(self, index: int) -> str: ...
     def state(self, index: int) -> DeviceState | None: ...
     def unmapped(self, index: int, state: DeviceState | None) -> Unmapped | None: ...
+    def engine(self) -> EngineFacts | None: ...
     def samples(self) -> tuple[DeviceSample, ...]: ...
     def unused(self) -> Iterable[DeviceSample]: ...
     def sample_at_oom(self, index: int) -> DeviceSample: ...
@@ -59,12 +63,13 @@ class AnyAllocator(Protocol):
 class Allocator:
     """The allocator. Only one thread at a time may use it, except for methods that say otherwise."""
 
-    def __init__(self, torch: Any, observed: Observed | None = None) -> None:
+    def __init__(self, torch: Any, observed: Observed | None = None, engine: EngineReader | None = None) -> None:
         self._torch = torch
         self._statistics = torch_access.Statistics(torch)
         self._uuids: dict[int, str] = {}
         self._environment_limits: dict[int, int | None] = {}
         self._observed = observed or Observed()
+        self._engine = engine or EngineReader()
         self._captures = Captures(torch_access.current_stream_is_capturing(torch))
         self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
@@ -77,7 +82,7 @@ class Allocator:
     def attach(cls) -> Allocator | None:
         """Return the allocator if CUDA is initialized in this process, otherwise None."""
         torch = torch_access.initialized_torch()
-        return None if torch is None else cls(torch, process_observed())
+        return None if torch is None else cls(torch, process_observed(), process_engine())
 
     @property
     def settings(self) -> str:
@@ -136,8 +141,13 @@ class Allocator:
         """Return the memory in these statistics that the driver does not hold; None if unknown. Walks over no heap."""
         if state is None or not can_unmap():
             return None
-        pool_segments = self._reclaimable.pool_segments(index, state)
-        return None if pool_segments is None else unmapped_in(pool_segments)
+        segments = self._unmapped_segments(self._reclaimable.pool_segments(index, state))
+        return None if segments is None else Unmapped.of(segments)
+
+    def engine(self) -> EngineFacts | None:
+        """Look for the inference engine in this process, and return what is known about it."""
+        self._engine.look()
+        return self._engine.read()
 
     def samples(self) -> tuple[DeviceSample, ...]:
         """Return a sample of each device that this process uses and that has a known UUID."""
@@ -298,8 +308,27 @@ class Allocator:
             phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
             component_bytes=self._observed.components(index),
         )
-        unmapped = self.unmapped(index, state)
-        return sample if unmapped is None else without_unmapped(sample, unmapped)
+        return self._with_engine(index, state, sample)
+
+    def _with_engine(self, index: int, state: DeviceState, sample: DeviceSample) -> DeviceSample:
+        """Return the sample without unmapped memory, and with the components of the engine in this process."""
+        segments = self._reclaimable.pool_segments(index, state)
+        unmapped = self._unmapped_segments(segments)
+        if unmapped is not None and can_unmap():
+            sample = without_unmapped(sample, Unmapped.of(unmapped))
+        facts, tags = self._engine.read(), self._engine.segment_components()
+        if facts is None and not tags:
+            return sample
+        if segments is None or unmapped is None:
+            return replace(sample, component_bytes={})
+        held = {} if facts is None else facts.held.get(index, {})
+        sample = with_components(sample, held, tags, segments, unmapped, self._captures.pools())
+        return with_cache_use(sample, None if facts is None else facts.cache)
+
+    def _unmapped_segments(self, segments: Collection[PoolSegment] | None) -> Collection[PoolSegment] | None:
+        if segments is None or not can_unmap():
+            return segments if segments is None else ()
+        return unmapped_in(segments)
 
 
 def _large_page(settings: str) -> int | None:

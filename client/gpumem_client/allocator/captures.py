@@ -26,6 +26,7 @@ class Captures:
         """Graphs whose capture is running or has failed."""
         self._users: dict[PoolId, list[weakref.ref[Any]]] = {}
         self._dead: set[PoolId] = set()
+        self._pools: set[PoolId] = set()
         self._deaths = 0
 
     def watch(self) -> Callable[[], None]:
@@ -41,6 +42,8 @@ class Captures:
         if not complete:
             return
         pool = _pool(graph)
+        if pool is not None:
+            self._pools.add(pool)
         if pool is not None and pool[1] == 0:  # (n, 0) was made for a graph, (0, n) by the user's code
             self._users.setdefault(pool, []).append(weakref.ref(graph))
         self._incomplete.pop(id(graph), None)
@@ -65,14 +68,20 @@ class Captures:
         self._update()
         return () if self._incomplete else self._dead
 
+    def pools(self) -> Collection[PoolId]:
+        """Return the private pools into which graphs were captured. Any thread may call this."""
+        return self._pools
+
     def version(self) -> tuple[int, bool]:
         """Return a value that changes whenever `dead_pools` changes."""
         self._update()
         return self._deaths, bool(self._incomplete)
 
     def keep_only(self, present: Collection[PoolId]) -> None:
-        """Forget the dead pools that are not among these, which still have memory."""
+        """Forget the pools that are not among these, which still have memory."""
         self._dead.intersection_update(present)
+        if not self._incomplete:
+            self._pools.intersection_update(present)
 
     def _update(self) -> None:
         for key, graph in list(self._incomplete.items()):

@@ -20,11 +20,13 @@ _DEFAULT_POOL = (0, 0)
 
 
 class PoolSegment(NamedTuple):
-    """A classic segment of a private pool."""
+    """A segment of a private pool."""
 
     address: int
     size_bytes: int
     allocated_bytes: int
+    pool: PoolId
+    expandable: bool = False
 
 
 @dataclass
@@ -69,8 +71,8 @@ def read_heaps(
         heap.expandable = heap.expandable or bool(segment.get("is_expandable"))
         if pool != _DEFAULT_POOL:
             heap.private_bytes += total
-            if not segment.get("is_expandable"):
-                heap.pool_segments.append(PoolSegment(segment["address"], total, allocated))
+            expandable = bool(segment.get("is_expandable"))
+            heap.pool_segments.append(PoolSegment(segment["address"], total, allocated, pool, expandable))
             if pool not in dead_pools:
                 continue
         returnable = _returnable(segment, large_pages)

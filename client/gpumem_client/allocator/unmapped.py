@@ -31,30 +31,34 @@ class Unmapped(NamedTuple):
     reserved_bytes: int
     allocated_bytes: int
 
+    @classmethod
+    def of(cls, segments: Collection[PoolSegment]) -> Unmapped:
+        """Return the sum of these segments."""
+        return cls(sum(each.size_bytes for each in segments), sum(each.allocated_bytes for each in segments))
+
 
 def can_unmap() -> bool:
     """Whether the process has loaded a library that releases the pages of live tensors."""
     return not sys.modules.keys().isdisjoint(_MODULES)
 
 
-def unmapped_in(segments: Collection[PoolSegment]) -> Unmapped | None:
-    """Return the memory of the segments that are not mapped; None if the driver does not say. Any thread may call it.
+def unmapped_in(segments: Collection[PoolSegment]) -> list[PoolSegment] | None:
+    """Return the segments that are not mapped; None if the driver does not say. Any thread may call it.
 
-    The segments are classic ones, which are mapped as a whole.
+    Only classic segments are unmapped, and as a whole.
     """
-    if len(segments) > _SEGMENTS_MAX:
+    classic = [segment for segment in segments if not segment.expandable]
+    if len(classic) > _SEGMENTS_MAX:
         return None
-    mapped = _mapped([segment.address for segment in segments])
-    if mapped is None:
-        return None
-    unmapped = [segment for segment, is_mapped in zip(segments, mapped) if not is_mapped]
-    return Unmapped(sum(each.size_bytes for each in unmapped), sum(each.allocated_bytes for each in unmapped))
+    mapped = _mapped([segment.address for segment in classic])
+    return None if mapped is None else [segment for segment, is_mapped in zip(classic, mapped) if not is_mapped]
 
 
 def without_unmapped(sample: DeviceSample, unmapped: Unmapped) -> DeviceSample:
     """Return a sample of PyTorch's statistics without the memory that the driver does not hold.
 
-    Its peaks, active and requested bytes stay as PyTorch counts them.
+    Its peaks, active and requested bytes stay as PyTorch counts them. It has no components: they were counted from live
+    tensors, and which of these are unmapped is not known.
     """
     if not unmapped.reserved_bytes or sample.reserved_bytes is None or sample.allocated_bytes is None:
         return replace(sample, unmapped_bytes=unmapped.reserved_bytes)
@@ -68,6 +72,7 @@ def without_unmapped(sample: DeviceSample, unmapped: Unmapped) -> DeviceSample:
         allocated_bytes=allocated,
         reclaimable_bytes=None if reclaimable is None else min(reclaimable, reserved - allocated),
         private_pools_bytes=None if pools is None else max(0, pools - unmapped.reserved_bytes),
+        component_bytes={},
     )
 
 

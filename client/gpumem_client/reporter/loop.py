@@ -11,10 +11,12 @@ from dataclasses import replace
 
 from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.idle_cache import IDLE_CACHE_SECONDS
-from gpumem_client.allocator.sampler import Sampler
+from gpumem_client.allocator.sampler import Sample, Sampler
 from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.profiling import Profiling
 from gpumem_client.commands.scheduler import Scheduler
+from gpumem_client.engines.facts import EngineFacts
+from gpumem_client.engines.state import EngineClock
 from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.profile.encoded import encode
@@ -23,13 +25,13 @@ from gpumem_client.profile.model import Profile
 from gpumem_client.profile.oom_moment import OomMoments
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.reporter.delivery import Outcome
-from gpumem_client.reporter.engine_start import EngineStart
 from gpumem_client.reporter.identity import with_rank, with_ray
 from gpumem_client.reporter.plan import with_plan
 from gpumem_client.wire.protocol import (
     MAX_TEXT_LENGTH,
     MODES,
     CommandResult,
+    EngineState,
     OutOfMemory,
     ProcessIdentity,
     Reply,
@@ -88,8 +90,7 @@ class ReportLoop:
         self._send_profile: Callable[[Profile], str] = lambda _: ""
         self.sampler.at_step = self._scheduler.at_step
         self._ray_is_known = False
-        self._engine_start = EngineStart()
-        self._engine_was_starting: bool | None = None
+        self._engine_clock = EngineClock(clock)
         self._interval_seconds = _DEFAULT_INTERVAL_SECONDS
         self._jitter = random.Random()  # noqa: S311 - a separate generator leaves the user's seeded one unchanged
         self._sequence = 0
@@ -127,6 +128,7 @@ class ReportLoop:
         self._started_seconds = started_seconds = self._clock()
         self._early_seconds = self._early_report_seconds(started_seconds)
         hold_seconds = min(self._interval_seconds, self._early_seconds - started_seconds)
+        facts = self._engine_facts()  # before the sample, which has its bytes
         sample = self.sampler.current(started_seconds + hold_seconds)
         self._collect_results()
         self._executor.settling.measure(sample.devices, sample.taken_seconds)
@@ -153,7 +155,8 @@ class ReportLoop:
             waiting=(*self._scheduler.ids, *self._profile_ids()),
             step_seconds=self.sampler.step_seconds,
             hold_seconds=hold_seconds,
-            engine_starting=self._engine_starting(),
+            engine_starting=None if facts is None else facts.measures,
+            engine=self._engine(facts, sample),
         )
 
     def answered(self, report: Report | None, outcome: Outcome, reply: Reply | None) -> float:
@@ -227,15 +230,17 @@ class ReportLoop:
         if identity is not None:
             self.identity, self._ray_is_known = identity, True
 
-    def _engine_starting(self) -> bool | None:
-        with self._errors.swallowed("cannot see whether an inference engine starts"):
-            starting = self._engine_start.is_starting()
-            if starting is not self._engine_was_starting:
-                self._engine_was_starting = starting
-                state = {True: "starts", False: "has started", None: "was removed"}[starting]
-                log.debug("the inference engine in this process %s", state)
-            return starting
+    def _engine_facts(self) -> EngineFacts | None:
+        with self._errors.swallowed("cannot read the inference engine"):
+            return self._allocator.engine()
         return None
+
+    def _engine(self, facts: EngineFacts | None, sample: Sample) -> EngineState | None:
+        allocations = None
+        if facts is not None and not self._allocator.flushing:
+            allocations = tuple(self._allocator.allocations(index) for index in self._allocator.devices())
+        asleep = any(device.unmapped_bytes for device in sample.devices)
+        return self._engine_clock.state(facts, asleep=asleep, allocations=allocations)
 
     def _follow(self, reply: Reply, *, sent_seconds: float) -> None:
         """Run the commands of a reply, or keep them until they can run."""

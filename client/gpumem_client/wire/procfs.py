@@ -127,6 +127,16 @@ def parse_stat_parent(stat_text: str) -> int:
     return int(_fields_after_name(stat_text)[1])
 
 
+def parse_stat_lineage(stat_text: str) -> tuple[int, int, int]:
+    """Return the pid of the parent, the CPU time that the process has used, and its start time, both in clock ticks.
+
+    Raises:
+        ValueError: the text is not a line of /proc/PID/stat.
+    """
+    fields = _fields_after_name(stat_text)
+    return int(fields[1]), int(fields[11]) + int(fields[12]), int(fields[19])
+
+
 def parse_stat_program(stat_text: str) -> tuple[int, str, int] | None:
     """Return a value that identifies the program that a process runs, across exec and pid reuse.
 

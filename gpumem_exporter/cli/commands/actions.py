@@ -12,7 +12,7 @@ import click
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.api_client import read_rights, rights_line
-from gpumem_exporter.cli.clear import Plan, act, can_ask, confirmed, plan_clear
+from gpumem_exporter.cli.clear import Plan, act, can_ask, confirmed, confirmed_termination, plan_clear
 from gpumem_exporter.cli.options import (
     action_options,
     action_request,
@@ -106,13 +106,41 @@ ACTION_COMMANDS = (
 """,
     ),
     ActionCommand(
+        "sleep",
+        "release_memory",
+        "Let inference engines release their memory.",
+        "The engine of each selected process offloads its weights to the host and drops its key-value cache, as a "
+        "whole, on all its GPUs. Requests that arrive while it sleeps wait, or load the model again: see the page on "
+        "engines. An engine that has requests is refused, unless --wait-idle or --force is given. What is freed is "
+        "what the driver no longer lists, and the rest is what stays resident: CUDA graphs, context, NCCL. "
+        "`serve --action.allow` must include release_memory.",
+        """\
+  gpumem-exporter sleep --workload chat --dry-run
+  gpumem-exporter sleep --workload chat --wait-idle 30
+  gpumem-exporter sleep --workload chat --keep weights     # only the key-value cache: wakes faster
+""",
+    ),
+    ActionCommand(
+        "wake",
+        "resume_memory",
+        "Let inference engines take their memory again.",
+        "The engine of each selected process takes the memory again that it released, and serves. It is refused if a "
+        "GPU lacks the memory. `serve --action.allow` must include resume_memory.",
+        """\
+  gpumem-exporter wake --workload chat --dry-run
+  gpumem-exporter wake --workload chat
+""",
+    ),
+    ActionCommand(
         "terminate",
         "terminate",
         "Terminate processes: SIGTERM, and SIGKILL after ten seconds.",
         "The process must report or be on a device, and `serve --action.allow` must include terminate. The exporter "
         "sends the signals, so it needs the right to signal the process. Only root, the exporter's user, and clients "
-        "with the token of --action.token-file may terminate processes.",
+        "with the token of --action.token-file may terminate processes. On a terminal, --orphans first shows the "
+        "orphans and asks.",
         """\
+  gpumem-exporter terminate --orphans --dry-run       # what launchers and servers have left behind
   gpumem-exporter terminate --pid 4711 --dry-run
   gpumem-exporter terminate --pid 4711 --reason "left behind by job 17"
 """,
@@ -120,9 +148,12 @@ ACTION_COMMANDS = (
 )
 
 
-_yes_option = click.option(
-    "--yes", is_flag=True, help="Do not ask before `clear --all` on a terminal, and clear at once."
-)
+_yes_options = {
+    "clear": click.option(
+        "--yes", is_flag=True, help="Do not ask before `clear --all` on a terminal, and clear at once."
+    ),
+    "terminate": click.option("--yes", is_flag=True, help="Do not ask before `terminate --orphans` on a terminal."),
+}
 _wait_option = click.option(
     "--wait",
     "wait_seconds",
@@ -133,7 +164,7 @@ _wait_option = click.option(
 
 
 def _click_command(command: ActionCommand) -> click.Command:
-    own = (_yes_option,) if command.name == "clear" else ()
+    own = (_yes_options[command.name],) if command.name in _yes_options else ()
 
     @click.command(
         command.name,
@@ -147,7 +178,7 @@ def _click_command(command: ActionCommand) -> click.Command:
     return run
 
 
-clear, gc, reset_peak, snapshot, fraction, terminate = map(_click_command, ACTION_COMMANDS)
+clear, gc, reset_peak, snapshot, fraction, sleep, wake, terminate = map(_click_command, ACTION_COMMANDS)
 
 
 def _run(
@@ -164,17 +195,21 @@ def _run(
     on_terminal = sys.stdout.isatty() and not as_json
     target = pop_target(values).document()
     if not target:
-        raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user or --all")
+        raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user, --orphans or --all")
     if wait_seconds is not None and not 0 <= wait_seconds < float("inf"):
         raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 or more seconds")
     body = {**action_request(action, values, on_terminal=on_terminal), "target": target}
-    asks = action == "empty_cache" and target == {"all": True} and not (yes or as_json) and can_ask()
+    able = not (yes or as_json) and can_ask()
+    asks = action == "empty_cache" and target == {"all": True} and able
+    asks_to_end = action == "terminate" and "orphans" in target and able and not body["dry_run"]
     # The exporter suggests a mode for each process, unless --mode or --group is given.
     free_mode = asks and values["mode"] is None and not values["group"]
     with open_api(url, token_file) as api:
         plan: Plan | None = Plan(body)
         if asks and not body["dry_run"]:
             plan = confirmed(api, body, free_mode=free_mode)
+        elif asks_to_end:
+            plan = confirmed_termination(api, body)
         if plan is None:
             return FAILED
         if free_mode and body["dry_run"]:

@@ -11,6 +11,7 @@ import click
 
 from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_seconds
 from gpumem_exporter.cli.options import connection_options, open_api
+from gpumem_exporter.cli.render.event_table import local_time
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ def _shown(job: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield plain(f"Highest peak of a process on a device: {human_bytes(max(peaks, default=None))}.", "bold")
     if job.get("more"):
         yield plain("The job has more ended processes than a reply may have; the latest ones are missing.")
+    for profile in job.get("profiles", ()):
+        moment = local_time(profile["unix_seconds"], time.time())
+        rank = f"rank {profile['rank']}, " if profile["rank"] else ""
+        command = f"gpumem-exporter profile show {profile['id'][:8]}"
+        yield plain(f"Out of memory at {moment} in {rank}pid {profile['pid']}. What held the memory: {command}")
     if running:
         yield plain(f"Still running: {running} of {counted(len(pids), 'process', 'processes')}.")
 

@@ -118,7 +118,9 @@ def _job(node: Node, job: Row, colors: dict[Key, str]) -> list[Row]:
         "fold": "▸",
         "title": job["name"],
         "color": colors.setdefault(key, _COLORS[len(colors) % len(_COLORS)]),
-        "text": _text(node.name, *(job[name] for name in _IDENTITY), *gpus, *job["uuids"]),
+        "text": _text(
+            node.name, *(job[name] for name in _IDENTITY), (job.get("engine") or {}).get("label"), *gpus, *job["uuids"]
+        ),
     }
     rows: list[Row] = [{**job, **common, **own}]
     for process in sorted(job["processes"], key=lambda one: (number(one["rank"] or ""), number(one["pid"]))):
@@ -133,6 +135,7 @@ def _job(node: Node, job: Row, colors: dict[Key, str]) -> list[Row]:
                 "text": _text(title, *(process[name] for name in _OF_PROCESS)),
                 "owner": "" if process["user"] == job["user"] else process["user"] or "",
                 "gpus": [place["gpu"]],
+                "state": "orphan" if process.get("orphan") else process["state"],
                 "since_unix_seconds": process["started_unix_seconds"],
             }
             rows.append({**process, **place, **common, **own})

@@ -15,6 +15,7 @@ from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
 from gpumem_exporter.actions.request import (
     ACTIONS,
     OPTIONS,
+    ORPHANS,
     SELECTORS,
     ActionRequest,
     RequestOption,
@@ -128,6 +129,7 @@ def _body(name: str, options: Mapping[str, RequestOption], *, base: type[BaseMod
 class TargetBody(_body("_Selectors", SELECTORS, base=_Strict, types=_Names | None)):  # type: ignore[misc]
     """The target processes. Each field has a value or a list of values; several fields narrow each other."""
 
+    orphans: bool = Field(False, description=ORPHANS.description)
     all: bool = Field(False, description="without other fields: every reporting process that the caller may act on")
 
 

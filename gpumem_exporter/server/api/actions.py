@@ -121,7 +121,7 @@ class ActionRoutes:
         suggested: tuple[ActionRequest, ...] = ()
         if idempotency_key is not None:
             await self._audit.wait_until_restored()
-        with _refusals_as_problems():
+        with refusals_as_problems():
             if body.leaves_mode_open:
                 suggestion = self._dispatcher.suggest_clears(
                     action_request, requested_by=request.state.caller, free_deadline=body.leaves_deadline_open
@@ -203,7 +203,8 @@ def _listing(actions: Iterable[Action]) -> bytes:
 
 
 @contextlib.contextmanager
-def _refusals_as_problems() -> Iterator[None]:
+def refusals_as_problems() -> Iterator[None]:
+    """Turn the errors of the dispatcher into problems."""
     try:
         yield
     except (ActionNotAllowedError, ActionForbiddenError) as error:

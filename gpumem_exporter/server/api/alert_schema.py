@@ -17,6 +17,7 @@ from gpumem_exporter.actions.request import (
     ACTIONS,
     MAX_REASON_LENGTH,
     OPTIONS,
+    ORPHANS,
     SELECTORS,
     ActionRequest,
     RequestOption,
@@ -139,6 +140,7 @@ def _key(field: str) -> str:
 _OPTIONS: Mapping[str, RequestOption] = {
     "action": RequestOption({}, choices=ACTIONS),
     **{_TARGET + name: option for name, option in SELECTORS.items()},
+    _TARGET + "orphans": ORPHANS,
     _TARGET + "all": RequestOption({}, kind=bool),
     # The step of a group is known to no alert, and what stays free is shown to no caller of an alert.
     **{name: option for name, option in OPTIONS.items() if name not in ("at_step", "settle_seconds")},

@@ -154,4 +154,4 @@ def _log_end(action: Action) -> None:
         "freed_bytes": action.freed_bytes,
         "duration_seconds": action.duration_seconds,
     }
-    _log.info("action finished", extra={"fields": fields})
+    _log.log(logging.DEBUG if action.unlisted else logging.INFO, "action finished", extra={"fields": fields})

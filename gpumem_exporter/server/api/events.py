@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.events import AUDIT_TYPES, EVENT_TYPES, Event, EventLog, Page, Query, Recorder
 from gpumem_exporter.events.entries import Entry, fold
+from gpumem_exporter.profiles.model import OUT_OF_MEMORY, ProfileFacts
 from gpumem_exporter.server.api.action_schema import KnownFields, words
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
@@ -170,10 +171,17 @@ class OneEventDocument(TypedDict):
     before: list[EventDocument]
 
 
-def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -> APIRouter:
+def events_router(
+    log: EventLog,
+    renderer: Renderer,
+    *,
+    profile_of: Callable[[Caller, Event], str | None] = lambda _, __: None,
+    hide_identities: bool,
+) -> APIRouter:
     """Return the route of events.
 
-    With `hide_identities`, users, commands and pods are hidden from callers that may not act on every process.
+    `profile_of` returns the id of the memory profile of an out-of-memory error, if the caller sees it. With
+    `hide_identities`, users, commands and pods are hidden from callers that may not act on every process.
     """
     router = APIRouter(tags=["events"])
 
@@ -185,9 +193,16 @@ def events_router(log: EventLog, renderer: Renderer, *, hide_identities: bool) -
 
     def visible(request: Request, events: Sequence[Event]) -> tuple[Event, ...]:
         caller: Caller = request.state.caller
-        if caller.rights is Rights.ALL:
-            return tuple(events)
-        return events_for_user(events, caller, hide_identities=hide_identities)
+        seen = tuple(events)
+        if caller.rights is not Rights.ALL:
+            seen = events_for_user(events, caller, hide_identities=hide_identities)
+        # A profile arrives after the event, and may make room for others before the event.
+        return tuple(
+            replace(event, detail={**event.detail, "profile": profile_of(caller, event)})
+            if event.type == "oom"
+            else event
+            for event in seen
+        )
 
     @router.get(EVENTS_PATH, responses={200: json_reply(EventsDocument), **problems(401, 403, 422, 503)})
     async def events(request: Request, parameters: Annotated[EventParameters, QueryParameters()]) -> Response:
@@ -309,25 +324,38 @@ class JobProcessDocument(TypedDict):
     devices: list[JobDeviceDocument]
 
 
+class JobProfileDocument(TypedDict):
+    """The memory profile of an out-of-memory error: `GET /api/v1/profiles/{id}`."""
+
+    id: str
+    unix_seconds: float
+    pid: int | str
+    rank: str
+
+
 class JobDocument(TypedDict):
     """The processes of a job that reported to this exporter, in the order of their ends.
 
-    `more`: it has more than fit into a reply, and the latest ones are missing.
+    `more`: it has more than fit into a reply, and the latest ones are missing. `profiles`: of its out-of-memory errors,
+    newest first; only of processes that the caller may act on.
     """
 
     job_id: str
     processes: list[JobProcessDocument]
     more: bool
+    profiles: list[JobProfileDocument]
 
 
-def jobs_router(recorder: Recorder, renderer: Renderer) -> APIRouter:
-    """Return the route of jobs."""
+def jobs_router(
+    recorder: Recorder, renderer: Renderer, *, profiles_of: Callable[[Caller], Sequence[ProfileFacts]] = lambda _: ()
+) -> APIRouter:
+    """Return the route of jobs. `profiles_of` returns the profiles that a caller sees, newest first."""
     router = APIRouter(tags=["events"])
     reading = asyncio.Lock()
     """One reply is built at a time: each may have thousands of processes."""
 
     @router.get(JOBS_PATH + "/{job_id}", responses={200: json_reply(JobDocument), **problems(401, 403, 404, 422, 503)})
-    async def job(job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)]) -> Response:
+    async def job(request: Request, job_id: Annotated[str, Path(max_length=MAX_LABEL_LENGTH)]) -> Response:
         """Peaks and means of the processes with this Slurm or Ray job id, from their first report on.
 
         The values of ended processes come from their `process_ended` events; the values of running processes count from
@@ -342,9 +370,22 @@ def jobs_router(recorder: Recorder, renderer: Renderer) -> APIRouter:
             if not processes:
                 raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
             document = {"job_id": job_id, "processes": processes, "more": more}
-            return json_response(await renderer.render(lambda: encoded(document)))
+            caller: Caller = request.state.caller
+            return json_response(
+                await renderer.render(
+                    lambda: encoded({**document, "profiles": _job_profiles(profiles_of(caller), job_id)})
+                )
+            )
 
     return router
+
+
+def _job_profiles(profiles: Iterable[ProfileFacts], job_id: str) -> list[JobProfileDocument]:
+    return [
+        {"id": each.id, "unix_seconds": each.time_unix_seconds, "pid": each.pid, "rank": each.rank}
+        for each in profiles
+        if each.cause == OUT_OF_MEMORY and job_id in (each.slurm_job_id, each.ray_job_id)
+    ]
 
 
 async def _ended_processes(log: EventLog, job_id: str) -> tuple[list[dict[str, Any]], bool]:

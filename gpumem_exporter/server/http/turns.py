@@ -225,6 +225,8 @@ class FairRequests:
         elif scope["method"] in ("GET", "HEAD") and scope["path"].startswith("/api/"):
             # Writes (reports, actions) and scrapes do not wait for reads.
             turn = _Turn(self._reads, connection.owner)
+            # For a route that waits for a process: its owner may read other documents meanwhile.
+            scope["state"]["end_read_turn"] = turn.end
             try:
                 await turn.start()
             except ProblemError as problem:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpumem_client.wire.protocol import REPORTS_PATH
+from gpumem_client.wire.protocol import PROFILES_PATH, REPORTS_PATH
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.profiles.document import MAX_BODY_BYTES as MAX_PROFILE_BYTES
 from gpumem_exporter.server.http.listeners import is_loopback
 from gpumem_exporter.server.http.peer import Peer, PeerPlaces
 from gpumem_exporter.server.http.problems import ProblemError
@@ -32,6 +33,7 @@ HISTORY_PATH = "/api/v1/history"
 JOBS_PATH = "/api/v1/jobs"
 LIVE_PATH = "/api/v1/live"
 NVML_PATH = "/api/v1/nvml"
+PROCESSES_PATH = "/api/v1/processes"
 RELOAD_PATH = "/-/reload"
 
 MAX_REPORT_BYTES = 1 << 20
@@ -44,7 +46,7 @@ MAX_BODY_BYTES = 64 << 10
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
 """Headers of proxies: the connection is then the proxy's, not the caller's, on a socket too."""
 _LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))
-_LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES}
+_LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES, PROFILES_PATH: MAX_PROFILE_BYTES}
 _OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large", 503: "busy"}
 
 _log = logging.getLogger(__name__)
@@ -212,9 +214,15 @@ def require_own_page(headers: Mapping[bytes, bytes]) -> None:
 
 def is_restricted(path: str) -> bool:
     """Return whether the rule for actions guards a path."""
-    return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
-        (ACTIONS_PATH + "/", EVENTS_PATH + "/", JOBS_PATH + "/", NVML_PATH + "/")
+    folders = (ACTIONS_PATH, EVENTS_PATH, JOBS_PATH, NVML_PATH, PROCESSES_PATH, PROFILES_PATH)
+    return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, PROFILES_PATH, RELOAD_PATH) or path.startswith(
+        tuple([f"{folder}/" for folder in folders])
     )
+
+
+def is_report(method: str, path: str) -> bool:
+    """Return whether the rule for reports guards a request: a report, or a profile that a reporter sends."""
+    return path == REPORTS_PATH or (path == PROFILES_PATH and method == "POST")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +275,10 @@ class Guard:
         if not _FORWARDED.isdisjoint(headers):
             peer = Peer(peer.host)
         state["peer"] = peer
-        await self._require_password(path, peer, headers)
-        rule = self.reports if path == REPORTS_PATH else self.callers.rule
-        if path != REPORTS_PATH and not is_restricted(path):
+        reports = is_report(scope["method"], path)
+        await self._require_password(reports, peer, headers)
+        rule = self.reports if reports else self.callers.rule
+        if not reports and not is_restricted(path):
             if path in (CALLER_PATH, HISTORY_PATH, LIVE_PATH):
                 require_own_page(headers)
             if self.loopback_only and peer.host and not rule.matches_token(headers):
@@ -279,7 +288,7 @@ class Guard:
         if rule.token is None:
             # A client with the token is not a web page, and may use any name of the exporter.
             self.own_names.require_own_host(headers)
-        if path == REPORTS_PATH:
+        if reports:
             rule.admit(peer, headers)
         else:
             state["caller"] = caller = await self.callers.admit(scope)
@@ -287,10 +296,10 @@ class Guard:
                 self.callers.require_all(caller, path)
         # A reload has no body, so its Content-Type does not matter.
         if scope["method"] == "POST" and path != RELOAD_PATH:
-            _require_json(headers)
+            _require_json(headers, b"gzip" if path == PROFILES_PATH else b"identity")
         return True
 
-    async def _require_password(self, path: str, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
+    async def _require_password(self, reports: bool, peer: Peer, headers: Mapping[bytes, bytes]) -> None:
         """Restrict every route over TCP to the users, as Prometheus' own exporters do.
 
         The unix socket is exempt: the kernel identifies its clients. A request has either a password or a token in its
@@ -299,7 +308,7 @@ class Guard:
         """
         if self.web is None or not len(self.web.users) or peer.on_unix_socket:
             return
-        if self.callers.rule.matches_token(headers) or (path == REPORTS_PATH and self.reports.matches_token(headers)):
+        if self.callers.rule.matches_token(headers) or (reports and self.reports.matches_token(headers)):
             return
         await self.web.users.authenticate(headers.get(b"authorization", b""))
 
@@ -308,12 +317,13 @@ class DisconnectedError(Exception):
     """The client disconnected before its body was complete."""
 
 
-def _require_json(headers: Mapping[bytes, bytes]) -> None:
+def _require_json(headers: Mapping[bytes, bytes], encoding: bytes) -> None:
     # A web page cannot send this media type to another site without that site's permission.
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
         raise ProblemError(415, "expected JSON with `Content-Type: application/json`")
-    if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise ProblemError(415, "expected a body without Content-Encoding")
+    if headers.get(b"content-encoding", b"identity").lower() != encoding:
+        expected = "a body without Content-Encoding" if encoding == b"identity" else "`Content-Encoding: gzip`"
+        raise ProblemError(415, f"expected {expected}")
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

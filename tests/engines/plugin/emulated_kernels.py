@@ -1,11 +1,13 @@
 """A vLLM plugin for the emulated node, on which kernels do nothing.
 
 vLLM loads it in each of its processes. Triton cannot compile or launch without a driver, so its kernels are skipped. A
-CUDA `cumsum` returns zeros, because vLLM takes indices from it, and memory that no kernel has written is no index.
+CUDA `cumsum` returns zeros, because vLLM takes indices from it, and memory that no kernel has written is no index. The
+functions of the CUDA runtime that vLLM calls by itself, such as `cudaMemcpy` for sleep mode, are the emulated ones.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 
@@ -14,6 +16,11 @@ def install() -> None:
     import torch
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
+    from vllm.distributed.device_communicators import cuda_wrapper
+
+    # vLLM would use the file of libcudart that torch has loaded. The program itself has what it preloads.
+    cuda_wrapper.find_loaded_library = lambda _: "the program"
+    cuda_wrapper.CudaRTLibrary.path_to_library_cache["the program"] = ctypes.CDLL(None)
 
     def skipped(*_: Any, **__: Any) -> None:
         """Launch nothing."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from gpumem_client.wire.protocol import PROFILES_PATH
 from gpumem_exporter.core.place import HERE
+from gpumem_exporter.profiles.document import MAX_BODY_BYTES as MAX_PROFILE_BYTES
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.security.request_guard import (
     ACTIONS_PATH,
@@ -19,6 +21,7 @@ from gpumem_exporter.server.security.request_guard import (
     MAX_BODY_BYTES,
     MAX_REPORT_BYTES,
     NVML_PATH,
+    PROCESSES_PATH,
     RELOAD_PATH,
     Callers,
     Guard,
@@ -138,6 +141,17 @@ def test_a_request_through_a_local_proxy_has_no_user(header: bytes, client: str)
         assert pass_through(path, client=client, headers=[HOST, JSON, (header, b"10.0.0.5")]).status == 403
 
 
+def test_a_profile_is_compressed_json() -> None:
+    gzip = (b"content-encoding", b"gzip")
+    assert pass_through(PROFILES_PATH, headers=[HOST, JSON, gzip]).status == 200
+    for headers in ([HOST, JSON], [HOST, gzip], [HOST, JSON, (b"content-encoding", b"br")]):
+        assert pass_through(PROFILES_PATH, headers=headers).status == 415
+    assert pass_through(PROFILES_PATH, headers=[HOST, JSON, gzip], client="10.0.0.5").status == 403
+    at_most = (b"x" * MAX_PROFILE_BYTES,)
+    assert pass_through(PROFILES_PATH, headers=[HOST, JSON, gzip], chunks=at_most).status == 200
+    assert pass_through(PROFILES_PATH, headers=[HOST, JSON, gzip], chunks=(*at_most, b"x")).status == 413
+
+
 def test_the_media_type_may_have_parameters() -> None:
     headers = [HOST, (b"content-type", b"Application/JSON; charset=utf-8")]
     assert pass_through(REPORTS, headers=headers).status == 200
@@ -163,8 +177,14 @@ def test_an_exporter_on_loopback_alone_has_only_its_own_names(host: bytes, statu
     assert pass_through("/metrics", method="GET", headers=headers, token=token, loopback_only=True).status == 200
 
 
-@pytest.mark.parametrize("path", [ACTIONS_PATH, EVENTS_PATH, f"{EVENTS_PATH}/9", f"{JOBS_PATH}/4711"])
-def test_the_audit_log_and_the_events_are_guarded_like_the_actions(path: str) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(ACTIONS_PATH, EVENTS_PATH, f"{EVENTS_PATH}/9", f"{JOBS_PATH}/4711"),
+        *(PROFILES_PATH, f"{PROFILES_PATH}/{'a' * 32}", f"{PROCESSES_PATH}/7/profile"),
+    ],
+)
+def test_the_audit_log_the_events_and_the_profiles_are_guarded_like_the_actions(path: str) -> None:
     assert pass_through(path, method="GET", headers=[HOST], client="10.0.0.5").status == 403
     assert pass_through(path, method="GET", headers=[(b"host", b"evil.example")]).status == 403
     assert pass_through(path, method="GET", headers=[HOST]).status == 200

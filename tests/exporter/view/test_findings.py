@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import (
     DeviceReading,
+    LostLauncher,
     NodeReading,
     ProcessFacts,
     ProcessKey,
@@ -47,7 +49,7 @@ def findings(*processes: ReportingProcess, free: int = 40 * GIB, **changes: Any)
 
 
 def _of_snapshot(changes: dict[str, Any]) -> dict[str, Any]:
-    return {name: changes.pop(name) for name in ("ooms", "silent", "starting") if name in changes}
+    return {name: changes.pop(name) for name in ("ooms", "silent", "starting", "orphans") if name in changes}
 
 
 def oom(**changes: Any) -> LastOom:
@@ -119,6 +121,50 @@ def test_idle_cache_that_others_lack_is_a_warning(
 def test_idle_cache_on_a_device_of_its_own_job_alone_lacks_nobody() -> None:
     one = of(1, "train", 69 * GIB, 10 * GIB)
     assert findings(one, node=node(device(total=80 * GIB, used=79 * GIB, processes={1: 79 * GIB}))) == {}
+
+
+def test_engines_of_two_jobs_that_start_on_one_device_are_a_warning() -> None:
+    jobs = of(1, "chat"), of(2, "embed"), of(3, "embed")
+    first, second, third = (StartingEngine(UUIDS[0], "0", pid, "VLLM::EngineCore", 2000.0) for pid in (1, 2, 3))
+    assert "starting_together" not in findings(*jobs, starting=(second, third)), "two processes of one engine"
+    elsewhere = dataclasses.replace(second, uuid=UUIDS[1], gpu="1")
+    assert "starting_together" not in findings(*jobs, starting=(first, elsewhere))
+    found = findings(*jobs, starting=(first, second, third))["starting_together"]
+    assert (found.severity, found.gpu) == ("warning", "0")
+    assert "chat" in found.sentence
+    assert "embed" in found.sentence
+
+
+def orphan_findings(pids: tuple[int, ...], lost: LostLauncher, *, viewer: Caller | None = None) -> list[Finding]:
+    """Return the findings about orphans, which only the driver lists, with 10 GiB each on a device of 80 GiB."""
+    listed: dict[int, int | None] = dict.fromkeys(pids, 10 * GIB)
+    facts = {pid: ProcessFacts(pid, 1000, "VLLM::Worker_TP0") for pid in pids}
+    known = dataclasses.replace(node(device(used=40 * GIB, processes=listed)), facts=facts)
+    shown = Snapshot(1000.0, known, orphans=dict.fromkeys(pids, lost))
+    return [each for each in find(shown, jobs_of(shown, viewer), node_ledgers(shown)) if each.kind == "orphan"]
+
+
+def test_the_orphans_of_one_server_are_one_finding_since_its_end() -> None:
+    lost = LostLauncher("launcher_ended", "python vllm", 4711, ended_seconds=700.0)
+    (found,) = orphan_findings((7, 8), lost)
+    assert (found.severity, found.since_seconds) == ("warning", 700.0)
+    for part in ("2 processes", "20.0 GiB on GPU 0", "server (python vllm, pid 4711)"):
+        assert part in found.sentence
+    (found,) = orphan_findings((7,), lost, viewer=Caller(CallerKind.TCP, Rights.NONE))
+    assert "4711" in found.sentence
+    assert "vllm" not in found.sentence.lower(), "the name of a launcher is an identity"
+    assert len(orphan_findings((7, 8), LostLauncher("launcher_ended"))) == 2, "of unknown launchers"
+    assert "container" in orphan_findings((7,), dataclasses.replace(lost, reason="container_gone"))[0].sentence
+
+
+@pytest.mark.parametrize(("held", "free", "severity"), [(1, 40, "info"), (4, 40, "warning"), (1, 3, "warning")])
+def test_the_severity_of_an_orphan_depends_on_who_needs_its_memory(held: int, free: int, severity: str) -> None:
+    used = (80 - free) * GIB
+    known = node(device(used=used, processes={7: held * GIB, 8: used - held * GIB}))
+    known = dataclasses.replace(known, facts={7: ProcessFacts(7, 1000, "VLLM::EngineCore")})
+    shown = Snapshot(1000.0, known, orphans={7: LostLauncher("launcher_ended")})
+    (found,) = find(shown, jobs_of(shown), node_ledgers(shown))
+    assert (found.kind, found.severity) == ("orphan", severity)
 
 
 def test_lost_devices_failed_checks_silent_reporters_and_starting_engines() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from gpumem_client.wire.protocol import OutOfMemory
+from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
 from gpumem_exporter.core.samples import ProcessMemory
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.live_page import OpenPage, browser, open_page
+from tests.support.profile_documents import body, profile
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually
 
@@ -128,6 +130,25 @@ def test_a_finding_and_an_event_lead_to_the_address_of_the_explanation(
     assert re.search(r"event=\d+", live.page.url)
     live.page.go_back()
     live.until("document.querySelector('.oom').hidden")
+
+
+def test_an_error_leads_to_the_memory_profile_of_its_moment(exporter: OnTcp, open_page: OpenPage) -> None:
+    found = fail(exporter)["event"]
+    assert found["detail"]["profile"] is None
+    number = found["detail"]["number"]
+    sender = report(OWN, workload="train", session="train").process
+    sent = body(sender, profile(f"{number:016x}", "out_of_memory", oom_number=number))
+    answer = exporter.request("POST", PROFILES_PATH, body=sent, Content_Encoding="gzip")  # type: ignore[arg-type]
+    assert answer.status == 201, answer.body
+    live = open_page(exporter)
+    live.page.goto(f"{exporter.url}/?gpu=0&event={found['id']}")
+    with live.page.expect_popup() as opened:
+        live.page.get_by_role("link", name="Memory profile of this moment").click()
+    opened.value.wait_for_load_state()
+    assert f"/api/v1/profiles/{json.loads(answer.body)['id']}?format=html" in opened.value.url
+    assert "train.py:41" in opened.value.locator("body").inner_text()
+    # The page of a profile has no rights at the exporter: its texts come from a job.
+    assert opened.value.evaluate("self.origin") == "null"
 
 
 def test_an_event_that_was_deleted_leaves_the_page_usable(exporter: OnTcp, open_page: OpenPage) -> None:

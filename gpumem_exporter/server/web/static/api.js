@@ -14,7 +14,22 @@ export class Refusal extends Error {
 let token = "";
 
 /** Return status, document and ETag of a reply. Throws a Refusal for an error, and what `fetch` throws without a reply. */
-export async function request(path, { method = "GET", body, headers = {}, seconds = 15 } = {}) {
+export async function request(path, options) {
+  const reply = await send(path, options);
+  return { status: reply.status, document: reply.status === 304 ? null : await reply.json(), etag: reply.headers.get("ETag") };
+}
+
+/** Save a reply as a file. Throws as `request` does. */
+export async function save(path, name) {
+  const url = URL.createObjectURL(await (await send(path, { seconds: 60 })).blob());
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
+async function send(path, { method = "GET", body, headers = {}, seconds = 15 } = {}) {
   const sentToken = token;
   const reply = await fetch(path, {
     method,
@@ -29,14 +44,12 @@ export async function request(path, { method = "GET", body, headers = {}, second
     referrerPolicy: "no-referrer",
     signal: AbortSignal.timeout(seconds * 1000),
   });
-  const etag = reply.headers.get("ETag");
-  if (reply.status === 304) return { status: 304, document: null, etag };
-  if (!reply.ok) {
+  if (!reply.ok && reply.status !== 304) {
     const wrongToken = sentToken !== "" && reply.status === 401;
     if (wrongToken && token === sentToken) token = "";
     throw new Refusal(reply.status, await problemOf(reply), wrongToken);
   }
-  return { status: reply.status, document: await reply.json(), etag };
+  return reply;
 }
 
 async function problemOf(reply) {
@@ -46,6 +59,9 @@ async function problemOf(reply) {
     return `the exporter replied with status ${reply.status}`;
   }
 }
+
+/** Whether requests have a token, which the address of a link cannot have. */
+export const hasToken = () => token !== "";
 
 /** Return false if the text cannot be sent in a header. */
 export function setToken(text) {

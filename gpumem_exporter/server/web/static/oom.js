@@ -8,6 +8,7 @@ import { h, refill, setHidden, setText } from "./dom.js";
 import { EventList } from "./events.js";
 import { bytes, dayAndTime, duration, gpuName, safe } from "./format.js";
 import { hueOf } from "./hues.js";
+import { profileLink } from "./profiles.js";
 import { go, jobHref, LAST_OOM, showAgain } from "./route.js";
 
 const AGAIN_SECONDS = 5;
@@ -99,6 +100,7 @@ function contentOf({ refusal, event, explanation, clears, running }) {
     text,
     h("p", { class: "verdict" }, safe(verdict)),
     h("p", { class: "advice" }, safe(advice), ...clears.map(clearButton)),
+    ...(event.detail.profile ? [h("p", {}, profileLink(event.detail.profile, "Memory profile of this moment"))] : []),
     ...(parts.length > 0 ? [h("h4", {}, `Memory of ${gpuName(event)} at that moment`), barOf(parts), h("dl", { class: "parts" }, ...parts.map((part) => amountOf(part, running)))] : []),
     h("dl", { class: "facts" }, ...factsOf(event).map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
   ];

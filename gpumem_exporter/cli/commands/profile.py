@@ -1,0 +1,342 @@
+"""`profile`: which lines and which objects hold the memory of a process, now or over a recording."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import quote, urlencode
+
+import click
+
+from gpumem_client.wire.errors import ConfigurationError
+from gpumem_client.wire.units import human_bytes, human_seconds
+from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.cli.api_client import Document, ExporterApi
+from gpumem_exporter.cli.clear import Plan, act
+from gpumem_exporter.cli.completion import JOBS, PROFILE_IDS, SELECTORS
+from gpumem_exporter.cli.options import (
+    action_options,
+    action_request,
+    connection_options,
+    note,
+    open_api,
+    option_group,
+    pop_target,
+    target_options,
+)
+from gpumem_exporter.cli.program import FAILED
+from gpumem_exporter.cli.render.action_tables import reasons
+from gpumem_exporter.cli.render.event_table import local_time
+from gpumem_exporter.cli.render.profile_tables import profile_tables
+from gpumem_exporter.cli.render.terminal import open_console, print_json, show, table
+from gpumem_exporter.cli.usage import CommandGroup
+from gpumem_exporter.errors import ProfileInvalidError, TargetNotFoundError
+from gpumem_exporter.profiles.diff import difference
+from gpumem_exporter.profiles.formats import SUFFIXES, Format, render
+from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.saved import read_saved
+
+_EXAMPLES = """\b
+Examples:
+  gpumem-exporter profile 4711                        # what is allocated now, by owner
+  gpumem-exporter profile 4711 --duration 30s -o profile.html
+  gpumem-exporter profile --workload llm-pretrain --rank 0 --format pprof
+  gpumem-exporter profile list --job llm-pretrain
+  gpumem-exporter profile show 3f2a --format html
+  gpumem-exporter profile diff 3f2a 9bc1              # what grew
+
+\b
+`profile 4711` is short for `profile take 4711`. An ID may be shortened, as in the list.
+"""
+_PATH = "/api/v1/profiles"
+_SHOWN_ID = 8
+_FULL_ID = 32
+_BINARY: tuple[Format, ...] = ("html", "pprof")
+"""The formats that a terminal does not show: without -o, they become a file in the current folder."""
+_COLUMNS = (
+    *(("id", "left"), ("taken", "left"), ("cause", "left"), ("of", "cut"), ("recorded", "right")),
+    *(("allocated", "right"), ("highest", "right")),
+)
+
+
+class _ProfileGroup(CommandGroup):
+    """A group whose command `take` needs no name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Add `take` before a process or an option of it."""
+        named = args and (args[0] in self.commands or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if named or ctx.resilient_parsing else ["take", *args])
+
+
+_output_options = option_group(
+    click.option(
+        "--format",
+        "form",
+        type=click.Choice(["text", *SUFFIXES]),
+        metavar="FORMAT",
+        help=f"text, {', '.join(SUFFIXES)}. Default: from the name of the -o file, otherwise text.",
+    ),
+    click.option(
+        "--moment",
+        type=click.Choice(["live", "peak"]),
+        metavar="MOMENT",
+        default="live",
+        show_default=True,
+        help="live: at the end. peak: at the highest moment of the recording. A page has both.",
+    ),
+    click.option(
+        "-o",
+        "output",
+        metavar="FILE",
+        help="Write to this file. Default: standard output; for html and pprof on a terminal, a file in this folder.",
+    ),
+)
+
+
+@click.group(cls=_ProfileGroup, epilog=_EXAMPLES, no_args_is_help=False)
+def profile() -> None:
+    """Show which lines and objects hold the memory of a process."""
+
+
+@profile.command("take")
+@click.argument("pids", nargs=-1, metavar="[PID]...", shell_complete=SELECTORS["pid"])
+@option_group(_output_options, target_options, action_options("profile"), connection_options)
+def take(
+    *,
+    pids: Sequence[str],
+    form: str | None,
+    moment: str,
+    output: str | None,
+    url: str | None,
+    token_file: str | None,
+    as_json: bool,
+    **values: Any,
+) -> int:
+    """Take profiles of processes.
+
+    Without --duration: the allocated memory now, by owner: parameters, gradients, optimizer state, other tensors by
+    the name that refers to them. With --duration, the process records its allocations meanwhile. The profile then also
+    has the lines of code that allocated, and the highest moment.
+    """
+    values["pid"] = (*values["pid"], *pids)
+    target = pop_target(values).document()
+    if not target:
+        raise ConfigurationError("no target; give a PID, --workload, --rank, --gpu, --uuid, --user or --all")
+    file = _Output(_format(form, output, as_json=as_json), moment, output)
+    body = {**action_request("profile", values, on_terminal=False), "target": target}
+    with open_api(url, token_file) as api:
+        expected = api.submit({**body, "dry_run": True})
+        processes = {result["pid"] for result in expected["results"] if is_done(result["outcome"])}
+        if output is not None and len(processes) > 1:
+            raise ConfigurationError(
+                f"-o {output}: the target has {len(processes)} processes; without -o, each has a file"
+            )
+        if body["dry_run"] or not processes:
+            document = expected
+        else:
+            note(_cost(body["duration_seconds"], len(processes)))
+            document = act(api, Plan(body))
+        taken = dict.fromkeys(result["profile"] for result in document["results"] if result.get("profile"))
+        for profile_id in taken:
+            file.write(api, f"{_PATH}/{profile_id}", one=len(taken) == 1)
+    if taken and file.form == "text":
+        ids = ", ".join(each[:_SHOWN_ID] for each in taken)
+        note(f"kept as {ids}; a page with a flame graph: gpumem-exporter profile show ID -o profile.html")
+    for reason in reasons(document["results"]):
+        print(reason, file=sys.stderr)
+    if body["dry_run"]:
+        print(document["sentence"])
+    complete = bool(document["results"]) and all(is_done(result["outcome"]) for result in document["results"])
+    return 0 if complete and (taken or body["dry_run"]) else FAILED
+
+
+def _cost(duration_seconds: float, processes: int) -> str:
+    """Return what a profile costs, from the measurements in docs/profiles.md."""
+    each = "Each process" if processes > 1 else "The process"
+    if not duration_seconds:
+        return f"{each} stands still for about as long as a full garbage collection takes."
+    return (
+        f"{each} records for {human_seconds(duration_seconds)}, which costs about 2 µs for each allocation. At the end it "
+        "stands still for about 4 ms per 1,000 blocks."
+    )
+
+
+@profile.command("list")
+@click.option("--pid", metavar="PID", shell_complete=SELECTORS["pid"], help="Only profiles of this process.")
+@click.option("--workload", metavar="NAME", shell_complete=SELECTORS["workload"], help="Only of this workload.")
+@click.option("--job", metavar="JOB", shell_complete=JOBS, help="Only of this job: its workload or its id.")
+@connection_options
+def list_profiles(
+    *,
+    pid: str | None,
+    workload: str | None,
+    job: str | None,
+    url: str | None,
+    token_file: str | None,
+    as_json: bool,
+) -> int:
+    """List the profiles that the exporter keeps.
+
+    The newest is first. Without serve --storage.path, it keeps the last eight. You see the profiles of the processes
+    that you may act on.
+    """
+    query = {name: value for name, value in (("pid", pid), ("workload", workload), ("job", job)) if value}
+    with open_api(url, token_file) as api:
+        document = api.get(f"{_PATH}?{urlencode(query)}")
+    if as_json:
+        print_json(document)
+    elif document["profiles"]:
+        show(open_console(), [table("", _COLUMNS, map(_row, document["profiles"]))])
+    else:
+        print("No profiles.")
+    return 0
+
+
+def _row(kept: Document) -> Sequence[Any]:
+    peaks = [device["peak_bytes"] for device in kept["devices"] if device["peak_bytes"] is not None]
+    name = f"{kept['workload']}{' rank ' + kept['rank'] if kept['rank'] else ''}" if kept["workload"] else ""
+    return (
+        kept["id"][:_SHOWN_ID],
+        local_time(kept["unix_seconds"], time.time()),
+        kept["cause"].replace("_", " "),
+        f"{name} pid {kept['pid']}".strip(),
+        human_seconds(kept["recorded_seconds"]) if kept["recorded_seconds"] else "no",
+        human_bytes(sum(device["allocated_bytes"] for device in kept["devices"])),
+        human_bytes(sum(peaks) if peaks else None),
+    )
+
+
+@profile.command("show")
+@click.argument("profile_id", metavar="ID", shell_complete=PROFILE_IDS)
+@option_group(_output_options, connection_options)
+def show_profile(
+    *,
+    profile_id: str,
+    form: str | None,
+    moment: str,
+    output: str | None,
+    url: str | None,
+    token_file: str | None,
+    as_json: bool,
+) -> int:
+    """Show a profile that the exporter keeps."""
+    file = _Output(_format(form, output, as_json=as_json), moment, output)
+    with open_api(url, token_file) as api:
+        file.write(api, f"{_PATH}/{_full_id(api, profile_id)}")
+    return 0
+
+
+@profile.command("diff")
+@click.argument("before", metavar="A", shell_complete=PROFILE_IDS)
+@click.argument("after", metavar="B", shell_complete=PROFILE_IDS)
+@option_group(_output_options, connection_options)
+def diff_profiles(
+    *,
+    before: str,
+    after: str,
+    form: str | None,
+    moment: str,
+    output: str | None,
+    url: str | None,
+    token_file: str | None,
+    as_json: bool,
+) -> int:
+    """Show what grew from profile A to profile B.
+
+    A and B are ids, or files that --format json wrote. Stacks and owners are compared by what they show. In two
+    processes, a stack that only one of them has is compared with the stack of the same functions and files, because
+    lines may have moved.
+    """
+    file = _Output(_format(form, output, as_json=as_json), moment, output)
+    with open_api(url, token_file) as api:
+        given = (before, after)
+        if not any(Path(each).is_file() for each in given):
+            old, new = (_full_id(api, each) for each in given)
+            file.write(api, f"{_PATH}/{old}/diff/{new}")
+        else:
+            old_profile, new_profile = (_read(api, each, moment) for each in given)
+            change = difference(old_profile, new_profile)
+            wanted: Format = "json" if file.form == "text" else cast(Format, file.form)
+            file.put(render(change, wanted)[0], f"{old_profile.id[:_SHOWN_ID]}-{new_profile.id[:_SHOWN_ID]}")
+    return 0
+
+
+def _read(api: ExporterApi, given: str, moment: str) -> StoredProfile:
+    """Return the profile in a file, or the profile with an id."""
+    if not Path(given).is_file():
+        return read_saved(json.loads(api.get_bytes(f"{_PATH}/{_full_id(api, given)}?moment={moment}")))
+    try:
+        return read_saved(json.loads(Path(given).read_bytes()))
+    except OSError as error:
+        raise ConfigurationError(f"{given}: {error.strerror}") from error
+    except (ValueError, ProfileInvalidError) as error:
+        raise ConfigurationError(f"{given}: {error}; give a file that --format json wrote") from error
+
+
+def _full_id(api: ExporterApi, given: str) -> str:
+    """Return the id that a shortened one stands for."""
+    if len(given) >= _FULL_ID:
+        return quote(given, safe="")
+    known = [kept["id"] for kept in api.get(f"{_PATH}?limit=1000")["profiles"]]
+    matching = [each for each in known if given and each.startswith(given)]
+    if len(matching) > 1:
+        raise ConfigurationError(f"{given!r} stands for {len(matching)} profiles; give more of the ID")
+    if not matching:
+        raise TargetNotFoundError(f"no profile {given!r}; see gpumem-exporter profile list")
+    return str(matching[0])
+
+
+def _format(form: str | None, output: str | None, *, as_json: bool) -> str:
+    """Return the format of the options, otherwise the format that the file's name ends with."""
+    if as_json and form not in (None, "json"):
+        raise ConfigurationError(f"--json and --format {form}: give one of them")
+    if form or as_json:
+        return form or "json"
+    ends = {f".{suffix}": name for name, suffix in SUFFIXES.items()} | {".pprof": "pprof"}
+    return next((name for end, name in ends.items() if (output or "").endswith(end)), "text")
+
+
+class _Output:
+    """Where profiles are written, and in which format."""
+
+    def __init__(self, form: str, moment: str, path: str | None) -> None:
+        # Before a recording that would be lost.
+        if path is not None and not os.access(Path(path).parent, os.W_OK):
+            raise ConfigurationError(f"-o {path}: cannot write to this folder")
+        self.form = form
+        self._moment = moment
+        self._path = path
+
+    def write(self, api: ExporterApi, path: str, *, one: bool = True) -> None:
+        """Write the profile of a path of the API; if it is not the only one, to a file of its own."""
+        query = urlencode({"format": "json" if self.form == "text" else self.form, "moment": self._moment})
+        ids = path.removeprefix(f"{_PATH}/").split("/diff/")
+        self.put(api.get_bytes(f"{path}?{query}"), "-".join(each[:_SHOWN_ID] for each in ids), one=one)
+
+    def put(self, body: bytes, name: str, *, one: bool = True) -> None:
+        """Write a profile, or a difference."""
+        path = self._path
+        in_folder = self.form != "text" and (not one or (self.form in _BINARY and sys.stdout.isatty()))
+        if path is None and in_folder:
+            path = f"profile-{name}.{SUFFIXES[cast(Format, self.form)]}"
+        if self.form == "text":
+            tables = profile_tables(json.loads(body))
+            if path is None:
+                show(open_console(), tables)
+                if not one:
+                    print()
+                return
+            with Path(path).open("w", encoding="utf-8") as file:
+                show(open_console(file), tables)
+        elif path is None:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(body if body.endswith(b"\n") or self.form in _BINARY else body + b"\n")
+        else:
+            Path(path).write_bytes(body)
+        if path is not None:
+            print(path)

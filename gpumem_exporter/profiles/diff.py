@@ -1,0 +1,112 @@
+"""The difference of two profiles: what grew, by stack and by owner.
+
+Rows are compared by what they show: device, pool, owner and stack. Addresses are not part of a profile. In one process,
+a line of code stays where it is, so stacks are equal or different. Two processes may run two versions of a script: a
+stack that only one of them has is compared with the stack of the same functions in the same files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from gpumem_exporter.profiles.lines import PATH_KINDS, Line, Moment, lines_of, summed
+from gpumem_exporter.profiles.model import StoredProfile
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Two profiles, and the lines that differ."""
+
+    before: StoredProfile
+    after: StoredProfile
+    moment: Moment
+    lines: tuple[Line, ...]
+    """The lines of both profiles, also the lines that are equal."""
+    devices: tuple[str, ...]
+    """The UUIDs of the devices: of `after`, then the others of `before`."""
+    notes: tuple[str, ...]
+
+
+def difference(before: StoredProfile, after: StoredProfile, moment: Moment = "live") -> Difference:
+    """Return what grew and what shrank from one profile to another.
+
+    Raises NoPeakError for the highest moment if one of the profiles was taken without a recording.
+    """
+    old, new = lines_of(before.profile, moment), lines_of(after.profile, moment)
+    notes = []
+    with_stacks = [any(line.stack for line in lines) for lines in (old, new)]
+    if any(with_stacks) and not all(with_stacks):
+        notes.append("One of the profiles has no stacks, so only owners are compared.")
+        old, new = ([line._replace(stack=()) for line in lines] for lines in (old, new))
+    uuids, places = _devices(before, after)
+    moved = [
+        line._replace(device=places[line.device], bytes=0, blocks=0, before_bytes=line.bytes, before_blocks=line.blocks)
+        for line in old
+    ]
+    lines = _joined((*new, *moved), _exact)
+    if before.process_key != after.process_key:
+        lines = _with_moved_code(lines)
+    return Difference(before, after, moment, tuple(lines), uuids, tuple(notes))
+
+
+def _devices(before: StoredProfile, after: StoredProfile) -> tuple[tuple[str, ...], list[int]]:
+    """Return the devices of a difference, and the index of each device of the earlier profile in them.
+
+    A job that started again may have another device: without one in common, the devices are paired in their order.
+    """
+    old, new = ([device.uuid for device in each.profile.devices] for each in (before, after))
+    if not set(old) & set(new):
+        return (*new, *old[len(new) :]), list(range(len(old)))
+    uuids = tuple(dict.fromkeys((*new, *old)))
+    return uuids, [uuids.index(uuid) for uuid in old]
+
+
+def _exact(line: Line) -> Hashable:
+    """What identifies a line: a module's tensor by its name, because only some profiles have the stack of it."""
+    named = line.owner is not None and line.owner.kind in PATH_KINDS
+    return (line.device, line.pool, _owner(line), () if named else line.stack)
+
+
+def _without_line_numbers(line: Line) -> Hashable:
+    return (line.device, line.pool, _owner(line), tuple((frame.function, frame.file) for frame in line.stack))
+
+
+def _owner(line: Line) -> Hashable:
+    """The owner without the numbers in its text, such as the length of a list. The path of a module has its numbers."""
+    if line.owner is None or line.owner.kind in PATH_KINDS:
+        return line.owner
+    return line.owner._replace(name=_NUMBER.sub("#", line.owner.name))
+
+
+def _joined(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]:
+    """Return one line for each key, with the stack and the owner of its first line."""
+    found: dict[Hashable, list[Line]] = {}
+    for line in lines:
+        found.setdefault(key(line), []).append(line)
+    return [summed(members) for members in found.values()]
+
+
+def _with_moved_code(lines: Sequence[Line]) -> list[Line]:
+    """Return lines in which a stack of one profile only is joined with its counterpart at other line numbers."""
+    in_both = [line for line in lines if line.bytes and line.before_bytes]
+    later = [line for line in lines if not line.before_bytes]
+    earlier = [line for line in lines if not line.bytes]
+    return [*in_both, *_joined((*later, *earlier), _without_line_numbers)]
+
+
+def device_names(profile: StoredProfile | Difference) -> list[str]:
+    """Return `GPU 0` for each device of a profile or a difference, or the UUID if the device has no index."""
+    if isinstance(profile, Difference):
+        gpus, uuids = gpu_indices(profile.before) | gpu_indices(profile.after), profile.devices
+    else:
+        gpus, uuids = gpu_indices(profile), tuple(device.uuid for device in profile.profile.devices)
+    return [f"GPU {gpus[uuid]}" if uuid in gpus else uuid for uuid in uuids]
+
+
+def gpu_indices(stored: StoredProfile) -> dict[str, str]:
+    """Return the NVML index of each device of a profile by UUID; a device whose index is unknown is left out."""
+    return {device.uuid: device.gpu for device in stored.devices if device.gpu}

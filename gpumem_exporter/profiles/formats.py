@@ -1,0 +1,206 @@
+"""A profile, or the difference of two, as a file: JSON, folded stacks, pprof, or a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from gpumem_client.profile.model import Owner
+from gpumem_exporter.profiles import page, pprof
+from gpumem_exporter.profiles.diff import Difference, device_names, gpu_indices
+from gpumem_exporter.profiles.lines import (
+    Group,
+    Line,
+    Moment,
+    by_code,
+    by_kind,
+    by_owner,
+    caller,
+    frames,
+    lines_of,
+    owner_name,
+    place,
+    stack_names,
+    summed,
+    user_frame,
+)
+from gpumem_exporter.profiles.model import StoredProfile
+
+Format = Literal["json", "folded", "pprof", "html"]
+SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "folded", "json": "json"}
+"""The end of the name of a file in each format."""
+
+LARGEST = 100
+"""How many owners and lines of code a JSON document has. Its rows are complete."""
+_MAX_TEXT_LENGTH = 32 << 20
+"""The length of all rows as text. Each is written in full, so a compressed profile of 1 MiB could become gigabytes."""
+_ROW_LENGTH = 200
+"""The length of a row without its names."""
+_SEPARATORS = re.compile(r"[;\x00-\x1f\x7f\u2028\u2029]+")
+
+
+def render(profile: StoredProfile | Difference, form: Format, moment: Moment = "live") -> tuple[bytes, str]:
+    """Return a profile or a difference as a file, and its media type.
+
+    `moment` is for a profile; a difference has its own, and a page has both. May take a second: call it in a thread.
+    Raises NoPeakError for the highest moment of a profile that was taken without a recording.
+    """
+    if form == "html":
+        return page.render(profile), "text/html; charset=utf-8"
+    differs = isinstance(profile, Difference)
+    lines = list(profile.lines) if isinstance(profile, Difference) else lines_of(profile.profile, moment)
+    changed = sorted((line for line in lines if line.change_bytes), key=lambda line: -abs(line.change_bytes))
+    if form == "pprof":
+        return _pprof(profile, changed), "application/octet-stream"
+    if form == "folded":
+        return _folded(profile, changed), "text/plain; charset=utf-8"
+    head = _difference_head(profile) if isinstance(profile, Difference) else _profile_head(profile, moment)
+    document = {**head, **_tables(lines, changed, [each["uuid"] for each in head["devices"]], differs=differs)}
+    return json.dumps(document, separators=(",", ":")).encode(), "application/json"
+
+
+def _profile_head(stored: StoredProfile, moment: Moment) -> dict[str, Any]:
+    profile, gpus = stored.profile, gpu_indices(stored)
+    return {
+        **_identity(stored),
+        "recorded_seconds": profile.recorded_seconds,
+        "pause_seconds": profile.pause_seconds,
+        "step": profile.step,
+        "moment": moment,
+        "notes": list(profile.notes),
+        "devices": [
+            {
+                "gpu": gpus.get(device.uuid),
+                "uuid": device.uuid,
+                "allocated_bytes": device.allocated_bytes,
+                "peak_bytes": device.peak_bytes,
+                "reserved_bytes": device.reserved_bytes,
+                "fragmented_bytes": device.fragmented_bytes,
+                "segments": device.segments,
+            }
+            for device in profile.devices
+        ],
+    }
+
+
+def _difference_head(change: Difference) -> dict[str, Any]:
+    gpus = gpu_indices(change.before) | gpu_indices(change.after)
+    return {
+        "before": _identity(change.before),
+        "after": _identity(change.after),
+        "moment": change.moment,
+        "notes": list(change.notes),
+        "devices": [{"gpu": gpus.get(uuid), "uuid": uuid} for uuid in change.devices],
+    }
+
+
+def _identity(stored: StoredProfile) -> dict[str, Any]:
+    return {
+        "id": stored.id,
+        "time": datetime.fromtimestamp(stored.time_unix_seconds, timezone.utc).isoformat(),
+        "unix_seconds": stored.time_unix_seconds,
+        "cause": stored.profile.cause,
+        "pid": stored.pid,
+        "workload": stored.workload,
+        "rank": stored.rank,
+        "job": stored.job,
+        "process": [stored.pid_namespace, stored.reported_pid, stored.start_time_ticks],
+    }
+
+
+def _tables(lines: Sequence[Line], changed: Sequence[Line], uuids: Sequence[str], *, differs: bool) -> dict[str, Any]:
+    """Return the largest owners, the largest lines of code, and all rows, from the largest change to the smallest."""
+
+    def sizes(of: Line | Group) -> Mapping[str, int]:
+        if not differs:
+            return {"bytes": of.bytes, "blocks": of.blocks}
+        return {"before_bytes": of.before_bytes, "after_bytes": of.bytes, "change_bytes": of.change_bytes}
+
+    def largest(groups: Iterable[Group]) -> list[dict[str, Any]]:
+        changed_groups = [group for group in groups if group.change_bytes][:LARGEST]
+        return [
+            {**_owner(group.largest), "owner": _listed_owner(group.largest), **_code(group.code), **sizes(group)}
+            for group in changed_groups
+        ]
+
+    return {
+        "kinds": [
+            {"kind": group.largest.owner.kind if group.largest.owner else "unseen", **sizes(group)}
+            for group in by_kind(lines)
+        ],
+        "owners": largest(by_owner(lines)),
+        "lines": largest(by_code(lines)),
+        "rows": [
+            {
+                **_owner(line),
+                **_code(line),
+                "uuid": uuids[line.device],
+                "pool": line.pool,
+                **sizes(line),
+                "stack": [*frames(line)][::-1],
+            }
+            for line in _bounded(changed)
+        ],
+    }
+
+
+def _listed_owner(line: Line) -> str | None:
+    return owner_name(line.owner) or None if line.owner else None
+
+
+def _owner(line: Line) -> dict[str, Any]:
+    owner = line.owner or Owner("")
+    return {
+        "kind": owner.kind or None,
+        "owner": owner.name or None,
+        "shape": owner.shape or None,
+        "dtype": owner.dtype or None,
+    }
+
+
+def _code(line: Line) -> dict[str, Any]:
+    frame, called_from = user_frame(line.stack), caller(line.stack)
+    return {
+        "line": place(frame) or None,
+        "file": frame.file if frame else None,
+        "called_from": place(called_from) or None,
+    }
+
+
+def _bounded(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield lines, from the largest to the smallest, until their text is too long; then the sums of the others."""
+    length = 0
+    others: dict[tuple[int, str], list[Line]] = {}
+    for line in lines:
+        length += _ROW_LENGTH + sum(map(len, line.owner or ())) + sum(len(f.function) + len(f.file) for f in line.stack)
+        if length <= _MAX_TEXT_LENGTH:
+            yield line
+        else:
+            others.setdefault((line.device, line.pool), []).append(line)
+    for (device, pool), merged in others.items():
+        yield summed(merged)._replace(device=device, pool=pool, owner=Owner("merged"), stack=())
+
+
+def _folded(profile: StoredProfile | Difference, changed: Sequence[Line]) -> bytes:
+    """Return a line for each stack, the outermost frame first: `GPU 0;main (train.py:12);… BYTES`."""
+    devices = device_names(profile)
+    sums: dict[str, int] = {}
+    for line in _bounded(changed):
+        frames = (devices[line.device], *stack_names(line))
+        stack = ";".join(_SEPARATORS.sub(" ", frame) for frame in frames)
+        sums[stack] = sums.get(stack, 0) + line.change_bytes
+    return "".join(f"{stack} {size}\n" for stack, size in sums.items()).encode("utf-8", "replace")
+
+
+def _pprof(profile: StoredProfile | Difference, changed: Sequence[Line]) -> bytes:
+    stored = profile.after if isinstance(profile, Difference) else profile
+    return pprof.encode(
+        changed,
+        device_names(profile),
+        time_unix_seconds=stored.time_unix_seconds,
+        duration_seconds=stored.profile.recorded_seconds,
+        comments=profile.notes if isinstance(profile, Difference) else profile.profile.notes,
+    )

@@ -1,0 +1,223 @@
+"""What a profile shows: its blocks by stack and owner, with frames and names in place of indices.
+
+Every format is made of these lines. A line of one profile has nothing before it; a line of a difference has the bytes
+of both profiles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from gpumem_client.profile.model import Frame, Owner, Profile
+from gpumem_exporter.errors import NoPeakError
+
+Moment = Literal["live", "peak"]
+
+KINDS: Mapping[str, str] = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "buffers": "buffers",
+    "kv_cache": "KV cache",
+    "tensors": "other tensors",
+    "backward": "allocated in backward",
+    "before": "allocated before the recording",
+    "unseen": "no visible owner",
+    "merged": "many small blocks",
+}
+"""The words for the kinds of owners. Blocks without an owner, which only their stack explains, are `unseen`, too."""
+
+PATH_KINDS = ("parameters", "gradients", "optimizer_state", "buffers", "kv_cache")
+"""The kinds whose names end with the path of a module."""
+_TORCH = re.compile(
+    r"(^|/)((site|dist)-packages/torch/"
+    r"|torch/(nn|optim|autograd|utils|distributed|cuda|_dynamo|_inductor|_functorch|fx|amp|ao|library|random)[/.]"
+    r"|torch/(_ops|_tensor|_compile|_jit_internal|functional|overrides|storage|serialization)\.py)"
+)
+_PACKAGES = re.compile(r"(^|/)((site|dist)-packages|lib/python3[.\d]*)/")
+_INDEX = re.compile(r"(?<![^. ])\d+(?=\.|$)")
+_MAX_FRAMES = 128
+"""The innermost frames of a stack that are shown."""
+
+
+class Line(NamedTuple):
+    """The blocks of one device with the same pool, owner and stack."""
+
+    device: int
+    """Index in the devices of the profile."""
+    pool: str
+    owner: Owner | None
+    stack: tuple[Frame, ...]
+    """The innermost frame first; empty without a recorded stack."""
+    bytes: int
+    blocks: int
+    before_bytes: int = 0
+    before_blocks: int = 0
+
+    @property
+    def change_bytes(self) -> int:
+        """By how much the line grew."""
+        return self.bytes - self.before_bytes
+
+    @property
+    def change_blocks(self) -> int:
+        """By how many blocks the line grew."""
+        return self.blocks - self.before_blocks
+
+
+def lines_of(profile: Profile, moment: Moment = "live") -> list[Line]:
+    """Return the lines of a profile at its end, or at its highest moment.
+
+    Raises NoPeakError for the highest moment of a profile that was taken without a recording.
+    """
+    if moment == "peak" and not has_peak(profile):
+        raise NoPeakError(f"profile {profile.id} was taken without a recording, so it has no highest moment")
+    stacks = [tuple(profile.frames[frame] for frame in stack[:_MAX_FRAMES]) for stack in profile.stacks]
+    lines = []
+    for row in profile.rows:
+        size, blocks = (row.live_bytes, row.live_blocks) if moment == "live" else (row.peak_bytes, row.peak_blocks)
+        if size:
+            owner = None if row.owner is None else profile.owners[row.owner]
+            stack = () if row.stack is None else stacks[row.stack]
+            lines.append(Line(row.device, row.pool, owner, stack, size, blocks or 0))
+    return lines
+
+
+def summed(lines: Sequence[Line]) -> Line:
+    """Return the first of some lines with the sizes of all."""
+    return lines[0]._replace(
+        bytes=sum(line.bytes for line in lines),
+        blocks=sum(line.blocks for line in lines),
+        before_bytes=sum(line.before_bytes for line in lines),
+        before_blocks=sum(line.before_blocks for line in lines),
+    )
+
+
+def has_peak(profile: Profile) -> bool:
+    """Return whether a profile has its highest moment."""
+    return any(device.peak_bytes is not None for device in profile.devices)
+
+
+def is_torch(frame: Frame) -> bool:
+    """Return whether a frame is in torch's folder."""
+    return _is_in_torch(frame.file)
+
+
+@lru_cache(4096)
+def _is_in_torch(file: str) -> bool:
+    return _TORCH.search(file) is not None
+
+
+def user_frame(stack: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame outside of torch; the innermost one if all are in torch."""
+    return next((frame for frame in stack if not is_torch(frame)), stack[0] if stack else None)
+
+
+def caller(stack: Sequence[Frame]) -> Frame | None:
+    """Return the innermost frame outside of installed packages, if it is not the user frame itself."""
+    own = next((frame for frame in stack if not _PACKAGES.search(frame.file) and not is_torch(frame)), None)
+    return None if own == user_frame(stack) else own
+
+
+def place(frame: Frame | None) -> str:
+    """Return `train.py:12 in main`; empty without a frame."""
+    if frame is None:
+        return ""
+    file = frame.file.rpartition("/")[2] or frame.file
+    return f"{file}:{frame.line} in {frame.function}" if frame.line else f"{file} in {frame.function}"
+
+
+def kind_text(kind: str | None) -> str:
+    """Return the words for a kind of owner, or for blocks without an owner."""
+    return KINDS.get(kind, kind) if kind else KINDS["unseen"]
+
+
+def owner_name(owner: Owner) -> str:
+    """Return the name of an owner for a list: `model.layers.*.weight` for the same parameter of every layer."""
+    return _INDEX.sub("*", owner.name) if owner.kind in PATH_KINDS else owner.name
+
+
+def owner_path(owner: Owner) -> Iterator[str]:
+    """Yield the names from the kind of an owner to its full name.
+
+    The path of a module is one name for each module: `parameters`, `model`, `model.layers`, `model.layers.0`, so that
+    a reader of stacks adds up each module.
+    """
+    yield kind_text(owner.kind)
+    if not owner.name:
+        return
+    if owner.kind not in PATH_KINDS:
+        yield owner.name
+        return
+    state, _, path = owner.name.rpartition(" ")  # `Adam.exp_avg model.layers.0.weight`
+    if state:
+        yield state
+    parts = path.split(".")
+    yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def frames(line: Line) -> Iterator[str]:
+    """Yield the frames of a line as text, the outermost first: `main (train.py:12)`."""
+    for function, file, number in reversed(line.stack):
+        yield f"{function} ({file}:{number})" if number else f"{function} ({file})"
+
+
+def stack_names(line: Line) -> list[str]:
+    """Return the frames of a line as text, the outermost first; without a stack, the names of its owner."""
+    return list(frames(line)) or list(owner_path(line.owner or Owner("unseen")))
+
+
+class Group(NamedTuple):
+    """Lines that are shown together, such as the lines with the same owner."""
+
+    bytes: int
+    blocks: int
+    before_bytes: int
+    largest: Line
+    """The line with the largest change, of equal ones a line with an owner."""
+    code: Line
+    """The line with the largest change among the lines with a stack; if there is none, `largest`."""
+
+    @property
+    def change_bytes(self) -> int:
+        """By how much the group grew."""
+        return self.bytes - self.before_bytes
+
+
+def by_kind(lines: Iterable[Line]) -> list[Group]:
+    """Return the kinds of owners, the largest change first."""
+    return _groups(lines, lambda line: line.owner.kind if line.owner else "unseen")
+
+
+def by_owner(lines: Iterable[Line]) -> list[Group]:
+    """Return the owners, the largest change first. The tensors of repeated modules are one owner: see `owner_name`.
+
+    Blocks without an owner are grouped by line of code.
+    """
+    return _groups(
+        lines, lambda line: (line.owner.kind, owner_name(line.owner)) if line.owner else user_frame(line.stack)
+    )
+
+
+def by_code(lines: Iterable[Line]) -> list[Group]:
+    """Return the lines of code outside of torch that allocated the blocks, the largest change first."""
+    return _groups((line for line in lines if line.stack), lambda line: user_frame(line.stack))
+
+
+def _groups(lines: Iterable[Line], key: Callable[[Line], object]) -> list[Group]:
+    found: dict[object, list[Line]] = {}
+    for line in lines:
+        found.setdefault(key(line), []).append(line)
+    groups = []
+    for members in found.values():
+        total, largest = summed(members), max(members, key=_weight)
+        code = max((line for line in members if line.stack), key=_weight, default=largest)
+        groups.append(Group(total.bytes, total.blocks, total.before_bytes, largest, code))
+    return sorted(groups, key=lambda group: -abs(group.change_bytes))
+
+
+def _weight(line: Line) -> tuple[int, bool]:
+    return abs(line.change_bytes), line.owner is not None and line.owner.kind != "unseen"

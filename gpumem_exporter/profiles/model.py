@@ -1,0 +1,82 @@
+"""A memory profile that the exporter keeps, and what the exporter knows about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpumem_client.profile.model import CAUSES as CAUSES
+from gpumem_client.profile.model import Profile as Profile
+from gpumem_exporter.core.place import Place
+
+ACTION, INTERVAL, OUT_OF_MEMORY = CAUSES
+"""Why a profile was taken: a caller requested it, `--profile.interval`, or an out-of-memory error."""
+
+
+class KeptDevice(NamedTuple):
+    """The sums of a profile on one device, in bytes."""
+
+    uuid: str
+    gpu: str
+    """NVML index; empty if it is unknown."""
+    allocated_bytes: int
+    peak_bytes: int | None
+    """The most that was allocated at one time of the recording; None without a recording."""
+
+
+@dataclass(frozen=True)
+class ProfileFacts:
+    """What the exporter knows about a profile without reading it. Its first line on disk has the same values."""
+
+    id: str
+    """Chosen by the exporter, in 32 hexadecimal digits."""
+    time_unix_seconds: float
+    """When it was taken."""
+    cause: str
+    """One of `gpumem_client.profile.model.CAUSES`."""
+    pid: int | str
+    """The name of the process at that time, as in `core.naming`."""
+    workload: str
+    rank: str
+    command: str
+    """The program of the process, as it reports it."""
+    job: str
+    """The id of the job, as in `view.jobs`."""
+    slurm_job_id: str
+    ray_job_id: str
+    devices: tuple[KeptDevice, ...]
+    recorded_seconds: float
+    """The length of the recording; 0 without one."""
+    step: int | None
+    oom_number: int | None
+    """The number of the out-of-memory error in its session, for that cause."""
+    pid_namespace: int
+    reported_pid: int
+    """In the process' own PID namespace."""
+    start_time_ticks: int
+    session: str
+    """Of the reporter."""
+    sent_id: str
+    """The id that the reporter chose: for an action, the id of the action."""
+    owner_uid: int | None
+    """The user of the process, according to the kernel; None if only a token vouches for it."""
+    place: Place
+    size_bytes: int
+    """As it was sent, which is compressed."""
+
+    @property
+    def share(self) -> str:
+        """The holder of the share of the space that the profile takes, as `ProcessKey.share`."""
+        return self.place.share(self.owner_uid)
+
+    @property
+    def process_key(self) -> tuple[int | None, Place, int, int, int]:
+        """The process, which no other process has in common."""
+        return self.owner_uid, self.place, self.pid_namespace, self.reported_pid, self.start_time_ticks
+
+
+@dataclass(frozen=True)
+class StoredProfile(ProfileFacts):
+    """A profile with its rows."""
+
+    profile: Profile

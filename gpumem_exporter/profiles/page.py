@@ -1,0 +1,129 @@
+"""A profile, or the difference of two, as one page without a network: tables first, then an interactive flame graph.
+
+Names come from another user's process. The graph inserts them as text, and the policy of the page allows its own
+scripts only.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from gpumem_client.profile.model import Owner
+from gpumem_exporter.profiles.diff import Difference, device_names
+from gpumem_exporter.profiles.lines import has_peak, is_torch, kind_text, lines_of, owner_path
+from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.tables import View, difference_head, profile_head, text, title, view_tables
+
+_SCRIPTS = (  # .ci/fetch-flame-graph fetches the libraries again
+    "d3-flame-graph/d3.min.js",
+    "d3-flame-graph/d3-flamegraph.umd.min.js",
+    "page.js",
+)
+_STYLE = "page.css"
+_LIBRARY_STYLE = re.compile(r"\.textContent=`([^`\\]*)`")
+"""The style that d3-flame-graph adds to the page."""
+
+
+def render(profile: StoredProfile | Difference) -> bytes:
+    """Return the page."""
+    views = tuple(_views(profile))
+    differs = isinstance(profile, Difference)
+    devices = device_names(profile)
+    parts = (
+        *(difference_head(profile) if isinstance(profile, Difference) else profile_head(profile, devices)),
+        _buttons(views),
+        *(view_tables(view, hidden=view is not views[0], differs=differs) for view in views),
+        _file("graph.html"),
+        f'<script id="data" type="application/json">{_graph_data(views, devices)}</script>',
+        *(f"<script>{_file(name)}</script>" for name in _SCRIPTS),
+    )
+    # The body is last: it has texts that look like the other places.
+    page = _file("page.html").replace("<!--policy-->", escape(policy())).replace("<!--title-->", text(title(profile)))
+    return (
+        page.replace("<!--style-->", _file(_STYLE)).replace("<!--body-->", "\n".join(parts)).encode("utf-8", "replace")
+    )
+
+
+@cache
+def policy() -> str:
+    """Return the content policy of every page: its own scripts and styles, and no request."""
+    styles = (_file(_STYLE), *_LIBRARY_STYLE.findall(_file(_SCRIPTS[1])))
+    allowed = {
+        **dict.fromkeys(("default-src", "base-uri", "form-action"), "'none'"),
+        "img-src": "data:",
+        "script-src": " ".join(_source(_file(name)) for name in _SCRIPTS),
+        "style-src": " ".join(map(_source, styles)),
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in allowed.items())
+
+
+def _source(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+@cache
+def _file(name: str) -> str:
+    return files("gpumem_exporter.profiles").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def _views(profile: StoredProfile | Difference) -> Iterator[View]:
+    if isinstance(profile, Difference):
+        yield View("grew", "What grew", profile.lines, lambda each: each.change_bytes)
+        yield View("shrank", "What shrank", profile.lines, lambda each: -each.change_bytes)
+        yield View("after", "Everything afterwards", profile.lines, lambda each: each.bytes)
+        return
+    yield View("live", "At the end", lines_of(profile.profile), lambda each: each.bytes)
+    if has_peak(profile.profile):
+        yield View("peak", "At the highest moment", lines_of(profile.profile, "peak"), lambda each: each.bytes)
+
+
+def _buttons(views: Sequence[View]) -> str:
+    """Return the buttons of the views; a single view needs none."""
+    if len(views) == 1:
+        return ""
+    states = ("true", *("false" for _ in views[1:]))
+    buttons = (
+        f'<button type="button" value="{view.name}" aria-pressed="{pressed}">{view.label}</button>'
+        for view, pressed in zip(views, states, strict=True)
+    )
+    return f'<div id="views" role="group" aria-label="View">{"".join(buttons)}</div>'
+
+
+def _graph_data(views: Sequence[View], devices: Sequence[str]) -> str:
+    """Return what the flame graph is drawn from, as JSON that is safe in a script element."""
+    frames: dict[Any, int] = {}
+    stacks: dict[Any, int] = {}
+    owners: dict[Any, int] = {}
+    rows: dict[str, list[list[int]]] = {view.name: [] for view in views}
+    for view in views:
+        for line in view.lines:
+            if (size := view.size(line)) > 0:
+                owner = line.owner or (None if line.stack else Owner("unseen"))
+                place = (line.device, _index(stacks, line.stack or None), _index(owners, owner))
+                rows[view.name].append([*place, size, line.blocks, line.change_bytes])
+    indices = [[frames.setdefault(frame, len(frames)) for frame in stack] for stack in stacks]
+    document = {
+        "devices": devices,
+        "no_owner": kind_text(None),
+        "frames": [[*frame, is_torch(frame)] for frame in frames],
+        "stacks": indices,
+        "owners": [[*owner_path(owner), f"{owner.dtype} {owner.shape}".strip()] for owner in owners],
+        "views": rows,
+    }
+    # No text can end the element, or start a comment in it.
+    return json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _index(table: dict[Any, int], key: object) -> int:
+    """Return the number of a key in a table, which gets a new key at its end; -1 for None."""
+    return -1 if key is None else table.setdefault(key, len(table))

@@ -1,0 +1,125 @@
+"""What a killed server leaves behind, from the metrics to its end, beside a job that its shell has left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumem_client.wire.http import Connection
+from tests.conftest import StartExporter
+from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.programs import CUDA
+from tests.support.acting_as import acting_as, needs_root
+from tests.support.adopter import Adopter, idle_soon
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.other_user import OTHER_UID
+from tests.support.running_command import clean_environment, run_command
+from tests.support.terminal_program import TerminalProgram
+from tests.support.waiting import patient, wait_for
+
+TITLE = "VLLM::EngineCore"
+JOB = f"""{CUDA}
+malloc(256 << 20)
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.replace(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(3600)
+"""
+SERVER = f"""
+import os, subprocess, sys, time
+environment = {{**os.environ, "PYTHONHOME": sys.base_prefix}}
+subprocess.Popen(["{TITLE}", "job.py", "engine"], executable=os.environ["PYTHON"], env=environment)
+time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def exporter(node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path) -> ExporterProcess:
+    flags = (*QUICK, "--action.allow", "default,terminate")
+    return start_exporter(node, *flags, environment=idle_soon(tmp_path), fresh=True)
+
+
+@pytest.fixture
+def adopter(node: EmulatedNode, tmp_path: Path) -> Iterator[Adopter]:
+    for name, text in {"job.py": JOB, "server.py": SERVER}.items():
+        (tmp_path / name).write_text(text)
+    with Adopter(tmp_path, node.environment()) as adopter:
+        yield adopter
+
+
+def pid_in(file: Path) -> int:
+    wait_for(file.exists, f"the pid in {file.name}")
+    return int(file.read_text())
+
+
+def orphans(exporter: ExporterProcess) -> dict[int, str]:
+    """Return the reason of each orphan on the page of metrics, by pid."""
+    found = exporter.metrics().by("pid", "gpumem_process_orphan", reason="launcher_ended")
+    return {int(pid): "launcher_ended" for pid, value in found.items() if value == 1}
+
+
+def test_an_engine_without_its_server_is_shown_and_terminated_and_a_background_job_is_not(
+    node: EmulatedNode, exporter: ExporterProcess, adopter: Adopter, tmp_path: Path
+) -> None:
+    server = adopter.run("exec $PYTHON server.py")
+    shell = adopter.run("nohup $PYTHON job.py job & wait")
+    engine, job = pid_in(tmp_path / "engine"), pid_in(tmp_path / "job")
+    listed = "/api/v1/processes"
+    wait_for(lambda: {engine, job} <= {each["pid"] for each in exporter.get(listed)["processes"]}, "both on the list")
+    assert orphans(exporter) == {}
+    refused = run_command("terminate", "--orphans", "--url", exporter.url)
+    assert (refused.returncode, "orphan" in refused.stderr) == (1, True)
+
+    adopter.kill(server, shell)
+    wait_for(lambda: orphans(exporter) == {engine: "launcher_ended"}, "the orphan")
+    live = exporter.get("/api/v1/live")
+    (finding,) = [each for each in live["findings"] if each["kind"] == "orphan"]
+    (found,) = [each for each in live["jobs"] if each["orphan_count"]]
+    (process,) = found["processes"]
+    assert (finding["job"], found["state"], process["pid"]) == (found["id"], "orphan", engine)
+    assert (process["orphan"]["reason"], process["orphan"]["launcher_pid"]) == ("launcher_ended", server)
+    assert finding["since_unix_seconds"] == pytest.approx(process["orphan"]["ended_unix_seconds"], abs=0.2)
+    for part in (TITLE, "GPU 0", f"pid {server}"):
+        assert part in finding["sentence"]
+    shown = run_command("info", "--orphans", "--json", "--url", exporter.url)
+    assert [each["pid"] for each in json.loads(shown.stdout)["processes"]] == [engine]
+
+    dry = run_command("terminate", "--orphans", "--dry-run", "--json", "--url", exporter.url)
+    assert {(each["pid"], each["outcome"]) for each in json.loads(dry.stdout)["results"]} == {
+        (engine, "would_terminate")
+    }
+    command = [sys.executable, "-m", "gpumem_exporter", "terminate", "--orphans", "--url", exporter.url]
+    for answer, ends in (("n", False), ("y", True)):
+        terminal = TerminalProgram(command, clean_environment(TERM="xterm"), columns=120, lines=24)
+        terminal.until_shows(str(engine), "[y/N]")
+        terminal.type(f"{answer}\n")
+        assert terminal.wait() == (0 if ends else 1)
+        terminal.close()
+        assert (engine in adopter.pids) is not ends
+    assert job in adopter.pids
+    assert node.books().used_by(job) >= 256 * MIB
+    wait_for(lambda: orphans(exporter) == {}, "the end of the orphan")
+
+
+@needs_root
+def test_a_user_without_all_rights_terminates_no_orphan(
+    exporter: ExporterProcess, adopter: Adopter, tmp_path: Path
+) -> None:
+    server = adopter.run("exec $PYTHON server.py")
+    engine = pid_in(tmp_path / "engine")
+    wait_for(lambda: engine in {each["pid"] for each in exporter.get("/api/v1/processes")["processes"]}, "the engine")
+    adopter.kill(server)
+    wait_for(lambda: orphans(exporter) == {engine: "launcher_ended"}, "the orphan")
+    body = {"action": "terminate", "target": {"orphans": True}}
+    with acting_as(OTHER_UID):
+        connection = Connection(exporter.tcp_url, timeout_seconds=patient(30))
+        answer = connection.request(
+            "POST", "/api/v1/actions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        connection.close()
+    assert answer.status == 403
+    assert engine in adopter.pids

@@ -1,0 +1,260 @@
+"""Profiles over HTTP: how a process sends one, and what the exporter shows of it."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.profile.model import ProfiledDevice, Row
+from gpumem_client.wire.protocol import ReasonCode
+from gpumem_exporter.server.api import profile_intake
+from tests.support.builders import UUIDS, Clock
+from tests.support.profile_documents import Reporter, profile
+from tests.support.running_command import run_command
+from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
+from tests.support.waiting import eventually
+
+PROFILES = "/api/v1/profiles"
+EVENTS = "/api/v1/events"
+MEDIA_TYPES = {"pprof": "application/octet-stream", "folded": "text/plain", "html": "text/html"}
+
+
+def asked(exporter: RunningExporter, **changes: Any) -> Any:
+    wanted = {"action": "profile", "target": {"all": True}, "wait_seconds": 0, **changes}
+    answer = exporter.act(**wanted)
+    assert answer.status == 202, answer.body
+    return json.loads(answer.body)
+
+
+def sent(answer: Any) -> str:
+    """Return the id of an accepted profile."""
+    assert answer.status == 201, answer.body
+    return str(json.loads(answer.body)["id"])
+
+
+def listed(exporter: RunningExporter, query: str = "") -> list[str]:
+    return [each["id"] for each in exporter.document(f"{PROFILES}{query}")["profiles"]]
+
+
+def test_a_profile_for_a_command_is_listed_and_named_in_the_result() -> None:
+    with running_exporter() as exporter:
+        reporter = Reporter(exporter)
+        action = asked(exporter, duration_seconds=5)
+        command = reporter.command()
+        assert (command["action"], command["duration_seconds"]) == ("profile", 5)
+        profile_id = sent(reporter.send(profile(command["id"])))
+        assert sent(reporter.send(profile(command["id"]))) == profile_id
+        reporter.finish(command, "another")
+        (row,) = exporter.document(f"{ACTIONS}/{action['id']}")["results"]
+        assert (row["outcome"], row["profile"]) == ("done", profile_id)
+        (shown,) = exporter.document(PROFILES)["profiles"]
+        assert (shown["id"], shown["cause"], shown["pid"], shown["devices"][0]["gpu"]) == (
+            profile_id,
+            "action",
+            100,
+            "0",
+        )
+        found = exporter.document(f"{PROFILES}/{profile_id}")
+        assert sum(row["bytes"] for row in found["rows"]) == 700
+        (event,) = exporter.document(f"{EVENTS}?type=action")["events"]
+        assert event["detail"]["results"][0]["profile"] == profile_id
+        problem(reporter.send(profile(command["id"])), 409)  # the command has ended
+
+
+def test_the_formats_and_the_difference_of_two_profiles() -> None:
+    with running_exporter() as exporter:
+        reporter = Reporter(exporter)
+        ids = []
+        for recorded in (True, False):
+            asked(exporter)
+            command = reporter.command()
+            now: dict[str, Any] = {
+                "devices": (ProfiledDevice(UUIDS[0], 100),),
+                "rows": (Row(0, "default", None, 1, 100, 1, None, None),),
+            }
+            ids.append(sent(reporter.send(profile(command["id"], **({} if recorded else now)))))
+            reporter.finish(command)
+        assert listed(exporter) == ids[::-1]
+        assert listed(exporter, "?limit=1&pid=100&workload=train&job=train") == ids[1:]
+        assert (
+            listed(exporter, "?pid=101") == listed(exporter, "?workload=other") == listed(exporter, "?job=pid~1") == []
+        )
+        first = f"{PROFILES}/{ids[0]}"
+        for form, media_type in (
+            ("pprof", "application/octet-stream"),
+            ("folded", "text/plain"),
+            ("html", "text/html"),
+        ):
+            for path in (first, f"{first}/diff/{ids[1]}"):
+                answer = exporter.get(f"{path}?format={form}")
+                assert answer.status == 200, answer.body
+                assert answer.headers["content-type"].startswith(media_type)
+                assert answer.headers["cache-control"] == "no-store"
+                policy = answer.headers.get("content-security-policy", "")
+                assert policy.startswith("sandbox allow-scripts") is (form == "html")
+                assert "allow-same-origin" not in policy
+        assert b"forward" in exporter.get(f"{first}?format=folded&moment=peak").body
+        problem(exporter.get(f"{PROFILES}/{ids[1]}?moment=peak"), 422)  # taken without a recording
+        problem(exporter.get(f"{first}?format=pickle"), 422)
+        problem(exporter.get(f"{PROFILES}/{'0' * 32}"), 404)
+        problem(exporter.get(f"{first}/diff/{'0' * 32}"), 404)
+        problem(exporter.get(f"{PROFILES}/..%2f..%2fevents.db"), 404)
+
+
+def test_a_profile_that_no_command_and_no_error_explains_is_refused() -> None:
+    with running_exporter() as exporter:
+        reporter = Reporter(exporter)
+        for other in (profile(), profile(cause="interval")):
+            problem(reporter.send(other), 409)
+        clear = exporter.act(action="snapshot", target={"all": True}, wait_seconds=0)
+        problem(reporter.send(profile(json.loads(clear.body)["id"])), 409)
+        waiting = asked(exporter)
+        problem(reporter.send(profile(waiting["id"])), 409)  # the process does not have the command yet
+        command = reporter.command()
+        neighbor = Reporter(exporter, 101)
+        problem(neighbor.send(profile(command["id"])), 409)
+        reporter.changes["session"] = "unknown"
+        problem(reporter.send(profile(command["id"])), 409)
+        assert listed(exporter) == []
+        for body, status in ((b"", 422), (b"x" * ((1 << 20) + 1), 413)):
+            problem(neighbor.post(body), status)
+        problem(exporter.request("POST", PROFILES, {"id": "x"}), 415)
+
+
+def test_a_dry_run_and_a_group_change_nothing() -> None:
+    with running_exporter() as exporter:
+        reporter = Reporter(exporter)
+        dry = json.loads(exporter.act(action="profile", target={"all": True}, dry_run=True, duration_seconds=60).body)
+        assert [result["outcome"] for result in dry["results"]] == ["would_profile"]
+        for wrong in ({"mode": "step"}, {"group": True}, {"duration_seconds": 3601}, {"duration_seconds": -1}):
+            problem(exporter.act(action="profile", target={"all": True}, **wrong), 422)
+        problem(exporter.act(action="empty_cache", target={"all": True}, duration_seconds=1), 422)
+        assert reporter.report().get("commands", []) == []
+
+
+def test_a_recording_is_cancelled() -> None:
+    with running_exporter() as exporter:
+        reporter = Reporter(exporter)
+        action = asked(exporter, duration_seconds=600)
+        command = reporter.command()
+        reporter.report(waiting=(command["id"],))
+        exporter.request("DELETE", f"{ACTIONS}/{action['id']}")
+        assert reporter.report(waiting=(command["id"],))["cancelled"] == [command["id"]]
+        reporter.finish(command, outcome="refused", reason_code=ReasonCode.CANCELLED)
+        ended = exporter.document(f"{ACTIONS}/{action['id']}")
+        assert (ended["state"], ended["results"][0]["profile"]) == ("cancelled", None)
+
+
+def test_the_event_of_an_error_has_its_profile_whichever_arrives_first(tmp_path: Path) -> None:
+    with running_exporter(storage_path=str(tmp_path)) as exporter:
+        reporter = Reporter(exporter, slurm_job_id="4711")
+        reporter.fail(1)
+        first = sent(reporter.send(reporter.error_profile(1)))
+        assert sent(reporter.send(reporter.error_profile(1))) == first
+        second = sent(reporter.send(reporter.error_profile(2)))
+        reporter.fail(2)
+        reporter.fail(3)
+    with running_exporter(storage_path=str(tmp_path)) as exporter:
+        reporter.exporter = exporter
+        reporter.report()
+        third = sent(reporter.send(reporter.error_profile(3)))  # the exporter has restarted in between
+        events = eventually(
+            lambda: exporter.document(f"{EVENTS}?type=oom")["events"],
+            lambda found: [each["detail"]["profile"] for each in found] == [first, second, third],
+        )
+        one = exporter.document(f"{EVENTS}/{events[0]['id']}")
+        assert one["event"]["detail"]["profile"] == first
+        assert exporter.document(f"{PROFILES}/{first}")["cause"] == "out_of_memory"
+        job = exporter.document("/api/v1/jobs/4711")
+        assert [each["id"] for each in job["profiles"]] == [third, second, first]
+        shown = run_command("report", "--job", "4711", "--url", exporter.url).stdout
+        assert f"profile show {third[:8]}" in shown
+        exporter.runtime.profiles.forget(first)
+        assert exporter.document(f"{EVENTS}/{events[0]['id']}")["event"]["detail"]["profile"] is None
+
+
+def test_the_profile_of_an_error_that_no_report_names_is_deleted() -> None:
+    clock = Clock(1000.0)
+    with running_exporter(clock=clock, report_expiry=3600.0) as exporter:
+        reporter = Reporter(exporter)
+        kept, invented = (sent(reporter.send(reporter.error_profile(number))) for number in (1, 9))
+        reporter.fail(1)
+        assert sorted(listed(exporter)) == sorted([kept, invented])
+        clock.now += 61.0
+        eventually(lambda: listed(exporter), lambda found: found == [kept])
+
+
+def test_a_process_and_a_user_send_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_intake, "MAX_OF_OWNER", profile_intake.MAX_OF_PROCESS + 1)
+    with running_exporter(
+        action_caller_limit=profile_intake.MAX_OF_PROCESS + 5, clock=Clock(1000.0), report_expiry=3600.0
+    ) as exporter:
+        first, second = Reporter(exporter, session="1"), Reporter(exporter, 101, session="2")
+        for number in range(profile_intake.MAX_OF_PROCESS):
+            sent(first.send(first.error_profile(number + 1)))
+        for refused in (first.send(first.error_profile(50)),):
+            problem(refused, 429)
+            assert int(refused.headers["retry-after"]) >= 1
+        sent(second.send(second.error_profile(1)))
+        problem(second.send(second.error_profile(2)), 429)  # the limit of their user
+        while (answer := second.post(b"")).status == 422:
+            pass
+        problem(answer, 429)  # what cannot be read counts as well
+
+
+def test_a_scraper_gets_a_new_profile_that_is_not_kept() -> None:
+    with running_exporter() as exporter, ThreadPoolExecutor(2) as pool:
+        reporter = Reporter(exporter)
+        path = "/api/v1/processes/100/profile"
+        asking = pool.submit(exporter.get, f"{path}?format=folded")
+        command = reporter.command()
+        assert (command["action"], command.get("duration_seconds", 0)) == ("profile", 0)
+        assert exporter.get("/api/v1/devices").status == 200  # a waiting scraper keeps no other request waiting
+        sent(reporter.send(profile(command["id"])))
+        reporter.finish(command)
+        answer = asking.result()
+        assert answer.status == 200, answer.body
+        assert b"forward" in answer.body
+        refusing = pool.submit(exporter.get, path)
+        command = reporter.command()
+        why = "a CUDA graph is being captured"
+        reporter.finish(command, outcome="refused", reason=why, reason_code=ReasonCode.CUDA_GRAPH_CAPTURE)
+        assert why in problem(refusing.result(), 409)["detail"]
+        assert listed(exporter) == []
+        assert exporter.document(ACTIONS)["actions"] == []
+        assert exporter.document(f"{EVENTS}?type=action")["events"] == []
+        assert exporter.sample("gpumem_actions_total", action="profile", outcome="done") == 1
+        problem(exporter.get("/api/v1/processes/4711/profile"), 404)
+        problem(exporter.get("/api/v1/processes/x/profile"), 422)
+
+
+def test_a_profile_of_the_interval_is_kept_and_is_in_no_list_of_actions() -> None:
+    with running_exporter(profile_interval="1s") as exporter:
+        reporter = Reporter(exporter)
+        command = reporter.command()
+        sent(reporter.send(profile(command["id"])))
+        reporter.finish(command)
+        (shown,) = exporter.document(PROFILES)["profiles"]
+        assert (shown["cause"], shown["recorded_seconds"]) == ("interval", 0)
+        assert exporter.document(f"{PROFILES}/{shown['id']}")["cause"] == "interval"
+        assert exporter.document(ACTIONS)["actions"] == []
+        assert exporter.document(f"{EVENTS}?type=action")["events"] == []
+
+
+def test_only_the_callers_who_may_act_see_a_profile(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("right")
+    with running_exporter(action_token_file=str(token)) as exporter:
+        reporter = Reporter(exporter)
+        reporter.fail(1)
+        profile_id = sent(reporter.send(reporter.error_profile(1)))
+        bearer = {"Authorization": "Bearer right"}
+        assert exporter.get(f"{PROFILES}/{profile_id}", **bearer).status == 200
+        for path in (PROFILES, f"{PROFILES}/{profile_id}", f"{PROFILES}/{profile_id}/diff/{profile_id}"):
+            problem(exporter.get(path), 401)
+        problem(exporter.get("/api/v1/processes/100/profile"), 401)

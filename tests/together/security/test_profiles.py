@@ -1,0 +1,144 @@
+"""Who sends and who reads memory profiles: users and containers, and a real exporter of root."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
+from gpumem_exporter.server.api.profile_intake import MAX_OF_PROCESS
+from tests.support.acting_as import needs_root
+from tests.support.builders import MIB, UUIDS
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.local_users import NEW_PID_NAMESPACE, LocalUser, Reply
+from tests.support.namespaces import needs_namespaces
+from tests.support.profile_documents import body, document, profile
+
+pytestmark = [needs_root, needs_namespaces]
+
+ADA, EVE = 1001, 1002
+MOST_BYTES = 220 * MIB
+"""The exporter with the objects of one profile of a million values."""
+
+
+@pytest.fixture
+def exporter() -> Iterator[ExporterProcess]:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)  # unlike pytest's folders
+        with closing(ExporterProcess(Path(name), *QUICK, "--report.expiry", "600", ready="/-/healthy")) as started:
+            yield started
+
+
+@pytest.fixture(params=["socket", "loopback"])
+def url(request: pytest.FixtureRequest, exporter: ExporterProcess) -> str:
+    return exporter.url if request.param == "socket" else exporter.tcp_url
+
+
+@pytest.fixture
+def users(exporter: ExporterProcess) -> Iterator[tuple[LocalUser, ...]]:
+    """Root, Ada and Eve, and root of another PID namespace; each has had an out-of-memory error."""
+    with ExitStack() as stack:
+        found = [stack.enter_context(closing(LocalUser(uid))) for uid in (0, ADA, EVE)]
+        found.append(stack.enter_context(closing(LocalUser(0, NEW_PID_NAMESPACE))))
+        for user in found:
+            errors = tuple(OutOfMemory(UUIDS[0], number) for number in range(1, 50))
+            assert user.send(exporter.url, user.report(ooms=errors)).status == 200
+        yield tuple(found)
+
+
+def send(sender: LocalUser, url: str, *, of: LocalUser | None = None, number: int = 1, **changes: Any) -> Reply:
+    identity = (of or sender).report(**changes).process
+    sent = profile(f"{number:016x}", "out_of_memory", oom_number=number)
+    return post(sender, url, body(identity, sent))
+
+
+def post(sender: LocalUser, url: str, content: bytes) -> Reply:
+    return sender.request(url, "POST", PROFILES_PATH, content, Content_Encoding="gzip")
+
+
+def seen(user: LocalUser, url: str) -> list[str]:
+    reply = user.request(url, "GET", PROFILES_PATH)
+    assert reply.status == 200, reply
+    return [each["id"] for each in reply.document["profiles"]]
+
+
+def test_a_profile_is_seen_by_its_user_and_by_root_and_is_unknown_to_others(
+    users: tuple[LocalUser, ...], url: str
+) -> None:
+    root, ada, eve, container = users
+    ids = {}
+    for user in users:
+        reply = send(user, url)
+        assert reply.status == 201, reply
+        ids[user] = reply.document["id"]
+    assert sorted(seen(root, url)) == sorted(ids.values())
+    for user in (ada, eve, container):
+        assert seen(user, url) == [ids[user]]
+        own = f"{PROFILES_PATH}/{ids[user]}"
+        assert user.request(url, "GET", own).status == 200
+        for other in {ids[each] for each in users} - {ids[user]}:
+            others = f"{PROFILES_PATH}/{other}"
+            for path in (others, f"{own}/diff/{other}", f"{others}/diff/{ids[user]}"):
+                assert user.request(url, "GET", path).status == 404
+        events = user.request(url, "GET", "/api/v1/events?type=oom&limit=1000").document["events"]
+        assert {each["detail"]["profile"] for each in events} == {ids[user], None}
+        for victim in users:
+            if victim is not user:
+                taken = user.request(url, "GET", f"/api/v1/processes/{victim.pid}/profile")
+                assert taken.status in (403, 404), taken
+
+
+def test_no_user_sends_a_profile_of_the_process_of_another(users: tuple[LocalUser, ...], url: str) -> None:
+    root, ada, eve, container = users
+    for sender in (eve, container):
+        for victim in (ada, root):
+            for changes in ({}, {"session": "eve"}, {"start_time_ticks": victim.start_time_ticks + 1}):
+                reply = send(sender, url, of=victim, **changes)
+                assert reply.status in (403, 409), reply
+    assert seen(root, url) == []
+    assert send(root, url, of=ada).status == 201  # a launcher of root
+    assert len(seen(ada, url)) == 1
+
+
+def test_a_flood_of_one_user_is_limited_and_pushes_out_no_profile_of_another(
+    users: tuple[LocalUser, ...], url: str
+) -> None:
+    _, ada, eve, _ = users
+    kept = send(ada, url).document["id"]
+    number = 1
+    while (status := send(eve, url, number=number).status) == 201:
+        number += 1
+    # A slow machine sends some more within a minute.
+    assert (status, MAX_OF_PROCESS < number < 4 * MAX_OF_PROCESS) == (429, True)
+    assert seen(ada, url) == [kept]
+    assert send(ada, url, number=2).status == 201
+    assert len(seen(ada, url)) == 2
+
+
+def test_hostile_documents_cost_bounded_memory(users: tuple[LocalUser, ...], exporter: ExporterProcess) -> None:
+    _, ada, eve, _ = users
+    large = document(eve.report().process, profile("1", "out_of_memory", oom_number=1))
+    large["rows"] = [[0, "default", 0, 0, number, 1, number, 1] for number in range(60_000)]
+    large["devices"][0]["allocated_bytes"] = large["devices"][0]["peak_bytes"] = sum(range(60_000))
+    bomb = zlib.compressobj(9, zlib.DEFLATED, 31)
+    hostile = (
+        bomb.compress(b" " * (100 * MIB)) + bomb.flush(),
+        gzip.compress(b'{"rows":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        gzip.compress(b'{"rows":[' + b"1," * 5_000_000 + b"1]}"),
+        gzip.compress(b'{"id":"' + "😀".encode() * 4_000_000 + b'"}'),
+        b"\x1f\x8b" + bytes(1000),
+    )
+    for content in hostile:
+        assert post(eve, exporter.url, content).status == 422
+    assert post(eve, exporter.url, gzip.compress(json.dumps(large).encode())).status == 201
+    assert eve.request(exporter.url, "GET", f"{PROFILES_PATH}/{seen(eve, exporter.url)[0]}").status == 200
+    assert exporter.peak_bytes() < MOST_BYTES
+    assert send(ada, exporter.url).status == 201

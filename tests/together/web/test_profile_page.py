@@ -1,0 +1,153 @@
+"""The page of a profile in Chromium, opened as a file: no network, its own policy, the keyboard, hostile names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page
+
+from gpumem_client.profile.model import Frame, Owner
+from gpumem_exporter.profiles.diff import Difference, difference
+from gpumem_exporter.profiles.formats import render
+from gpumem_exporter.profiles.model import StoredProfile
+from tests.support.builders import MIB
+from tests.support.live_page import browser
+from tests.support.made_up_profiles import LINEAR, MAIN, SCRIPT, made_up, many_stacks, stored, training
+from tests.support.waiting import patient
+
+__all__ = ["browser"]
+
+Open = Callable[[StoredProfile | Difference], Page]
+HOSTILE = "</script><img src=x onerror=alert(1)><!--<script>\u202e&amp;\"'"
+
+
+@pytest.fixture
+def open_profile(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Return a function that opens a profile's page; at the end, the page must have requested and reported nothing."""
+    chromium: Browser = request.getfixturevalue("browser")
+    pages: list[Page] = []
+    requested: list[str] = []
+    complaints: list[str] = []
+
+    def open_(profile: StoredProfile | Difference) -> Page:
+        path = tmp_path / f"{len(pages)}.html"
+        path.write_bytes(render(profile, "html")[0])
+        page = chromium.new_context(offline=True).new_page()
+        page.set_default_timeout(patient(30_000))
+        page.on("request", lambda request: requested.append(request.url))
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("dialog", lambda dialog: complaints.append(dialog.message))
+        pages.append(page)
+        page.goto(path.as_uri())
+        page.locator("g.frame").first.wait_for()
+        return page
+
+    yield open_
+    assert [url for url in requested if not url.startswith(("file:", "data:"))] == []
+    assert complaints == []
+    for page in pages:
+        page.context.close()
+
+
+def details(page: Page) -> str:
+    return page.locator("#details").inner_text()
+
+
+def frames(page: Page) -> list[str]:
+    return page.locator("g.frame").evaluate_all("all => all.map((each) => each.getAttribute('name'))")
+
+
+def test_tables_come_first_and_follow_the_moment(open_profile: Open) -> None:
+    page = open_profile(stored(training()))
+    headings = page.locator("h2:visible").all_inner_texts()
+    assert headings[-1] == "Flame graph"
+    assert page.locator("td", has_text="model.py:30 in forward").first.is_visible()
+    assert not page.locator("td", has_text="model.py:12 in forward").first.is_visible()
+    assert details(page).startswith("4.5 GiB")
+    page.get_by_role("button", name="At the highest moment").click()
+    assert page.locator("td", has_text="model.py:12 in forward").first.is_visible()
+    assert details(page).startswith("6.1 GiB")
+
+
+def test_the_graph_is_used_with_the_keyboard(open_profile: Open) -> None:
+    page = open_profile(stored(training()))
+    page.locator("#graph").focus()
+    for key in ("ArrowDown", "ArrowDown"):
+        page.keyboard.press(key)
+    assert ": optimizer state" in details(page)
+    page.keyboard.press("ArrowRight")
+    assert ": parameters" in details(page)
+    page.keyboard.press("Enter")
+    zoomed = frames(page)
+    assert "parameters" in zoomed
+    assert "optimizer state" not in zoomed
+    page.keyboard.press("Escape")
+    assert "optimizer state" in frames(page)
+    page.keyboard.press("/")
+    page.keyboard.type("TRAIN_STEP")
+    assert page.locator("#found").inner_text() == "300 MiB, 6.5 %"
+
+
+def test_the_graph_by_owner(open_profile: Open) -> None:
+    page = open_profile(stored(training()))
+    page.get_by_label("Show").select_option("by owner")
+    second = page.locator("g.frame").evaluate_all(
+        "all => all.filter((g) => g.__data__.depth === 1).map((g) => g.__data__.data.name)"
+    )
+    assert second == ["optimizer state", "parameters", "gradients", "other tensors", "allocated in backward"]
+
+
+def test_names_of_another_users_process_are_text(open_profile: Open) -> None:
+    hostile = made_up(
+        [
+            (0, (Frame(HOSTILE, HOSTILE, 1), MAIN), Owner("tensors", HOSTILE, HOSTILE, HOSTILE), 9 * MIB, 9 * MIB),
+            (0, (), Owner("parameters", HOSTILE), 8 * MIB, 8 * MIB),
+            (0, (), Owner(HOSTILE), 7 * MIB, 7 * MIB),
+        ],
+        notes=(HOSTILE,),
+    )
+    page = open_profile(stored(hostile, workload=HOSTILE, rank=HOSTILE))
+    assert page.locator("img").count() == 0
+    assert page.locator("script").count() == 4
+    assert "</script><img" in page.locator("h1").inner_text()
+    page.locator("#graph").focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowDown")
+    assert "onerror" in details(page)
+    assert "\u202e" not in page.inner_text("body")
+
+
+def test_a_difference_shows_what_grew_and_what_shrank(open_profile: Open) -> None:
+    before = made_up(
+        [(0, (LINEAR, Frame("keep", SCRIPT, 7), MAIN), None, MIB, MIB), (0, (), Owner("backward"), 8 * MIB, MIB)]
+    )
+    after = made_up([(0, (LINEAR, Frame("keep", SCRIPT, 7), MAIN), None, 6 * MIB, MIB)])
+    page = open_profile(difference(stored(before), stored(after)))
+    assert page.locator("td:visible", has_text="train.py:7 in keep").count() == 3
+    assert page.locator("td:visible", has_text="+5.0 MiB").count() == 2
+    page.get_by_role("button", name="What shrank").click()
+    assert page.locator("td:visible", has_text="-8.0 MiB").count() == 1
+    page.get_by_role("button", name="Everything afterwards").click()
+    assert details(page).startswith("6.0 MiB")
+
+
+def test_five_thousand_stacks(open_profile: Open) -> None:
+    page = open_profile(stored(many_stacks()))
+    page.get_by_label("Search").fill("leaf_4321")
+    assert page.locator("#found").inner_text() != ""
+    page.locator("g.frame", has_text="call_0_0").first.click()
+    assert "call_0_0" in details(page)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible(open_profile: Open, scheme: str) -> None:
+    page = open_profile(stored(training()))
+    page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    found = Axe().run(page).response["violations"]
+    assert [
+        f"{rule['id']}: {node['target']} {node['failureSummary']}" for rule in found for node in rule["nodes"]
+    ] == []
