@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from gpumem_client.wire.protocol import ENGINE_ACTIONS
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.suggestion import suggested_timing
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.view.documents import SeenProcess, device_document, orphan_document, process_document
+from gpumem_exporter.view.engines import ENOUGH_SECONDS, component_sums, engine_document
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
 from gpumem_exporter.view.growth import Growth, growth
 from gpumem_exporter.view.jobs import VALUES, Job, Part, job_uuids, jobs_of, parts_of
@@ -39,10 +41,12 @@ class NodeView:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         minima_of: Callable[[str], Sequence[tuple[float, int]]],
+        enough_seconds: float = ENOUGH_SECONDS,
     ) -> None:
         self._clock, self._wall_clock = clock, wall_clock
         self._since = Since(clock)
         self._minima_of = minima_of
+        self._enough_seconds = enough_seconds
         self._growths: dict[str, tuple[float, Growth | None]] = {}
         """The growth of each job, by its id, and when it was computed. Replaced, never changed."""
         self._uses: tuple[float, Mapping[str, DeviceUse]] = (-NEAR_SECONDS, {})
@@ -140,7 +144,13 @@ class NodeView:
         client_directory: str | None = "",
     ) -> list[Finding]:
         found = find(
-            snapshot, jobs, ledgers, failed_checks=failed_checks, growths=growths, client_directory=client_directory
+            snapshot,
+            jobs,
+            ledgers,
+            failed_checks=failed_checks,
+            growths=growths,
+            client_directory=client_directory,
+            enough_seconds=self._enough_seconds,
         )
         return self._since.lasting(found)
 
@@ -234,12 +244,19 @@ def _job(
         "growth_bytes_per_hour": grows.bytes_per_hour if grows is not None else None,
         "full_in_seconds": None if full is None else round(full),
         "state": job.state(snapshot.taken_seconds, [engine.host_pid for engine in snapshot.starting]),
+        "engine": engine_document(job.processes, snapshot),
+        **component_sums(job),
         "since_unix_seconds": job.started_unix_seconds(snapshot.node),
         **job.steps(snapshot, now_unix_seconds),
         "last_report_unix_seconds": min((last for last in last_reports if last is not None), default=None),
         "clear": _clear(job, snapshot.taken_seconds),
+        "engine_memory": _engine_memory(job),
         "processes": [
-            process_document(process, snapshot) if whole else _process(process, snapshot) for process in job.processes
+            {
+                **(process_document(process, snapshot) if whole else _process(process, snapshot)),
+                "engine": engine_document([process], snapshot),
+            }
+            for process in job.processes
         ],
     }
 
@@ -314,6 +331,22 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
         "target": {"pid": pids[0] if len(pids) == 1 else pids},
         **timing._asdict(),
     }
+
+
+def _engine_memory(job: Job) -> Document | None:
+    """Return the action that lets the engines of a job sleep, or wakes them; None without an engine that reports."""
+    engines = [
+        (process.pid, process.reporter.report)
+        for process in job.processes
+        if process.reporter is not None
+        and (process.reporter.report.engine is not None or ENGINE_ACTIONS[0] in process.reporter.report.actions)
+    ]
+    if not engines:
+        return None
+    asleep = any(sample.unmapped_bytes for _, report in engines for sample in report.devices)
+    pids = [pid for pid, _ in engines]
+    release, resume = ENGINE_ACTIONS
+    return {"action": resume if asleep else release, "target": {"pid": pids[0] if len(pids) == 1 else pids}}
 
 
 def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> Document:

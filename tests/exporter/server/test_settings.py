@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.server.settings import Settings, environment_name, load_settings, setting_key
 
 
@@ -74,7 +74,8 @@ def test_several_values_are_repeated_or_separated_by_commas() -> None:
 
 
 def test_action_allow_adds_to_the_default_actions() -> None:
-    assert load_settings({"action.allow": "default,terminate"}, {}).action_allow == ACTIONS
+    every = ",".join(["default", *OUTSIDE_ACTIONS])
+    assert sorted(load_settings({"action.allow": every}, {}).action_allow) == sorted(ACTIONS)
     assert load_settings({"action.allow": ["terminate", "default"]}, {}).action_allow == ("terminate", *DEFAULT_ACTIONS)
     assert load_settings({"action.allow": "default"}, {}).action_allow == DEFAULT_ACTIONS
 

@@ -1,6 +1,6 @@
 // The page of a job or of a device: its memory, its timeline, where its memory is, its events.
 
-import { openClear } from "./clear.js";
+import { engineVerb, openClear, openEngine } from "./clear.js";
 import { Bar, stripOf } from "./devices.js";
 import { $, arrange, h, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { EventList, happened, jobFinder, typeFilter } from "./events.js";
@@ -15,6 +15,8 @@ import { Timeline } from "./timeline.js";
 
 const OF_JOB = ["allocated", "reclaimable", "fragmented", "non_torch"];
 const CLASSES = { allocated: "torch_allocated", reclaimable: "torch_reclaimable", fragmented: "torch_fragmented", non_torch: "non_torch" };
+const STATES = { used: "torch_allocated", evictable: "torch_reclaimable", free: "free" }; // of a key-value cache
+const COLORS = { weights: 0, parameters: 0, kv_cache: 1, optimizer_state: 1, cuda_graphs: 2, gradients: 2, runtime: 3, other: 5 }; // and the order
 const MAX_STEPS = 1200;
 
 class Detail {
@@ -24,11 +26,14 @@ class Detail {
     this.owner = h("p", { class: "faint" });
     this.clear = h("button", { type: "button", class: "act" }, "Clear…");
     this.clear.addEventListener("click", () => openClear(this.job.name, this.job.clear));
+    this.engine = h("button", { type: "button", class: "act" });
+    this.engine.addEventListener("click", () => openEngine(this.job.name, this.job.engine_memory));
     this.keeps = h("p", { class: "keeps" });
     this.facts = h("dl", { class: "facts" });
     this.bar = new Bar();
     this.strip = new Bar();
     this.parts = h("dl", { class: "parts" });
+    this.named = [new NamedParts("Components"), new NamedParts("")];
     this.timeline = new Timeline();
     this.processes = new Processes();
     this.profiles = new ProfileList();
@@ -40,12 +45,12 @@ class Detail {
     this.list = new EventList(this.events);
     this.steps = new Map(); // the ends of the steps that this page has seen, by step
     $("detail").append(
-      h("div", { class: "head" }, this.back, this.title, this.owner, this.keeps, this.clear),
+      h("div", { class: "head" }, this.back, this.title, this.owner, this.keeps, this.engine, this.clear),
       this.facts,
       this.oom.element,
       (this.users = h("section", {}, h("h3", {}, "Jobs"), this.strip.element, this.jobs)),
       this.timeline.element,
-      (this.memory = h("section", {}, h("h3", {}, "Memory"), this.bar.element, this.parts)),
+      (this.memory = h("section", {}, h("h3", {}, "Memory"), this.bar.element, this.parts, ...this.named.map(({ element }) => element))),
       this.processes.element,
       this.profiles.element,
       h("section", {}, h("div", { class: "title" }, h("h3", {}, "Events and actions"), this.filter), this.events),
@@ -94,6 +99,8 @@ class Detail {
     setAttribute(this.title, "data-hue", hueOf(id));
     setText(this.owner, known ? safe(job.owner) : "This job does not run. Its history and its events remain.");
     setHidden(this.clear, !job?.clear);
+    setHidden(this.engine, !job?.engine_memory);
+    if (job?.engine_memory) setText(this.engine, `${engineVerb(job.engine_memory)}…`);
     setText(this.keeps, job?.clear?.sentence ?? "");
     setHidden(this.keeps, !job?.clear);
     for (const element of [this.facts, this.memory, this.processes.element]) setHidden(element, !known);
@@ -101,8 +108,10 @@ class Detail {
     if (!known) return;
     setHidden(this.memory, OF_JOB.every((name) => job[`${name}_bytes`] === null));
     this.noteStep(job);
+    const { engine } = job;
     facts(this.facts, [
-      [words.state, job.state],
+      [words.state, engine?.idle_seconds >= 60 ? `${job.state} for ${duration(engine.idle_seconds)}` : job.state],
+      [words.engine, safe(engine?.label) || UNKNOWN],
       [words.devices, gpuList(job.gpus)],
       [words.used, sumOf(job, "used")],
       [words.idle_cache, sumOf(job, "idle_cache")],
@@ -114,7 +123,28 @@ class Detail {
     this.bar.update(categories);
     const shown = job.unmapped_bytes ? [...OF_JOB, "unmapped"] : OF_JOB;
     amounts(this.parts, shown.map((name) => [words[name], CLASSES[name], sumOf(job, name)]));
+    this.showNamed(job, words);
     this.processes.update(job, words, now, devices);
+  }
+
+  /** Show the components of a job, unmapped ones hatched, and how its engine uses the key-value cache. */
+  showNamed({ component_bytes: mapped = {}, component_unmapped_bytes: unmapped = {}, engine }, words) {
+    const [components, cache] = this.named;
+    const colorOf = (name) => COLORS[name] ?? 4;
+    const names = [...new Set([...Object.keys(mapped), ...Object.keys(unmapped)])].sort((a, b) => colorOf(a) - colorOf(b));
+    components.update(
+      names.map((name) => {
+        const [here, asleep] = [mapped[name] ?? 0, unmapped[name] ?? 0];
+        const text = asleep > 0 ? `${here > 0 ? `${bytes(here)} and ` : ""}${bytes(asleep)} unmapped` : bytes(here);
+        return { word: words[name] ?? { label: safe(name) }, className: name === "other" ? "rest" : `component-${colorOf(name)}`, size: here + asleep, idle: asleep, text };
+      }),
+    );
+    const kv = engine?.kv_cache;
+    const states = Object.entries(STATES).map(([state, className]) => ({ word: words[`kv_${state}`], className, size: kv?.[state] ?? 0, text: bytes(kv?.[state]) }));
+    cache.update(kv ? states.filter(({ text }) => text !== UNKNOWN) : []);
+    if (!kv) return;
+    const known = kv.peak_day === null ? "" : `: at most ${bytes(kv.peak_day)} used in ${duration(kv.observed_seconds)}${kv.observed_seconds > 3600 ? `, ${bytes(kv.peak_hour)} in the last hour` : ""}`;
+    setText(cache.title, `${words.kv_cache?.label}, ${bytes(kv.size)}${known}`);
   }
 
   showDevice(id, device, { words, jobs }) {
@@ -123,6 +153,7 @@ class Detail {
     setAttribute(this.title, "data-hue", null);
     setText(this.owner, known ? `${safe(device.name)}${device.mig_profile ? ` · MIG ${device.mig_profile}` : ""}` : "The driver does not list this device.");
     setHidden(this.clear, true);
+    setHidden(this.engine, true);
     setHidden(this.keeps, device?.up !== false);
     setText(this.keeps, device?.up === false ? `The device does not answer: ${safe(device.error)}. Its last values are not shown.` : "");
     for (const element of [this.facts, this.memory, this.users]) setHidden(element, !known);
@@ -156,6 +187,22 @@ class Detail {
 
   stepMarks() {
     return [...this.steps].map(([step, at]) => ({ unix_seconds: at, kind: "step", text: `end of step ${integer(step)}` }));
+  }
+}
+
+/** A bar of sizes by name, and their amounts; hidden without sizes. */
+class NamedParts {
+  constructor(title) {
+    this.title = h("h4", {}, title);
+    this.bar = new Bar();
+    this.parts = h("dl", { class: "parts" });
+    this.element = h("div", { class: "named" }, this.title, this.bar.element, this.parts);
+  }
+
+  update(entries) {
+    setHidden(this.element, entries.length === 0);
+    this.bar.update(entries.map(({ word, className, size, idle = 0, text }) => ({ key: word?.label, bytes: size, idle, className, title: `${word?.label}: ${text}` })));
+    amounts(this.parts, entries.map(({ word, className, text }) => [word, className, text]));
   }
 }
 
