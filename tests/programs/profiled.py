@@ -48,7 +48,7 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        loss = self.model(torch.randn(64, 256, device=self.device)).pow(2).mean()
+        loss = self.model(torch.randn(4096, 256, device=self.device)).pow(2).mean()
         loss.backward()
         self.optimizer.step()
         self.losses.append(loss)
