@@ -19,8 +19,8 @@ from gpumem_exporter.errors import ActionForbiddenError, ActionNotAllowedError
 _MAX_ALERT_NAME = 128
 _ONLY_ALL = frozenset({"terminate"})
 """The actions that need `Rights.ALL`."""
-_FORCED_FOR_OWN = frozenset({"empty_cache", "profile"})
-"""The actions that need no more rights with `force`. `engine_starts` decides whose engines a clear may disturb, and a
+_FORCED_FOR_OWN = frozenset({"empty_cache", "profile", "release_memory", "resume_memory"})
+"""The actions that need no more rights with `force`. `engine_starts` decides whose engines they may disturb, and a
 profile stops its own process only."""
 
 
@@ -169,6 +169,15 @@ class Caller:
         if self.uid is None or owner_uid is None or not self.place.reaches(place):
             return False
         return owner_uid == self.uid or (self.uid == 0 and not self.place.here)
+
+    def may_act_on_listed(self, owner_uid: int | None) -> bool:
+        """Return whether a process that only the driver lists is a possible target; its effective uid is given.
+
+        The driver's list has no place, so in a container a user may act only on processes that report.
+        """
+        if self.rights is not Rights.OWN:
+            return self.rights is Rights.ALL
+        return self.place.here and self.uid is not None and owner_uid == self.uid
 
     def __str__(self) -> str:
         if self.kind is CallerKind.POLICY:

@@ -20,22 +20,30 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpumem_client.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult, ReasonCode
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, starts_of_selection, starts_on
+from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, itself, starts_of_selection, starts_on
+from gpumem_exporter.actions.engines import EngineMemory, Engines, NoEngines
 from gpumem_exporter.actions.group import whole_group
-from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, Part, PartState, RunningAction, TerminationPart
+from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, OutsidePart, Part, PartState, RunningAction
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action, SubmittedAction
 from gpumem_exporter.actions.registry import ActionRegistry, RateLimits, Settlements
-from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEVICE_ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.request import (
+    ANSWER_GRACE_SECONDS,
+    DEVICE_ACTIONS,
+    ENGINE_ANSWER_SECONDS,
+    ActionRequest,
+    Target,
+)
 from gpumem_exporter.actions.results import (
+    DriverValues,
     NodeFacts,
     command_results,
     dry_run_results,
     expected_refusal,
-    termination_results,
+    outside_results,
 )
-from gpumem_exporter.actions.selection import SelectedProcess, Selection, TerminationTarget, host_pids, select
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection, host_pids, select
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
@@ -70,6 +78,8 @@ class Dispatcher:
         call_later: Callable[[float, Callable[[], None]], object] | None = None,
         kept_actions: int = 1000,
         hide_identities: bool = False,
+        engines: Engines | None = None,
+        poll_soon: Callable[[], None] = lambda: None,
     ) -> None:
         self.wake = wake
         self._store = store
@@ -84,6 +94,9 @@ class Dispatcher:
         self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
+        self._engines = EngineMemory(
+            store, engines or NoEngines(), clock=clock, poll_soon=poll_soon, changed=self._actions.replace
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._engine_starts = EngineStarts(
             store, self._actions, self, lambda: wall_clock() - clock(), hide_identities=hide_identities
@@ -134,19 +147,20 @@ class Dispatcher:
         self._limits.take(share, limited)
         running = self._started(request, requested_by, selection, share, now, unlisted=unlisted)
         self._actions.start(running, request, idempotency_key)
-        if request.action == "terminate":
-            targets = selection.termination_targets()
-            for target in targets:
-                uuids = [uuid for uuid, _ in target.used_bytes]
-                its = starts_on(request, requested_by, uuids, snapshot, host_pids(targets)) if starting else ()
-                self._add_termination(running, target, its, snapshot)
-        else:
-            for selected in selection.reporting:
-                # A group waits as a whole.
-                its = starting
-                if starting and not request.group:
-                    its = starts_on(request, requested_by, devices_of(selected.process, snapshot), snapshot)
-                self._add_command(running, selected, its, snapshot)
+        commanded, targets = selection.commanded(request.action), selection.outside_targets(request.action)
+        for selected in commanded:
+            # A group waits as a whole.
+            its = starting
+            if starting and not request.group:
+                own = itself(request, [selected])
+                its = starts_on(request, requested_by, devices_of(selected.process, snapshot), snapshot, own)
+            self._add_command(running, selected, its, snapshot)
+        if request.action in ENGINE_ACTIONS:
+            targets = self._engines.engines_among(targets, len(commanded))
+        for target in targets:
+            uuids = [uuid for uuid, _ in target.used_bytes]
+            its = starts_on(request, requested_by, uuids, snapshot, host_pids(targets)) if starting else ()
+            self._add_outside(running, target, its, snapshot)
         if running.blocked or any(each.reason_code == ReasonCode.ENGINE_STARTING for each in running.action.results):
             self._engine_starts.show(running, starting, snapshot)
         self.finish_if_complete(running)
@@ -200,6 +214,8 @@ class Dispatcher:
         if every_device:
             selected = selected._replace(samples=selected.process.report.devices)
         result = expected_refusal(selected, request, running.facts) if request.dry_run else selected.refusal(request)
+        if result is None and request.action in ENGINE_ACTIONS:
+            result = self._engines.refusal(running, selected.process, snapshot)
         if result is None and request.dry_run and starting:
             result = self._engine_starts.refusal(running, starting, snapshot)
         if result is not None:
@@ -208,20 +224,9 @@ class Dispatcher:
         if request.dry_run:
             running.add(dry_run_results(selected, request, running.facts))
             return
-        command = Command(
-            id=running.action.id,
-            action=request.action,
-            deadline_seconds=request.deadline_seconds,
-            # No uuids for every device: the process may use another device since its report.
-            uuids=() if every_device else tuple(sample.uuid for sample in selected.samples),
-            collect_garbage=request.collect_garbage,
-            mode=request.mode,
-            at_step=running.action.at_step,
-            fraction=request.fraction,
-            force=request.force and request.action in ("set_memory_fraction", "profile"),
-            settle_seconds=request.settle_seconds,
-            duration_seconds=request.duration_seconds,
-        )
+        # No uuids for every device: the process may use another device since its report.
+        uuids = () if every_device else tuple(sample.uuid for sample in selected.samples)
+        command = CommandPart.command_of(running.action, request, uuids)
         state = PartState.BLOCKED if starting else PartState.WAITING
         part = CommandPart(command, selected, running.started_seconds + request.deadline_seconds, state)
         running.commands[part.key] = part
@@ -251,6 +256,8 @@ class Dispatcher:
             and now < part.deadline_seconds
         ][:MAX_COMMANDS]
         for running, part in pending:
+            if part.used_before is None and part.command.action in ENGINE_ACTIONS:
+                part.used_before = self._engines.used_by(process.host_pid)
             part.deliver()
             running.start()
         return tuple([replace(part.command, deadline_seconds=part.deadline_seconds - now) for _, part in pending])
@@ -309,15 +316,31 @@ class Dispatcher:
                 self._end(running, part, result, part.selected.process)
 
     def _end(self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
+        if part.command.action in ENGINE_ACTIONS and result.outcome == "done":
+            if not part.measuring:
+                part.measuring = True
+                self._spawn(self._measure(running, part, result, process))
+            return
         running.end_command(part, result, process)
         self._settlements.start(running, part, result, self._clock())
         if running.action.group and result.outcome != "done":
             self.withdraw(running, "not every rank of the group could take part", ReasonCode.GROUP_INCOMPLETE)
         self.finish_if_complete(running)
 
+    async def _measure(
+        self, running: RunningAction, part: CommandPart, result: CommandResult, process: ReportingProcess
+    ) -> None:
+        """End the part of an engine that has released or resumed its memory with what the driver lists then."""
+        after = await self._engines.used_after(process.host_pid)
+        if part.state is not PartState.ENDED:  # the process exited meanwhile
+            running.end_command(part, result, process, DriverValues(part.used_before or {}, after))
+            self.finish_if_complete(running)
+
     def finish_if_complete(self, running: RunningAction) -> None:
         """End an action whose parts all have a result."""
         if running.complete and not running.action.finished:
+            if running.action.action in ENGINE_ACTIONS:
+                self._engines.settle(running, self._call_later or asyncio.get_running_loop().call_later)
             action = running.finish(self._clock())
             self._actions.finish(action)
             self._on_finished(action)
@@ -333,8 +356,8 @@ class Dispatcher:
         for running in tuple(self._actions.running.values()):
             group_is_late = running.action.group and now >= running.offered_seconds + GROUP_ANSWER_SECONDS
             for part in tuple(running.commands.values()):
-                if part.blocked or part.state is PartState.ENDED:
-                    continue  # an engine starts, or withdrawn together with an earlier part of its group
+                if part.blocked or part.measuring or part.state is PartState.ENDED:
+                    continue  # an engine starts, or is measured; or withdrawn with an earlier part of its group
                 if group_is_late and not part.kept:
                     late, code = "the process did not report in time for its group", ReasonCode.GROUP_RANK_LATE
                 elif part.state is PartState.WAITING and now >= part.deadline_seconds:
@@ -348,6 +371,9 @@ class Dispatcher:
 
     def _grace_seconds(self, part: CommandPart) -> float:
         """Return how long after its last moment a command may have its result."""
+        if part.command.action in ENGINE_ACTIONS:
+            # No report arrives while an engine moves its memory: the reporter's thread waits for it.
+            return ENGINE_ANSWER_SECONDS
         process = self._store.find(part.key)
         runs = process is not None and process.received_seconds >= part.ends_seconds
         return ANSWER_GRACE_SECONDS if runs else SILENT_GRACE_SECONDS
@@ -374,48 +400,59 @@ class Dispatcher:
 
     def withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None:
         """End a part that has not started with this result, or recall its command. A termination that runs goes on."""
-        if isinstance(part, TerminationPart):
+        if isinstance(part, OutsidePart):
             if part.blocked:
-                running.end_termination(part, result)
+                running.end_outside(part, result)
         elif part.blocked or part.state is PartState.WAITING:
             self._end(running, part, result, part.selected.process)
         elif not part.recalled and part.state is not PartState.ENDED:
             part.recall(result)
             self.wake(part.key)
 
-    # Termination: the exporter acts, not the process.
+    # Terminations, and engines that the exporter itself speaks with: the exporter acts, not the process.
 
-    def _add_termination(
-        self, running: RunningAction, target: TerminationTarget, starting: Sequence[StartingEngine], snapshot: Snapshot
+    def _add_outside(
+        self, running: RunningAction, target: OutsideTarget, starting: Sequence[StartingEngine], snapshot: Snapshot
     ) -> None:
-        action_id = running.action.id
-        result = self._terminator.refusal(action_id, target)
-        if result is None and running.action.dry_run:
-            would = CommandResult(action_id, DRY_RUN_OUTCOMES["terminate"], "", ReasonCode.WOULD_TERMINATE)
-            result = self._engine_starts.refusal(running, starting, snapshot) if starting else would
+        action_id, dry_run = running.action.id, running.action.dry_run
+        if running.action.action == "terminate":
+            result = self._terminator.refusal(action_id, target)
+            if result is None and dry_run and not starting:
+                result = CommandResult(action_id, DRY_RUN_OUTCOMES["terminate"], "", ReasonCode.WOULD_TERMINATE)
+        else:
+            result = self._engines.no_engine(action_id, target) or self._engines.refusal(
+                running, target.reporter, snapshot
+            )
+        if result is None and dry_run and starting:
+            result = self._engine_starts.refusal(running, starting, snapshot)
         if result is not None:
-            running.add(termination_results(target, result, running.facts))
+            running.add(outside_results(target, result, running.facts, running.request))
             return
-        deadline_seconds = running.started_seconds + running.request.deadline_seconds
-        state = PartState.BLOCKED if starting else PartState.TERMINATING
-        part = TerminationPart(action_id, target, deadline_seconds, state)
-        running.terminations.append(part)
+        part = OutsidePart(action_id, target, running.started_seconds + running.request.deadline_seconds)
+        part.state = PartState.BLOCKED if starting else PartState.ACTING
+        running.outside.append(part)
         if not starting:
-            self.start_termination(running, part)
+            self.start_outside(running, part)
 
-    def start_termination(self, running: RunningAction, part: TerminationPart) -> None:
-        """Terminate a process, once the action is recorded."""
+    def start_outside(self, running: RunningAction, part: OutsidePart) -> None:
+        """Act on a process, once the action is recorded."""
         running.start()
-        self._spawn(self._terminate(running, part))
+        self._spawn(self._act(running, part))
 
-    async def _terminate(self, running: RunningAction, part: TerminationPart) -> None:
+    async def _act(self, running: RunningAction, part: OutsidePart) -> None:
         await running.recorded.wait()
+        driver = None
         try:
-            result = running.withdrawal or await self._terminator.end(running.action.id, part.target)
+            if running.withdrawal is not None:
+                result = running.withdrawal
+            elif running.action.action == "terminate":
+                result = await self._terminator.end(running.action.id, part.target)
+            else:
+                result, driver = await self._engines.act(running, part)
         except Exception as error:  # noqa: BLE001 - the action must end, whatever the error is
             reason = f"{type(error).__name__}: {error}"[:500]
             result = CommandResult(running.action.id, "failed", reason, ReasonCode.EXCEPTION)
-        running.end_termination(part, result)
+        running.end_outside(part, result, driver)
         self.finish_if_complete(running)
 
     # Queries

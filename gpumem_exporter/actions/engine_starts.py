@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from gpumem_client.wire.protocol import CommandResult, ReasonCode
-from gpumem_exporter.actions.caller import Caller, Rights
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult, ReasonCode
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.group import group_step
-from gpumem_exporter.actions.lifecycle import CommandPart, Part, PartState, RunningAction, TerminationPart
+from gpumem_exporter.actions.lifecycle import CommandPart, OutsidePart, Part, PartState, RunningAction
 from gpumem_exporter.actions.model import EngineWait
 from gpumem_exporter.actions.registry import ActionRegistry
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.selection import Selection, host_pids
+from gpumem_exporter.actions.selection import SelectedProcess, Selection, host_pids
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionForbiddenError, GroupIncompleteError
 
-_RELEASING = frozenset({"empty_cache", "terminate"})
-"""The actions that release memory to the driver. A garbage collection leaves it in the allocator's cache, and a
-fraction releases nothing, with or without force."""
+_DISTURBING = frozenset({"empty_cache", "terminate", "release_memory", "resume_memory"})
+"""The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
+allocator's cache, and a fraction releases nothing, with or without force."""
 _MAX_NAMED = 4
 
 
@@ -35,12 +35,13 @@ def starts_on(
 ) -> tuple[StartingEngine, ...]:
     """Return the engines that start on these devices and whose start this action must not spoil.
 
-    `ended` are the host pids that the action terminates: their own start does not matter. With `force`, the caller
-    accepts that the start of an engine fails, if the engine is its own or it may act on every process.
+    `ended` are the host pids that the action terminates, or the engine that it addresses: their own start does not
+    matter. With `force`, the caller accepts that the start of an engine fails, if the engine is its own or it may act
+    on every process.
     """
-    if request.action not in _RELEASING or not snapshot.starting:
+    if request.action not in _DISTURBING or not snapshot.starting:
         return ()
-    devices, pids = set(uuids), set(ended) if request.action == "terminate" else set[int]()
+    devices, pids = set(uuids), set[int]() if request.action == "empty_cache" else set(ended)
     return tuple(
         engine
         for engine in snapshot.starting
@@ -53,12 +54,18 @@ def starts_on(
 def starts_of_selection(request: ActionRequest, caller: Caller, selection: Selection) -> tuple[StartingEngine, ...]:
     """Return the engines that an action on these processes waits for."""
     snapshot = selection.snapshot
-    if request.action == "terminate":
-        targets = selection.termination_targets()
-        devices = {uuid for target in targets for uuid, _ in target.used_bytes}
-        return starts_on(request, caller, devices, snapshot, host_pids(targets))
-    devices = {uuid for selected in selection.reporting for uuid in devices_of(selected.process, snapshot)}
-    return starts_on(request, caller, devices, snapshot)
+    targets, commanded = selection.outside_targets(request.action), selection.commanded(request.action)
+    devices = {uuid for target in targets for uuid, _ in target.used_bytes}
+    devices.update(uuid for selected in commanded for uuid in devices_of(selected.process, snapshot))
+    ended = [*host_pids(targets), *itself(request, commanded)]
+    return starts_on(request, caller, devices, snapshot, ended)
+
+
+def itself(request: ActionRequest, commanded: Iterable[SelectedProcess]) -> list[int]:
+    """Return the host pids of engines that an action asks to release or resume their own memory."""
+    if request.action not in ENGINE_ACTIONS:
+        return []
+    return [one.process.host_pid for one in commanded if one.process.host_pid is not None]
 
 
 def devices_of(process: ReportingProcess, snapshot: Snapshot) -> set[str]:
@@ -112,19 +119,16 @@ def describe(waiting: Sequence[EngineWait]) -> str:
 
 def _may_spoil(caller: Caller, engine: StartingEngine) -> bool:
     """Return whether an engine is the caller's own, or the caller may act on every process."""
-    if caller.rights is not Rights.OWN:
-        return caller.rights is Rights.ALL
     if engine.reporter is not None:
         return caller.may_act_on(engine.reporter)
-    # The driver's list has no place: only a user outside of containers owns its processes wherever they run.
-    return caller.place.here and caller.uid is not None and engine.owner_uid == caller.uid
+    return caller.may_act_on_listed(engine.owner_uid)
 
 
 class _Parts(Protocol):
     """What `EngineStarts` needs of the dispatcher."""
 
     def wake(self, key: ProcessKey, /) -> None: ...
-    def start_termination(self, running: RunningAction, part: TerminationPart) -> None: ...
+    def start_outside(self, running: RunningAction, part: OutsidePart) -> None: ...
     def withdraw(self, running: RunningAction, reason: str, code: ReasonCode) -> None: ...
     def withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None: ...
     def finish_if_complete(self, running: RunningAction) -> None: ...
@@ -179,7 +183,7 @@ class EngineStarts:
 
     def review(self, now: float) -> None:
         """Decide again for every part that releases memory; called about once a second, and after each deadline."""
-        concerned = [running for running in self.actions.running.values() if running.action.action in _RELEASING]
+        concerned = [running for running in self.actions.running.values() if running.action.action in _DISTURBING]
         snapshot = self.store.snapshot(now) if concerned else None
         for running in concerned:
             if snapshot is not None and (snapshot.starting or running.blocked):
@@ -211,9 +215,9 @@ class EngineStarts:
 
     def _unblock(self, running: RunningAction, part: Part, now: float) -> None:
         """Continue a part whose engines have started. The parts of a group continue together."""
-        if isinstance(part, TerminationPart):
+        if isinstance(part, OutsidePart):
             part.unblock()
-            self.parts.start_termination(running, part)
+            self.parts.start_outside(running, part)
         elif running.action.group:
             self._unblock_group(running, now)
         else:
@@ -244,6 +248,7 @@ def _starts_of(running: RunningAction, part: Part, snapshot: Snapshot) -> tuple[
     """Return the engines that a part waits for."""
     if isinstance(part, CommandPart):
         uuids: Iterable[str] = devices_of(part.selected.process, snapshot)
-        return starts_on(running.request, running.caller, uuids, snapshot)
-    ended = host_pids([each.target for each in running.terminations])
+        own = itself(running.request, [part.selected])
+        return starts_on(running.request, running.caller, uuids, snapshot, own)
+    ended = host_pids([each.target for each in running.outside])
     return starts_on(running.request, running.caller, [uuid for uuid, _ in part.target.used_bytes], snapshot, ended)

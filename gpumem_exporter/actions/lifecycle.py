@@ -11,7 +11,7 @@ An action is `QUEUED` until a process has fetched a command of it, then `RUNNING
                     ▼           ▼
                 RECALLED ──▶ RECALLED_KEPT   the process must forget it
 
-    BLOCKED ──▶ TERMINATING                  the exporter itself ends the process
+    BLOCKED ──▶ ACTING                       the exporter itself acts on the process
 
 Each of these states may be followed by `ENDED`. A transition that is not in the table is a defect and raises
 `IllegalTransitionError`. Used on the event loop only.
@@ -26,12 +26,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
-from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult, ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action, ActionResult, is_done
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.results import NodeFacts, as_shown, command_results, termination_results
-from gpumem_exporter.actions.selection import SelectedProcess, TerminationTarget
+from gpumem_exporter.actions.results import DriverValues, NodeFacts, as_shown, command_results, outside_results
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 
 
@@ -61,8 +61,8 @@ class PartState(Enum):
     """The process must forget the command, and has not reported that it keeps it."""
     RECALLED_KEPT = "recalled and kept"
     """The process must forget the command that it keeps."""
-    TERMINATING = "terminating"
-    """The exporter terminates the process."""
+    ACTING = "acting"
+    """The exporter acts: it ends the process, or speaks with its engine."""
     ENDED = "ended"
     """The result is known."""
 
@@ -75,13 +75,13 @@ _TRANSITIONS: Mapping[Enum, frozenset[Enum]] = {
     ActionState.FAILED: frozenset(),
     ActionState.EXPIRED: frozenset(),
     ActionState.CANCELLED: frozenset(),
-    PartState.BLOCKED: frozenset({PartState.WAITING, PartState.TERMINATING, PartState.ENDED}),
+    PartState.BLOCKED: frozenset({PartState.WAITING, PartState.ACTING, PartState.ENDED}),
     PartState.WAITING: frozenset({PartState.DELIVERED, PartState.KEPT, PartState.ENDED}),
     PartState.DELIVERED: frozenset({PartState.KEPT, PartState.RECALLED, PartState.ENDED}),
     PartState.KEPT: frozenset({PartState.RECALLED_KEPT, PartState.ENDED}),
     PartState.RECALLED: frozenset({PartState.RECALLED_KEPT, PartState.ENDED}),
     PartState.RECALLED_KEPT: frozenset({PartState.ENDED}),
-    PartState.TERMINATING: frozenset({PartState.ENDED}),
+    PartState.ACTING: frozenset({PartState.ENDED}),
     PartState.ENDED: frozenset(),
 }
 
@@ -132,11 +132,34 @@ class CommandPart(_Part):
     state: PartState = PartState.WAITING
     withdrawal: CommandResult | None = None
     """The result if the process forgets the command; None if that result is for the process to say."""
+    used_before: Mapping[str, int] | None = None
+    """For an engine, the driver's bytes of the process by device when it got the command."""
+    measuring: bool = False
+    """The engine has done it, and the driver is read again."""
     profile: str = ""
     """The id of the profile that the process has sent for the command."""
 
     def __str__(self) -> str:
         return f"command {self.command.id} for {self.selected}"
+
+    @staticmethod
+    def command_of(action: Action, request: ActionRequest, uuids: tuple[str, ...]) -> Command:
+        """Return the command with which a process runs an action on these devices; on all of them without uuids."""
+        clears, forces = request.action == "empty_cache", request.action in ("set_memory_fraction", "profile")
+        return Command(
+            id=action.id,
+            action=request.action,
+            deadline_seconds=request.wait_idle_seconds or request.deadline_seconds,
+            uuids=uuids,
+            collect_garbage=request.collect_garbage,
+            mode="idle" if request.wait_idle_seconds else request.mode,
+            at_step=action.at_step,
+            fraction=request.fraction,
+            force=request.force and (forces or request.action in ENGINE_ACTIONS),
+            settle_seconds=request.settle_seconds if clears else 0.0,
+            duration_seconds=request.duration_seconds,
+            keep=(request.keep,) if request.keep else (),
+        )
 
     @property
     def key(self) -> ProcessKey:
@@ -190,24 +213,24 @@ class CommandPart(_Part):
 
 
 @dataclass(slots=True)
-class TerminationPart(_Part):
-    """A part in which the exporter ends the process."""
+class OutsidePart(_Part):
+    """A part in which the exporter itself acts: it ends the process, or speaks with its engine."""
 
     action_id: str
-    target: TerminationTarget
+    target: OutsideTarget
     deadline_seconds: float
     """On the dispatcher's clock. A blocked part that has not started by then ends."""
-    state: PartState = PartState.TERMINATING
+    state: PartState = PartState.ACTING
 
     def __str__(self) -> str:
-        return f"termination {self.action_id} of {self.target}"
+        return f"action {self.action_id} on {self.target}"
 
     def unblock(self) -> None:
-        """Record that the exporter terminates the process: the engine has started."""
-        self._advance(PartState.TERMINATING)
+        """Record that the exporter acts on the process: the engine has started."""
+        self._advance(PartState.ACTING)
 
 
-Part: TypeAlias = CommandPart | TerminationPart
+Part: TypeAlias = CommandPart | OutsidePart
 
 
 @dataclass(slots=True)
@@ -223,7 +246,7 @@ class RunningAction:
     """Of the caller."""
     facts: NodeFacts = field(default_factory=NodeFacts)
     commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
-    terminations: list[TerminationPart] = field(default_factory=list)
+    outside: list[OutsidePart] = field(default_factory=list)
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the request is recorded: processes may get their commands."""
     withdrawal: CommandResult | None = None
@@ -234,7 +257,7 @@ class RunningAction:
     @property
     def parts(self) -> tuple[Part, ...]:
         """The parts that have no result."""
-        return (*self.commands.values(), *self.terminations)
+        return (*self.commands.values(), *self.outside)
 
     @property
     def blocked(self) -> tuple[Part, ...]:
@@ -244,12 +267,12 @@ class RunningAction:
     @property
     def complete(self) -> bool:
         """Whether every part has a result."""
-        return not self.commands and not self.terminations
+        return not self.commands and not self.outside
 
     @property
     def size(self) -> int:
         """The number of its parts and results."""
-        return len(self.commands) + len(self.terminations) + len(self.action.results)
+        return len(self.commands) + len(self.outside) + len(self.action.results)
 
     def start(self) -> None:
         """Record that a part has started. A repetition has no effect."""
@@ -260,20 +283,29 @@ class RunningAction:
         """Append results."""
         self.action = replace(self.action, results=(*self.action.results, *results))
 
-    def end_command(self, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
+    def end_command(
+        self,
+        part: CommandPart,
+        result: CommandResult,
+        process: ReportingProcess,
+        driver: DriverValues | None = None,
+    ) -> None:
         """End a process's part with its result. `process` is its last report."""
         del self.commands[part.key]
         part.end()
         _log.debug("%s: %s %s", part, result.outcome, result.reason_code)
         # The process may name any profile; only what it has sent for this command is shown.
         result = replace(as_shown(result, part.selected.samples, process.report.devices), profile=part.profile)
-        self.add(command_results(part.selected._replace(process=process), result, self.facts))
+        self._add(command_results(part.selected._replace(process=process), result, self.facts), driver)
 
-    def end_termination(self, part: TerminationPart, result: CommandResult) -> None:
-        """End a terminated process's part with its result."""
-        self.terminations.remove(part)
+    def end_outside(self, part: OutsidePart, result: CommandResult, driver: DriverValues | None = None) -> None:
+        """End a part in which the exporter acted with its result."""
+        self.outside.remove(part)
         part.end()
-        self.add(termination_results(part.target, result, self.facts))
+        self._add(outside_results(part.target, result, self.facts, self.request), driver)
+
+    def _add(self, results: Iterable[ActionResult], driver: DriverValues | None) -> None:
+        self.add(results if driver is None else [driver.of(result, self.action.action) for result in results])
 
     def finish(self, now_seconds: float) -> Action:
         """End the action, in the state that its results have in common."""

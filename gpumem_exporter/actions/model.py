@@ -19,6 +19,8 @@ DRY_RUN_OUTCOMES: Mapping[str, str] = {
     "profile": "would_profile",
     "set_memory_fraction": "would_set",
     "terminate": "would_terminate",
+    "release_memory": "would_release",
+    "resume_memory": "would_resume",
 }
 """The outcome in a dry run of each action, in a process that would do it."""
 _RESULT_BYTES = 1024
@@ -72,6 +74,10 @@ class ActionResult:
     """With `set_memory_fraction`, the most that the process may reserve on the device."""
     profile: str | None = None
     """With `profile`, the id of the profile that the process has sent."""
+    driver_before_bytes: int | None = None
+    """With an action on engines, the driver's value for the process on the device before the action."""
+    driver_after_bytes: int | None = None
+    """The driver's value after the action: after `release_memory`, what stays resident."""
 
     @property
     def kept_bytes(self) -> int:

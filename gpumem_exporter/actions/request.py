@@ -14,11 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MODES
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_INTEGER, MAX_LABEL_LENGTH, MODES
 
-ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "profile", "set_memory_fraction", "terminate")
-DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")
-"""The actions that the exporter allows by default: they end no process."""
+ACTIONS = (
+    *("empty_cache", "collect_garbage", "reset_peak", "snapshot", "profile", "set_memory_fraction", "terminate"),
+    *ENGINE_ACTIONS,
+)
+OUTSIDE_ACTIONS = ("terminate", *ENGINE_ACTIONS)
+"""The actions that reach also processes that only the driver lists, because the exporter itself can act."""
+DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action not in OUTSIDE_ACTIONS)
+"""The actions that the exporter allows by default: they end no process and interrupt no service."""
 DEFAULT_DEADLINE_SECONDS = 30.0
 MAX_DEADLINE_SECONDS = 3600.0
 MAX_SETTLE_SECONDS = 3600.0
@@ -26,6 +31,10 @@ MAX_DURATION_SECONDS = 3600.0
 MAX_REASON_LENGTH = 1000
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
+ENGINE_ANSWER_SECONDS = 180.0
+"""The same for an engine, which may copy all of its weights between the device and the host."""
+KEPT_COMPONENTS = ("weights",)
+"""The components that `release_memory` can leave on the device."""
 DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
 """The actions that apply to the target devices only. All others apply to every device of a process."""
 
@@ -189,7 +198,7 @@ ORPHANS = RequestOption(
 )
 """The field of a target that narrows it further."""
 
-_WITH_MODES = tuple(action for action in ACTIONS if action not in ("profile", "terminate"))
+_WITH_MODES = tuple(action for action in ACTIONS if action not in ("profile", *OUTSIDE_ACTIONS))
 _FORCED_START = "Do not wait for an inference engine that starts on the GPU; its start may fail."
 
 
@@ -255,11 +264,29 @@ class ActionRequest:
             "empty_cache": _FORCED_START,
             "terminate": _FORCED_START,
             "set_memory_fraction": "Cap also a process that has reserved more. Its next new segment fails.",
+            "release_memory": f"Abort the engine's requests. {_FORCED_START}",
+            "resume_memory": f"Wake the engine also if the GPU lacks the memory. {_FORCED_START}",
             "profile": "Profile also a process that stands still for long to read its blocks.",
         },
         "--force",
         kind=bool,
         default=False,
+    )
+    keep: str | None = _option(
+        {"release_memory": "What stays on the GPU: weights. The engine then releases its key-value cache only."},
+        "--keep",
+        "COMPONENT",
+        choices=KEPT_COMPONENTS,
+    )
+    wait_idle_seconds: float = _option(
+        {"release_memory": "Wait for this time until the engine has no request. 0: refuse if it has requests."},
+        "--wait-idle",
+        "SECONDS",
+        kind=float,
+        default=0.0,
+        least=0,
+        most=MAX_DEADLINE_SECONDS,
+        unit="seconds",
     )
     deadline_seconds: float = _option(
         "A process that has not started the action by then does not run it.",
@@ -285,7 +312,10 @@ class ActionRequest:
         unit="seconds",
     )
     settle_seconds: float = _option(
-        {"empty_cache": "Measure after this time how much of the freed memory is still free; 0 does not."},
+        dict.fromkeys(
+            ("empty_cache", "release_memory"),
+            "Measure after this time how much of the freed memory is still free; 0 does not.",
+        ),
         "--settle",
         "SECONDS",
         kind=float,
@@ -300,6 +330,8 @@ class ActionRequest:
     def __post_init__(self) -> None:
         if not self.mode:
             object.__setattr__(self, "mode", "step" if self.group else "now")
+        if self.wait_idle_seconds > self.deadline_seconds:
+            object.__setattr__(self, "deadline_seconds", self.wait_idle_seconds)
 
 
 OPTIONS: Mapping[str, RequestOption] = {
@@ -324,6 +356,13 @@ class InvalidField:
             return f"is missing: expected {self.expected}"
         shown = self.value[:64] if isinstance(self.value, str) else self.value
         return f"{shown!r} is invalid: expected {self.expected}"
+
+
+def longest_seconds(request: Mapping[str, Any]) -> float:
+    """Return how long an action may take, without its settling time. The request is its JSON."""
+    grace_seconds = ENGINE_ANSWER_SECONDS if request.get("action") in ENGINE_ACTIONS else ANSWER_GRACE_SECONDS
+    start_seconds = max(float(request["deadline_seconds"]), float(request.get("wait_idle_seconds") or 0.0))
+    return start_seconds + float(request.get("duration_seconds") or 0.0) + grace_seconds
 
 
 def invalid_fields(request: ActionRequest) -> tuple[InvalidField, ...]:
@@ -372,9 +411,8 @@ def _invalid_options(request: ActionRequest) -> Iterator[InvalidField]:
         elif request.action in ACTIONS and request.action not in option.help and value not in (None, False, "now"):
             accept = "accepts" if len(option.help) == 1 else "accept"
             no_value = f"no value, because only {', '.join(option.help)} {accept} it"
-            yield InvalidField(
-                name, value, f"now, because {request.action} has no other mode" if name == "mode" else no_value
-            )
+            only_now = f"now, because {request.action} has no other mode"
+            yield InvalidField(name, value, only_now if name == "mode" else no_value)
     if request.group and request.mode in ("now", "idle"):
         yield InvalidField("mode", request.mode, "step, because a group acts at the end of a step")
     if request.at_step is not None and not request.group:

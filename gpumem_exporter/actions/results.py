@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, ActionResult, is_done
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.selection import SelectedProcess, Selection, TerminationTarget
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection
 
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
 _MEASURED = (*_RESERVED, "freed_bytes", "device_free_before_bytes", "device_free_after_bytes")
 """What a process measures on each device."""
+
+
+class DriverValues(NamedTuple):
+    """The driver's bytes of a process by device, before and after an action on engines."""
+
+    before: Mapping[str, int]
+    after: Mapping[str, int] | None
+    """None if no reading shows the effect yet, and in a dry run."""
+
+    def of(self, result: ActionResult, action: str) -> ActionResult:
+        """Return a result with these values. A process that exited, or left the device, uses 0 bytes."""
+        before = self.before.get(result.uuid)
+        after = None if self.after is None or before is None else self.after.get(result.uuid, 0)
+        freed = result.freed_bytes
+        if self.after is not None:
+            released = action == "release_memory" and before is not None and after is not None
+            freed = max(0, (before or 0) - (after or 0)) if released else None
+        return replace(result, driver_before_bytes=before, driver_after_bytes=after, freed_bytes=freed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +114,15 @@ def _without(device: DeviceResult, unmapped_bytes: int) -> DeviceResult:
 
 def dry_run_results(selected: SelectedProcess, request: ActionRequest, facts: NodeFacts) -> Iterator[ActionResult]:
     """Yield the expected results, from the last report. The effect of a garbage collection is unknown."""
-    clears = request.action == "empty_cache"
     devices = []
     for sample in selected.samples:
-        freed = sample.reclaimable_bytes if clears else None
+        freed = sample.reclaimable_bytes if request.action == "empty_cache" else released_bytes(sample, request)
         reserved = sample.reserved_bytes
         devices.append(
             DeviceResult(
                 uuid=sample.uuid,
                 reserved_before_bytes=reserved,
-                reserved_after_bytes=None if reserved is None or freed is None else reserved - freed,
+                reserved_after_bytes=None if reserved is None or freed is None else max(0, reserved - freed),
                 allocated_before_bytes=sample.allocated_bytes,
                 freed_bytes=freed,
             )
@@ -119,6 +137,14 @@ def dry_run_results(selected: SelectedProcess, request: ActionRequest, facts: No
         if idle_bytes is not None and freed is not None:
             result = replace(result, still_free_bytes=min(idle_bytes, freed))
         yield result
+
+
+def released_bytes(sample: DeviceSample, request: ActionRequest) -> int | None:
+    """Return what an engine is expected to release on a device; None if its report does not show that."""
+    sizes = sample.component_bytes
+    if request.action != "release_memory" or "kv_cache" not in sizes:
+        return None
+    return sum(sizes.get(name, 0) for name in ("kv_cache", "weights") if name != request.keep)
 
 
 def expected_refusal(selected: SelectedProcess, request: ActionRequest, facts: NodeFacts) -> CommandResult | None:
@@ -137,8 +163,13 @@ def expected_refusal(selected: SelectedProcess, request: ActionRequest, facts: N
     return None
 
 
-def termination_results(target: TerminationTarget, result: CommandResult, facts: NodeFacts) -> Iterator[ActionResult]:
-    """Yield the result for each device. A process that exited has released the memory that the driver listed."""
+def outside_results(
+    target: OutsideTarget, result: CommandResult, facts: NodeFacts, request: ActionRequest
+) -> Iterator[ActionResult]:
+    """Yield the result for each device. A process that was ended has released the memory that the driver listed."""
+    ends, done = request.action == "terminate", is_done(result.outcome)
+    samples = target.reporter.report.devices if target.reporter is not None else ()
+    released = {sample.uuid: released_bytes(sample, request) for sample in samples}
     for uuid, used_bytes in target.used_bytes or (("", None),):
         yield ActionResult(
             pid=target.pid,
@@ -149,7 +180,7 @@ def termination_results(target: TerminationTarget, result: CommandResult, facts:
             outcome=result.outcome,
             reason=result.reason,
             reason_code=result.reason_code,
-            freed_bytes=used_bytes if is_done(result.outcome) else None,
+            freed_bytes=(used_bytes if ends else released.get(uuid)) if done else None,
             duration_seconds=result.duration_seconds,
             job=facts.job(target.workload, target.host_pid, target.pid),
         )

@@ -6,13 +6,13 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpumem_client.wire.protocol import CommandResult, DeviceSample, ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult, DeviceSample, ReasonCode
 from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.mismatch import nothing_matches, unknown_names
-from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.request import OUTSIDE_ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.samples import ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
 _Reporting = Sequence[tuple[str, ReportingProcess]]
@@ -44,8 +44,8 @@ class SelectedProcess(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TerminationTarget:
-    """A process to terminate, which reports or is on the driver's list."""
+class OutsideTarget:
+    """A process on which the exporter itself acts, which reports or is on the driver's list."""
 
     pid: int | str
     workload: str
@@ -59,12 +59,17 @@ class TerminationTarget:
     """The kernel has named the sender of its report; true for a process without a report."""
     listed: bool = True
     """The driver lists it on a device."""
+    title: str = ""
+    """Its command or title."""
+    owner_uid: int | None = None
+    reporter: ReportingProcess | None = None
+    """The process, if it reports."""
 
     def __str__(self) -> str:
         return f"pid {self.pid}"
 
     @classmethod
-    def of(cls, selected: SelectedProcess, snapshot: Snapshot) -> TerminationTarget:
+    def of(cls, selected: SelectedProcess, snapshot: Snapshot) -> OutsideTarget:
         """Return the target for a process that reports."""
         process, identity = selected.process, selected.process.report.process
         used = {
@@ -84,10 +89,13 @@ class TerminationTarget:
             tuple((reported | used).items()),
             attested=process.attested,
             listed=listed,
+            title=_title(process, snapshot),
+            owner_uid=process.owner_uid,
+            reporter=process,
         )
 
 
-def host_pids(targets: Sequence[TerminationTarget]) -> list[int]:
+def host_pids(targets: Sequence[OutsideTarget]) -> list[int]:
     """Return the known pids of targets on this host."""
     return [target.host_pid for target in targets if target.host_pid is not None]
 
@@ -98,8 +106,8 @@ class Selection:
 
     snapshot: Snapshot
     reporting: tuple[SelectedProcess, ...]
-    listed: tuple[TerminationTarget, ...]
-    """Processes that only the driver lists. Only `terminate` reaches them."""
+    listed: tuple[OutsideTarget, ...]
+    """Processes that only the driver lists. Only the `OUTSIDE_ACTIONS` reach them."""
     at_step: int | None
     """The step after which a group acts."""
 
@@ -108,9 +116,19 @@ class Selection:
         keys: list[tuple[Hashable, str]] = [(one.process.key, str(one)) for one in self.reporting]
         return [*keys, *((one.host_pid, str(one)) for one in self.listed)]
 
-    def termination_targets(self) -> list[TerminationTarget]:
-        """Return the processes as `terminate` needs them."""
-        return [*(TerminationTarget.of(one, self.snapshot) for one in self.reporting), *self.listed]
+    def commanded(self, action: str) -> list[SelectedProcess]:
+        """Return the processes that run an action themselves."""
+        if action not in OUTSIDE_ACTIONS:
+            return list(self.reporting)
+        return [one for one in self.reporting if action in ENGINE_ACTIONS and action in one.process.report.actions]
+
+    def outside_targets(self, action: str) -> list[OutsideTarget]:
+        """Return the processes on which the exporter itself performs an action."""
+        if action not in OUTSIDE_ACTIONS:
+            return []
+        commanded = {one.pid for one in self.commanded(action)}
+        outside = (OutsideTarget.of(one, self.snapshot) for one in self.reporting if one.pid not in commanded)
+        return [*outside, *self.listed]
 
     def identities(self) -> Iterator[tuple[int | str, str, str]]:
         """Yield name, workload and rank of each process."""
@@ -134,11 +152,12 @@ def select(request: ActionRequest, caller: Caller, snapshot: Snapshot, *, hide_i
     shown = permitted if hide_identities else reporting
     _require_known(request, snapshot, permitted, shown)
     matching = select_reporting(request.target, snapshot)
-    listed = select_listed(request.target, snapshot) if request.action == "terminate" else ()
+    listed = select_listed(request.target, snapshot) if request.action in OUTSIDE_ACTIONS else ()
     if not matching and not listed:
         raise TargetNotFoundError(nothing_matches(request.target, shown))
     keys = {process.key for _, process in permitted}
     selected = tuple(one for one in matching if one.process.key in keys)
+    listed = tuple(one for one in listed if caller.may_act_on_listed(one.owner_uid))
     if not selected and not listed:
         raise ActionForbiddenError(
             f"{request.target.describe()} matches only processes of others; {caller} may act on its own processes, "
@@ -179,7 +198,7 @@ def _admits(wanted: Mapping[str, Sequence[str]], **values: Sequence[str]) -> boo
     )
 
 
-def select_listed(target: Target, snapshot: Snapshot) -> tuple[TerminationTarget, ...]:
+def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ...]:
     """Return the target's processes that the driver lists and that do not report."""
     node = snapshot.node
     if node is None or target.workload or target.rank:
@@ -193,10 +212,20 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[TerminationTarget
                 continue
             if listed.pid in unreported and _admits(wanted, pid=(str(listed.pid),), user=users):
                 found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
-    start_times = {pid: facts.start_time_ticks for pid in found if (facts := node.facts.get(pid)) is not None}
-    return tuple(
-        TerminationTarget(pid, "", "", pid, start_times.get(pid, 0), tuple(found[pid])) for pid in sorted(found)
-    )
+    return tuple(_listed_target(pid, tuple(found[pid]), node.facts.get(pid)) for pid in sorted(found))
+
+
+def _listed_target(
+    pid: int, used_bytes: tuple[tuple[str, int | None], ...], facts: ProcessFacts | None
+) -> OutsideTarget:
+    if facts is None:
+        return OutsideTarget(pid, "", "", pid, 0, used_bytes)
+    return OutsideTarget(pid, "", "", pid, facts.start_time_ticks, used_bytes, title=facts.command, owner_uid=facts.uid)
+
+
+def _title(process: ReportingProcess, snapshot: Snapshot) -> str:
+    facts = snapshot.node.facts_of(process) if snapshot.node is not None else None
+    return facts.command if facts is not None and facts.command else process.report.process.command
 
 
 def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Reporting, shown: _Reporting) -> None:
@@ -205,7 +234,7 @@ def _require_known(request: ActionRequest, snapshot: Snapshot, permitted: _Repor
     if not given:
         return
     names, listed = snapshot.names, _listed_pids(snapshot)
-    of_target = listed if request.action == "terminate" else frozenset[int]()
+    of_target = listed if request.action in OUTSIDE_ACTIONS else frozenset[int]()
     known = _known_names(snapshot, names.reporting, permitted, of_target)
     if all(known[selector].keys() >= set(values) for selector, values in given.items()):
         return

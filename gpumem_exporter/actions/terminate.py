@@ -13,7 +13,7 @@ import signal
 from dataclasses import replace
 
 from gpumem_client.wire.protocol import CommandResult, ReasonCode
-from gpumem_exporter.actions.selection import TerminationTarget
+from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.host import Host
 
 _GRACE_SECONDS = 10.0
@@ -28,7 +28,7 @@ class Terminator:
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    def refusal(self, action_id: str, target: TerminationTarget) -> CommandResult | None:
+    def refusal(self, action_id: str, target: OutsideTarget) -> CommandResult | None:
         """Return the result for a process that must not be terminated; None for any other.
 
         A pid that is only the claim of a report is refused: kernel and driver must confirm it.
@@ -50,7 +50,7 @@ class Terminator:
             return None
         return CommandResult(action_id, "refused", reason, code)
 
-    async def end(self, action_id: str, target: TerminationTarget) -> CommandResult:
+    async def end(self, action_id: str, target: OutsideTarget) -> CommandResult:
         """Terminate a process that `refusal` permits, and return the result."""
         clock = asyncio.get_running_loop().time
         started = clock()

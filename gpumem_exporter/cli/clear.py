@@ -18,7 +18,7 @@ from typing import Any
 from gpumem_client.wire.errors import ExporterAnswerError
 from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS
+from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, longest_seconds
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons
@@ -56,8 +56,7 @@ class Plan:
     @property
     def wait_seconds(self) -> float:
         """How long the action may take."""
-        starts = max(float(request["deadline_seconds"]) for request in self.requests)
-        return starts + float(self.body.get("duration_seconds") or 0.0) + ANSWER_GRACE_SECONDS
+        return max(map(longest_seconds, self.requests))
 
     def as_given(self) -> Plan:
         """Return the plan with the request itself in place of the suggested ones."""

@@ -9,7 +9,7 @@ _MODULES = {
     "run": ("run",),
     "info": ("info",),
     "top": ("top",),
-    "actions": ("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
+    "actions": ("clear", "gc", "reset-peak", "snapshot", "fraction", "sleep", "wake", "terminate"),
     "profile": ("profile",),
     "events": ("events",),
     "action_log": ("actions",),

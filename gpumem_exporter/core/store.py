@@ -209,6 +209,11 @@ class Store:
                 orphans=self._orphans.found if node is not None else {},
             )
 
+    @property
+    def newest_reading(self) -> NodeReading | None:
+        """The last reading as the driver returned it, whatever its age and the samples of the processes."""
+        return self._node
+
     def find(self, key: ProcessKey) -> ReportingProcess | None:
         """Return the process with its last report, whatever the age of the report; None if unknown."""
         entry = self._entries.get(key)

@@ -20,6 +20,8 @@ ACTION_NAMES = {
     "collect_garbage": "gc",
     "reset_peak": "reset-peak",
     "set_memory_fraction": "fraction",
+    "release_memory": "sleep",
+    "resume_memory": "wake",
 }
 """The command of each action whose command has another name."""
 

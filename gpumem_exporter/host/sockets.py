@@ -49,7 +49,7 @@ class SocketHolders:
                 continue
             if None not in cgroup_ids and self._cgroup_ids.of(pid) not in cgroup_ids:
                 continue
-            for inode in self._sockets(pid, by_inode):
+            for inode in self.sockets_of(pid, by_inode):
                 place = self.place_of(int(pid), by_inode[inode])
                 if place is not None:
                     found[by_inode[inode]].add(place)
@@ -66,9 +66,9 @@ class SocketHolders:
             # `kubectl port-forward`. Over loopback, it cannot be distinguished from a service of the host.
             place = UNKNOWN
         # After the place: the process that has the socket now had this pid before.
-        return place if self._sockets(pid, {owner.inode: owner}) else None
+        return place if self.sockets_of(pid, {owner.inode: owner}) else None
 
-    def _sockets(self, pid: int | str, wanted: Mapping[int, SocketOwner]) -> list[int]:
+    def sockets_of(self, pid: int | str, wanted: Mapping[int, SocketOwner]) -> list[int]:
         """Return the wanted sockets that a process has open; empty if this user may not see its descriptors."""
         names = {f"socket:[{inode}]": inode for inode in wanted}
         found: list[int] = []

@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
+from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
@@ -63,11 +64,13 @@ def create_app(
     pods: PodResources | None = None,
     driver_pids: DriverPids | None = None,
     socket_file: SocketFile | None = None,
+    engines: Engines | None = None,
 ) -> FastAPI:
     """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
 
     The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
-    if every pid of the driver is of this PID namespace, and `socket_file` without a unix socket.
+    if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
+    processes are not real.
     """
     runtime = Runtime(
         settings,
@@ -78,6 +81,7 @@ def create_app(
         pods=pods,
         driver_pids=driver_pids,
         socket_file=socket_file,
+        engines=engines,
     )
     app = _Application(runtime, _lifespan(runtime, pods))
     app.state.runtime = runtime
@@ -180,6 +184,7 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             waiting=runtime.profile_requests,
             dispatcher=dispatcher,
             held_requests=held_requests,
+            renderer=runtime.renderer,
         ),
         events_router(
             runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.engines import Engines
 from gpumem_exporter.actions.registry import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
@@ -69,6 +70,7 @@ class Runtime:
         pods: PodResources | None = None,
         driver_pids: DriverPids | None = None,
         socket_file: SocketFile | None = None,
+        engines: Engines | None = None,
     ) -> None:
         self.settings = settings
         self.source = provider.source
@@ -115,6 +117,8 @@ class Runtime:
             record=self.audit.record,
             wake=self.held_requests.wake,
             hide_identities=settings.web_hide_identities,
+            engines=engines,
+            poll_soon=self.poller.poll_soon,
         )
         self.presence = Presence(
             self.store,

@@ -31,6 +31,7 @@ from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 
 if TYPE_CHECKING:
+    from gpumem_exporter.actions.engines import Engines
     from gpumem_exporter.server.security.web_access import WebAccess
 
 _STOP_SECONDS = 1
@@ -80,6 +81,7 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
                 return 1
         if demo:
             return _run_demo(settings, listeners, demo_processes)
+        from gpumem_exporter.engines.control import EngineControl
         from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 
         return serve(
@@ -89,6 +91,7 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
             host=LinuxHost(),
             pods=PodResources.of_this_node(),
             driver_pids=DriverPids.of_this_exporter(),
+            engines=EngineControl(),
         )
 
 
@@ -138,12 +141,13 @@ def serve(
     host: Host,
     pods: PodResources | None = None,
     driver_pids: DriverPids | None = None,
+    engines: Engines | None = None,
     on_started: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve on bound sockets until a signal, and return the exit code. In a thread, it handles no signals.
 
-    `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID namespace. `on_started` is
-    called once, when requests are answered.
+    `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID namespace, `engines` where
+    the processes are not real. `on_started` is called once, when requests are answered.
     """
     app = create_app(
         settings,
@@ -152,6 +156,7 @@ def serve(
         pods=pods,
         driver_pids=driver_pids,
         socket_file=listeners.socket_file,
+        engines=engines,
     )
     server = build_server(app, settings, listeners, on_started=on_started)
     # The objects of imports stay for ever. Without them, a full collection takes milliseconds and not 90 on the event

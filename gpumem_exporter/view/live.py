@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from gpumem_client.wire.protocol import ENGINE_ACTIONS
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.suggestion import suggested_timing
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
@@ -249,6 +250,7 @@ def _job(
         **job.steps(snapshot, now_unix_seconds),
         "last_report_unix_seconds": min((last for last in last_reports if last is not None), default=None),
         "clear": _clear(job, snapshot.taken_seconds),
+        "engine_memory": _engine_memory(job),
         "processes": [
             {
                 **(process_document(process, snapshot) if whole else _process(process, snapshot)),
@@ -329,6 +331,22 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
         "target": {"pid": pids[0] if len(pids) == 1 else pids},
         **timing._asdict(),
     }
+
+
+def _engine_memory(job: Job) -> Document | None:
+    """Return the action that lets the engines of a job sleep, or wakes them; None without an engine that reports."""
+    engines = [
+        (process.pid, process.reporter.report)
+        for process in job.processes
+        if process.reporter is not None
+        and (process.reporter.report.engine is not None or ENGINE_ACTIONS[0] in process.reporter.report.actions)
+    ]
+    if not engines:
+        return None
+    asleep = any(sample.unmapped_bytes for _, report in engines for sample in report.devices)
+    pids = [pid for pid, _ in engines]
+    release, resume = ENGINE_ACTIONS
+    return {"action": resume if asleep else release, "target": {"pid": pids[0] if len(pids) == 1 else pids}}
 
 
 def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> Document:

@@ -189,6 +189,30 @@ def _terminate(action: Document, done: Sequence[Document]) -> str:
     return f"{verb} {subject(done)}{f', which {frees} {least}{human_bytes(sum(known))}' if known else ''}."
 
 
+def _release(action: Document, done: Sequence[Document]) -> str:
+    known = [result for result in done if result.get("freed_bytes") is not None]
+    freed = sum(result["freed_bytes"] for result in known)
+    least = "at least " if len(known) < len(done) else ""
+    if action["dry_run"]:
+        size = f", which would free {least}{human_bytes(freed)}" if known else ""
+        return f"Would let {subject(done)} sleep{size}."
+    if not known:
+        return f"Let {subject(done)} sleep; the freed memory is not known."
+    resident = sum(result.get("driver_after_bytes") or 0 for result in known)
+    text = f"Freed {least}{human_bytes(freed)} in {subject(done)}, which sleeps; {human_bytes(resident)} stay resident"
+    settled = [result["still_free_bytes"] for result in known if result.get("still_free_bytes") is not None]
+    if settled and not action.get("settling") and sum(settled) < freed:
+        text += f", and {human_bytes(freed - sum(settled))} were taken again within {action['settle_seconds']:g} s"
+    return f"{text}."
+
+
+def _resume(action: Document, done: Sequence[Document]) -> str:
+    used = [each["driver_after_bytes"] for each in done if each.get("driver_after_bytes") is not None]
+    if action["dry_run"]:
+        return f"Would wake {subject(done)}."
+    return f"Woke {subject(done)}{f', which uses {human_bytes(sum(used))} now' if used else ''}."
+
+
 def _other(action: Document, done: Sequence[Document]) -> str:
     return f"{'Would act' if action['dry_run'] else 'Acted'} in {subject(done)}."
 
@@ -201,4 +225,6 @@ _OF_ACTIONS = {
     "profile": _profile,
     "set_memory_fraction": _limit,
     "terminate": _terminate,
+    "release_memory": _release,
+    "resume_memory": _resume,
 }

@@ -17,10 +17,12 @@ from gpumem_client.allocator.snapshot_file import write_snapshot
 from gpumem_client.allocator.unmapped import Unmapped
 from gpumem_client.commands.profiling import Profiling
 from gpumem_client.commands.settling import Settling
+from gpumem_client.engines.reader import process_engine
+from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import raised_by_signal_handler
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import Command, CommandResult, DeviceResult, ReasonCode, SnapshotFile
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult, DeviceResult, ReasonCode, SnapshotFile
 from gpumem_client.wire.units import human_bytes
 
 _REMEMBERED = 64
@@ -46,11 +48,13 @@ class Executor:
         sampler: Sampler,
         *,
         collect_garbage: Callable[[], object] = gc.collect,
+        engine: Callable[[], CoreMemory | None] = lambda: process_engine().memory(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._allocator = allocator
         self._sampler = sampler
         self._gc = collect_garbage
+        self._engine = engine
         self._clock = clock
         self.settling = Settling()
         """The clears whose settling time has not passed."""
@@ -65,12 +69,22 @@ class Executor:
             "reset_peak": self._reset_peak,
             "snapshot": self._snapshot,
             "set_memory_fraction": self._set_memory_fraction,
+            "release_memory": self._release_memory,
+            "resume_memory": self._resume_memory,
         }
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """The actions that this reporter supports."""
-        return (*self._runners, *(("profile",) if self.profiling is not None else ()))
+        """The actions that this reporter supports now."""
+        without_engine = self._engine() is None
+        engineless = (action for action in self._runners if not (without_engine and action in ENGINE_ACTIONS))
+        return (*engineless, *(("profile",) if self.profiling is not None else ()))
+
+    @property
+    def engine_busy(self) -> bool:
+        """Whether an engine that can release its memory has requests."""
+        engine = self._engine()
+        return engine is not None and engine.busy
 
     def known(self, command_id: str) -> CommandResult | None:
         """Return the result of a finished command; None for any other."""
@@ -135,7 +149,11 @@ class Executor:
             started = time.perf_counter()
             snapshot = runner(command)
             duration = time.perf_counter() - started
-            devices = tuple(self._compare(i, measured) for i, measured in before.items() if self._allocator.uuid(i))
+            devices = tuple(
+                self._compare(i, measured, unmaps=command.action in ENGINE_ACTIONS)
+                for i, measured in before.items()
+                if self._allocator.uuid(i)
+            )
         except CommandRefusedError as error:
             return CommandResult(command.id, "refused", str(error), error.reason_code)
         except Exception as error:  # an error of torch or of a finalizer is this command's result
@@ -186,6 +204,20 @@ class Executor:
         for index in devices:
             self._allocator.set_memory_fraction(index, fraction)
 
+    def _release_memory(self, command: Command) -> None:
+        self._memory().release(keep_weights="weights" in command.keep, force=command.force)
+
+    def _resume_memory(self, _command: Command) -> None:
+        self._memory().resume()
+
+    def _memory(self) -> CoreMemory:
+        engine = self._engine()
+        if engine is None:
+            raise CommandRefusedError(
+                "no engine in this process can release its memory without its server", ReasonCode.NO_ENGINE
+            )
+        return engine
+
     def _measured(self, uuids: tuple[str, ...]) -> list[int]:
         """Return the device indices for these uuids; all of the process's devices if there are no uuids."""
         return [index for index in self._allocator.devices() if not uuids or self._allocator.uuid(index) in uuids]
@@ -198,16 +230,18 @@ class Executor:
         unmapped = self._allocator.unmapped(index, state) or Unmapped(0, 0)
         return _Before(state, unmapped, self._allocator.free_bytes(index))
 
-    def _compare(self, index: int, before: _Before) -> DeviceResult:
+    def _compare(self, index: int, before: _Before, *, unmaps: bool) -> DeviceResult:
         after = self._allocator.state(index)
-        reserved, allocated = before.unmapped  # no command maps or unmaps the memory of live tensors
+        reserved, allocated = before.unmapped
+        # Only an engine maps or unmaps the memory of live tensors.
+        now = (self._allocator.unmapped(index, after) or Unmapped(0, 0)) if unmaps else before.unmapped
         return DeviceResult(
             uuid=self._allocator.uuid(index),
             reserved_before_bytes=_mapped(before.state, "reserved_bytes", reserved),
-            reserved_after_bytes=_mapped(after, "reserved_bytes", reserved),
+            reserved_after_bytes=_mapped(after, "reserved_bytes", now.reserved_bytes),
             allocated_before_bytes=_mapped(before.state, "allocated_bytes", allocated),
-            allocated_after_bytes=_mapped(after, "allocated_bytes", allocated),
-            freed_bytes=_freed(before.state, after),
+            allocated_after_bytes=_mapped(after, "allocated_bytes", now.allocated_bytes),
+            freed_bytes=None if unmaps else _freed(before.state, after),
             device_free_before_bytes=before.free_bytes,
             device_free_after_bytes=self._allocator.free_bytes(index),
         )

@@ -17,7 +17,7 @@ from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor, refused_during_capture
 from gpumem_client.guest_safety import log
-from gpumem_client.wire.protocol import MODES, Command, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, MODES, Command, CommandResult, ReasonCode
 
 _IDLE_SECONDS = 2.0
 """A process is idle after this time without an allocation or a free."""
@@ -108,7 +108,10 @@ class Scheduler:
             if now >= expires_seconds and self._claim(command.id) is not None:
                 self._end_late(command)
         self._run_all("now")
-        if any(each.command.mode == "idle" for each in self._list()) and self._idle(now):
+        waiting = [each.command for each in self._list() if each.command.mode == "idle"]
+        if any(command.action in ENGINE_ACTIONS for command in waiting) and not self._executor.engine_busy:
+            self._run_all("idle", of_engine=True)
+        if any(command.action not in ENGINE_ACTIONS for command in waiting) and self._idle(now):
             self._run_all("idle")
             self._counted = None
 
@@ -118,9 +121,11 @@ class Scheduler:
             results, self._results = tuple(self._results), []
         return results
 
-    def _run_all(self, mode: str) -> None:
+    def _run_all(self, mode: str, *, of_engine: bool = False) -> None:
         for command, expires_seconds in self._list():
-            if command.mode == mode and not self._allocator.capturing and self._claim(command.id) is not None:
+            waits_for_engine = mode == "idle" and command.action in ENGINE_ACTIONS
+            due = command.mode == mode and waits_for_engine is of_engine
+            if due and not self._allocator.capturing and self._claim(command.id) is not None:
                 result = self._executor.run(command, expires_seconds=expires_seconds)
                 if result is not None:
                     self._finish(result)
@@ -213,6 +218,9 @@ class Scheduler:
         self._end(command, "expired", passed, ReasonCode.STEP_PASSED)
 
     def _end_late(self, command: Command) -> None:
+        if command.mode == "idle" and command.action in ENGINE_ACTIONS:
+            self._end(command, "refused", "the engine had requests until the deadline", ReasonCode.ENGINE_BUSY)
+            return
         if command.mode == "now":
             late, code = "a CUDA graph was being captured until the deadline", ReasonCode.CUDA_GRAPH_CAPTURE
         elif command.mode == "idle":

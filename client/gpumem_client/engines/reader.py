@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from gpumem_client.engines.facts import EngineFacts, unknown
 from gpumem_client.engines.sglang import Sglang
+from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.engines.vllm import Vllm
 from gpumem_client.hooks.lifecycle import once
 
@@ -32,6 +33,13 @@ class EngineReader:
                 facts = engine.read()
                 if facts is not None:
                     return facts
+        return None
+
+    def memory(self) -> CoreMemory | None:
+        """Return the memory of the engine if this process can release and resume it; otherwise None."""
+        with unknown("the sleep mode of an inference engine"):
+            core = self._vllm.core()
+            return CoreMemory(core) if core is not None and CoreMemory.is_supported(core) else None
         return None
 
     def segment_components(self) -> Mapping[int, str]:

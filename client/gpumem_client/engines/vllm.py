@@ -54,10 +54,10 @@ class Vllm:
 
     def look(self) -> None:
         """Search the engine's objects, and count the blocks of the cache, as far as either is due."""
-        worker, core = self._worker(), self._core()
+        worker, core = self._worker(), self.core()
         if worker is None or (core is None and _measures(worker)):
             self._objects.search()
-        scheduler = getattr(self._core(), "scheduler", None)
+        scheduler = getattr(self.core(), "scheduler", None)
         if scheduler is not None and self._clock() >= self._next_count_seconds:
             started = time.thread_time()
             self._count_evictable(scheduler.kv_cache_manager.block_pool)
@@ -65,7 +65,7 @@ class Vllm:
 
     def read(self) -> EngineFacts | None:
         """Return what the engine's objects show; None if none was found."""
-        worker, core = self._worker(), self._core()
+        worker, core = self._worker(), self.core()
         if worker is None and core is None:
             return None
         measures = None if worker is None else _measures(worker)
@@ -97,11 +97,12 @@ class Vllm:
     def _worker(self) -> Any:
         worker = self._objects.get(_WORKER)
         if worker is None:
-            executor = getattr(self._core(), "model_executor", None)
+            executor = getattr(self.core(), "model_executor", None)
             worker = getattr(getattr(executor, "driver_worker", None), "worker", None)
         return worker
 
-    def _core(self) -> Any:
+    def core(self) -> Any:
+        """Return the engine core; None if it was not found or was deleted."""
         return self._objects.get(_CORE)
 
     def _cache_use(self, pool: Any) -> CacheUse | None:
@@ -143,7 +144,8 @@ def _held(worker: Any) -> Mapping[int, Mapping[str, int]]:
     runner, torch = getattr(worker, "model_runner", None), torch_access.initialized_torch()
     if runner is None or torch is None:
         return {}
-    held = {index: {"kv_cache": size} for index, size in torch_access.storage_bytes(torch, runner.kv_caches).items()}
+    caches = torch_access.storage_bytes(torch, getattr(runner, "kv_caches", ()))
+    held = {index: {"kv_cache": size} for index, size in caches.items()}
     weights, device = getattr(runner, "model_memory_usage", None), getattr(worker.device, "index", None)
     if isinstance(weights, int) and weights >= 0 and device is not None:
         held.setdefault(device, {})["weights"] = weights

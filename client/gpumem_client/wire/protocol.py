@@ -72,6 +72,15 @@ class ReasonCode(str, Enum):
     EXCEPTION = "exception"
     SIGNAL_HANDLER = "signal_handler"
 
+    # From an engine, in its process or through its routes.
+    NO_ENGINE = "no_engine"
+    ENGINE_BUSY = "engine_busy"
+    ENGINE_ASLEEP = "engine_asleep"
+    ENGINE_AWAKE = "engine_awake"
+    ENGINE_NOT_ENABLED = "engine_not_enabled"
+    ENGINE_FAILED = "engine_failed"
+    HOST_MEMORY_SHORT = "host_memory_short"
+
     # From the process or from the exporter.
     CANCELLED = "cancelled"
     PROCESS_EXITED = "process_exited"
@@ -95,6 +104,9 @@ class ReasonCode(str, Enum):
     SIGNAL_FAILED = "signal_failed"
     PIDFD_UNAVAILABLE = "pidfd_unavailable"
     ENGINE_STARTING = "engine_starting"
+    ENGINE_UNREACHABLE = "engine_unreachable"
+    ENGINE_DENIED = "engine_denied"
+    DEVICE_MEMORY_SHORT = "device_memory_short"
 
     def __str__(self) -> str:
         return str(self.value)
@@ -200,6 +212,8 @@ class DeviceSample:
 KV_CACHE_STATES = ("used", "evictable", "free")
 """Used by running requests; kept for later requests with the same prefix, and usable at once; not used."""
 ENGINE_STATES = ("starting", "serving", "idle", "asleep")
+ENGINE_ACTIONS = ("release_memory", "resume_memory")
+"""The commands for an inference engine. In mode `idle`, the process waits until the engine has no request."""
 
 
 @dataclass(frozen=True)

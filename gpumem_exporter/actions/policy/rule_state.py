@@ -13,6 +13,7 @@ from gpumem_exporter.actions.policy.values import Observation, shown_quantity
 from gpumem_exporter.actions.request import ActionRequest
 
 HOUR_SECONDS = 3600.0
+_CHANGED_SINCE = (ReasonCode.ENGINE_STARTING, ReasonCode.ENGINE_BUSY, ReasonCode.ENGINE_ASLEEP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,8 @@ def _why_unhelpful(action: Action, rule: Rule, stop_after: StopAfter) -> str | N
     if outcomes <= {"gone"}:
         return None
     if not any(map(is_done, outcomes)):
-        if any(result.reason_code == ReasonCode.ENGINE_STARTING for result in action.results):
-            return None  # an engine started after the decision, which says nothing about the rule
+        if any(result.reason_code in _CHANGED_SINCE for result in action.results):
+            return None  # this came after the decision, and says nothing about the rule
         return "; ".join(dict.fromkeys(f"{result.outcome}: {result.reason}" for result in action.results))
     freed, least = action.freed_bytes, stop_after.freed_under
     if freed is None:

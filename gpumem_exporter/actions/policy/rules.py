@@ -22,16 +22,20 @@ from pydantic import (
 )
 from typing_extensions import Self
 
+from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS
 from gpumem_exporter.actions.policy.values import FIELDS, read_quantity, shown_quantity
 from gpumem_exporter.actions.request import ACTIONS, MAX_SETTLE_SECONDS, OPTIONS, ActionRequest, Target, invalid_fields
 from gpumem_exporter.core.yaml_file import FileSection, Flag, YamlFile, section_error
 
 MAX_RULES = 100
 _DAY_SECONDS = 86400.0
-_FREEING = ("empty_cache", "collect_garbage")
+_RELEASING = ("empty_cache", "release_memory")
+"""The actions that release memory to the driver, of which some may be taken again soon."""
+_FREEING = (*_RELEASING, "collect_garbage")
 """The actions that free memory: a rule may find that they do not help."""
 _OPTION_OF = {
-    **{name: name for name in ("mode", "group", "collect_garbage", "fraction", "force")},
+    **{name: name for name in ("mode", "group", "collect_garbage", "fraction", "force", "keep")},
+    "wait_idle": "wait_idle_seconds",
     "deadline": "deadline_seconds",
     "duration": "duration_seconds",
 }
@@ -191,8 +195,16 @@ class Rule(FileSection):
             if "stop_after" in self.model_fields_set:
                 raise section_error("stop_after", f"stop_after: only {' and '.join(_FREEING)} accept it")
             object.__setattr__(self, "stop_after", None)
-        elif self.do.action != "empty_cache" and stop is not None and "still_free_after" in stop.model_fields_set:
-            raise section_error("stop_after", "still_free_after: only empty_cache accepts it")
+        elif self.do.action not in _RELEASING and stop is not None and "still_free_after" in stop.model_fields_set:
+            raise section_error("stop_after", f"still_free_after: only {' and '.join(_RELEASING)} accept it")
+        idle = next((condition for condition in self.when if condition.field == "engine_idle_seconds"), None)
+        if (
+            self.do.action == "release_memory"
+            and not self.do.request.force
+            and (idle is None or idle.over < MIN_IDLE_SECONDS)
+        ):
+            expected = f"engine_idle_seconds over at least {shown_quantity(MIN_IDLE_SECONDS, 'seconds')}"
+            raise section_error("when", f"when: release_memory expects {expected}")
         if self.cooldown < self.settle_seconds:
             settle, cooldown = (shown_quantity(seconds, "seconds") for seconds in (self.settle_seconds, self.cooldown))
             expected = f"at least still_free_after of stop_after, which is {settle}"
@@ -202,9 +214,8 @@ class Rule(FileSection):
     @property
     def settle_seconds(self) -> float:
         """The time after which it counts how much of the released memory is still free; 0 if that does not count."""
-        # No other action releases memory to the driver.
-        clears = self.do.action == "empty_cache"
-        return self.stop_after.still_free_after if clears and self.stop_after is not None else 0.0
+        releases = self.do.action in _RELEASING
+        return self.stop_after.still_free_after if releases and self.stop_after is not None else 0.0
 
     @cached_property
     def request(self) -> ActionRequest:

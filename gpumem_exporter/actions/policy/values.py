@@ -170,6 +170,11 @@ def _activity(process: ReportingProcess) -> object:
     )
 
 
+def _engine_idle(seen: Observation) -> float:
+    engine = seen.process.report.engine
+    return nan if engine is None or engine.state == "asleep" else _known(engine.idle_seconds)
+
+
 def _known(value: float | None) -> float:
     return nan if value is None else value
 
@@ -216,10 +221,11 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "allocated_bytes": Field("bytes", lambda seen: _known(seen.sample.allocated_bytes)),
         "reserved_bytes": Field("bytes", lambda seen: _known(seen.sample.reserved_bytes)),
         "idle_seconds": Field("seconds", lambda seen: seen.idle_seconds),
+        "engine_idle_seconds": Field("seconds", _engine_idle),
         "device_free_bytes": Field("bytes", _device_free),
         "device_free_ratio": Field("ratio", _device_free_ratio),
         "device_utilization_ratio": Field("ratio", _utilization),
     }
 )
-"""The fields by name, in the words of the metrics: of the process on the device, except `idle_seconds` (of the process
-on all its devices) and `device_…` (of the device with all its processes)."""
+"""The fields by name, in the words of the metrics: of the process on the device, except `idle_seconds` and
+`engine_idle_seconds` (of the process on all its devices) and `device_…` (of the device with all its processes)."""

@@ -39,6 +39,8 @@ _COMMANDS = {ACTION_NAMES.get(action, action): action for action in ACTIONS}
 """The action of each command."""
 _STATES = {state.value: state.value for state in ActionState}
 _SHOWN_ID = 8
+_FREEING = ("empty_cache", "terminate", "release_memory")
+"""The actions that release memory to the driver."""
 _FULL_ID = 32
 _CANCEL_SECONDS = 5.0
 """How long `cancel` waits for processes that have received their command."""
@@ -139,7 +141,7 @@ def _full_id(api: ExporterApi, given: str) -> str:
 def _row(action: Document) -> Sequence[Any]:
     outcome, ended = action["state"], has_ended(action)
     style = "green" if outcome == "done" else "red" if ended else ""
-    freed = action["freed_bytes"] if action["action"] in ("empty_cache", "terminate") else None
+    freed = action["freed_bytes"] if action["action"] in _FREEING else None
     return (
         action["id"][:_SHOWN_ID],
         _time(action),

@@ -106,6 +106,32 @@ ACTION_COMMANDS = (
 """,
     ),
     ActionCommand(
+        "sleep",
+        "release_memory",
+        "Let inference engines release their memory.",
+        "The engine of each selected process offloads its weights to the host and drops its key-value cache, as a "
+        "whole, on all its GPUs. Requests that arrive while it sleeps wait, or load the model again: see the page on "
+        "engines. An engine that has requests is refused, unless --wait-idle or --force is given. What is freed is "
+        "what the driver no longer lists, and the rest is what stays resident: CUDA graphs, context, NCCL. "
+        "`serve --action.allow` must include release_memory.",
+        """\
+  gpumem-exporter sleep --workload chat --dry-run
+  gpumem-exporter sleep --workload chat --wait-idle 30
+  gpumem-exporter sleep --workload chat --keep weights     # only the key-value cache: wakes faster
+""",
+    ),
+    ActionCommand(
+        "wake",
+        "resume_memory",
+        "Let inference engines take their memory again.",
+        "The engine of each selected process takes the memory again that it released, and serves. It is refused if a "
+        "GPU lacks the memory. `serve --action.allow` must include resume_memory.",
+        """\
+  gpumem-exporter wake --workload chat --dry-run
+  gpumem-exporter wake --workload chat
+""",
+    ),
+    ActionCommand(
         "terminate",
         "terminate",
         "Terminate processes: SIGTERM, and SIGKILL after ten seconds.",
@@ -152,7 +178,7 @@ def _click_command(command: ActionCommand) -> click.Command:
     return run
 
 
-clear, gc, reset_peak, snapshot, fraction, terminate = map(_click_command, ACTION_COMMANDS)
+clear, gc, reset_peak, snapshot, fraction, sleep, wake, terminate = map(_click_command, ACTION_COMMANDS)
 
 
 def _run(

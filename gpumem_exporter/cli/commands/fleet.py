@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from gpumem_exporter.actions.request import DEVICE_ACTIONS
+from gpumem_exporter.actions.request import DEVICE_ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import act
 from gpumem_exporter.cli.fleet.options import FleetOptions, fleet_options, overview_options, selection_options
@@ -59,6 +59,8 @@ _QUERIES = {
     "reset-peak": ('gpumem_reporter_up{workload="llm-pretrain"}', "after the warm-up"),
     "snapshot": ("gpumem_torch_fragmented_bytes > 4e9", "what fragments the cache"),
     "fraction": ('gpumem_reporter_up{workload="notebook"}', "half of each device for notebooks"),
+    "sleep": ('gpumem_reporter_up{workload="chat"}', "room for the release run"),
+    "wake": ('gpumem_reporter_up{workload="chat"}', "the release run has ended"),
     "terminate": ('gpumem_reporter_up{workload="old-run",rank="0"}', "left behind by job 17"),
 }
 """For each action, the query and the reason in the examples of its help."""
@@ -121,7 +123,7 @@ def top(interval_seconds: float, query: str, **values: Any) -> int:
 def _add_action(command: ActionCommand) -> None:
     devices = " If a series names a device, only on that device." if command.action in DEVICE_ACTIONS else ""
     argument = " 0.5" if command.name == "fraction" else ""
-    ranks = "" if command.name == "terminate" else " With --group, on every rank of their workload."
+    ranks = "" if command.action in OUTSIDE_ACTIONS else " With --group, on every rank of their workload."
     query, reason = _QUERIES[command.name]
     acts = f"Acts as `{command.name}` on each process that the query selects."
 

@@ -10,7 +10,7 @@ from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableEr
 from gpumem_client.wire.http import shown_url
 from gpumem_client.wire.units import counted
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.request import ACTIONS
+from gpumem_exporter.actions.request import ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding
 
@@ -133,7 +133,7 @@ def check_actions(caller: Document) -> Iterator[Finding]:
     off = [action for action in ACTIONS if action not in allowed]
     detail = f"off: {', '.join(off)}" if off else "all are on"
     if "empty_cache" in off:
-        wanted = "default,terminate" if "terminate" in allowed else "default"
+        wanted = ",".join(["default", *(action for action in OUTSIDE_ACTIONS if action in allowed)])
         fix = f"start it with --action.allow {wanted}"
         yield Finding("actions", WARN, f"{detail}; no cache can be cleared", fix)
     else:

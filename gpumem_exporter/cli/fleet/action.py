@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, DEVICE_ACTIONS
+from gpumem_exporter.actions.request import DEFAULT_DEADLINE_SECONDS, DEVICE_ACTIONS, OUTSIDE_ACTIONS, longest_seconds
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
@@ -138,12 +138,12 @@ class _Run:
     @property
     def wait_seconds(self) -> float:
         """How long to wait for the end of the action."""
-        return float(self.body["deadline_seconds"] + self.body.get("settle_seconds", 0.0) + ANSWER_GRACE_SECONDS)
+        return longest_seconds(self.body) + float(self.body.get("settle_seconds", 0.0))
 
     def on_each(self, selectors: Selectors) -> FleetResult:
         """Run the action in every selected process on its own, and return the results."""
         with self.options.fleet(selectors) as fleet:
-            processes, failed = self._select(fleet, selectors, unreported=self.body["action"] == "terminate")
+            processes, failed = self._select(fleet, selectors, unreported=self.body["action"] in OUTSIDE_ACTIONS)
             self._require_allowed_number(processes)
             requests = requests_for(self.body["action"], processes)
             fleet.submit(requests, self.body)

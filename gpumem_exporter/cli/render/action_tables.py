@@ -116,6 +116,7 @@ _TOOK: _Column = ("took", "right", lambda result: human_seconds(result.get("dura
 _STAYS_FREE: _Column = ("stays free", "right", _bytes("still_free"))
 _RESERVED: _Column = ("reserved", "right", _bytes("reserved_before"))
 _LIMIT: _Column = ("limit", "right", _bytes("limit"))
+_USED: _Column = ("used now", "right", _bytes("driver_before"))
 _FREED: _Column = ("freed", "right", _bytes("freed"))
 
 _SIZES: Mapping[tuple[str, bool], tuple[_Column, ...]] = {
@@ -140,6 +141,14 @@ _SIZES: Mapping[tuple[str, bool], tuple[_Column, ...]] = {
     ),
     ("set_memory_fraction", True): (_LIMIT, _RESERVED),
     ("set_memory_fraction", False): (_LIMIT, _RESERVED, _TOOK),
+    ("release_memory", True): (_USED, ("frees", "right", _bytes("freed"))),
+    ("release_memory", False): (_FREED, _STAYS_FREE, ("resident", "right", _bytes("driver_after")), _TOOK),
+    ("resume_memory", True): (_USED,),
+    ("resume_memory", False): (
+        ("before", "right", _bytes("driver_before")),
+        ("after", "right", _bytes("driver_after")),
+        _TOOK,
+    ),
     ("terminate", True): (("frees", "right", _bytes("freed")),),
     ("terminate", False): (_FREED, _TOOK),
 }

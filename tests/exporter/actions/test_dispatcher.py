@@ -13,7 +13,7 @@ from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.actions.registry import SETTLING_GRACE_SECONDS, RateLimits
 from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, ActionRequest, Target
-from gpumem_exporter.actions.selection import TerminationTarget, select_listed
+from gpumem_exporter.actions.selection import OutsideTarget, select_listed
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
@@ -340,10 +340,10 @@ async def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_ha
     class Deadly(Terminator):
         ended: ClassVar[list[int | str]] = []
 
-        def refusal(self, action_id: str, target: TerminationTarget) -> None:
+        def refusal(self, action_id: str, target: OutsideTarget) -> None:
             return None
 
-        async def end(self, action_id: str, target: TerminationTarget) -> CommandResult:
+        async def end(self, action_id: str, target: OutsideTarget) -> CommandResult:
             self.ended.append(target.pid)
             return CommandResult(action_id, "done")
 

@@ -103,16 +103,17 @@ def test_a_clear_is_refused_at_its_deadline_with_what_it_waited_for() -> None:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_only_actions_that_release_memory_wait(action: str) -> None:
+def test_only_actions_that_release_or_take_memory_wait(action: str) -> None:
     bench = EngineBench()
     fraction = {"fraction": 0.5, "force": True} if action == "set_memory_fraction" else {}
     bench.dispatcher = bench.build(allowed=frozenset(ACTIONS))
-    asked = bench.ask(action, target=Target(pid=2), dry_run=True, **fraction)
+    caller = Caller(CallerKind.UNIX, Rights.ALL, uid=0)
+    asked = bench.ask(action, target=Target(pid=2), dry_run=True, caller=caller, **fraction)
     codes = {result.reason_code for result in asked.results}
     if action == "terminate":  # the host of this bench knows no process, so it refuses before
         assert codes == {ReasonCode.NOT_LISTED}
     else:
-        assert (STARTING in codes) == (action == "empty_cache")
+        assert (STARTING in codes) == (action in ("empty_cache", "release_memory", "resume_memory"))
 
 
 @pytest.mark.parametrize("mode", ["now", "step", "idle"])

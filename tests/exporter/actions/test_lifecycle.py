@@ -30,13 +30,13 @@ LEGAL: dict[Any, set[Any]] = {
         ActionState.CANCELLED,
     },
     ActionState.RUNNING: {ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED, ActionState.CANCELLED},
-    PartState.BLOCKED: {PartState.WAITING, PartState.TERMINATING, PartState.ENDED},
+    PartState.BLOCKED: {PartState.WAITING, PartState.ACTING, PartState.ENDED},
     PartState.WAITING: {PartState.DELIVERED, PartState.KEPT, PartState.ENDED},
     PartState.DELIVERED: {PartState.KEPT, PartState.RECALLED, PartState.ENDED},
     PartState.KEPT: {PartState.RECALLED_KEPT, PartState.ENDED},
     PartState.RECALLED: {PartState.RECALLED_KEPT, PartState.ENDED},
     PartState.RECALLED_KEPT: {PartState.ENDED},
-    PartState.TERMINATING: {PartState.ENDED},
+    PartState.ACTING: {PartState.ENDED},
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from gpumem_client.wire.procfs import pid_namespace
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.request import ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.place import HERE, UNKNOWN, Place
 from gpumem_exporter.errors import (
     ActionForbiddenError,
@@ -106,7 +106,7 @@ def test_a_caller_reaches_the_processes_of_its_place() -> None:
 
 def test_the_actions_of_a_user_are_those_that_concern_only_its_processes() -> None:
     assert ROOT.permitted_actions(ACTIONS) == ACTIONS
-    assert ADA.permitted_actions(ACTIONS) == DEFAULT_ACTIONS
+    assert ADA.permitted_actions(ACTIONS) == tuple(each for each in ACTIONS if each != "terminate")
     assert dataclasses.replace(ADA, rights=Rights.NONE).permitted_actions(ACTIONS) == ()
 
 

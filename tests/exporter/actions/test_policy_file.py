@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,16 @@ def test_the_example_has_every_field_and_key() -> None:
     assert [name for name in FIELDS if name not in text] == []
     for key in ("for", "cooldown", "max_per_hour", "stop_after", "still_free_after", "dry_run", "group", "deadline"):
         assert f"{key}:" in text
+
+
+def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
+    text = MINIMAL.replace("empty_cache", "release_memory, keep: weights, wait_idle: 10s")
+    with pytest.raises(ConfigurationError, match="engine_idle_seconds over at least 120 s"):
+        read(tmp_path, text, ACTIONS)
+    when = "when: {engine_idle_seconds: {over: 30m}}"
+    (rule,) = read(tmp_path, re.sub("when: .*", when, text), ACTIONS)
+    request = rule.request
+    assert (request.keep, request.wait_idle_seconds, request.settle_seconds) == ("weights", 10.0, 10.0)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_valid_request_has_no_invalid_field(changes: dict[str, Any]) -> None:
         ("fraction", "1.5 is invalid", {"action": "set_memory_fraction", "fraction": 1.5}),
         (
             "force",
-            "only empty_cache, terminate, set_memory_fraction, profile accept",
+            "set_memory_fraction, release_memory, resume_memory, profile accept",
             {"action": "reset_peak", "force": True},
         ),
         ("collect_garbage", "only empty_cache", {"action": "reset_peak", "collect_garbage": True}),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS, OUTSIDE_ACTIONS
 from gpumem_exporter.server.settings import Settings, environment_name, load_settings, setting_key
 
 
@@ -74,9 +74,15 @@ def test_several_values_are_repeated_or_separated_by_commas() -> None:
 
 
 def test_action_allow_adds_to_the_default_actions() -> None:
-    assert load_settings({"action.allow": "default,terminate"}, {}).action_allow == ACTIONS
+    every = ",".join(["default", *OUTSIDE_ACTIONS])
+    assert sorted(load_settings({"action.allow": every}, {}).action_allow) == sorted(ACTIONS)
     assert load_settings({"action.allow": ["terminate", "default"]}, {}).action_allow == ("terminate", *DEFAULT_ACTIONS)
     assert load_settings({"action.allow": "default"}, {}).action_allow == DEFAULT_ACTIONS
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("1h", 3600), ("90", 90), ("30m", 1800), ("0", 0), (60, 60)])
+def test_an_interval_may_have_a_unit(text: Any, seconds: float) -> None:
+    assert load_settings({"profile.interval": text}, {}).profile_interval == seconds
 
 
 def test_action_allow_can_be_none() -> None:
@@ -107,6 +113,9 @@ def test_action_allow_can_be_none() -> None:
         ({"log.level": "loud"}, ("--log.level", "'loud'", "'warning'")),
         ({"log.format": "xml"}, ("--log.format", "'xml'", "'logfmt'")),
         ({"report.expiry": "1.5"}, ("--report.expiry", "1.5", "report.interval (1)")),
+        ({"profile.interval": "soon"}, ("--profile.interval", "'soon'", "1h")),
+        ({"profile.interval": "8d"}, ("--profile.interval", "'8d'", "604800")),
+        ({"profile.interval": "1h", "action.allow": "none"}, ("--profile.interval", "action.allow")),
         ({"report.interval": "10"}, ("--report.interval", "report.interval (10)")),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -154,3 +155,22 @@ def test_disabled_clears_are_shown_as_disabled(open_page: OpenPage) -> None:
         live = open_page(demo)
         live.until("document.querySelector('#rights').textContent.includes('--action.allow')")
         assert live.page.locator("#jobs .act:visible").count() == 0
+
+
+def test_an_engine_sleeps_and_wakes_from_its_jobs_page_where_that_is_allowed(
+    tmp_path: Path, open_page: OpenPage
+) -> None:
+    with serving(tmp_path, "--report.expiry", "3600", "--action.allow", "default,release_memory") as exporter:
+        verbs = ("release_memory", "resume_memory")
+        engine = report(os.getpid(), workload="chat", actions=verbs, devices=(sample(UUIDS[0], 8 * GIB, 0),))
+        assert exporter.request("POST", REPORTS_PATH, to_wire(engine)).status == 200
+        live = open_page(exporter, path="?q=chat")
+        live.page.locator("#jobs tbody:has-text('chat') a.name").click()
+        live.page.get_by_role("button", name="Sleep…").click()
+        focused(live, "dialog-confirm")
+        assert outcomes(live) == ["would release"]
+        live.page.locator("#dialog-cancel").click()
+        asleep = replace(engine, sequence=2, devices=(replace(engine.devices[0], unmapped_bytes=GIB),))
+        assert exporter.request("POST", REPORTS_PATH, to_wire(asleep)).status == 200
+        live.page.get_by_role("button", name="Sleep…").wait_for(state="hidden")
+        assert not live.page.get_by_role("button", name="Wake…").is_visible()  # resume_memory is not allowed

@@ -1,4 +1,4 @@
-// A clear: a dry run, the confirmation, the results.
+// A clear, and an engine's sleep and wake: a dry run, the confirmation, the results.
 // Target, mode, group and deadline are the exporter's choice; they go to the exporter as they came.
 
 import { ACTIONS, request } from "./api.js";
@@ -12,16 +12,44 @@ const SETTLE_SECONDS = 10;
 
 let clear = null;
 
+const CLEAR = {
+  action: "empty_cache",
+  verb: "Clear",
+  doing: "Clearing…",
+  settles: true,
+  head: (dry) => [dry ? "Reclaimable now" : "Freed", dry ? "Stays free" : "Still free"],
+  sizes: ({ freed_bytes, still_free_bytes }) => [freed_bytes, still_free_bytes],
+};
+const resident = ({ driver_before_bytes: before, driver_after_bytes: after }) => [before, after];
+const ENGINE = {
+  release_memory: { verb: "Sleep", doing: "Releasing the engine's memory…", settles: true, when: "Requests that arrive meanwhile wait, or load the model again. An engine with requests is refused.", head: () => ["Before", "Resident"], sizes: resident },
+  resume_memory: { verb: "Wake", doing: "Resuming the engine's memory…", settles: false, when: "", head: () => ["Before", "After"], sizes: resident },
+};
+
 /** Open the dialog for a job's `clear`. */
 export function openClear(name, choice) {
+  open(name, { ...CLEAR, ...choice });
+}
+
+/** Open the dialog for a job's `engine_memory`. */
+export function openEngine(name, choice) {
+  open(name, { ...ENGINE[choice.action], ...choice });
+}
+
+/** Return the verb of a job's `engine_memory`. */
+export function engineVerb({ action }) {
+  return ENGINE[action].verb;
+}
+
+function open(name, choice) {
   clear = choice;
-  openDialog(`Clear ${safe(name)}`);
+  openDialog(`${clear.verb} ${safe(name)}`);
   preview();
 }
 
 function bodyOf(more) {
-  const { target, mode, group, deadline_seconds } = clear;
-  return { action: "empty_cache", target, mode, group, deadline_seconds, ...more };
+  const { action, target, mode, group, deadline_seconds } = clear;
+  return { action, target, mode, group, deadline_seconds, ...more };
 }
 
 async function preview() {
@@ -30,7 +58,7 @@ async function preview() {
   try {
     const { document: action } = await request(ACTIONS, { method: "POST", body: bodyOf({ dry_run: true }) });
     if (!isShown()) return;
-    show({ status: safe(action.sentence), when: when(action), results: resultsTable(action), confirm: "Clear", then: run });
+    show({ status: safe(action.sentence), when: when(action), results: resultsTable(action), confirm: clear.verb, then: run });
     $("dialog-confirm").focus();
     if (happened.refusal) happened.refresh(true); // the token that was accepted also shows events
   } catch (error) {
@@ -40,6 +68,7 @@ async function preview() {
 
 /** Say when the processes clear, and what the job notices. */
 function when({ results }) {
+  if (clear.when !== undefined) return clear.when;
   if (clear.mode !== "step") return "The job continues. It clears at once.";
   if (clear.group) return `The job continues. Its ${new Set(results.map(({ pid }) => pid)).size} ranks clear after the same step, so that none waits for another.`;
   return "The job continues. It clears at the end of its next step.";
@@ -47,11 +76,11 @@ function when({ results }) {
 
 async function run() {
   const isShown = staysOpen();
-  show({ status: "Clearing…", cancel: "Close" });
+  show({ status: clear.doing, cancel: "Close" });
   $("dialog-title").focus();
   try {
     const wait = clear.mode === "step" ? 0 : WAIT_SECONDS;
-    const action = await runAction(bodyOf({ wait_seconds: wait, settle_seconds: SETTLE_SECONDS }), showProgress, (action) => isRunning(action) || action.settling);
+    const action = await runAction(bodyOf({ wait_seconds: wait, settle_seconds: clear.settles ? SETTLE_SECONDS : 0 }), showProgress, (action) => isRunning(action) || action.settling);
     happened.refresh(true);
     if (action === null) return;
     show({ status: safe(action.sentence), results: resultsTable(action), cancel: "Close" });
@@ -62,19 +91,16 @@ async function run() {
 }
 
 function showProgress(action, cancel) {
-  if (isRunning(action)) show({ status: safe(action.sentence), confirm: "Cancel the clear", cancel: "Close", then: cancel });
+  if (isRunning(action)) show({ status: safe(action.sentence), confirm: `Cancel the ${clear.verb.toLowerCase()}`, cancel: "Close", then: cancel });
   else show({ status: `${safe(action.sentence)} Checking how much of it stays free…`, results: resultsTable(action), cancel: "Close" });
 }
 
 function resultsTable({ results, dry_run: dry }) {
-  const head = ["Process", "GPU", dry ? "Reclaimable now" : "Freed", dry ? "Stays free" : "Still free", "Outcome"];
-  const row = ({ pid, rank, gpu, freed_bytes: freed, still_free_bytes: stays, outcome: end, reason }) => [
-    `${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`,
-    gpu ?? UNKNOWN,
-    bytes(freed),
-    bytes(stays),
-    `${end.replaceAll("_", " ")}${reason ? `: ${safe(reason)}` : ""}`,
-  ];
+  const head = ["Process", "GPU", ...clear.head(dry), "Outcome"];
+  const row = (result) => {
+    const { pid, rank, gpu, outcome: end, reason } = result;
+    return [`${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`, gpu ?? UNKNOWN, ...clear.sizes(result).map(bytes), `${end.replaceAll("_", " ")}${reason ? `: ${safe(reason)}` : ""}`];
+  };
   return h(
     "table",
     {},

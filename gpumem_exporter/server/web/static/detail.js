@@ -1,6 +1,6 @@
 // The page of a job or of a device: its memory, its timeline, where its memory is, its events.
 
-import { openClear } from "./clear.js";
+import { engineVerb, openClear, openEngine } from "./clear.js";
 import { Bar, stripOf } from "./devices.js";
 import { $, arrange, h, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { EventList, happened, jobFinder, typeFilter } from "./events.js";
@@ -26,6 +26,8 @@ class Detail {
     this.owner = h("p", { class: "faint" });
     this.clear = h("button", { type: "button", class: "act" }, "Clear…");
     this.clear.addEventListener("click", () => openClear(this.job.name, this.job.clear));
+    this.engine = h("button", { type: "button", class: "act" });
+    this.engine.addEventListener("click", () => openEngine(this.job.name, this.job.engine_memory));
     this.keeps = h("p", { class: "keeps" });
     this.facts = h("dl", { class: "facts" });
     this.bar = new Bar();
@@ -43,7 +45,7 @@ class Detail {
     this.list = new EventList(this.events);
     this.steps = new Map(); // the ends of the steps that this page has seen, by step
     $("detail").append(
-      h("div", { class: "head" }, this.back, this.title, this.owner, this.keeps, this.clear),
+      h("div", { class: "head" }, this.back, this.title, this.owner, this.keeps, this.engine, this.clear),
       this.facts,
       this.oom.element,
       (this.users = h("section", {}, h("h3", {}, "Jobs"), this.strip.element, this.jobs)),
@@ -97,6 +99,8 @@ class Detail {
     setAttribute(this.title, "data-hue", hueOf(id));
     setText(this.owner, known ? safe(job.owner) : "This job does not run. Its history and its events remain.");
     setHidden(this.clear, !job?.clear);
+    setHidden(this.engine, !job?.engine_memory);
+    if (job?.engine_memory) setText(this.engine, `${engineVerb(job.engine_memory)}…`);
     setText(this.keeps, job?.clear?.sentence ?? "");
     setHidden(this.keeps, !job?.clear);
     for (const element of [this.facts, this.memory, this.processes.element]) setHidden(element, !known);
@@ -149,6 +153,7 @@ class Detail {
     setAttribute(this.title, "data-hue", null);
     setText(this.owner, known ? `${safe(device.name)}${device.mig_profile ? ` · MIG ${device.mig_profile}` : ""}` : "The driver does not list this device.");
     setHidden(this.clear, true);
+    setHidden(this.engine, true);
     setHidden(this.keeps, device?.up !== false);
     setText(this.keeps, device?.up === false ? `The device does not answer: ${safe(device.error)}. Its last values are not shown.` : "");
     for (const element of [this.facts, this.memory, this.users]) setHidden(element, !known);

@@ -33,16 +33,17 @@ function resolveWorkload() {
 }
 
 function receive(reply) {
-  if (reply !== null) state = { ...withAllowedClears(reply), receivedAt: Date.now() };
+  if (reply !== null) state = { ...withAllowedActions(reply), receivedAt: Date.now() };
   if (state.page !== PAGE && !$("dialog").open && isFirstTry(state.page)) location.reload();
   else show();
 }
 
-/** Return the state without clears if the exporter does not allow them: a button that is always refused helps no one. */
-function withAllowedClears(reply) {
-  if (reply.node.allowed_actions.includes("empty_cache")) return reply;
-  const without = (all) => all.map((each) => ({ ...each, clear: null }));
-  return { ...reply, jobs: without(reply.jobs), findings: without(reply.findings) };
+/** Return the state without what the exporter does not allow: a button that is always refused helps no one. */
+function withAllowedActions(reply) {
+  const allowed = reply.node.allowed_actions;
+  const clears = allowed.includes("empty_cache");
+  const permit = (each) => ({ ...each, clear: clears ? each.clear : null, engine_memory: allowed.includes(each.engine_memory?.action) ? each.engine_memory : null });
+  return { ...reply, jobs: reply.jobs.map(permit), findings: clears ? reply.findings : reply.findings.map(permit) };
 }
 
 function show() {

@@ -1,0 +1,329 @@
+"""Releases and resumes the memory of inference engines, and measures what the driver then lists. Event loop only.
+
+An engine whose reporter can speak with it runs the action as a command. With any other engine, the exporter itself
+speaks: `Engines` finds it. In both cases the effect is the difference of the driver's values for the process, and never
+what the engine says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple, Protocol, TypeVar, cast
+
+from gpumem_client.wire.protocol import CommandResult, ReasonCode
+from gpumem_client.wire.units import human_bytes
+from gpumem_exporter.actions.caller import Caller, CallerKind
+from gpumem_exporter.actions.lifecycle import OutsidePart, RunningAction
+from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action
+from gpumem_exporter.actions.request import ActionRequest
+from gpumem_exporter.actions.results import DriverValues
+from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.store import Store
+
+MIN_IDLE_SECONDS = 120.0
+"""Policies and alerts let no engine sleep that had a request in this time, or whose last request is not known."""
+_THREADS = 16
+_CALLS_OF_OWNER = 4
+"""The number of engines of one user that are spoken with at the same time."""
+_ASK_AGAIN_SECONDS = 0.5
+_MEASURE_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineRefusedError(Exception):
+    """An engine cannot do what is requested, or does not do it; `code` and `outcome` are those of the result."""
+
+    def __init__(self, code: ReasonCode, reason: str, *, outcome: str = "refused") -> None:
+        super().__init__(reason)
+        self.code = code
+        self.outcome = outcome
+
+
+class Activity(NamedTuple):
+    """What an engine does."""
+
+    asleep: bool
+    """Whether it has released memory that it has not resumed."""
+    requests: int | None
+    """The number of running and queued requests; None if the engine does not show it."""
+
+
+class FoundEngine(Protocol):
+    """An engine that the exporter can speak with. The methods block for a bounded time and raise EngineRefusedError."""
+
+    @property
+    def name(self) -> str:
+        """The name of the product."""
+
+    @property
+    def key(self) -> Hashable:
+        """The same for all processes that release their memory together."""
+
+    def activity(self) -> Activity:
+        """Return what the engine does."""
+
+    def release(self, keep: str | None, force: bool, /) -> None:
+        """Release the memory of the engine, except the component `keep`. With `force`, its requests may be aborted."""
+
+    def resume(self) -> None:
+        """Take the memory again."""
+
+
+class Engines(Protocol):
+    """Finds engines. Thread-safe."""
+
+    def is_engine(self, target: OutsideTarget, /) -> bool:
+        """Return whether a process seems to belong to a known engine. Does not block."""
+
+    def find(self, target: OutsideTarget, /) -> FoundEngine:
+        """Find the engine of a process. Blocks for a bounded time; raises EngineRefusedError."""
+
+
+class EngineMemory:
+    """Speaks with engines in threads, and measures the effect. `changed` is called with an action that has settled."""
+
+    def __init__(
+        self,
+        store: Store,
+        engines: Engines,
+        *,
+        clock: Callable[[], float],
+        poll_soon: Callable[[], None],
+        changed: Callable[[Action], None],
+    ) -> None:
+        self._store = store
+        self._engines = engines
+        self._clock = clock
+        self._poll_soon = poll_soon
+        self._changed = changed
+        self._threads = asyncio.Semaphore(_THREADS)
+        self._turns: defaultdict[int | None, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(_CALLS_OF_OWNER)
+        )
+        self._calls: dict[tuple[str, Hashable], asyncio.Task[None]] = {}
+        """The calls under way, by action and engine: all processes of an engine sleep together."""
+
+    def engines_among(self, targets: list[OutsideTarget], others: int) -> list[OutsideTarget]:
+        """Return the targets that seem to be engines; all of them if there is no engine, so that the results say so."""
+        return [target for target in targets if self._engines.is_engine(target)] or ([] if others else targets)
+
+    def refusal(
+        self, running: RunningAction, process: ReportingProcess | None, snapshot: Snapshot
+    ) -> CommandResult | None:
+        """Return the result of an action that must not run, from the last report; None if it may."""
+        request = running.request
+        recent = too_recent(request, running.caller, process, self._clock())
+        if recent is not None:
+            return CommandResult(running.action.id, "refused", recent, ReasonCode.ENGINE_BUSY)
+        lacking = lacking_memory(request, unmapped_bytes(process), snapshot)
+        if lacking is not None:
+            return CommandResult(running.action.id, "refused", lacking, ReasonCode.DEVICE_MEMORY_SHORT)
+        return None
+
+    def no_engine(self, action_id: str, target: OutsideTarget) -> CommandResult | None:
+        """Return the result for a process that is no engine that the exporter knows; None for any other."""
+        if self._engines.is_engine(target):
+            return None
+        reason = f"{target.title or target} is not an engine that the exporter can speak with"
+        return CommandResult(action_id, "unsupported", reason, ReasonCode.NO_ENGINE)
+
+    async def act(self, running: RunningAction, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
+        """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
+        action_id, target = running.action.id, part.target
+        started, before = self._clock(), self.used_by(target.host_pid)
+        try:
+            engine = await self._call(target, lambda: self._engines.find(target))
+            key = action_id, engine.key
+            if key not in self._calls:
+                self._calls[key] = asyncio.ensure_future(self._drive(running, part, engine))
+                self._calls[key].add_done_callback(lambda _: self._calls.pop(key, None))
+            await asyncio.shield(self._calls[key])
+        except EngineRefusedError as error:
+            return CommandResult(action_id, error.outcome, str(error), error.code), None
+        duration_seconds = self._clock() - started
+        if running.action.dry_run:
+            return CommandResult(action_id, DRY_RUN_OUTCOMES[running.action.action]), DriverValues(before, None)
+        after = await self.used_after(target.host_pid)
+        return CommandResult(action_id, "done", duration_seconds=duration_seconds), DriverValues(before, after)
+
+    async def _drive(self, running: RunningAction, part: OutsidePart, engine: FoundEngine) -> None:
+        request, target = running.request, part.target
+        idle_until = min(part.deadline_seconds, self._clock() + request.wait_idle_seconds)
+        while True:
+            if running.withdrawal is not None:
+                raise EngineRefusedError(ReasonCode.CANCELLED, running.withdrawal.reason)
+            activity = await self._call(target, engine.activity)
+            if request.action == "resume_memory":
+                if not activity.asleep:
+                    raise EngineRefusedError(ReasonCode.ENGINE_AWAKE, f"{engine.name} does not sleep")
+                break
+            if activity.asleep:
+                raise EngineRefusedError(ReasonCode.ENGINE_ASLEEP, f"{engine.name} sleeps already")
+            if request.force or activity.requests == 0:
+                break
+            if activity.requests is None or self._clock() >= idle_until:
+                raise EngineRefusedError(ReasonCode.ENGINE_BUSY, _busy(engine.name, activity.requests))
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+        if self._clock() >= part.deadline_seconds:
+            late = "the deadline passed before the engine could start it"
+            raise EngineRefusedError(ReasonCode.DEADLINE_PASSED, late, outcome="expired")
+        if not request.dry_run:
+            _log.debug("%s of %s (%s)", request.action, target, engine.name)
+            if request.action == "release_memory":
+                await self._call(target, lambda: engine.release(request.keep, request.force))
+            else:
+                await self._call(target, engine.resume)
+
+    async def _call(self, target: OutsideTarget, function: Callable[[], T]) -> T:
+        """Run a function that blocks in a thread, in the turn of the target's owner."""
+        async with self._turns[target.owner_uid], self._threads:
+            try:
+                return await _in_thread(function)
+            except EngineRefusedError:
+                raise
+            except Exception as error:
+                _log.exception("the interface of an engine failed")
+                reason = f"{type(error).__name__}: {error}"[:500]
+                raise EngineRefusedError(ReasonCode.EXCEPTION, reason, outcome="failed") from error
+
+    # What the driver lists
+
+    def used_by(self, host_pid: int | None) -> Mapping[str, int]:
+        """Return the driver's bytes of a process by device, as the last reading has them."""
+        return _used_by(self._store.newest_reading, host_pid)
+
+    async def used_after(self, host_pid: int | None) -> Mapping[str, int] | None:
+        """Return the driver's bytes of a process by device, from a reading that starts now; None if none arrives."""
+        asked = self._clock()
+        self._poll_soon()
+        while self._clock() - asked < _MEASURE_SECONDS:
+            node = self._store.newest_reading
+            if node is not None and node.up and node.taken_seconds - node.duration_seconds >= asked:
+                return _used_by(node, host_pid)
+            await asyncio.sleep(_LOOK_SECONDS)
+        return None
+
+    def settle(self, running: RunningAction, call_later: Callable[[float, Callable[[], None]], object]) -> None:
+        """Measure after the settling time how much of what the engines released is still free, if that is requested."""
+        action = running.action
+        released = any(result.outcome == "done" and result.freed_bytes for result in action.results)
+        if action.settle_seconds > 0 and released and action.action == "release_memory":
+            running.action = replace(action, settling=True)
+            call_later(action.settle_seconds, lambda: self._settled(running))
+
+    def _settled(self, running: RunningAction) -> None:
+        node = self._store.newest_reading
+        results = []
+        for result in running.action.results:
+            before, used = result.driver_before_bytes, None
+            if node is not None and node.up and isinstance(result.pid, int):
+                used = _used_by(node, result.pid).get(result.uuid, 0)
+            if result.freed_bytes is not None and before is not None and used is not None:
+                result = replace(result, still_free_bytes=min(result.freed_bytes, max(0, before - used)))
+            results.append(result)
+        running.action = replace(running.action, results=tuple(results), settling=False)
+        self._changed(running.action)
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Run a function in a thread of its own: a daemon, so that an engine that hangs does not delay the exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def end(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:  # noqa: BLE001 - it is raised again on the event loop
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(end, result, error)
+
+    threading.Thread(target=run, name="gpumem-engine", daemon=True).start()
+    return await future
+
+
+def _used_by(node: NodeReading | None, host_pid: int | None) -> dict[str, int]:
+    return {
+        device.uuid: listed.used_bytes
+        for device in (node.devices if node is not None and node.up else ())
+        for listed in device.processes or ()
+        if listed.pid == host_pid and listed.used_bytes is not None
+    }
+
+
+def _busy(name: str, requests: int | None) -> str:
+    if requests is None:
+        return f"{name} does not show whether it has requests; --force aborts them if there are any"
+    return f"{name} has {requests} requests; wait for them with --wait-idle, or abort them with --force"
+
+
+def too_recent(request: ActionRequest, caller: Caller, reporter: ReportingProcess | None, now: float) -> str | None:
+    """Return why a policy or an alert must not let an engine sleep; None if it may."""
+    automatic = caller.kind in (CallerKind.POLICY, CallerKind.ALERT)
+    if request.action != "release_memory" or not automatic or request.force:
+        return None
+    engine = reporter.report.engine if reporter is not None else None
+    if reporter is None or engine is None or engine.idle_seconds is None:
+        return "it is not known when the engine had its last request"
+    idle_seconds = engine.idle_seconds + max(0.0, now - reporter.received_seconds)
+    if idle_seconds < MIN_IDLE_SECONDS:
+        return f"the engine had a request {idle_seconds:.0f} s ago; it is idle after {MIN_IDLE_SECONDS:.0f} s"
+    return None
+
+
+def lacking_memory(request: ActionRequest, needed: Iterable[tuple[str, int]], snapshot: Snapshot) -> str | None:
+    """Return which device lacks the memory that an engine needs to wake, by uuid; None if none is known to."""
+    if request.action != "resume_memory" or request.force:
+        return None
+    node = snapshot.node
+    free = {
+        device.uuid: (device.gpu, device.memory.free_bytes)
+        for device in (node.devices if node is not None and node.up else ())
+        if device.memory is not None
+    }
+    for uuid, needed_bytes in needed:
+        gpu, free_bytes = free.get(uuid, ("", needed_bytes))
+        if needed_bytes > free_bytes:
+            return (
+                f"the engine needs {human_bytes(needed_bytes)} on GPU {gpu or uuid}, where {human_bytes(free_bytes)} "
+                "are free"
+            )
+    return None
+
+
+def unmapped_bytes(process: ReportingProcess | None) -> list[tuple[str, int]]:
+    """Return what a process that sleeps needs on each device to wake, by uuid."""
+    samples = process.report.devices if process is not None else ()
+    return [(sample.uuid, sample.unmapped_bytes) for sample in samples if sample.unmapped_bytes]
+
+
+class NoEngines:
+    """Knows no engine."""
+
+    def is_engine(self, _target: OutsideTarget) -> bool:
+        """Return False."""
+        return False
+
+    def find(self, target: OutsideTarget) -> FoundEngine:
+        """Raise EngineRefusedError."""
+        raise EngineRefusedError(ReasonCode.NO_ENGINE, f"{target} is not a known engine", outcome="unsupported")

@@ -1,0 +1,167 @@
+"""What the adapter of an engine does, and what it gets: the engine's processes, and its HTTP interface."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, NamedTuple, Protocol
+
+from gpumem_client.wire.errors import ExporterUnreachableError, ExporterUntrustedError
+from gpumem_client.wire.http import Answer, Connection
+from gpumem_client.wire.protocol import ReasonCode
+from gpumem_exporter.actions.engines import Activity, EngineRefusedError
+from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.engines.listeners import Listener, ListenerTrust
+
+MAX_ANSWER_BYTES = 2 << 20
+"""The metrics of an engine with many ranks have some 100 KiB."""
+QUESTION_SECONDS = 5.0
+CHANGE_SECONDS = 150.0
+"""How long an engine may take to release or resume its memory: it may copy 100 GiB between the device and the host."""
+
+
+class Program(NamedTuple):
+    """A process of an engine: the one on the device, or one of its ancestors."""
+
+    pid: int
+    argv: tuple[str, ...]
+    """Empty or a title, if the program has replaced it."""
+    listeners: tuple[Listener, ...]
+    variable: Callable[[str], str]
+    """Returns a variable of its environment; empty if it is not set or not readable."""
+
+    def option(self, *names: str) -> str:
+        """Return the value of an option of its command line, `--name VALUE` or `--name=VALUE`; empty without it."""
+        for position, argument in enumerate(self.argv):
+            name, equals, value = argument.partition("=")
+            if name in names:
+                return value if equals else "".join(self.argv[position + 1 : position + 2])
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The HTTP interface of one engine, and the process on the device that it serves."""
+
+    engine: str
+    """The name of the product."""
+    program: Program
+    """The process that listens."""
+    worker: Program
+    """The process on the device; the same one if it listens itself."""
+    listener: Listener
+    reporter: ReportingProcess | None = None
+    """The process on the device, if it reports."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def get(self, path: str) -> Answer:
+        """Return the answer to a question."""
+        return self.exchange("GET", path, None, QUESTION_SECONDS, self.headers)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float = CHANGE_SECONDS) -> Answer:
+        """Return the answer to a request that may change something."""
+        content = b"" if body is None else json.dumps(body).encode()
+        headers = self.headers if body is None else {**self.headers, "Content-Type": "application/json"}
+        return self.exchange("POST", path, content, seconds, headers)
+
+    def exchange(
+        self, method: str, path: str, body: bytes | None, seconds: float, headers: Mapping[str, str]
+    ) -> Answer:
+        """Send one request on a connection of its own, and return the answer with any status.
+
+        Raises EngineRefusedError: no answer in time and within the limits, or another process listens now.
+        """
+        host, port = self.listener.address
+        connection = Connection(
+            f"http://{f'[{host}]' if ':' in host else host}:{port}",
+            timeout_seconds=QUESTION_SECONDS,
+            trust=ListenerTrust(frozenset(), inode=self.listener.inode),
+            trusted_only=True,
+            max_answer_bytes=MAX_ANSWER_BYTES,
+        )
+        try:
+            return connection.request(method, path, body, headers, timeout_seconds=seconds)
+        except ExporterUntrustedError:
+            reason = f"another process listens on port {port} now"
+            raise EngineRefusedError(ReasonCode.ENGINE_UNREACHABLE, reason) from None
+        except ExporterUnreachableError as error:
+            reason = f"{self.engine} on port {port} does not answer {method} {path}: {error.__cause__}"
+            raise EngineRefusedError(ReasonCode.ENGINE_FAILED, reason, outcome="failed") from None
+        finally:
+            connection.close()
+
+
+class Adapter(Protocol):
+    """One engine. The methods block for a bounded time and raise EngineRefusedError."""
+
+    name: str
+    titles: tuple[str, ...]
+    """Parts of the titles or commands of its processes on a device."""
+    port: int
+    """The port without an option."""
+    workers: tuple[str, ...]
+    """The starts of the titles of processes that are not the server."""
+    alone: bool
+    """Whether each process on a device is an engine of its own, which releases its memory without the others."""
+
+    def authorize(self, server: Server, /) -> Mapping[str, str]:
+        """Return the headers for each request, from what the engine was started with."""
+
+    def activity(self, server: Server) -> Activity:
+        """Return whether the engine sleeps, and the number of its requests."""
+
+    def release(self, server: Server, keep: str | None, force: bool, /) -> None:
+        """Release the memory of the engine except the component `keep`. With `force`, its requests may be aborted."""
+
+    def resume(self, server: Server, /) -> None:
+        """Take the memory again."""
+
+
+def expect(server: Server, answer: Answer, path: str, *, flag: str = "") -> Answer:
+    """Return an answer with the status 200, and raise EngineRefusedError for any other.
+
+    `flag` is what the engine must be started with to have the route.
+    """
+    if answer.status == 200:
+        return answer
+    if answer.status in (401, 403):
+        reason = (
+            f"{server.engine} requires a key for {path} (status {answer.status}), which the exporter cannot read from "
+            "the command line or the environment of the process"
+        )
+        raise EngineRefusedError(ReasonCode.ENGINE_DENIED, reason)
+    if answer.status in (404, 405, 501) and flag:
+        reason = f"{server.engine} has no route {path} (status {answer.status}); start it with {flag}"
+        raise EngineRefusedError(ReasonCode.ENGINE_NOT_ENABLED, reason, outcome="unsupported")
+    said = answer.body[:200].decode("utf-8", "replace").replace("\n", " ").strip()
+    reason = f"{server.engine} answers {path} with status {answer.status}{f': {said}' if said else ''}"
+    raise EngineRefusedError(ReasonCode.ENGINE_FAILED, reason, outcome="failed")
+
+
+def document(server: Server, answer: Answer, path: str) -> dict[str, Any]:
+    """Return the JSON object of an answer; raise EngineRefusedError if it is something else."""
+    try:
+        read = json.loads(answer.body)
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        reason = f"{server.engine} answers {path} with something else than a JSON object"
+        raise EngineRefusedError(ReasonCode.ENGINE_FAILED, reason, outcome="failed")
+    return read
+
+
+def sum_of_metrics(body: bytes, names: Sequence[str]) -> int | None:
+    """Return the sum of the samples of some metrics; None if one of the metrics is missing or invalid."""
+    found: dict[str, float] = {}
+    for line in body.decode("utf-8", "replace").splitlines():
+        name, brace, rest = line.partition("{")
+        name, _, value = (name, "", rest.rpartition("}")[2]) if brace else line.partition(" ")
+        if name in names:
+            try:
+                found[name] = found.get(name, 0.0) + float(value.split()[0])
+            except (ValueError, IndexError):
+                return None
+    total = sum(found.values())
+    return int(total) if len(found) == len(names) and isfinite(total) else None

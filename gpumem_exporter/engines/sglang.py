@@ -1,0 +1,101 @@
+"""SGLang.
+
+Source: sglang 0.5.23, srt/entrypoints/http_server.py, srt/entrypoints/v1_loads.py, srt/utils/auth.py and
+srt/managers/scheduler_components/weight_updater.py. A second release, and the resume of memory that was not released,
+end its scheduler, and no route says what is released. So the exporter acts only if the process reports whether memory
+is released, and resumes only what the exporter itself has released since its start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from gpumem_client.wire.protocol import ReasonCode
+from gpumem_exporter.actions.engines import Activity, EngineRefusedError
+from gpumem_exporter.engines.adapter import Server, document, expect
+
+_MAX_REMEMBERED = 1024
+_ABORT_SECONDS = 15.0
+_LOOK_SECONDS = 0.25
+
+
+class Sglang:
+    """An engine of SGLang."""
+
+    name = "SGLang"
+    titles: tuple[str, ...] = ("sglang",)
+    port = 30000
+    workers: tuple[str, ...] = ("sglang::scheduler", "sglang::detokenizer")
+    alone = False
+
+    def __init__(self) -> None:
+        self._released: OrderedDict[int, list[str]] = OrderedDict()
+        """What the exporter has released, by the inode of the server's socket."""
+
+    def authorize(self, server: Server) -> Mapping[str, str]:
+        """Return the key of its command line: the administrator's if there is one."""
+        key = server.program.option("--admin-api-key") or server.program.option("--api-key")
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def activity(self, server: Server) -> Activity:
+        """Return whether the process reports released memory, and the requests of all data-parallel ranks."""
+        asleep = _asleep(server)
+        path = "/v1/loads?include=core"
+        loads = document(server, expect(server, server.get(path), path, flag="SGLang 0.5 or newer"), path).get("loads")
+        counts = [
+            rank.get(name) if isinstance(rank, dict) else None
+            for rank in (loads if isinstance(loads, list) else [])
+            for name in ("num_running_reqs", "num_waiting_reqs")
+        ]
+        known = [count for count in counts if isinstance(count, int)]
+        return Activity(asleep, sum(known) if known and len(known) == len(counts) else None)
+
+    def release(self, server: Server, keep: str | None, force: bool) -> None:
+        """Release the key-value cache, and the weights unless they are kept. CUDA graphs stay."""
+        if force:
+            self._abort_requests(server)
+        path = "/release_memory_occupation"
+        tags = [tag for tag in ("kv_cache", "weights") if tag != keep]
+        expect(server, server.post(path, {"tags": tags}), path)
+        self._released[server.listener.inode] = tags
+        while len(self._released) > _MAX_REMEMBERED:
+            self._released.popitem(last=False)
+
+    def _abort_requests(self, server: Server) -> None:
+        """Abort all requests, and wait until there are none: a release beside a request ends the scheduler."""
+        path = "/abort_request"
+        expect(server, server.post(path, {"rid": "", "abort_all": True}), path)
+        end = time.monotonic() + _ABORT_SECONDS
+        while self.activity(server).requests != 0:
+            if time.monotonic() >= end:
+                reason = f"SGLang still has requests {_ABORT_SECONDS:g} s after they were aborted"
+                raise EngineRefusedError(ReasonCode.ENGINE_BUSY, reason)
+            time.sleep(_LOOK_SECONDS)
+
+    def resume(self, server: Server) -> None:
+        """Take again what the exporter has released."""
+        path = "/resume_memory_occupation"
+        tags = self._released.get(server.listener.inode)
+        if tags is None:
+            reason = (
+                f"this exporter has not released the memory of SGLang since its start, and to resume other memory "
+                f"would end SGLang: use its own route {path}"
+            )
+            raise EngineRefusedError(ReasonCode.ENGINE_NOT_ENABLED, reason, outcome="unsupported")
+        expect(server, server.post(path, {"tags": tags}), path)
+        del self._released[server.listener.inode]
+
+
+def _asleep(server: Server) -> bool:
+    """Return whether the process reports released memory."""
+    samples = server.reporter.report.devices if server.reporter is not None else ()
+    known = [sample for sample in samples if sample.unmapped_bytes is not None]
+    if not known:
+        reason = (
+            "SGLang does not say whether it sleeps, and a second release would end it: start it with "
+            "--enable-memory-saver below gpumem-run, so that its process reports"
+        )
+        raise EngineRefusedError(ReasonCode.ENGINE_NOT_ENABLED, reason, outcome="unsupported")
+    return any(sample.unmapped_bytes for sample in known)

@@ -1,0 +1,233 @@
+"""The dispatcher's part in actions on engines: who acts, what is refused, and what the driver lists afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.protocol import CommandResult, DeviceResult, EngineState, ReasonCode
+from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS, Activity, EngineRefusedError
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.request import ACTIONS, ENGINE_ANSWER_SECONDS, Target
+from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessMemory
+from gpumem_exporter.errors import ActionForbiddenError
+from tests.support.builders import MIB, UUIDS, device, node, sample
+from tests.support.dispatching import Bench
+
+ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0)
+ADA = Caller(CallerKind.UNIX, Rights.OWN, uid=1001)
+RELEASE = ("empty_cache", "release_memory", "resume_memory")
+TITLED, UNTITLED = 7, 8
+"""Processes that only the driver lists."""
+
+
+class FakeEngine:
+    """An engine of processes 1 and 7 that releases 60 MiB of each."""
+
+    name, key = "Fake", "server"
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.asleep = False
+        self.requests: list[int | None] = [0]
+        self.thread: int | None = None
+
+    def is_engine(self, target: OutsideTarget) -> bool:
+        return target.pid in (1, TITLED)
+
+    def find(self, _target: OutsideTarget) -> FakeEngine:
+        self.thread = threading.get_ident()
+        return self
+
+    def activity(self) -> Activity:
+        return Activity(self.asleep, self.requests.pop(0) if len(self.requests) > 1 else self.requests[0])
+
+    def release(self, keep: str | None, force: bool) -> None:
+        self.calls.append(("release", keep, force))
+        self.asleep = True
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+        self.asleep = False
+
+
+class EngineBench(Bench):
+    """Two reporting processes of root, and two of user 1001 that only the driver lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = FakeEngine()
+        self.released: set[int] = set()
+        self.poll()
+        self.dispatcher = self.build(allowed=frozenset(ACTIONS), engines=self.engine, poll_soon=self.poll)
+
+    def poll(self) -> None:
+        """Read the driver: a process whose engine sleeps has 60 MiB less."""
+        used = {1: 100, 2: 100, TITLED: 100, UNTITLED: 5}
+        asleep = (1, TITLED) if self.engine.asleep else self.released
+        listed = tuple(ProcessMemory(pid, (size - (60 if pid in asleep else 0)) * MIB) for pid, size in used.items())
+        first: DeviceReading = replace(device(UUIDS[0], gpu="0"), processes=listed)
+        facts = {pid: ProcessFacts(pid, 1000, command="VLLM::EngineCore", uid=1001) for pid in (TITLED, UNTITLED)}
+        self.store.put_reading(
+            replace(node(first, device(UUIDS[1], gpu="1"), taken=self.now), facts=facts, duration_seconds=0.0)
+        )
+
+    def request(self, action: str = "release_memory", **changes: Any) -> Action:
+        return self.ask(action, **{"target": Target(pid=1), "caller": ROOT, **changes})
+
+    async def ended(self, action: Action) -> Action:
+        while not self.current(action).finished:
+            await asyncio.sleep(0.01)
+        return self.current(action)
+
+
+@pytest.fixture
+def bench() -> EngineBench:
+    return EngineBench()
+
+
+@pytest.fixture
+def ended(bench: EngineBench) -> Callable[..., Awaitable[Action]]:
+    async def run(action: str = "release_memory", **changes: Any) -> Action:
+        return await asyncio.wait_for(bench.ended(bench.request(action, **changes)), 30)
+
+    return run
+
+
+async def test_the_result_is_what_the_driver_lists(bench: EngineBench, ended: Any) -> None:
+    action = await ended(keep="weights", settle_seconds=5.0)
+    (first, second) = action.results
+    assert (first.outcome, first.driver_before_bytes, first.driver_after_bytes) == ("done", 100 * MIB, 40 * MIB)
+    assert (first.freed_bytes, second.freed_bytes) == (60 * MIB, None)  # no list on the second device
+    assert bench.engine.calls == [("release", "weights", False)]
+    assert bench.engine.thread != threading.get_ident()
+    assert action.settling
+    woken = await ended("resume_memory")
+    assert (woken.results[0].driver_after_bytes, woken.freed_bytes) == (100 * MIB, None)
+
+
+async def test_processes_of_one_engine_sleep_together(bench: EngineBench, ended: Any) -> None:
+    action = await ended(target=Target(pid=["1", str(TITLED)]))
+    assert {(row.pid, row.freed_bytes) for row in action.results if row.uuid == UUIDS[0]} == {
+        (1, 60 * MIB),
+        (TITLED, 60 * MIB),
+    }
+    assert len(bench.engine.calls) == 1
+
+
+async def test_an_engine_without_a_known_number_of_requests_is_busy(bench: EngineBench, ended: Any) -> None:
+    bench.engine.requests = [None]
+    busy = await ended(wait_idle_seconds=10.0)
+    assert busy.results[0].reason_code == ReasonCode.ENGINE_BUSY
+    assert (await ended(force=True)).state == "done"
+    assert bench.engine.calls == [("release", None, True)]
+
+
+async def test_a_dry_run_asks_the_engine_and_changes_nothing(bench: EngineBench, ended: Any) -> None:
+    action = await ended(dry_run=True)
+    assert [row.outcome for row in action.results] == ["would_release", "would_release"]
+    bench.engine.requests = [3]
+    busy = await ended(dry_run=True)
+    assert busy.results[0].reason_code == ReasonCode.ENGINE_BUSY
+    assert bench.engine.calls == []
+
+
+async def test_only_engines_are_meant_by_a_wide_target(bench: EngineBench, ended: Any) -> None:
+    everything = await ended(target=Target(all=True), dry_run=True)
+    assert {row.pid for row in everything.results} == {1, TITLED}
+    alone = await ended(target=Target(pid=2))
+    assert {row.reason_code for row in alone.results} == {ReasonCode.NO_ENGINE}
+
+
+async def test_a_user_reaches_listed_processes_of_its_uid_only(bench: EngineBench, ended: Any) -> None:
+    own = await ended(target=Target(all=True), caller=ADA)
+    assert {row.pid for row in own.results} == {TITLED}
+    with pytest.raises(ActionForbiddenError):
+        bench.request(caller=ADA)  # process 1 is of root
+    with pytest.raises(ActionForbiddenError):
+        bench.request(target=Target(pid=str(TITLED)), caller=replace(ADA, uid=1002))
+
+
+async def test_an_error_of_an_adapter_is_a_result(
+    bench: EngineBench, ended: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_keep: str | None, _force: bool) -> None:
+        raise KeyError("weights")
+
+    def denied() -> Activity:
+        raise EngineRefusedError(ReasonCode.ENGINE_DENIED, "it requires a key")
+
+    monkeypatch.setattr(bench.engine, "release", broken)
+    failed = await ended()
+    assert (failed.results[0].outcome, failed.results[0].reason_code) == ("failed", ReasonCode.EXCEPTION)
+    monkeypatch.setattr(bench.engine, "activity", denied)
+    assert (await ended()).results[0].reason_code == ReasonCode.ENGINE_DENIED
+
+
+def reporting_engine(bench: EngineBench, **changes: Any) -> None:
+    bench.first = bench.put(
+        1,
+        rank="0",
+        devices=(replace(sample(UUIDS[0], 8 * MIB, 4 * MIB), **changes.pop("sample", {})),),
+        actions=RELEASE,
+        modes=("now", "idle"),
+        **changes,
+    )
+
+
+async def test_an_engine_that_can_speak_with_its_reporter_gets_a_command(bench: EngineBench) -> None:
+    reporting_engine(bench)
+    action = bench.request(wait_idle_seconds=60.0, keep="weights")
+    (command,) = bench.dispatcher.commands(bench.first)
+    assert (command.action, command.mode, command.keep) == ("release_memory", "idle", ("weights",))
+    assert not command.force
+    assert command.deadline_seconds == 60.0
+    bench.now += ENGINE_ANSWER_SECONDS  # no report arrives while it copies its weights
+    bench.dispatcher.expire()
+    bench.released = {1}
+    result = CommandResult(action.id, "done", devices=(DeviceResult(UUIDS[0], freed_bytes=9),))
+    report = replace(bench.first.report, results=(result,))
+    for _ in range(2):  # a repeated result is measured once
+        bench.dispatcher.take_results(replace(bench.first, report=report))
+    (row,) = (await asyncio.wait_for(bench.ended(action), 30)).results
+    assert (row.driver_before_bytes, row.driver_after_bytes, row.freed_bytes) == (100 * MIB, 40 * MIB, 60 * MIB)
+    assert bench.engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("state", "permitted"),
+    [
+        (None, False),
+        (EngineState("vllm"), False),
+        (EngineState("vllm", idle_seconds=MIN_IDLE_SECONDS - 1), False),
+        (EngineState("vllm", idle_seconds=MIN_IDLE_SECONDS), True),
+    ],
+)
+def test_policies_and_alerts_let_only_idle_engines_sleep(
+    bench: EngineBench, state: EngineState | None, *, permitted: bool
+) -> None:
+    reporting_engine(bench, engine=state)
+    for caller in (Caller.policy("r"), Caller.alert("a", ROOT)):
+        asked = bench.request(caller=caller, dry_run=True)
+        assert [row.reason_code for row in asked.results] == [None if permitted else ReasonCode.ENGINE_BUSY]
+    assert bench.request(dry_run=True).state == "done"
+
+
+def test_an_engine_that_wakes_needs_memory_on_the_device(bench: EngineBench) -> None:
+    reporting_engine(bench, sample={"unmapped_bytes": 1 << 50})
+    refused = bench.request("resume_memory", dry_run=True)
+    assert refused.results[0].reason_code == ReasonCode.DEVICE_MEMORY_SHORT
+    assert bench.request("resume_memory", dry_run=True, force=True).state == "done"
+
+
+def test_a_dry_run_shows_what_a_reporting_engine_would_release(bench: EngineBench) -> None:
+    reporting_engine(bench, sample={"component_bytes": {"kv_cache": 5, "weights": 3, "other": 1}})
+    assert bench.request(dry_run=True).freed_bytes == 8
+    assert bench.request(dry_run=True, keep="weights").freed_bytes == 5
