@@ -109,9 +109,10 @@ def command_line_page() -> str:
 def _commands() -> Iterator[tuple[str, ...]]:
     for name in COMMANDS:
         yield (name,)
-    listed = _help_of("fleet").partition("\nCommands:\n")[2].partition("\n\n")[0]
-    for line in listed.splitlines():
-        yield "fleet", line.split()[0]
+    for group in ("profile", "fleet"):
+        listed = _help_of(group).partition("\nCommands:\n")[2].partition("\n\n")[0]
+        for line in listed.splitlines():
+            yield group, line.split()[0]
 
 
 def _help_of(*command: str) -> str:

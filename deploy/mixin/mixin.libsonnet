@@ -6,6 +6,7 @@
 local alerts = std.parseYaml(importstr '../prometheus/rules/alerts.yml');
 local recording = std.parseYaml(importstr '../prometheus/rules/recording.yml');
 local coverage = std.parseYaml(importstr '../prometheus/rules/optional/coverage.yml');
+local kvCache = std.parseYaml(importstr '../prometheus/rules/optional/kv-cache.yml');
 
 {
   _config+:: {
@@ -17,6 +18,8 @@ local coverage = std.parseYaml(importstr '../prometheus/rules/optional/coverage.
     clusterLabels: 'cluster',
     // Whether there is an alert on nodes where much memory belongs to processes that do not report.
     coverageAlert: false,
+    // Whether there is an alert on inference engines with a much larger key-value cache than they need.
+    kvCacheAlert: false,
   },
 
   local live = std.split($._config.livePageURL, '{node}'),
@@ -54,7 +57,10 @@ local coverage = std.parseYaml(importstr '../prometheus/rules/optional/coverage.
   prometheusAlerts+:: {
     groups+: [
       group { rules: std.map(withRunbook, group.rules) }
-      for group in alerts.groups + (if $._config.coverageAlert then coverage.groups else [])
+      for group in
+        alerts.groups
+        + (if $._config.coverageAlert then coverage.groups else [])
+        + (if $._config.kvCacheAlert then kvCache.groups else [])
     ],
   },
 

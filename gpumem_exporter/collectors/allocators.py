@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors import catalog, engine_catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, plan_error_ratio
@@ -39,11 +39,14 @@ _DERIVED = (
     catalog.TORCH_SLACK_RATIO,
     catalog.TORCH_FRAGMENTATION_RATIO,
 )
-_FAMILIES = (
-    *(*_SAMPLED, *_DERIVED, catalog.TORCH_PHASE_PEAK, catalog.TORCH_COMPONENT),
-    *(catalog.PROCESS_MEMORY_LIMIT, catalog.TORCH_PINNED_HOST),
-)
+_NAMED = {
+    catalog.TORCH_PHASE_PEAK: "phase_peak_bytes",
+    engine_catalog.TORCH_COMPONENT: "component_bytes",
+    engine_catalog.TORCH_COMPONENT_UNMAPPED: "component_unmapped_bytes",
+}
+_FAMILIES = (*_SAMPLED, *_DERIVED, *_NAMED, catalog.PROCESS_MEMORY_LIMIT, catalog.TORCH_PINNED_HOST)
 _sampled_values = attrgetter(*_SAMPLED.values())
+_named_values = attrgetter(*_NAMED.values())
 
 
 def _derived_values(sample: DeviceSample, step: int | None) -> tuple[Value, ...]:
@@ -59,16 +62,15 @@ def _derived_values(sample: DeviceSample, step: int | None) -> tuple[Value, ...]
 
 
 def _series(
-    process: tuple[str, str, str], devices: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...]
+    process: tuple[str, str, str], devices: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...]
 ) -> Iterator[Series]:
-    for gpu, uuid, phases, components in devices:
+    for gpu, uuid, named in devices:
         labels = (gpu, uuid, *process)
         for metric in (*_SAMPLED, *_DERIVED):
             yield metric, labels
-        for phase in phases:
-            yield catalog.TORCH_PHASE_PEAK, (*labels, phase)
-        for component in components:
-            yield catalog.TORCH_COMPONENT, (*labels, component)
+        for metric, names in zip(_NAMED, named, strict=True):
+            for name in names:
+                yield metric, (*labels, name)
         yield catalog.PROCESS_MEMORY_LIMIT, (gpu, uuid, process[0])
     yield catalog.TORCH_PINNED_HOST, process
 
@@ -76,15 +78,15 @@ def _series(
 def _samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]) -> Samples:
     """Return the samples of a process: the samples of each device, then the memory that is on no device."""
     report = process.report
-    devices: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = []
+    devices: list[tuple[str, str, tuple[tuple[str, ...], ...]]] = []
     values: list[Value] = []
     for sample in report.devices:
-        phases, components = sorted(sample.phase_peak_bytes), sorted(sample.component_bytes)
-        devices.append((gpu_by_uuid.get(sample.uuid, ""), sample.uuid, tuple(phases), tuple(components)))
+        named = _named_values(sample)
+        names = tuple([tuple(sorted(each)) for each in named])
+        devices.append((gpu_by_uuid.get(sample.uuid, ""), sample.uuid, names))
         values += _sampled_values(sample)
         values += _derived_values(sample, report.step)
-        values += [sample.phase_peak_bytes[phase] for phase in phases]
-        values += [sample.component_bytes[component] for component in components]
+        values += [sizes[name] for sizes, of_sizes in zip(named, names, strict=True) for name in of_sizes]
         values.append(sample.memory_limit_bytes)
     labels = ((pid, report.process.workload, report.process.rank), tuple(devices))
     return Samples(labels, _series, (*values, report.pinned_host_bytes))

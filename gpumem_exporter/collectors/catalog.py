@@ -1,4 +1,4 @@
-"""The table of all metrics: name, type, help and labels. No other module contains a metric's name.
+"""The table of all metrics: name, type, help and labels. Only `engine_catalog` has further names.
 
 Names and labels are public; tests compare dashboards and rules with this table. The order of the table is the order of
 the page. Ratios are from 0 to 1, except the ratio of an error.
@@ -6,6 +6,7 @@ the page. Ratios are from 0 to 1, except the ratio of an error.
 
 from __future__ import annotations
 
+from gpumem_exporter.collectors import engine_catalog
 from gpumem_exporter.collectors.subjects import Metric
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
 
@@ -312,11 +313,7 @@ TORCH_PHASE_PEAK = _gauge(
     " otherwise a lower bound.",
     (*_TORCH, "phase"),
 )
-TORCH_COMPONENT = _gauge(
-    "gpumem_torch_component_bytes",
-    "Allocated bytes by component: parameters, gradients, optimizer_state, other.",
-    (*_TORCH, "component"),
-)
+_table += engine_catalog.COMPONENTS
 TORCH_NCCL = _gauge(
     "gpumem_torch_nccl_bytes",
     "Device memory of NCCL's communicators, a part of gpumem_torch_non_torch_bytes. Without the bytes of suspended"
@@ -329,6 +326,8 @@ TORCH_NON_TORCH = _gauge(
     " libraries, other allocators. Absent while the report and the driver's reading do not belong together.",
     _TORCH,
 )
+
+_table += engine_catalog.ENGINES
 
 # --- the last out-of-memory error of each process on each device
 

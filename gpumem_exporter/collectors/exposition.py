@@ -20,7 +20,7 @@ from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.allocators import torch_collector
 from gpumem_exporter.collectors.devices import DEVICE, LEDGER, POLL
 from gpumem_exporter.collectors.instruments import Instruments, own_process
-from gpumem_exporter.collectors.processes import OOM, PROCESS, REPORTER
+from gpumem_exporter.collectors.processes import ENGINE, OOM, PROCESS, REPORTER
 from gpumem_exporter.collectors.subjects import Collector, Metric, Samples, Series, Subject, Value, View
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
 
@@ -52,7 +52,7 @@ class Exposition:
         self._build = (version, source, platform.python_version())
         self._hide_identities = hide_identities
         self._clock = clock
-        self.collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, torch_collector())
+        self.collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, torch_collector(), ENGINE)
         own_families = (*catalog.OWN, *catalog.OWN_PROCESS)
         own = Collector("own", own_families, lambda view: chain(instruments.subjects(view), own_process()))
         self._collectors = (*self.collectors, own)

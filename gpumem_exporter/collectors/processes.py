@@ -1,14 +1,15 @@
-"""Samples of the processes on the devices, of the reporters, and of the out-of-memory errors of the last hour."""
+"""Samples of processes, reporters and inference engines, and of the out-of-memory errors of the last hour."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
 
-from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View, one_of_each
+from gpumem_client.wire.protocol import KV_CACHE_STATES
+from gpumem_exporter.collectors import catalog, engine_catalog
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View, one_of_each
 from gpumem_exporter.core.naming import command_of, pid_order
-from gpumem_exporter.core.samples import IDENTITY_FIELDS, NodeReading, ProcessFacts
+from gpumem_exporter.core.samples import IDENTITY_FIELDS, KV_PEAK_WINDOWS, NodeReading, ProcessFacts
 
 _UNKNOWN = ProcessFacts(0, 0)
 _NO_READING = NodeReading(0.0, 0.0, 0.0, up=False)
@@ -131,6 +132,40 @@ def _ooms(view: View) -> Iterator[Subject]:
         yield (oom.uuid, oom.pid), Samples(labels, _oom_series, _oom_values(oom))
 
 
+def _engines(view: View) -> Iterator[Subject]:
+    """Yield what each inference engine is, and the use of its key-value cache on each device."""
+    for pid, process in view.names.reporting:
+        report = process.report
+        labels = (pid, report.process.workload, report.process.rank)
+        engine = report.engine
+        if engine is not None:
+            model = "" if view.hide_identities else engine.model
+            row = (*labels, engine.name, engine.version, model, engine.state)
+            yield (process.key, ""), Samples(row, _engine_series, (1,))
+        for sample in report.devices:
+            if not sample.kv_cache_bytes:
+                continue
+            values: list[Value] = [sample.kv_cache_bytes.get(state) for state in KV_CACHE_STATES]
+            for window in KV_PEAK_WINDOWS:
+                peak = view.snapshot.kv_cache_peak(pid, sample, window)
+                values += (None, None) if peak is None else peak
+            place = (view.gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *labels)
+            yield (process.key, sample.uuid), Samples(place, _cache_series, tuple(values))
+
+
+def _engine_series(*row: str) -> Iterator[Series]:
+    yield engine_catalog.ENGINE_INFO, row
+
+
+def _cache_series(*labels: str) -> Iterator[Series]:
+    for state in KV_CACHE_STATES:
+        yield engine_catalog.ENGINE_KV_CACHE, (*labels, state)
+    for window in KV_PEAK_WINDOWS:
+        yield engine_catalog.ENGINE_KV_CACHE_PEAK, (*labels, window)
+        yield engine_catalog.ENGINE_KV_CACHE_OBSERVED, (*labels, window)
+
+
 PROCESS = Collector("process", (catalog.PROCESS_INFO, catalog.PROCESS_USED, catalog.PROCESS_ORPHAN), _processes)
 REPORTER = Collector("reporter", _REPORTER_FAMILIES, _reporters)
 OOM = Collector("oom", tuple(_OOM_VALUES), _ooms)
+ENGINE = Collector("engine", engine_catalog.ENGINES, _engines)

@@ -268,6 +268,19 @@ class StartingEngine:
     """The process, if its own report says that the engine starts."""
 
 
+KV_PEAK_WINDOWS = {"1h": 3600, "24h": 86400}
+"""The times until now of which the highest use of a key-value cache is known, in seconds."""
+
+
+class KvCachePeak(NamedTuple):
+    """The highest use of an engine's key-value cache by running requests, in one of `KV_PEAK_WINDOWS`."""
+
+    used_bytes: int
+    """From about one reading a second."""
+    observed_seconds: int
+    """The part of the window in which the use was known. If it is shorter, the use may have been higher."""
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """The reporters of a snapshot by name, in the order of `pid_order`; each name and each process once."""
@@ -312,6 +325,8 @@ class Snapshot:
     """The errors of the last hour, one for each process and device, in no order."""
     starting: tuple[StartingEngine, ...] = ()
     """The inference engines that start, once for each of their devices."""
+    kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = field(default_factory=dict)
+    """By window, for the name of each process and the uuid of each device with a key-value cache."""
     orphans: Mapping[int, LostLauncher] = field(default_factory=dict)
     """What each orphan has lost, by host pid; see `core.orphans`."""
 
@@ -324,6 +339,19 @@ class Snapshot:
     def names(self) -> Names:
         """The names of the reporters."""
         return Names.of(self)
+
+    def kv_cache_peak(self, pid: str, sample: DeviceSample, window: str) -> KvCachePeak | None:
+        """Return the highest use of the cache in `sample`, of the process with this name; None if it is not known."""
+        peak = self.kv_cache_peaks.get((pid, sample.uuid), {}).get(window)
+        used_bytes = sample.kv_cache_bytes.get("used")
+        if peak is None or used_bytes is None:
+            return peak
+        return peak._replace(used_bytes=max(peak.used_bytes, used_bytes))  # the noted peaks are up to 10 s old
+
+
+def kv_cache_size_bytes(sample: DeviceSample) -> int:
+    """Return the size of an engine's key-value cache. A reporter may know its size and its use, but not its states."""
+    return sample.component_bytes.get("kv_cache") or sum(sample.kv_cache_bytes.values())
 
 
 _FULL_STEPS = 2

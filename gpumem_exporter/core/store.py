@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -23,7 +23,15 @@ from gpumem_exporter.core.last_ooms import LastOom, LastOoms
 from gpumem_exporter.core.orphans import Orphans
 from gpumem_exporter.core.pairing import Pairing
 from gpumem_exporter.core.place import UNKNOWN, Place
-from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.core.samples import (
+    KV_PEAK_WINDOWS,
+    KvCachePeak,
+    NodeReading,
+    ProcessKey,
+    ReportingProcess,
+    SilentReporter,
+    Snapshot,
+)
 from gpumem_exporter.core.starting_engines import StartingEngines
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
 
@@ -78,6 +86,7 @@ class Store:
         self._ooms = LastOoms()
         self._pairing = Pairing(reading_expiry_seconds)
         self._starting = StartingEngines()
+        self._kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
         self._orphans = Orphans()
 
     def put_reading(self, reading: NodeReading) -> None:
@@ -160,6 +169,11 @@ class Store:
         with self._lock:
             self._ooms.restore(ooms)
 
+    def put_kv_cache_peaks(self, peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]]) -> None:
+        """Replace the peaks of key-value caches; called by the thread of the history."""
+        with self._lock:
+            self._kv_cache_peaks = peaks
+
     def forget(self, key: ProcessKey) -> None:
         """Remove a process that exited or stopped its reporter; an unknown key is ignored."""
         with self._lock:
@@ -191,6 +205,7 @@ class Store:
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
                 starting=self._starting.at(now_seconds, starting),
+                kv_cache_peaks=self._kv_cache_peaks,
                 orphans=self._orphans.found if node is not None else {},
             )
 
@@ -321,8 +336,11 @@ def _page_bytes(report: Report) -> int:
     identity = report.process
     line = _LINE_BYTES + _label_bytes(identity.workload) + _label_bytes(identity.rank)
     total = _PROCESS_BYTES + sum(map(len, (*report.actions, *report.modes, *report.waiting)))
+    if report.engine is not None:
+        total += line + sum(map(_label_bytes, (report.engine.name, report.engine.version, report.engine.model)))
     for sample in report.devices:
-        names = (*sample.phase_peak_bytes, *sample.component_bytes)
+        names = (*sample.phase_peak_bytes, *sample.component_bytes, *sample.component_unmapped_bytes)
+        names += (*sample.kv_cache_bytes, *(2 * [*KV_PEAK_WINDOWS] if sample.kv_cache_bytes else ()))
         total += (_DEVICE_SERIES + len(names)) * (line + _label_bytes(sample.uuid)) + sum(map(_label_bytes, names))
     return total
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import NoReturn
 
+from gpumem_client.allocator.components import with_cache_use
 from gpumem_client.allocator.simulated import AllocatorStatistics, Block, CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
 from gpumem_client.engines.facts import EngineFacts
@@ -98,6 +99,14 @@ class DeviceSlot:
             self._component_bytes[component] = self._component_bytes.get(component, 0) + block.size_bytes
         return Tensor(block, self, component)
 
+    def capture_graph(self, size_bytes: int, component: str = "") -> None:
+        """Capture a CUDA graph, or raise SimulatedOutOfMemoryError; see `CachingAllocator.capture_graph`."""
+        before = self.allocator.statistics.allocated_bytes
+        self.allocator.capture_graph(size_bytes)
+        if component:
+            added = self.allocator.statistics.allocated_bytes - before
+            self._component_bytes[component] = self._component_bytes.get(component, 0) + added
+
     def free(self, tensor: Tensor, *, used_by_other_stream: bool) -> None:
         """Free a tensor of this device."""
         self.frees += 1
@@ -150,7 +159,12 @@ class DeviceSlot:
             phase_peak_bytes=dict(self._phase_peak_bytes),
             component_bytes=components,
         )
-        return without_unmapped(sample, self.unmapped) if self.unmapped.reserved_bytes else sample
+        if not self.unmapped.reserved_bytes:
+            return sample
+        # All tensors are unmapped. `without_unmapped` keeps no components, because it cannot know that.
+        mapped = dict.fromkeys(components, 0)
+        asleep = without_unmapped(sample, self.unmapped)
+        return replace(asleep, component_bytes=mapped, component_unmapped_bytes=components)
 
     def unused(self) -> DeviceSample:
         """Return a sample with the smallest reclaimable value since the last call.
@@ -199,6 +213,8 @@ class SimulatedProcess:
         self.ended = self.crashed = False
         self.busy_ratio = 0.0
         self.pinned_bytes: int | None = None
+        self.engine_facts: EngineFacts | None = None
+        """What the client would find out about the inference engine in the process."""
         self.garbage: list[Tensor] = []
         """Tensors in reference cycles, which only Python's garbage collector frees."""
         self.loop = ReportLoop(
@@ -295,16 +311,19 @@ class SimulatedProcess:
         return self.slots[index].unmapped
 
     def engine(self) -> EngineFacts | None:
-        return None
+        return self.engine_facts
 
     def samples(self) -> tuple[DeviceSample, ...]:
-        return tuple(slot.sample() for slot in self.slots)
+        return tuple(self._with_engine(slot.sample()) for slot in self.slots)
 
     def unused(self) -> tuple[DeviceSample, ...]:
-        return tuple(slot.unused() for slot in self.slots)
+        return tuple(self._with_engine(slot.unused()) for slot in self.slots)
 
     def sample_at_oom(self, index: int) -> DeviceSample:
-        return self.slots[index].sample()
+        return self._with_engine(self.slots[index].sample())
+
+    def _with_engine(self, sample: DeviceSample) -> DeviceSample:
+        return with_cache_use(sample, self.engine_facts.cache if self.engine_facts is not None else None)
 
     def pinned_host_bytes(self) -> int | None:
         return self.pinned_bytes

@@ -8,9 +8,11 @@ seed always creates the same node.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
+from gpumem_client.engines.facts import CacheUse, EngineFacts
 from gpumem_exporter.demo.process import SimulatedProcess, Tensor
 
 Program: TypeAlias = Callable[[SimulatedProcess], Iterator[None]]
@@ -92,12 +94,34 @@ def inference_server(process: SimulatedProcess) -> Iterator[None]:
         yield
 
 
+def language_model_server(process: SimulatedProcess) -> Iterator[None]:
+    """A vLLM server whose key-value cache is much larger than its few requests need."""
+    rng = process.rng
+    process.keep(16, 480 * MIB, "weights")
+    process.keep(32, 832 * MIB, "kv_cache")
+    process.slots[0].capture_graph(int(process.scale * GIB), "cuda_graphs")
+    used, prefixes = 0.02, 0.0
+    while True:
+        requests = rng.choice((0, 1, 1, 2, 3, 4))
+        used = 0.02 * requests + rng.uniform(0.0, 0.02) * bool(requests)
+        prefixes = min(0.3, prefixes + 0.1 * used)
+        process.engine_facts = EngineFacts(
+            "vllm", "0.33.0", "qwen3-8b", ready=True, requests=requests, cache=CacheUse(used, prefixes)
+        )
+        process.busy_ratio = 0.12 * requests
+        for _ in range(rng.randint(2, 8)):
+            yield
+
+
 def sleeping_engine(process: SimulatedProcess) -> Iterator[None]:
     """An engine in sleep mode: between its requests it unmaps the memory of its weights and of its key-value cache."""
     (slot,) = process.slots
-    process.keep(24, 512 * MIB)
+    process.keep(8, 512 * MIB, "weights")
+    process.keep(16, 512 * MIB, "kv_cache")
+    asleep = EngineFacts("vllm", "0.33.0", "llama-3.1-8b", ready=True, requests=0)
     while True:
         process.busy_ratio = 0.0
+        process.engine_facts = asleep
         slot.sleep()
         for _ in range(process.rng.randint(300, 500)):
             yield
@@ -105,6 +129,7 @@ def sleeping_engine(process: SimulatedProcess) -> Iterator[None]:
             yield
         process.busy_ratio = 0.7
         for _ in range(process.rng.randint(20, 40)):
+            process.engine_facts = replace(asleep, requests=3, cache=CacheUse(process.rng.uniform(0.3, 0.8), 0.1))
             yield
 
 

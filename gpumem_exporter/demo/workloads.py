@@ -108,10 +108,16 @@ DEMO_WORKLOADS = (
         context_bytes=640 * MIB,
         k8s_pod="serving/sleeping-engine",
     ),
+    Workload(
+        *("demo-llm-server", programs.language_model_server, "vllm serve", "serving", ((5,),)),
+        context_bytes=640 * MIB,
+        k8s_pod="serving/llm-server",
+    ),
 )
 """Devices 0 to 3 are full without problems. On device 4, a leak takes the memory that three other processes leave.
-Device 5 has much more memory than its workloads need. On device 6, a fragmented heap stays within its memory fraction.
-On device 7, the notebook's cache is the memory that the larger rank of the mixture of experts lacks."""
+On device 5, an engine has a much larger key-value cache than its requests need. On device 6, a fragmented heap stays
+within its memory fraction. On device 7, the notebook's cache is the memory that the larger rank of the mixture of
+experts lacks."""
 
 
 def workloads_of(processes: int) -> tuple[Workload, ...]:

@@ -3,7 +3,7 @@
 `model` defines the types, `recorder` converts the sources to events with `ooms` and `processes`, `log` is the queue
 with its thread, `storage` is the SQLite database, and `entries` has what people read of an event.
 
-Other folders import: `entries`, `model`, `recorder`.
+Other folders import: `entries`, `model`, `ooms`, `recorder`.
 """
 
 from gpumem_exporter.events.log import EventLog, EventLogStatus

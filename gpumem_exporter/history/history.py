@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.samples import KV_PEAK_WINDOWS, KvCachePeak, Snapshot
 from gpumem_exporter.history.points import Points
 from gpumem_exporter.history.series import UNKNOWN, VALUES, Series, Subject, Track, bytes_of, folded, resolutions
 
@@ -79,6 +79,9 @@ class History:
         self._recorded_seconds = 0
         """The end of the last second that has rows."""
         self._folded_step = self._expired_step = 0
+        self.kv_cache_peaks: Mapping[tuple[str, str], Mapping[str, KvCachePeak]] = {}
+        """By window, for the name of each process and the uuid of each device of the last snapshot that has a key-value
+        cache. At most ten seconds old. Replaced, never changed."""
 
     @property
     def now_seconds(self) -> float:
@@ -100,7 +103,8 @@ class History:
                 self._series_of(subject).tracks[0].put(second, row)
                 self._count(subject.key)
             self._recorded_seconds = second + 1
-            self._fold(second + 1)
+            if self._fold(second + 1):
+                self._note_peaks(second + 1, (subject for subject, _ in points if subject.cache))
             if self.size_bytes > _BUDGET_BYTES:
                 self._make_room(second)
 
@@ -245,9 +249,24 @@ class History:
         if self._bytes[owner] <= 0:
             del self._bytes[owner]
 
-    def _fold(self, now_seconds: int) -> None:
+    def _note_peaks(self, now_seconds: int, caches: Iterable[Subject]) -> None:
+        peaks: dict[tuple[str, str], Mapping[str, KvCachePeak]] = {}
+        for subject in caches:
+            name, _, uuid = subject.cache.partition(" ")
+            series = self._series.get(subject.key)
+            found = {
+                window: KvCachePeak(peak[0], min(peak[1], seconds))
+                for window, seconds in KV_PEAK_WINDOWS.items()
+                if series is not None and (peak := series.peak(now_seconds - seconds)) is not None
+            }
+            if found:
+                peaks[name, uuid] = found
+        self.kv_cache_peaks = peaks
+
+    def _fold(self, now_seconds: int) -> bool:
+        """Fold the rows into longer steps, every ten seconds; returns whether it did."""
         if self._folded_step == (step := now_seconds // _FOLD_SECONDS):
-            return
+            return False
         self._folded_step = step
         expires = self._expired_step != (minute := now_seconds // _EXPIRY_SECONDS)
         self._expired_step = minute
@@ -259,6 +278,7 @@ class History:
                     self._remove(key)
                     continue
             self._count(key)
+        return True
 
     def _make_room(self, now_seconds: float) -> None:
         """Free a part of the budget, from the owners with the most bytes."""
@@ -316,7 +336,7 @@ class History:
     def _document(self, key: str, steps: _Steps, names: Mapping[str, str] | None) -> dict[str, Any] | None:
         with self._lock:
             series = self._series.get(key)
-            if series is None:
+            if series is None or series.subject.cache:
                 return None
             track = Track(self._resolutions[steps.track])
             track.first, track.values = series.tracks[steps.track].rows(steps.start, steps.end)

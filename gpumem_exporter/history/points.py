@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from gpumem_exporter.core.ledger import ProcessShare, idle_cache_bytes, node_ledgers, node_shares
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, kv_cache_size_bytes
 from gpumem_exporter.history.series import Subject, row_of
 from gpumem_exporter.view.documents import SeenProcess
-from gpumem_exporter.view.jobs import Job, jobs_of
+from gpumem_exporter.view.jobs import Job, job_of_process, jobs_of
 
 _MAX_PEAKS = 4096
 """The maximum number of peaks that are kept, about 1 MiB. The in-use peaks of further parts come from samples alone."""
@@ -34,7 +34,7 @@ class Points:
         """Return the rows of the devices and jobs of which a value is known."""
         in_use = self._in_use(snapshot.processes)
         shares = node_shares(snapshot)
-        return [*_devices(snapshot, shares, in_use), *_jobs(snapshot, shares, in_use)]
+        return [*_devices(snapshot, shares, in_use), *_jobs(snapshot, shares, in_use), *_caches(snapshot)]
 
     def _in_use(self, processes: Iterable[ReportingProcess]) -> dict[_Part, int]:
         in_use: dict[_Part, int] = {}
@@ -94,6 +94,20 @@ def _jobs(snapshot: Snapshot, shares: _Shares, in_use: dict[_Part, int]) -> Iter
         )
         if (row := row_of(map(_sum, values))) is not None:
             yield _subject(job), row
+
+
+def _caches(snapshot: Snapshot) -> Iterator[Point]:
+    """Yield the key-value cache of each process on each of its devices, of which the use is known."""
+    for name, process in snapshot.names.reporting:
+        for sample in process.report.devices:
+            cache = sample.kv_cache_bytes
+            if "used" in cache and (row := row_of((cache["used"], kv_cache_size_bytes(sample), None, cache["used"]))):
+                yield _subject_of_cache(process, f"{name} {sample.uuid}"), row
+
+
+def _subject_of_cache(process: ReportingProcess, cache: str) -> Subject:
+    workload, job, ticks = process.report.process.workload, job_of_process(process), process.start_time_ticks
+    return Subject("", job, workload, owner=process.key.share, start_time_ticks=ticks, cache=cache)
 
 
 def _sum(parts: list[int | None]) -> int | None:

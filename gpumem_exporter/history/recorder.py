@@ -24,12 +24,20 @@ _log = logging.getLogger(__name__)
 class HistoryRecorder:
     """Records the snapshots of the node in a history; with a folder, also in a file.
 
-    A disk that hangs stops the saves, but not the recording. `snapshot` is called in the recorder's thread.
+    A disk that hangs stops the saves, but not the recording. `snapshot` and `recorded` are called in the recorder's
+    thread, before and after each row.
     """
 
-    def __init__(self, history: History, snapshot: Callable[[], Snapshot], folder: Path | None) -> None:
+    def __init__(
+        self,
+        history: History,
+        snapshot: Callable[[], Snapshot],
+        folder: Path | None,
+        recorded: Callable[[History], object] = lambda _: None,
+    ) -> None:
         self._history = history
         self._snapshot = snapshot
+        self._recorded = recorded
         self._file = HistoryFile(folder) if folder is not None else None
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._record, name="gpumem-history", daemon=True)]
@@ -55,6 +63,7 @@ class HistoryRecorder:
         while not self._stopping.wait(self._seconds_to_next()):
             try:
                 self._history.add(self._snapshot())
+                self._recorded(self._history)
             except Exception as error:  # noqa: BLE001 - the next second must be recorded
                 failures.failed("history", repr(error), exc_info=True)
             else:

@@ -63,12 +63,16 @@ class Subject(NamedTuple):
     owner: str = ""
     """The user whose share of the memory the series of a job uses."""
     start_time_ticks: int = 0
-    """Of a job that is one process without a workload: differs for a later process with the same pid."""
+    """Of a job that is one process without a workload, and of a cache: differs for a later process with the same pid.
+    """
+    cache: str = ""
+    """Of the key-value cache of one process of the job on one device: the process's name, a space and the uuid. The
+    values of such a series are `used` and `in_use_peak` for what running requests use, `allocated` for the size."""
 
     @property
     def key(self) -> str:
-        """The key of the series: a device's uuid or a job's id."""
-        return self.uuid or self.job
+        """The key of the series: a device's uuid or a job's id. A space, which no id has, is before a cache."""
+        return f"{self.job} {self.cache}" if self.cache else self.uuid or self.job
 
     @property
     def size_bytes(self) -> int:
@@ -156,6 +160,23 @@ class Series:
     def empty(self) -> bool:
         """Whether there is no row."""
         return not any(track.values for track in self.tracks)
+
+    def peak(self, start_seconds: float) -> tuple[int, int] | None:
+        """Return the highest in-use peak in bytes since a time, and the number of seconds in which it is known.
+
+        The first step may start before that time. None if it is not known at any time.
+        """
+        known: list[int] = []
+        seconds = 0
+        for track in reversed(self.tracks):  # the steps that are not folded yet are in finer tracks
+            step_seconds, width = track.resolution.step_seconds, track.resolution.width
+            _, rows = track.rows(int(start_seconds // step_seconds), track.end)
+            of_track = [unit for unit in rows[width - 1 :: width] if unit != UNKNOWN]
+            known += of_track
+            seconds += step_seconds * len(of_track)
+            if track.values:
+                start_seconds = max(start_seconds, track.end * step_seconds)
+        return (max(known) << _UNIT_BITS, seconds) if known else None
 
     def fold(self, now_seconds: float) -> None:
         """Fold the rows of all steps that have ended into rows of longer steps."""

@@ -38,7 +38,7 @@ _TORCH = re.compile(
     r"|torch/(_ops|_tensor|_compile|_jit_internal|functional|overrides|storage|serialization)\.py)"
 )
 _PACKAGES = re.compile(r"(^|/)((site|dist)-packages|lib/python3[.\d]*)/")
-_INDEX = re.compile(r"\.\d+(?=\.|$)")
+_INDEX = re.compile(r"(?<![^. ])\d+(?=\.|$)")
 _MAX_FRAMES = 128
 """The innermost frames of a stack that are shown."""
 
@@ -137,7 +137,7 @@ def kind_text(kind: str | None) -> str:
 
 def owner_name(owner: Owner) -> str:
     """Return the name of an owner for a list: `model.layers.*.weight` for the same parameter of every layer."""
-    return _INDEX.sub(".*", owner.name) if owner.kind in PATH_KINDS else owner.name
+    return _INDEX.sub("*", owner.name) if owner.kind in PATH_KINDS else owner.name
 
 
 def owner_path(owner: Owner) -> Iterator[str]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpumem_exporter.errors import ProfileInvalidError
@@ -194,7 +194,8 @@ class Profiles:
 def stored_profile(facts: ProfileFacts, body: bytes) -> StoredProfile:
     """Return a profile with its rows. Raises ProfileInvalidError."""
     _, profile = read_profile(body)
-    return StoredProfile(**vars(facts), profile=profile)
+    # The reporter does not know whether a caller or the interval requested it.
+    return StoredProfile(**vars(facts), profile=replace(profile, cause=facts.cause))
 
 
 def _path(folder: Path, profile_id: str) -> Path:

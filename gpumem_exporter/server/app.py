@@ -184,6 +184,7 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
             waiting=runtime.profile_requests,
             dispatcher=dispatcher,
             held_requests=held_requests,
+            renderer=runtime.renderer,
         ),
         events_router(
             runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities

@@ -42,6 +42,7 @@ from gpumem_exporter.server.security.report_sender import ReportSenders
 from gpumem_exporter.server.security.request_guard import Callers, OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.view.engines import DEMO_SECONDS, ENOUGH_SECONDS
 from gpumem_exporter.view.growth import SPAN_SECONDS
 from gpumem_exporter.view.jobs import job_of_process
 from gpumem_exporter.view.live import NodeView
@@ -148,7 +149,12 @@ class Runtime:
             report_interval_seconds=settings.report_interval,
         )
         self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
-        self.history_recorder = HistoryRecorder(self.history, self.snapshot, _storage_folder(settings))
+        self.history_recorder = HistoryRecorder(
+            self.history,
+            self.snapshot,
+            _storage_folder(settings),
+            lambda history: self.store.put_kv_cache_peaks(history.kv_cache_peaks),
+        )
         self.profiles = Profiles(_storage_folder(settings), max_bytes=settings.storage_max_bytes)
         self.profile_requests = WaitingRequests()
         self.profile_intake = ProfileIntake(
@@ -185,6 +191,7 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
             minima_of=lambda job: self.history.job_minima(job, SPAN_SECONDS),
+            enough_seconds=DEMO_SECONDS if provider.source == "demo" else ENOUGH_SECONDS,
         )
         self.live = LiveNode(
             self.view,

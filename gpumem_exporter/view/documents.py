@@ -29,7 +29,7 @@ from gpumem_exporter.core.samples import (
     plan_error_ratio,
 )
 
-_SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes")
+_SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes", "component_unmapped_bytes", "kv_cache_bytes")
 _SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("uuid", *_SAMPLE_MAPPINGS))
 _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")
 _IDENTITY = ("workload", "rank", "world_size", "torch_version", "allocator_settings", "client_version")

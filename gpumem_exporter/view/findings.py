@@ -16,8 +16,9 @@ from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
+from gpumem_exporter.view.engines import ENOUGH_SECONDS, smaller_cache
 from gpumem_exporter.view.growth import Growth
-from gpumem_exporter.view.jobs import Job, Part, parts_by_device
+from gpumem_exporter.view.jobs import Job, Part, job_uuids, parts_by_device
 from gpumem_exporter.view.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
@@ -39,6 +40,7 @@ SEVERITY = {
     "unattributed": "warning",
     "silent": "warning",
     "starting": "info",
+    "kv_cache": "info",
     "starting_together": "warning",
 }
 """The severity of each state. A test compares it with the alert rules."""
@@ -98,11 +100,13 @@ def find(
     failed_checks: Iterable[Mapping[str, str]] = (),
     growths: Mapping[str, Growth] | None = None,
     client_directory: str | None = None,
+    enough_seconds: float = ENOUGH_SECONDS,
 ) -> list[Finding]:
     """Return the findings of a node in no order.
 
     `growths` has the jobs that grow, by id. `client_directory` is the folder from which jobs can import the client;
-    empty if there is none, and None without an exporter, to which processes could report.
+    empty if there is none, and None without an exporter, to which processes could report. `enough_seconds` is how long
+    the use of a key-value cache must be known before a smaller one is proposed.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
     parts = parts_by_device(jobs)
@@ -116,6 +120,7 @@ def find(
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
         *_starting(snapshot, jobs),
+        *_unused_kv_caches(snapshot, jobs, devices, enough_seconds),
     ]
     for device in devices:
         if device.uuid in ledgers:
@@ -407,6 +412,22 @@ def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
             )
             key, kind = f"starting_together {gpu}", "starting_together"
             yield Finding(key, kind, SEVERITY[kind], "Engines start", sentence, gpu=gpu)
+
+
+def _unused_kv_caches(
+    snapshot: Snapshot, jobs: Iterable[Job], devices: Iterable[DeviceReading], enough_seconds: float
+) -> Iterator[Finding]:
+    memory = {device.uuid: device.memory for device in devices if device.memory is not None}
+    for job in jobs:
+        smaller = smaller_cache(job, snapshot, memory, enough_seconds)
+        if smaller is None:
+            continue
+        uuids = [uuid for uuid in job_uuids(job, snapshot.gpus) if uuid in smaller.uuids]
+        who = [job.owner()["user"], smaller.engine, gpus_in_words([snapshot.gpus[uuid] for uuid in uuids])]
+        sentence = f"{job.name} ({', '.join(filter(None, who))}): {smaller.sentence}"
+        key, kind = f"kv_cache {job.id}", "kv_cache"
+        gpu, uuid = snapshot.gpus[uuids[0]], uuids[0]
+        yield Finding(key, kind, SEVERITY[kind], "Unused KV cache", sentence, job=job, gpu=gpu, uuid=uuid)
 
 
 def _in_ledger(device: DeviceReading, ledger: DeviceLedger, parts: Sequence[tuple[Job, Part]]) -> Iterator[Finding]:

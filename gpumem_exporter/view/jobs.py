@@ -25,6 +25,9 @@ _ID_CHARACTERS = 64
 ACTIVE_SECONDS = 60.0
 """A job whose memory and steps have not changed for this time is idle."""
 
+STATES_OF_ENGINES = {"starting": "starting", "serving": "serving", "idle": "idle", "asleep": "sleeping"}
+"""The state of a job by the states of its engines; the first one counts."""
+
 Owner = tuple[int | None, Place]
 
 
@@ -122,6 +125,10 @@ class Job:
             return "starting"
         if not reporters:
             return "not reporting"
+        engines = {each.report.engine.state for each in reporters if each.report.engine is not None}
+        for state, word in STATES_OF_ENGINES.items():
+            if state in engines:
+                return word
         if any(sample.unmapped_bytes for each in reporters for sample in each.report.devices):
             return "sleeping"
         # A reporter whose process ends no more steps reports no duration of a step.

@@ -11,6 +11,7 @@ from gpumem_exporter.actions.suggestion import suggested_timing
 from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.view.documents import SeenProcess, device_document, orphan_document, process_document
+from gpumem_exporter.view.engines import ENOUGH_SECONDS, component_sums, engine_document
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
 from gpumem_exporter.view.growth import Growth, growth
 from gpumem_exporter.view.jobs import VALUES, Job, Part, job_uuids, jobs_of, parts_of
@@ -40,10 +41,12 @@ class NodeView:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         minima_of: Callable[[str], Sequence[tuple[float, int]]],
+        enough_seconds: float = ENOUGH_SECONDS,
     ) -> None:
         self._clock, self._wall_clock = clock, wall_clock
         self._since = Since(clock)
         self._minima_of = minima_of
+        self._enough_seconds = enough_seconds
         self._growths: dict[str, tuple[float, Growth | None]] = {}
         """The growth of each job, by its id, and when it was computed. Replaced, never changed."""
         self._uses: tuple[float, Mapping[str, DeviceUse]] = (-NEAR_SECONDS, {})
@@ -141,7 +144,13 @@ class NodeView:
         client_directory: str | None = "",
     ) -> list[Finding]:
         found = find(
-            snapshot, jobs, ledgers, failed_checks=failed_checks, growths=growths, client_directory=client_directory
+            snapshot,
+            jobs,
+            ledgers,
+            failed_checks=failed_checks,
+            growths=growths,
+            client_directory=client_directory,
+            enough_seconds=self._enough_seconds,
         )
         return self._since.lasting(found)
 
@@ -235,13 +244,19 @@ def _job(
         "growth_bytes_per_hour": grows.bytes_per_hour if grows is not None else None,
         "full_in_seconds": None if full is None else round(full),
         "state": job.state(snapshot.taken_seconds, [engine.host_pid for engine in snapshot.starting]),
+        "engine": engine_document(job.processes, snapshot),
+        **component_sums(job),
         "since_unix_seconds": job.started_unix_seconds(snapshot.node),
         **job.steps(snapshot, now_unix_seconds),
         "last_report_unix_seconds": min((last for last in last_reports if last is not None), default=None),
         "clear": _clear(job, snapshot.taken_seconds),
         "engine_memory": _engine_memory(job),
         "processes": [
-            process_document(process, snapshot) if whole else _process(process, snapshot) for process in job.processes
+            {
+                **(process_document(process, snapshot) if whole else _process(process, snapshot)),
+                "engine": engine_document([process], snapshot),
+            }
+            for process in job.processes
         ],
     }
 

@@ -7,7 +7,7 @@ from typing import Any
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards import oom_list
+from gpumem_dashboards import engines, oom_list
 from gpumem_dashboards.frame import board, link, live_page, with_rows
 from gpumem_dashboards.palette import PRESSURE, ledger_words, none_is_good
 from gpumem_dashboards.panels import (
@@ -99,6 +99,7 @@ def fleet() -> Any:
                 _wasted_over_time(),
             ],
         ),
+        ("Engines", [engines.listed(WORKLOAD, [TO_WORKLOAD, TO_JOB], TO_NODE)]),
         ("Out of memory", [_errors_over_the_day(), _retries_over_the_day(), errors]),
         ("Silent reporters and unused capacity", [_silent(), _idle()]),
         open_rows=3,

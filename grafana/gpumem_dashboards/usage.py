@@ -15,6 +15,7 @@ from gpumem_dashboards.tables import Column, table
 HELD = "owner:gpumem_process_memory_used_bytes:mean1m"
 REPORTED = "owner:gpumem_process_memory_used_bytes:reported_mean1m"
 IDLE = "owner:gpumem_torch_idle_cache_bytes:mean1m"
+UNUSED = "owner:gpumem_engine_kv_cache_bytes:unused_mean1m"
 OWNERS = f'{CLUSTER}, user=~"$user", k8s_namespace=~"$namespace", slurm_account=~"$account"'
 GIB_HOURS = "suffix: GiB h"
 SHOWN = 50
@@ -22,7 +23,8 @@ SHOWN = 50
 
 _IDLE_LIMITS = shares(0.2, 0.4)
 _NOTE = (
-    " A GiB hour is one GiB held for one hour. Idle is the part that PyTorch cached and no process needed for a minute."
+    " A GiB hour is one GiB held for one hour. Idle is the part that PyTorch cached and no process needed for a minute,"
+    " and the key-value cache of inference engines that no request used for an hour."
     " It is known for processes that report, and its share is of their memory."
 )
 
@@ -58,7 +60,13 @@ def usage() -> Any:
 def _gib_hours(metric: str, by: str = "") -> str:
     """Return the query for the GiB hours of the time range; a sample stands for a minute."""
     grouping = f" by ({by})" if by else ""
-    return f"sum{grouping} (sum_over_time({metric}{{{OWNERS}}}[$__range])) / {60 * 2**30}"
+
+    def total(name: str) -> str:
+        return f"sum{grouping} (sum_over_time({name}{{{OWNERS}}}[$__range]))"
+
+    if metric == IDLE:  # most owners have no inference engine
+        return f"({total(IDLE)} + ({total(UNUSED)} or 0 * {total(IDLE)})) / {60 * 2**30}"
+    return f"{total(metric)} / {60 * 2**30}"
 
 
 def _overview() -> list[Any]:

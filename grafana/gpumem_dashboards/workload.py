@@ -10,7 +10,7 @@ from grafana_foundation_sdk.models import xychart as xy
 from grafana_foundation_sdk.models.common import AxisPlacement
 from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, DynamicConfigValue
 
-from gpumem_dashboards import oom_list
+from gpumem_dashboards import engines, oom_list
 from gpumem_dashboards.frame import board, link, live_page, with_rows
 from gpumem_dashboards.palette import PRESSURE, color
 from gpumem_dashboards.panels import (
@@ -46,6 +46,7 @@ COMPONENTS = (
     ("parameters", "parameters", "dark-blue"),
     ("gradients", "gradients", "orange"),
     ("optimizer_state", "optimizer state", "purple"),
+    *engines.COMPONENTS,
     ("other", "other", "super-light-blue"),
 )
 
@@ -86,6 +87,7 @@ def workload() -> Any:
         ("Plan", _plan()),
         ("Cache and fragmentation", _wasted()),
         ("Phases and components", _phases_and_components()),
+        ("Engines", engines.of_workload(ONE_WORKLOAD)),
         ("Allocator activity", _at_work()),
         ("Errors", [oom_list.listed(ONE_WORKLOAD, node_shown=True)]),
         open_rows=2,
@@ -423,8 +425,8 @@ def _phases_and_components() -> list[Any]:
     components = stacked(
         graph(
             "Allocated, by component",
-            "Allocated bytes of all ranks by component, if the program names components. Parameters and"
-            " optimizer state are constant; gradients and activations (in other) change within each step.",
+            "Allocated bytes of all ranks by component, if the program names components or runs an inference engine."
+            " Parameters and optimizer state are constant; gradients and activations (in other) change in each step.",
             units.BytesIEC,
             [
                 (f'sum(gpumem_torch_component_bytes{{{ONE_WORKLOAD}, component="{component}"}})', name)

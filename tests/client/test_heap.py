@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,9 @@ def test_unmapped_memory_is_that_of_segments_without_pages(
 
 
 def test_a_sample_has_only_what_the_driver_holds() -> None:
-    held = without_unmapped(sample(allocated=100, reclaimable=30, fragmented=20), Unmapped(90, 80))
+    counted = replace(sample(allocated=100, reclaimable=30, fragmented=20), component_bytes={"parameters": 100})
+    held = without_unmapped(counted, Unmapped(90, 80))
     assert (held.reserved_bytes, held.allocated_bytes, held.reclaimable_bytes) == (60, 20, 30)
     assert held.unmapped_bytes == 90
+    assert held.component_bytes == {}, "which of the tensors are unmapped is unknown"
+    assert without_unmapped(counted, Unmapped(0, 0)).component_bytes == {"parameters": 100}

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
+from gpumem_client.wire.protocol import DeviceSample, EngineState, ProcessIdentity, Report
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.collectors.catalog import METRICS, SCRAPED
@@ -26,6 +26,7 @@ from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
+    KvCachePeak,
     LostLauncher,
     NodeReading,
     ProcessFacts,
@@ -123,15 +124,30 @@ FULL = DeviceSample(
     phase_peak_bytes={"forward": 25 * GIB, "backward": 28 * GIB},
     component_bytes={"parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer_state": 8 * GIB, "other": 4 * GIB + 512},
 )
+ENGINE = DeviceSample(
+    uuid=MIG,
+    allocated_bytes=1000 * MIB,
+    reserved_bytes=1200 * MIB,
+    unmapped_bytes=300 * MIB,
+    component_bytes={"weights": 100 * MIB, "kv_cache": 800 * MIB, "other": 100 * MIB},
+    component_unmapped_bytes={"weights": 300 * MIB},
+    kv_cache_bytes={"used": 50 * MIB, "evictable": 150 * MIB, "free": 600 * MIB},
+)
 
 
 def reporting(
-    pid: int, namespace: int, host_pid: int | None, *samples: DeviceSample, pinned: int | None = None, **who: Any
+    pid: int,
+    namespace: int,
+    host_pid: int | None,
+    *samples: DeviceSample,
+    pinned: int | None = None,
+    engine: EngineState | None = None,
+    **who: Any,
 ) -> ReportingProcess:
     """Return a reporting process."""
     identity = ProcessIdentity(pid, 7000, namespace, f"session-{pid}", 12.5, **who)
     report = Report(identity, sequence=9, devices=samples, pinned_host_bytes=pinned, step=1200 if pinned else None)
-    report = replace(report, sample_age_seconds=0.125 if pinned else 0.0)
+    report = replace(report, sample_age_seconds=0.125 if pinned else 0.0, engine=engine)
     return ReportingProcess(ProcessKey(namespace, pid), host_pid, report, 99.5, 1_700_000_000.25)
 
 
@@ -176,8 +192,8 @@ RICH = Snapshot(
                 name="NVIDIA H100 80GB HBM3 MIG 1g.10gb",
                 mig_profile="1g.10gb",
                 parent_uuid=GPU_1,
-                memory=DeviceMemory(10 * GIB, GIB, 9 * GIB, 0),
-                processes=(ProcessMemory(52, GIB),),
+                memory=DeviceMemory(10 * GIB, 3 * GIB, 7 * GIB, 0),
+                processes=(ProcessMemory(52, GIB), ProcessMemory(53, 2 * GIB)),
             ),
         ),
         facts={
@@ -222,6 +238,9 @@ RICH = Snapshot(
             command="ipykernel",
             torch_version="2.1.0",
         ),
+        reporting(
+            2, 4026532009, 53, ENGINE, workload="chat", engine=EngineState("vllm", "0.33.0", "llama", "serving", 0.5)
+        ),
         reporting(1, 4026532007, None, DeviceSample(GPU_0, allocated_bytes=5, reserved_bytes=2 * MIB), workload="a"),
         reporting(1, 4026532008, None, DeviceSample(GPU_0, allocated_bytes=6, reserved_bytes=2 * MIB), workload="a"),
     ),
@@ -247,10 +266,12 @@ RICH = Snapshot(
         ),
         LastOom("3", "GPU-gone", "298", "leaky", "1", "oom:dead", 7, -900.0, 1_699_999_001.5),
     ),
+    kv_cache_peaks={("53", MIG): {"1h": KvCachePeak(60 * MIB, 3600), "24h": KvCachePeak(90 * MIB, 7260)}},
     orphans={52: LostLauncher("launcher_ended")},
 )
 """A snapshot with every case: a lost device, a MIG device, an old driver, processes with all, some and no values, two
-processes with the same pid, a silent one, one with an out-of-memory error, and one that exited after its error."""
+processes with the same pid, a silent one, one with an out-of-memory error, one that
+exited after its error, and an inference engine of which a part sleeps."""
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def test_the_runbooks_of_the_mixin_can_be_elsewhere() -> None:
     assert elsewhere == {name: f"https://wiki.example/{name}.md" for name in elsewhere}
     behind_proxy = urls("{ livePageURL: 'https://{node}.gpumem.example/', coverageAlert: true }")
     assert behind_proxy.keys() == elsewhere.keys() | {"GpuMemCoverageLow"}
+    assert urls("{ kvCacheAlert: true }").keys() == elsewhere.keys() | {"GpuMemKvCacheUnused"}
     url = "https://{{ $labels.instance }}.gpumem.example/runbooks/GpuMemCoverageLow"
     assert behind_proxy["GpuMemCoverageLow"] == url
 

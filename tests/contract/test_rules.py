@@ -40,7 +40,7 @@ FOREIGN = {"up", "process_resident_memory_bytes", "process_open_fds", "process_s
 """Metrics of other projects that rules and runbooks may use."""
 TARGET_LABELS = {"cluster", "job", "instance"}
 """The labels that Prometheus adds to every series."""
-FILES = ("recording.yml", "alerts.yml", "optional/coverage.yml")
+FILES = ("recording.yml", "alerts.yml", "optional/coverage.yml", "optional/kv-cache.yml")
 """The rule files in the order of their evaluation."""
 LEVELS = "process|device|node|rank|workload|slurm_job|ray_job|pod|namespace|cluster|owner"
 """The first parts of the names of recording rules."""
@@ -58,6 +58,7 @@ KINDS_OF_FINDINGS = {
     "GpuMemDeviceLost": "device_lost",
     "GpuMemNvmlDown": "driver",
     "GpuMemReporterSilent": "silent",
+    "GpuMemKvCacheUnused": "kv_cache",
     "GpuMemExporterDegraded": "check_degraded",
     "GpuMemExporterAbsent": "check_failing",
 }
@@ -244,7 +245,8 @@ def test_every_query_of_a_runbook_is_valid() -> None:
 @pytest.mark.parametrize("name", ALERTS)
 def test_an_alert_has_tests_for_firing_staying_silent_and_resolving(name: str) -> None:
     document = yaml.safe_load((TESTS / f"{name}.yml").read_text())
-    files = FILES if name in {rule.get("alert") for rule in groups(FILES[2])[0]["rules"]} else FILES[:2]
+    optional = [file for file in FILES[2:] if name in {rule.get("alert") for rule in groups(file)[0]["rules"]}]
+    files = (*FILES[:2], *optional)
     folder = "../../../deploy/prometheus/rules"
     assert document["rule_files"] == [f"{folder}/*.yml", *(f"{folder}/{file}" for file in files[2:])]
     assert document["group_eval_order"] == [group["name"] for file in files for group in groups(file)]

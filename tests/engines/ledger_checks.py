@@ -122,7 +122,6 @@ def test_the_ledger_is_exact_while_a_server_sleeps_wakes_and_is_killed(
             tensors, segments = awake["component_bytes"][name], asleep["component_unmapped_bytes"][name]
             assert tensors <= segments <= tensors + LAYERS * SEGMENT_ROUNDING, name
         assert asleep["kv_cache_bytes"] == {}
-        assert asleep["used_bytes"] == awake["used_bytes"] - asleep["unmapped_bytes"]
         if level == 1:
             post("/wake_up?tags=weights")
             partly = wait_for_parts(exporter, {"weights", "runtime", "other"}, {"kv_cache"})
@@ -143,7 +142,7 @@ LLM = """
 from vllm import LLM
 llm = LLM(
     model=model, load_format="dummy", skip_tokenizer_init=True, max_model_len=256, gpu_memory_utilization=0.2,
-    enable_sleep_mode=True,
+    enable_sleep_mode=True, sleep_mode_offload_cudagraph=True,
     compilation_config={"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2]},
     kernel_config={"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
 )
@@ -196,7 +195,7 @@ def test_an_engine_in_the_program_sleeps_releases_its_cache_and_shows_its_blocks
 
     for level in (1, 2):
         scraped_meanwhile(exporter, lambda level=level: process.exec(f"llm.sleep({level})"))  # type: ignore[misc]
-        wait_for_parts(exporter, {"other"}, everything)
+        wait_for_parts(exporter, {"other"}, everything | {"cuda_graphs"})
         process.exec("llm.wake_up(['weights'])")
         wait_for_parts(exporter, {"weights", "runtime", "other"}, {"kv_cache"})
         process.exec("llm.wake_up()")

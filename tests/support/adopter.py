@@ -18,6 +18,20 @@ from tests.support.waiting import wait_for
 PROGRAM = Path(__file__).parent.parent / "programs" / "adopter.py"
 
 
+_IDLE_SOON = """
+import gpumem_exporter.core.orphans as orphans
+orphans.QUIET_SECONDS, orphans.ENDING_SECONDS = 1.0, 0.0
+"""
+
+
+def idle_soon(folder: Path) -> dict[str, str]:
+    """Return the environment of a fresh exporter for which a process is idle after a second, not after minutes."""
+    path = folder / "sitecustomize"
+    path.mkdir()
+    (path / "sitecustomize.py").write_text(_IDLE_SOON)
+    return {"PYTHONPATH": str(path)}
+
+
 class Adopter:
     """Runs commands of a shell in `folder`; a context manager, which kills everything that they have started.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpumem_client.engines.facts import EngineFacts
 from gpumem_client.wire.protocol import DeviceSample
 
 
@@ -27,6 +28,7 @@ class FakeAllocator:
         self.error: Exception | None = None
         self.allocated_blocks = 0
         self.counted = 0
+        self.facts: EngineFacts | None = None
 
     def devices(self) -> list[int]:
         return [0]
@@ -54,8 +56,10 @@ class FakeAllocator:
             ),
         )
 
-    def engine(self) -> None:
-        return None
+    def engine(self) -> EngineFacts | None:
+        if self.error is not None:
+            raise self.error
+        return self.facts
 
     def pinned_host_bytes(self) -> int | None:
         return None

@@ -11,10 +11,10 @@ from gpumem_exporter.profiles.model import KeptDevice, StoredProfile
 from tests.support.builders import MIB, UUIDS
 
 TORCH = "/venv/lib/python3.12/site-packages/torch/nn/modules"
-SCRIPT = "/home/ada/train.py"
+SCRIPT = "/src/train.py"
 MAIN = Frame("main", SCRIPT, 40)
 STEP = Frame("train_step", SCRIPT, 21)
-FORWARD = Frame("forward", "/home/ada/model.py", 12)
+FORWARD = Frame("forward", "/src/model.py", 12)
 LINEAR = Frame("forward", f"{TORCH}/linear.py", 125)
 CALL = Frame("_call_impl", f"{TORCH}/module.py", 1790)
 
@@ -92,7 +92,7 @@ def training(*, leaked: int = 300, layers: int = 12, devices: int = 1) -> Profil
         blocks.append(
             (
                 device,
-                (Frame("load", "/home/ada/data.py", 77), MAIN),
+                (Frame("load", "/src/data.py", 77), MAIN),
                 Owner("tensors", "local variable batch at train.py:40 in main", "64x1024", "int64"),
                 5 * MIB,
                 5 * MIB,
@@ -109,9 +109,7 @@ def many_stacks(stacks: int = 5000, depth: int = 30) -> Profile:
     for i in range(stacks):
         calls, number = [], i
         for level in range(depth):
-            calls.append(
-                Frame(f"call_{level}_{number % 3}", f"/home/ada/module_{level % 7}.py", number % 3 * 10 + level)
-            )
+            calls.append(Frame(f"call_{level}_{number % 3}", f"/src/module_{level % 7}.py", number % 3 * 10 + level))
             number = number // 3 if level % 3 == 0 else number
         blocks.append(
             (0, (LINEAR, Frame(f"leaf_{i}", SCRIPT, i + 1), *reversed(calls), MAIN), None, (i % 97 + 1) * 512, None)

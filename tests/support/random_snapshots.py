@@ -7,11 +7,20 @@ from itertools import starmap
 
 from hypothesis import strategies as st
 
-from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, Report
+from gpumem_client.wire.protocol import (
+    ENGINE_STATES,
+    KV_CACHE_STATES,
+    DeviceSample,
+    EngineState,
+    ProcessIdentity,
+    Report,
+)
 from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.samples import (
+    KV_PEAK_WINDOWS,
     DeviceMemory,
     DeviceReading,
+    KvCachePeak,
     NodeReading,
     ProcessFacts,
     ProcessKey,
@@ -31,10 +40,13 @@ _samples = st.builds(
     uuid=_uuid,
     phase_peak_bytes=st.dictionaries(_text, st.integers(0, 2**40), max_size=2),
     component_bytes=st.dictionaries(_text, st.integers(0, 2**40), max_size=2),
+    component_unmapped_bytes=st.dictionaries(_text, st.integers(0, 2**40), max_size=2),
+    kv_cache_bytes=st.dictionaries(st.sampled_from(KV_CACHE_STATES), st.integers(0, 2**40)),
     **{
         field.name: _bytes
         for field in dataclasses.fields(DeviceSample)
         if field.name not in ("uuid", "phase_peak_bytes", "component_bytes", "peak_resets")
+        and field.name not in ("component_unmapped_bytes", "kv_cache_bytes")
     },
 )
 _pid = st.integers(1, 3)
@@ -51,6 +63,14 @@ _identity = st.builds(
     torch_version=_text,
     allocator_settings=_text,
 )
+_engine = st.builds(
+    EngineState,
+    name=st.sampled_from(["vllm", "sglang", "other"]) | _text,
+    version=_text,
+    model=_text,
+    state=st.sampled_from(["", *ENGINE_STATES]),
+    idle_seconds=st.none() | st.floats(0, 100),
+)
 
 
 @st.composite
@@ -62,6 +82,7 @@ def _reporting(draw: st.DrawFn) -> ReportingProcess:
         devices=tuple(draw(st.lists(_samples, max_size=3, unique_by=lambda sample: sample.uuid))),
         pinned_host_bytes=draw(_bytes),
         step=draw(_bytes),
+        engine=draw(st.none() | _engine),
     )
     key = ProcessKey(identity.pid_namespace, identity.pid)
     received = draw(st.floats(0, 10))
@@ -125,4 +146,12 @@ SNAPSHOTS = st.builds(
     processes=st.lists(_reporting(), max_size=4).map(tuple),
     silent=st.lists(_silent, max_size=3).map(tuple),
     ooms=st.lists(_oom, max_size=3, unique_by=lambda oom: (oom.uuid, oom.pid)).map(tuple),
+    kv_cache_peaks=st.dictionaries(
+        st.tuples(_pid.map(str), _uuid),
+        st.dictionaries(
+            st.sampled_from(list(KV_PEAK_WINDOWS)),
+            st.builds(KvCachePeak, st.integers(0, 2**40), st.integers(0, 86400)),
+        ),
+        max_size=3,
+    ),
 )

@@ -144,7 +144,8 @@ def _held(worker: Any) -> Mapping[int, Mapping[str, int]]:
     runner, torch = getattr(worker, "model_runner", None), torch_access.initialized_torch()
     if runner is None or torch is None:
         return {}
-    held = {index: {"kv_cache": size} for index, size in torch_access.storage_bytes(torch, runner.kv_caches).items()}
+    caches = torch_access.storage_bytes(torch, getattr(runner, "kv_caches", ()))
+    held = {index: {"kv_cache": size} for index, size in caches.items()}
     weights, device = getattr(runner, "model_memory_usage", None), getattr(worker.device, "index", None)
     if isinstance(weights, int) and weights >= 0 and device is not None:
         held.setdefault(device, {})["weights"] = weights

@@ -21,8 +21,9 @@ GENERATIONS = (0, 1, 2)
 MAX_OBJECTS = 5_000_000
 _CHUNK = 1024
 """The number of frozen objects between two readings of the clock."""
-_WINDOW = 1 << 18
-"""The number of tracked objects that one call of a C function examines. It keeps the GIL for about 0.1 s."""
+_WINDOWS = 4
+"""The number of parts in which a search examines a generation. Each part keeps the GIL for less time than a full
+garbage collection. More parts would take longer in total, because each lists all objects again."""
 _FRAMES_MAX = 500
 _SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
 _OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
@@ -63,10 +64,11 @@ def referrers_of(wanted: AbstractSet[int], frozen: Frozen, end: float) -> Iterat
     for generation in GENERATIONS:
         # The last window first: if objects are freed meanwhile, all others move toward the windows that are still to
         # be examined, so none is missed.
-        for start in range(count_tracked(generation) // _WINDOW * _WINDOW, -1, -_WINDOW):
+        size = count_tracked(generation) // _WINDOWS + 1
+        for start in range(_WINDOWS * size, -1, -size):
             if time.thread_time() >= end:
                 return
-            found = _tracked_referrers(wanted, generation, slice(start, start + _WINDOW))
+            found = _tracked_referrers(wanted, generation, slice(start, start + size))
             while found:
                 yield found.pop()
     for chunk in _chunks(frozen.objects):

@@ -17,7 +17,7 @@ _Key = Tuple[int, str, "int | None", "int | None"]
 
 @dataclass(frozen=True)
 class Naming:
-    """One search for the owners of storages, and when it ran, in microseconds since the epoch."""
+    """One search for the owners of storages, and when it read their addresses, in microseconds since the epoch."""
 
     started_us: int
     ended_us: int
@@ -26,7 +26,7 @@ class Naming:
     owners: Mapping[tuple[int, int], Owner]
 
     def owner(self, device: int, life: Lifetime) -> Owner | None:
-        """Return what holds a block, if the block lived during the whole search: else the name may be another's."""
+        """Return what holds a block, if the block lived while addresses were read: else the name may be another's."""
         if life.allocated_us > self.started_us or (life.freed_us is not None and life.freed_us < self.ended_us):
             return None
         addresses = self.addresses.get(device, [])

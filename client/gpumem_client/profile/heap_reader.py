@@ -72,14 +72,23 @@ class HeapReader:
             traces = self._read(torch_access.snapshot_traces)
         return self._blocks(segments, heaps, stacks), traces
 
-    def naming(self) -> tuple[Naming, tuple[str, ...]]:
-        """Search for the owners of all storages. Returns also notes about what could not be seen."""
+    def naming(self, addresses_read: Callable[[], None] = lambda: None) -> tuple[Naming, tuple[str, ...]]:
+        """Search for the owners of all storages. Returns also notes about what could not be seen.
+
+        `addresses_read` is called once the addresses are known, before the longer search for the names.
+        """
+        read_us: list[int] = []
+
+        def read() -> None:
+            read_us.append(time.time_ns() // 1000)
+            addresses_read()
+
         started_us = time.time_ns() // 1000
-        named = self._name(self._torch, max_seconds=_NAMING_SECONDS)
+        named = self._name(self._torch, max_seconds=_NAMING_SECONDS, addresses_read=read)
         addresses: dict[int, list[int]] = {}
         for index, address in sorted(named.owners):
             addresses.setdefault(index, []).append(address)
-        return Naming(started_us, time.time_ns() // 1000, addresses, named.owners), named.notes
+        return Naming(started_us, read_us[0], addresses, named.owners), named.notes
 
     def profiled(self, index: int, blocks: DeviceBlocks) -> ProfiledDevice:
         """Return a device with the bytes of its blocks."""

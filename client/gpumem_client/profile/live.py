@@ -18,8 +18,8 @@ def live_profile(heap: HeapReader, profile_id: str, cause: str) -> Profile:
     heap.pause_seconds = 0.0
     stacks = Stacks()
     earlier = heap.blocks(Stacks())
-    naming, notes = heap.naming()
-    devices = heap.blocks(stacks)
+    devices: dict[int, DeviceBlocks] = {}
+    naming, notes = heap.naming(lambda: devices.update(heap.blocks(stacks)))
     rows = Rows(stacks, [naming])
     for number, (index, blocks) in enumerate(devices.items()):
         lifetimes = living(blocks, earlier.get(index, DeviceBlocks()))

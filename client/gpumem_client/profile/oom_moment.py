@@ -80,8 +80,9 @@ class OomMoments:
         heap, stacks = self._heap, Stacks()
         heap.pause_seconds = 0.0
         devices, traces = heap.history(stacks)
-        naming, notes = heap.naming()
-        later = heap.blocks(Stacks()).get(error.device, DeviceBlocks())
+        afterwards: dict[int, DeviceBlocks] = {}
+        naming, notes = heap.naming(lambda: afterwards.update(heap.blocks(Stacks())))
+        later = afterwards.get(error.device, DeviceBlocks())
         end = devices.get(error.device)
         entries = between_snapshots(traces[error.device], from_first=False) or []
         traces.clear()

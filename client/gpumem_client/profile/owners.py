@@ -6,9 +6,12 @@ class and other objects through the interpreter's own descriptors. The result ha
 
 from __future__ import annotations
 
+import sys
 import time
 from itertools import compress
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Tuple
+from opcode import opmap
+from types import FrameType
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence, Tuple
 
 from gpumem_client import torch_access
 from gpumem_client.objects.interpreter import GENERATIONS, all_frames, find_frozen, tracked_of_types
@@ -35,6 +38,8 @@ _IDS_MAX = 4
 """The number of tensors with one storage whose referrers are searched."""
 _BACKWARD = {"_engine_run_backward", "backward", "grad"}
 _WAIT_SECONDS = 0.005
+_KEEP_GIL_SECONDS = 1.0
+_ASSIGNMENTS = (opmap["STORE_ATTR"], opmap["DELETE_ATTR"])
 
 
 class Named(NamedTuple):
@@ -54,7 +59,7 @@ def name_storages(torch: Any, *, max_seconds: float, addresses_read: Callable[[]
 
     Any thread may call this, also beside training. It keeps no tensor after its return, and tensors outside of models
     for some milliseconds before. It takes about 3 s of CPU time per million objects of the process, and ends after
-    `max_seconds`. It keeps the GIL for up to 0.4 s per million objects at a time, as a full garbage collection does.
+    `max_seconds`. It keeps the GIL for less time than a full garbage collection at a time.
 
     The addresses change while training runs. `addresses_read` is called as soon as all are read, before the search
     for names, which takes longest: a snapshot that is taken there fits best.
@@ -214,12 +219,11 @@ class _Search:
         for start in range(0, len(parameters), _CHUNK):
             names, tensors = zip(*parameters[start : start + _CHUNK])
             leaves = list(map(base.is_leaf.__get__, tensors))  # torch warns about gradients of other tensors
-            while _backward_runs():
+            while (gradients := _gradients_of(base, tensors, leaves)) is None:
                 if time.monotonic() > last:
                     self._notes.append("gradients are not named: a backward pass ran all the time")
                     return
                 time.sleep(_WAIT_SECONDS)
-            gradients = list(map(base.grad.__get__, compress(tensors, leaves)))
             yield from (named for named in zip(compress(names, leaves), gradients) if named[1] is not None)
             for name, tensor in zip(names, tensors):
                 attributes = instance_dictionary(tensor) or {}
@@ -260,8 +264,30 @@ class _Search:
             self._owners[place] = Owner(kind, name or "".join(found[:1]), other.shape, other.dtype)
 
 
-def _backward_runs() -> bool:
-    """Whether a thread waits for autograd's threads."""
-    return any(
-        frame.f_code.co_name in _BACKWARD and "/torch/autograd/" in frame.f_code.co_filename for frame in all_frames()
-    )
+def _gradients_of(base: Any, tensors: Sequence[Any], leaves: Sequence[bool]) -> list[Any] | None:
+    """Return gradients; None while a backward pass runs. No thread starts one in between: this one keeps the GIL."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_KEEP_GIL_SECONDS)
+    try:
+        time.sleep(0)  # a thread may have requested the GIL already
+        return None if _gradients_change() else list(map(base.grad.__get__, compress(tensors, leaves)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _gradients_change() -> bool:
+    """Whether a thread waits for autograd's threads, or assigns a gradient, which may release the GIL halfway."""
+    return any(_runs_backward(frame) or _assigns_gradient(frame) for frame in all_frames())
+
+
+def _runs_backward(frame: FrameType) -> bool:
+    return frame.f_code.co_name in _BACKWARD and "/torch/autograd/" in frame.f_code.co_filename
+
+
+def _assigns_gradient(frame: FrameType) -> bool:
+    """Whether the current instruction of a frame is `….grad = …` or `del ….grad`."""
+    code = frame.f_code
+    if "grad" not in code.co_names or frame.f_lasti < 0:
+        return False
+    operation, argument = code.co_code[frame.f_lasti : frame.f_lasti + 2]
+    return operation in _ASSIGNMENTS and argument == code.co_names.index("grad") & 0xFF  # the rest is in a prefix

@@ -159,9 +159,9 @@ def _cost(duration_seconds: float, processes: int) -> str:
     """Return what a profile costs, from the measurements in docs/profiles.md."""
     each = "Each process" if processes > 1 else "The process"
     if not duration_seconds:
-        return f"{each} stands still for about a millisecond per 1,000 blocks."
+        return f"{each} stands still for about as long as a full garbage collection takes."
     return (
-        f"{each} records for {human_seconds(duration_seconds)}: about 2 µs for each allocation, and at the end it "
+        f"{each} records for {human_seconds(duration_seconds)}, which costs about 2 µs for each allocation. At the end it "
         "stands still for about 4 ms per 1,000 blocks."
     )
 

@@ -114,6 +114,12 @@ def _growth(row: Row) -> str:
     return f"+{short_bytes(growth)}/h" if growth else ""
 
 
+def _kv_cache(row: Row) -> str:
+    """The part of an engine's key-value cache that requests use, and its size: `6.1G of 52.0G`."""
+    cache = (row.get("engine") or {}).get("kv_cache")
+    return f"{short_bytes(cache['used'])} of {short_bytes(cache['size'])}" if cache else ""
+
+
 def _owner(row: Row) -> str:
     return row["owner"] or ("" if row["level"] else UNKNOWN)
 
@@ -179,14 +185,16 @@ JOBS = (
     _size("non_torch", 12),
     _part("nccl", 13, own="NCCL"),
     _part("unmapped", 8),
+    Column("kv_cache", _kv_cache, 6, key=_at("engine", "kv_cache", "size"), sparse=True),
     Column("growth", _growth, 1, key=_at("growth_bytes_per_hour"), sparse=True, style_of=lambda _: "yellow"),
     Column("state", _text("state"), 4, left=True, style_of=_state_style),
     Column("since", _since, 5, key=_at("since_unix_seconds"), left=True),
     Column("step", lambda row: str(row["step"] or ""), 9, sparse=True, key=_at("step")),
+    Column("engine", lambda row: _at("engine", "label")(row) or "", 9, sparse=True, left=True, cut=20),
     Column("command", _text("command"), 15, own="Command", left=True, cut=20),
 )
 """`job_rows` makes the rows: of jobs, and of the processes on each device."""
-_RARE_SORTS = ("node", "nccl", "step", "command")
+_RARE_SORTS = ("node", "nccl", "step", "engine", "command")
 SORTS = tuple(column.name.replace("_", "-") for column in JOBS if column.sorts and column.name not in _RARE_SORTS)
 """The columns by which jobs can be sorted. Sizes are sorted from the largest, names and times from the smallest."""
 

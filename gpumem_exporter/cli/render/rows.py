@@ -118,7 +118,9 @@ def _job(node: Node, job: Row, colors: dict[Key, str]) -> list[Row]:
         "fold": "▸",
         "title": job["name"],
         "color": colors.setdefault(key, _COLORS[len(colors) % len(_COLORS)]),
-        "text": _text(node.name, *(job[name] for name in _IDENTITY), *gpus, *job["uuids"]),
+        "text": _text(
+            node.name, *(job[name] for name in _IDENTITY), (job.get("engine") or {}).get("label"), *gpus, *job["uuids"]
+        ),
     }
     rows: list[Row] = [{**job, **common, **own}]
     for process in sorted(job["processes"], key=lambda one: (number(one["rank"] or ""), number(one["pid"]))):

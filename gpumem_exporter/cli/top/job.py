@@ -19,6 +19,13 @@ from gpumem_exporter.cli.render.rows import Row, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.detail import DetailScreen, finding_lines
 
+_PARTS = {
+    "Components": "component_bytes",
+    "Components, unmapped": "component_unmapped_bytes",
+    "KV cache": "kv_cache_bytes",
+    "Peaks of phases": "phase_peak_bytes",
+}
+"""The sizes by name that a process may have on a device."""
 _HIDDEN_COLUMNS = ("fold", "owner", "growth", "devices")
 
 
@@ -45,6 +52,13 @@ class JobScreen(DetailScreen):
         if job["step"] is not None:
             title.append(f", step {job['step']}")
             title.append(f" ({human_seconds(job['step_seconds'])} each)" if job["step_seconds"] else "")
+        engine = job.get("engine")
+        if engine:
+            title.append(f", {engine['label']}")
+            cache = engine["kv_cache"]
+            if cache and cache["peak_day"] is not None:
+                peak, size = short_bytes(cache["peak_day"]), short_bytes(cache["size"])
+                title.append(f", at most {peak} of {size} KV cache used in {human_seconds(cache['observed_seconds'])}")
         return title, "" if current else "ended"
 
     def findings(self, live: Row) -> Iterator[Text]:
@@ -63,7 +77,7 @@ class JobScreen(DetailScreen):
 def _parts_of_memory(processes: Sequence[Row]) -> Iterator[RenderableType]:
     """Yield the components and the peaks of the phases of each process, as far as they are known."""
     places = [(process["rank"] or UNKNOWN, place) for process in processes for place in process["devices"]]
-    for title, field in (("Components", "component_bytes"), ("Peaks of phases", "phase_peak_bytes")):
+    for title, field in _PARTS.items():
         names = list(dict.fromkeys(name for _, place in places for name in place.get(field) or ()))
         if names:
             columns = (("Rank", "right"), ("GPU", "left"), *((name, "right") for name in names))

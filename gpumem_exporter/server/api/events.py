@@ -369,15 +369,23 @@ def jobs_router(
             processes += [{**_job_process(event), "end_unix_seconds": None} for event in recorder.running(job_id)]
             if not processes:
                 raise ProblemError(404, f"no process of job {job_id!r} has reported to this exporter")
-            profiles: list[JobProfileDocument] = [
-                {"id": each.id, "unix_seconds": each.time_unix_seconds, "pid": each.pid, "rank": each.rank}
-                for each in profiles_of(request.state.caller)
-                if each.cause == OUT_OF_MEMORY and job_id in (each.slurm_job_id, each.ray_job_id)
-            ]
-            document = {"job_id": job_id, "processes": processes, "more": more, "profiles": profiles}
-            return json_response(await renderer.render(lambda: encoded(document)))
+            document = {"job_id": job_id, "processes": processes, "more": more}
+            caller: Caller = request.state.caller
+            return json_response(
+                await renderer.render(
+                    lambda: encoded({**document, "profiles": _job_profiles(profiles_of(caller), job_id)})
+                )
+            )
 
     return router
+
+
+def _job_profiles(profiles: Iterable[ProfileFacts], job_id: str) -> list[JobProfileDocument]:
+    return [
+        {"id": each.id, "unix_seconds": each.time_unix_seconds, "pid": each.pid, "rank": each.rank}
+        for each in profiles
+        if each.cause == OUT_OF_MEMORY and job_id in (each.slurm_job_id, each.ray_job_id)
+    ]
 
 
 async def _ended_processes(log: EventLog, job_id: str) -> tuple[list[dict[str, Any]], bool]:

@@ -33,7 +33,6 @@ from gpumem_exporter.profiles.model import (
     KeptDevice,
     Profile,
     ProfileFacts,
-    StoredProfile,
 )
 from gpumem_exporter.profiles.store import Profiles
 from gpumem_exporter.server.http.connections import Connection
@@ -58,18 +57,18 @@ class WaitingRequests:
     """The requests that wait for the profile of an action, which is for them alone and is not kept."""
 
     def __init__(self) -> None:
-        self._found: dict[str, StoredProfile | None] = {}
+        self._found: dict[str, tuple[ProfileFacts, bytes] | None] = {}
 
     def expect(self, action_id: str) -> None:
         """Note that a request waits."""
         self._found[action_id] = None
 
-    def give(self, action_id: str, profile: StoredProfile) -> None:
-        """Take a profile; without a request that waits, it is dropped."""
+    def give(self, action_id: str, facts: ProfileFacts, body: bytes) -> None:
+        """Take a profile as it was sent; without a request that waits, it is dropped."""
         if action_id in self._found:
-            self._found[action_id] = profile
+            self._found[action_id] = facts, body
 
-    def take(self, action_id: str) -> StoredProfile | None:
+    def take(self, action_id: str) -> tuple[ProfileFacts, bytes] | None:
         """Return the profile, and forget the request."""
         return self._found.pop(action_id, None)
 
@@ -171,7 +170,7 @@ class ProfileIntake:
                 part.profile = await self._keep(process, replace(profile, cause=INTERVAL), body, owner)
             elif running.action.unlisted:
                 facts = self._facts(process, profile, len(body))
-                self._waiting.give(running.action.id, StoredProfile(**vars(facts), profile=profile))
+                self._waiting.give(running.action.id, facts, body)
                 part.profile = facts.id
             else:
                 part.profile = await self._keep(process, replace(profile, cause=ACTION), body, owner)

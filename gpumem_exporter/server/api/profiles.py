@@ -25,13 +25,13 @@ from gpumem_exporter.profiles.formats import Format, render
 from gpumem_exporter.profiles.lines import Moment
 from gpumem_exporter.profiles.model import CAUSES, ProfileFacts, StoredProfile
 from gpumem_exporter.profiles.page import policy
-from gpumem_exporter.profiles.store import Profiles
+from gpumem_exporter.profiles.store import Profiles, stored_profile
 from gpumem_exporter.server.api.action_schema import KnownFields
 from gpumem_exporter.server.api.actions import refusals_as_problems
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
-from gpumem_exporter.server.http.connections import Connection
+from gpumem_exporter.server.http.connections import Connection, Owner
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
-from gpumem_exporter.server.http.replies import encoded, iso_time, json_reply, json_response
+from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.http.turns import HeldRequests, Turns
 from gpumem_exporter.server.security.request_guard import PROCESSES_PATH
 
@@ -192,9 +192,10 @@ def profiles_router(
     waiting: WaitingRequests,
     dispatcher: Dispatcher,
     held_requests: HeldRequests,
+    renderer: Renderer,
 ) -> APIRouter:
     """Return the routes of profiles."""
-    routes = ProfileRoutes(access, waiting, dispatcher, held_requests)
+    routes = ProfileRoutes(access, waiting, dispatcher, held_requests, renderer)
     router = APIRouter(tags=["profiles"])
     accepted = {201: json_reply(AcceptedDocument, "kept"), **problems(401, 403, 409, 413, 415, 422, 429, 503)}
     router.post(PROFILES_PATH, status_code=201, responses=accepted)(intake.receive)
@@ -222,20 +223,32 @@ class ProfileRoutes:
     """The handlers of the routes."""
 
     def __init__(
-        self, access: ProfileAccess, waiting: WaitingRequests, dispatcher: Dispatcher, held_requests: HeldRequests
+        self,
+        access: ProfileAccess,
+        waiting: WaitingRequests,
+        dispatcher: Dispatcher,
+        held_requests: HeldRequests,
+        renderer: Renderer,
     ) -> None:
         self._access = access
         self._waiting = waiting
         self._dispatcher = dispatcher
         self._held_requests = held_requests
+        self._renderer = renderer
         self._turns = Turns(1)
         """Of reading files and building replies: of the largest profile, it takes a second."""
+        self._scrapes = Turns(16, running_of_owner=4)
+        """Of waiting for a new profile: each keeps a body."""
 
     async def recent(self, request: Request, parameters: Annotated[ListParameters, Query()]) -> Response:
         """The profiles of processes that the caller may act on, newest first, without their rows."""
-        seen = self._access.newest_first(request.state.caller)
-        found = [profile_document(facts) for facts in seen if parameters.admit(facts)]
-        return json_response(encoded({"profiles": found[: parameters.limit]}))
+        caller: Caller = request.state.caller
+
+        def listing() -> bytes:
+            found = [facts for facts in self._access.newest_first(caller) if parameters.admit(facts)]
+            return encoded({"profiles": [profile_document(facts) for facts in found[: parameters.limit]]})
+
+        return json_response(await self._renderer.render(listing))
 
     async def one(
         self, request: Request, profile_id: _Id, parameters: Annotated[FormatParameters, Query()]
@@ -263,21 +276,23 @@ class ProfileRoutes:
         wanted = ActionRequest("profile", Target(pid=pid), deadline_seconds=SCRAPE_SECONDS)
         if invalid := invalid_fields(wanted):
             raise ProblemError.invalid([FieldError("pid", each.message) for each in invalid])
-        with refusals_as_problems():
-            action = self._dispatcher.submit(wanted, requested_by=request.state.caller, unlisted=True)
-        self._waiting.expect(action.id)
-        try:
-            request.scope["state"].get("end_read_turn", lambda: None)()
-            if not action.finished:
-                await self._held_requests.hold(action.id, 2 * SCRAPE_SECONDS, request.receive)
-                action = self._dispatcher.get(action.id) or action
-        finally:
-            profile = self._waiting.take(action.id)
-        if profile is None:
-            reason = next((result.reason for result in action.results), "") or "the process has sent no profile"
-            refused = any(result.outcome in ("refused", "unsupported") for result in action.results)
-            raise ProblemError(409, reason) if refused else ProblemError(503, reason, {"Retry-After": "1"})
-        return await self._reply(request, parameters, lambda: profile)
+        request.scope["state"].get("end_read_turn", lambda: None)()
+        async with self._scrapes.of(_owner(request)):
+            with refusals_as_problems():
+                action = self._dispatcher.submit(wanted, requested_by=request.state.caller, unlisted=True)
+            self._waiting.expect(action.id)
+            try:
+                if not action.finished:
+                    await self._held_requests.hold(action.id, 2 * SCRAPE_SECONDS, request.receive)
+                    action = self._dispatcher.get(action.id) or action
+            finally:
+                taken = self._waiting.take(action.id)
+            if taken is not None:
+                return await self._reply(request, parameters, lambda: stored_profile(*taken))
+        reason = next((result.reason for result in action.results), "") or "the process has sent no profile"
+        if any(result.outcome in ("refused", "unsupported") for result in action.results):
+            raise ProblemError(409, reason)
+        raise ProblemError(503, reason, {"Retry-After": "1"})
 
     def _read(self, profile_id: str) -> StoredProfile:
         profile = self._access.profiles.read(profile_id)
@@ -288,16 +303,19 @@ class ProfileRoutes:
     async def _reply(
         self, request: Request, parameters: FormatParameters, read: Callable[[], StoredProfile | Difference]
     ) -> Response:
-        connection: Connection | None = request.scope["state"].get("connection")
-
         def build() -> tuple[bytes, str]:
             return render(read(), parameters.format, parameters.moment)
 
         try:
-            body, media_type = await self._turns.run(connection.owner if connection else "", build)
+            body, media_type = await self._turns.run(_owner(request), build)
         except NoPeakError as error:
             raise ProblemError.invalid([FieldError("moment", str(error))]) from None
         headers = {"Cache-Control": "no-store"}
         if parameters.format == "html":
             headers["Content-Security-Policy"] = f"{_SANDBOX}; {policy()}"
         return Response(body, headers=headers, media_type=media_type)
+
+
+def _owner(request: Request) -> Owner:
+    connection: Connection | None = request.scope["state"].get("connection")
+    return connection.owner if connection is not None else ""

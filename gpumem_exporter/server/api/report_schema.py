@@ -19,6 +19,8 @@ from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_sch
 
 from gpumem_client.wire.procfs import known_ray_job_id
 from gpumem_client.wire.protocol import (
+    ENGINE_STATES,
+    KV_CACHE_STATES,
     MAX_COMPONENTS,
     MAX_INTEGER,
     MAX_LABEL_LENGTH,
@@ -27,6 +29,7 @@ from gpumem_client.wire.protocol import (
     OUTCOMES,
     CommandResult,
     DeviceSample,
+    EngineState,
     Report,
 )
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, field_errors
@@ -66,6 +69,12 @@ _SPECIAL: Mapping[str, CoreSchema] = {
     "freed_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=-MAX_INTEGER, le=MAX_INTEGER)),
 }
 """The rules of fields that are stricter than their type, by name."""
+_LABELED = {
+    "phase_peak_bytes": MAX_PHASES,
+    "component_bytes": MAX_COMPONENTS,
+    "component_unmapped_bytes": MAX_COMPONENTS,
+}
+"""The fields of a sample whose names become labels, with the number of names that are kept."""
 
 
 class ReportReader:
@@ -150,15 +159,21 @@ def _stopping(schema: Any) -> CoreSchema:
 def shortened(report: Report) -> Report:
     """Return the report, cut to the limits of labels, phases, components and results; the same object if it has them.
 
-    A reporter of an older version has higher limits, so such a report is not an error.
+    A reporter of an older version has higher limits, so such a report is not an error. Nor is a newer one that knows
+    more states of an engine or of its cache: the states that this version does not know are left out.
     """
     changes: dict[str, Any] = {}
     identity = report.process
     if len(identity.workload) > MAX_LABEL_LENGTH or len(identity.rank) > MAX_LABEL_LENGTH:
         workload, rank = identity.workload[:MAX_LABEL_LENGTH], identity.rank[:MAX_LABEL_LENGTH]
         changes["process"] = replace(identity, workload=workload, rank=rank)
-    if any(map(_is_long, report.devices)):
-        changes["devices"] = tuple(map(_shortened_sample, report.devices))
+    devices = tuple([_shortened_sample(sample) if _is_long(sample) else sample for sample in report.devices])
+    if report.engine is not None and (engine := _shortened_engine(report.engine)) != report.engine:
+        changes["engine"] = engine
+    if report.engine is not None or any(sample.kv_cache_bytes for sample in devices):
+        devices = tuple(map(_without_contradictions, devices))
+    if devices != report.devices:
+        changes["devices"] = devices
     results = tuple(map(_shortened_result, report.results))
     if results != report.results:
         changes["results"] = results
@@ -175,18 +190,49 @@ def _shortened_result(result: CommandResult) -> CommandResult:
 
 
 def _is_long(sample: DeviceSample) -> bool:
-    return any(
+    return not sample.kv_cache_bytes.keys() <= set(KV_CACHE_STATES) or any(
         len(values) > limit or max(map(len, values), default=0) > MAX_LABEL_LENGTH
-        for values, limit in ((sample.phase_peak_bytes, MAX_PHASES), (sample.component_bytes, MAX_COMPONENTS))
+        for values, limit in ((getattr(sample, name), limit) for name, limit in _LABELED.items())
     )
 
 
 def _shortened_sample(sample: DeviceSample) -> DeviceSample:
-    phases, components = (
-        {name[:MAX_LABEL_LENGTH]: value for name, value in itertools.islice(values.items(), limit)}
-        for values, limit in ((sample.phase_peak_bytes, MAX_PHASES), (sample.component_bytes, MAX_COMPONENTS))
-    )
-    return replace(sample, phase_peak_bytes=phases, component_bytes=components)
+    changes: dict[str, Any] = {
+        name: {label[:MAX_LABEL_LENGTH]: size for label, size in itertools.islice(getattr(sample, name).items(), limit)}
+        for name, limit in _LABELED.items()
+    }
+    states = sample.kv_cache_bytes
+    changes["kv_cache_bytes"] = {state: states[state] for state in KV_CACHE_STATES if state in states}
+    return replace(sample, **changes)
+
+
+def _shortened_engine(engine: EngineState) -> EngineState:
+    name, version, model = (text[:MAX_LABEL_LENGTH] for text in (engine.name, engine.version, engine.model))
+    state = engine.state if engine.state in ENGINE_STATES else ""
+    return replace(engine, name=name, version=version, model=model, state=state)
+
+
+def _without_contradictions(sample: DeviceSample) -> DeviceSample:
+    """Return the sample of an engine without the values that contradict others, which are then unknown.
+
+    They are from objects of the engine, which may change between two of the reads. The values of the allocator are
+    right nevertheless, so the report is not refused.
+    """
+    components, unmapped, kv_cache = sample.component_bytes, sample.component_unmapped_bytes, sample.kv_cache_bytes
+    if sample.allocated_bytes is not None and sum(components.values()) > sample.allocated_bytes:
+        components = {}
+    if sample.unmapped_bytes is not None and sum(unmapped.values()) > sample.unmapped_bytes:
+        unmapped = {}
+    whole = components.get("kv_cache", sample.allocated_bytes)
+    if whole is not None and sum(kv_cache.values()) > whole:
+        kv_cache = {}
+    if (components, unmapped, kv_cache) == (
+        sample.component_bytes,
+        sample.component_unmapped_bytes,
+        sample.kv_cache_bytes,
+    ):
+        return sample
+    return replace(sample, component_bytes=components, component_unmapped_bytes=unmapped, kv_cache_bytes=kv_cache)
 
 
 def _duplicates(devices: tuple[DeviceSample, ...]) -> Iterator[FieldError]:

@@ -39,7 +39,8 @@ INLINE_BYTES = 32 << 10
 
 _LIMITS = (
     f"the limits are {MAX_LABEL_LENGTH} characters for a label, {MAX_PHASES} phases and {MAX_COMPONENTS} components "
-    "of a device, and for a result 500 characters and 10 blocks; the rest is left out"
+    "of a device, and for a result 500 characters and 10 blocks; the rest is left out, and so are values of an engine "
+    "that contradict others"
 )
 _NAMED_SECONDS = 3600.0
 _MAX_NAMED = 16

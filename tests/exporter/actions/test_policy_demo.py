@@ -150,7 +150,7 @@ def acted(bench: DemoBench) -> list[tuple[str, str]]:
 
 
 def test_the_policy_clears_the_hoarder_and_the_fragmented_workload_only(runs: Runs) -> None:
-    assert len({workload.name for workload in DEMO_WORKLOADS}) == 11
+    assert len({workload.name for workload in DEMO_WORKLOADS}) == 12
     assert set(acted(runs.real)) == {("hoarded", HOARDER), ("fragmented", FRAGMENTED), ("slack", UNHELPED)}
     assert {action.state for action in runs.real.finished} == {"done"}
     freed: dict[str, int] = {}

@@ -42,7 +42,7 @@ def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: s
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])
-@pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped"}))
+@pytest.mark.parametrize("sort", sorted({*SORTS} - {"node", "nccl", "unmapped", "kv-cache"}))
 def test_the_sort_column_is_shown_at_any_width(width: int, sort: str) -> None:
     rows = rows_of([Node(full_node())])[2]
     order = Order(sort.replace("-", "_"))
@@ -68,6 +68,16 @@ def test_columns_that_few_jobs_need_are_shown_only_with_a_value() -> None:
         lines = [line.plain for line in Layout(JOBS, rows, 200, words=WORDS).lines(rows)]
         assert ("Unmapped" in lines[0]) is shown
         assert any("12.0G" in line for line in lines) is shown
+
+
+def test_the_cache_of_an_engine_has_its_use_and_its_size_and_the_engine_can_be_searched() -> None:
+    cache = {"size": 26 * GIB, "used": GIB, "peak_day": 2 * GIB, "observed_seconds": 7200}
+    engine = {"label": "vLLM 0.33.0 llama", "state": "serving", "kv_cache": cache}
+    rows = _jobs(job("chat", process(1, "0"), engine=engine), job("train", process(2, "0")))
+    text = "\n".join(line.plain for line in Layout(JOBS, rows, 300, words=WORDS).lines(rows))
+    assert "1.0G of 26.0G" in text
+    assert text.count("vLLM 0.33.0 llama") == 1
+    assert [row["name"] for row in rows if matches(row["text"], "llama")] == ["chat"]
 
 
 def test_a_sum_that_lacks_a_part_is_a_lower_bound_and_an_unknown_one_a_dash() -> None:

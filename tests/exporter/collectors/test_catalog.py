@@ -7,13 +7,15 @@ from collections import Counter
 
 import pytest
 
-from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors import catalog, engine_catalog
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.collectors.subjects import Metric
 
 
 def test_every_metric_that_is_defined_is_in_the_table_once() -> None:
-    defined = [value for value in vars(catalog).values() if isinstance(value, Metric)]
+    defined = [
+        value for each in (catalog, engine_catalog) for value in vars(each).values() if isinstance(value, Metric)
+    ]
     assert Counter(metric.name for metric in defined) == Counter(metric.name for metric in METRICS)
     assert max(Counter(metric.name for metric in METRICS).values()) == 1
 

@@ -314,3 +314,19 @@ def test_every_program_still_runs_after_half_an_hour(node: DemoNode) -> None:
         if now > START + 1800.0 - 120.0:
             seen |= {process.identity.workload for process in node.simulation.processes()}
     assert seen == workloads
+
+
+def test_the_components_of_engines_add_up_to_the_byte_through_sleep_and_wake() -> None:
+    node = only(lambda workload: workload.command == "vllm serve")
+    seen: dict[str, set[str]] = {}
+    for _ in advance(node, 600.0):
+        for process, sample in samples(node):
+            engine = report(process).engine
+            assert engine is not None
+            seen.setdefault(process.identity.workload, set()).add(engine.state)
+            assert sum(sample.component_bytes.values()) == sample.allocated_bytes
+            assert sum(sample.component_unmapped_bytes.values()) == (sample.unmapped_bytes or 0)
+            assert sum(sample.kv_cache_bytes.values()) == sample.component_bytes["kv_cache"]
+    assert seen["demo-sleeping-engine"] >= {"asleep", "serving"}
+    assert "serving" in seen["demo-llm-server"]
+    assert "asleep" not in seen["demo-llm-server"]

@@ -266,3 +266,48 @@ def test_a_short_retention_limits_every_resolution() -> None:
     document = bench.document(7200, points=2000)
     assert document["step_seconds"] == 1
     assert document["from_unix_seconds"] == bench.unix_seconds - 660
+
+
+def serving(used_mib: int | None, *, pid: int = 7, **changes: Any) -> Any:
+    """Return a reporting process with a key-value cache of 1000 MiB of which requests use this."""
+    cache = {} if used_mib is None else {"used": used_mib * MIB, "evictable": 0, "free": (1000 - used_mib) * MIB}
+    taken = dataclasses.replace(sample(UUIDS[0], 2000 * MIB), kv_cache_bytes=cache)
+    return reporting(pid, owner_uid=1000, devices=(taken,), **changes)
+
+
+def peaks(bench: HistoryBench, pid: str = "7") -> dict[str, tuple[int, int]]:
+    """Return the highest use in MiB and the minutes in which it was known, by window."""
+    found = bench.history.kv_cache_peaks.get((pid, UUIDS[0]), {})
+    return {window: (peak.used_bytes // MIB, peak.observed_seconds // 60) for window, peak in found.items()}
+
+
+def test_the_highest_use_of_a_cache_is_of_the_last_hour_and_day_and_says_how_much_of_them_is_known() -> None:
+    bench = HistoryBench()
+    bench.record(serving(700))
+    bench.run(300, serving(100))
+    assert peaks(bench) == {"1h": (700, 5), "24h": (700, 5)}
+    bench.run(1800, serving(None))  # asleep
+    assert peaks(bench) == {}
+    bench.run(3600, serving(200))
+    assert peaks(bench) == {"1h": (200, 60), "24h": (700, 65)}
+    bench.run(86400 + 120, serving(50), step=30)
+    assert peaks(bench)["1h"] == (50, 60)
+    assert peaks(bench)["24h"][0] == 50
+
+
+def test_the_peak_of_a_cache_is_of_one_process_and_each_rank_has_its_own() -> None:
+    bench = HistoryBench()
+    bench.run(30, serving(700), serving(100, pid=8))
+    assert peaks(bench)["24h"][0] == 700
+    assert peaks(bench, "8")["24h"][0] == 100
+    bench.run(30, serving(10, start_time_ticks=2000))
+    assert peaks(bench)["24h"][0] == 10
+    assert peaks(bench, "8") == {}
+
+
+def test_the_series_of_a_cache_is_no_series_of_a_job() -> None:
+    bench = HistoryBench()
+    bench.run(30, serving(700))
+    assert [series["device"] for series in bench.document()["series"]] == [UUIDS[0]]
+    (cache,) = [key for key in bench.history._series if " " in key]
+    assert bench.document(uuids=(), jobs=(cache,))["series"] == []

@@ -6,12 +6,14 @@ import gzip
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.history.file import FILE_NAME, HistoryFile
-from tests.support.builders import node, reporting, sample
+from tests.support.builders import MIB, UUIDS, node, reporting, sample
 from tests.support.history_bench import HistoryBench, used
 
 READING = node(used(100, p7=50))
@@ -40,6 +42,22 @@ def test_a_restart_loses_nothing(bench: HistoryBench, tmp_path: Path) -> None:
     after = restarted(bench, tmp_path)
     assert [after.document(605 - 5, points=points, uuids=of) for points, of in names] == before
     assert (tmp_path / "new" / FILE_NAME).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_peak_of_a_cache_survives_a_restart_and_the_time_without_an_exporter_is_not_known(tmp_path: Path) -> None:
+    bench = HistoryBench()
+
+    def serving(used: int) -> ReportingProcess:
+        taken = replace(sample(UUIDS[0], 3 * MIB), kv_cache_bytes={"used": used * MIB})
+        return reporting(7, owner_uid=1000, devices=(taken,))
+
+    bench.run(600, serving(3))
+    HistoryFile(tmp_path / "new").save(bench.history)
+    restarted(bench, tmp_path, after_seconds=1200)
+    bench.run(60, serving(1))
+    (peaks,) = bench.history.kv_cache_peaks.values()
+    assert peaks["24h"].used_bytes == 3 * MIB
+    assert 600 <= peaks["24h"].observed_seconds <= 720
 
 
 @pytest.mark.parametrize("booted", [5000.0, 3.0])

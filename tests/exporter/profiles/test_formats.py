@@ -83,7 +83,7 @@ def test_folded_stacks_start_with_the_device_and_end_with_the_bytes() -> None:
         lines[1]
         == f"GPU 0;optimizer state;Adam.exp_avg;model;model.layers;model.layers.0;model.layers.0.weight {20 * MIB}"
     )
-    assert lines[0].startswith(f"GPU 0;main ({SCRIPT}:40);train_step ({SCRIPT}:21);forward (/home/ada/model.py:12);")
+    assert lines[0].startswith(f"GPU 0;main ({SCRIPT}:40);train_step ({SCRIPT}:21);forward (/src/model.py:12);")
     assert sum(int(line.rpartition(" ")[2]) for line in lines) == 65 * MIB
 
 

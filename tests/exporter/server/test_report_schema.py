@@ -10,18 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_client.wire.protocol import (
+    MAX_COMPONENTS,
     MAX_INTEGER,
+    MAX_LABEL_LENGTH,
     MAX_TEXT_LENGTH,
     OUTCOMES,
     CommandResult,
     DeviceResult,
     DeviceSample,
+    EngineState,
     OutOfMemory,
     ProcessIdentity,
     Report,
     to_wire,
 )
-from gpumem_exporter.server.api.report_schema import MAX_DEVICES, MAX_OBJECTS, ReportReader
+from gpumem_exporter.server.api.report_schema import MAX_DEVICES, MAX_OBJECTS, ReportReader, shortened
 from gpumem_exporter.server.http.problems import ProblemError
 from tests.support.builders import UUIDS, report, sample
 
@@ -62,12 +65,15 @@ _SAMPLES = st.builds(
     uuid=_UUIDS,
     phase_peak_bytes=_MAPPINGS,
     component_bytes=_MAPPINGS,
+    component_unmapped_bytes=_MAPPINGS,
+    kv_cache_bytes=_MAPPINGS,
     planned_reserved_peak_bytes=st.none() | st.integers(1, MAX_INTEGER),
     **{
         field.name: _BYTES
         for field in dataclasses.fields(DeviceSample)
-        if field.name not in ("uuid", "phase_peak_bytes", "component_bytes", "allocated_bytes", "reclaimable_bytes")
-        and field.name not in ("planned_reserved_peak_bytes", "idle_cache_bytes")
+        if field.name not in ("uuid", "allocated_bytes", "reclaimable_bytes", "idle_cache_bytes")
+        and field.name not in ("planned_reserved_peak_bytes", "phase_peak_bytes", "component_bytes")
+        and field.name not in ("component_unmapped_bytes", "kv_cache_bytes")
     },
 )
 _OOMS = st.builds(
@@ -105,6 +111,55 @@ _REPORTS = st.builds(
 @given(_REPORTS)
 def test_every_report_that_a_reporter_can_send_is_read_unchanged(sent: Report) -> None:
     assert READER.read(json.dumps(to_wire(sent)).encode()) == sent
+
+
+def kept(engine: EngineState | None = None, **values: Any) -> tuple[EngineState | None, DeviceSample]:
+    """Return the engine and the sample that the exporter keeps of a report with these values."""
+    one = dataclasses.replace(sample(UUIDS[0], 100), **values)
+    known = shortened(READER.read(json.dumps(to_wire(report(devices=(one,), engine=engine))).encode()))
+    return known.engine, known.devices[0]
+
+
+def test_states_and_names_of_a_newer_engine_are_left_out() -> None:
+    engine, one = kept(
+        EngineState("vllm", "1", "m" * 200, "hibernating"),
+        component_bytes={"w" * 200: 1, **{f"part {number}": 1 for number in range(30)}},
+        kv_cache_bytes={"used": 3, "borrowed": 4, "free": 5},
+    )
+    assert engine == EngineState("vllm", "1", "m" * MAX_LABEL_LENGTH, "")
+    assert one.kv_cache_bytes == {"used": 3, "free": 5}
+    assert len(one.component_bytes) == MAX_COMPONENTS
+    assert max(map(len, one.component_bytes)) == MAX_LABEL_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("values", "unknown"),
+    [
+        ({"component_bytes": {"weights": 60, "kv_cache": 41}}, "component_bytes"),
+        ({"component_unmapped_bytes": {"weights": 11}, "unmapped_bytes": 10}, "component_unmapped_bytes"),
+        ({"component_bytes": {"kv_cache": 40}, "kv_cache_bytes": {"used": 20, "free": 21}}, "kv_cache_bytes"),
+        ({"kv_cache_bytes": {"used": 101}}, "kv_cache_bytes"),
+        ({"component_bytes": {"kv_cache": 40}, "kv_cache_bytes": {"used": 20, "free": 20}}, ""),
+        ({"component_unmapped_bytes": {"weights": 11}, "unmapped_bytes": 11}, ""),
+    ],
+)
+def test_values_of_an_engine_that_contradict_others_are_unknown_and_the_report_is_kept(
+    values: dict[str, Any], unknown: str
+) -> None:
+    _, one = kept(EngineState("vllm"), **values)
+    assert {name: getattr(one, name) for name in values} == {**values, **({unknown: {}} if unknown else {})}
+    assert one.allocated_bytes == 100
+
+
+def test_the_report_of_an_engine_that_fits_is_kept_as_it_is() -> None:
+    one = dataclasses.replace(sample(UUIDS[0], 100), kv_cache_bytes={"used": 1}, component_bytes={"weights": 60})
+    sent = report(devices=(one,), engine=EngineState("vllm", "1", "m", "serving", 1.0))
+    assert shortened(sent) is sent
+
+
+def test_the_components_of_a_training_may_be_older_than_the_sample() -> None:
+    _, one = kept(component_bytes={"gradients": 200})
+    assert one.component_bytes == {"gradients": 200}
 
 
 def test_fields_of_a_newer_reporter_are_ignored() -> None:

@@ -80,6 +80,11 @@ def test_action_allow_adds_to_the_default_actions() -> None:
     assert load_settings({"action.allow": "default"}, {}).action_allow == DEFAULT_ACTIONS
 
 
+@pytest.mark.parametrize(("text", "seconds"), [("1h", 3600), ("90", 90), ("30m", 1800), ("0", 0), (60, 60)])
+def test_an_interval_may_have_a_unit(text: Any, seconds: float) -> None:
+    assert load_settings({"profile.interval": text}, {}).profile_interval == seconds
+
+
 def test_action_allow_can_be_none() -> None:
     assert load_settings({"action.allow": ["none"]}, {}).action_allow == ()
     assert load_settings({}, {"GPUMEM_ACTION_ALLOW": "none"}).action_allow == ()
@@ -108,6 +113,9 @@ def test_action_allow_can_be_none() -> None:
         ({"log.level": "loud"}, ("--log.level", "'loud'", "'warning'")),
         ({"log.format": "xml"}, ("--log.format", "'xml'", "'logfmt'")),
         ({"report.expiry": "1.5"}, ("--report.expiry", "1.5", "report.interval (1)")),
+        ({"profile.interval": "soon"}, ("--profile.interval", "'soon'", "1h")),
+        ({"profile.interval": "8d"}, ("--profile.interval", "'8d'", "604800")),
+        ({"profile.interval": "1h", "action.allow": "none"}, ("--profile.interval", "action.allow")),
         ({"report.interval": "10"}, ("--report.interval", "report.interval (10)")),
     ],
 )

@@ -14,7 +14,7 @@ from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import CUDA
 from tests.support.acting_as import acting_as, needs_root
-from tests.support.adopter import Adopter
+from tests.support.adopter import Adopter, idle_soon
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.other_user import OTHER_UID
 from tests.support.running_command import clean_environment, run_command
@@ -35,20 +35,12 @@ environment = {{**os.environ, "PYTHONHOME": sys.base_prefix}}
 subprocess.Popen(["{TITLE}", "job.py", "engine"], executable=os.environ["PYTHON"], env=environment)
 time.sleep(3600)
 """
-SOON = """
-import gpumem_exporter.core.orphans as orphans
-orphans.QUIET_SECONDS, orphans.ENDING_SECONDS = 1.0, 0.0
-"""
-"""What an exporter runs before it starts, so that a process counts as idle after a second."""
 
 
 @pytest.fixture
 def exporter(node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path) -> ExporterProcess:
-    folder = tmp_path / "sitecustomize"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(SOON)
     flags = (*QUICK, "--action.allow", "default,terminate")
-    return start_exporter(node, *flags, environment={"PYTHONPATH": str(folder)}, fresh=True)
+    return start_exporter(node, *flags, environment=idle_soon(tmp_path), fresh=True)
 
 
 @pytest.fixture

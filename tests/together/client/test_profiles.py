@@ -70,16 +70,16 @@ def checked(taken: dict[str, Any]) -> dict[str, Any]:
 
 
 def held(taken: dict[str, Any], column: int = 4) -> dict[tuple[str, str], int]:
-    """Return the bytes by kind and name of their owner; by the innermost frame of this test's programs without one."""
+    """Return the bytes by kind and name of their owner, and by the innermost frame of this test's programs."""
     found: dict[tuple[str, str], int] = {}
     for row in taken["rows"]:
-        if row[3] is not None:
-            key = tuple(taken["owners"][row[3]][:2])
-        else:
+        keys = [] if row[3] is None else [tuple(taken["owners"][row[3]][:2])]
+        if row[2] is not None:
             frames = [taken["frames"][number] for number in taken["stacks"][row[2]]]
-            name, file, line = next((frame for frame in frames if frame[1].endswith(PROFILED)), frames[0])
-            key = "stack", f"{name}:{line}"
-        found[key] = found.get(key, 0) + (row[column] or 0)
+            frame = next((frame for frame in frames if frame[1].endswith(PROFILED)), frames[0])
+            keys.append(("stack", f"{frame[0]}:{frame[2]}"))
+        for key in keys:
+            found[key] = found.get(key, 0) + (row[column] or 0)
     return found
 
 
@@ -213,9 +213,9 @@ gpumem_client.start()
     assert process.finish() == 0
 
     start("import gpumem_client; kept = torch.empty(8, device='cuda'); gpumem_client.start()", **ASYNC)
-    for id, seconds in (("a", 0), ("b", 1)):
-        command(exporter, id, duration_seconds=seconds)
-        assert result(exporter, id)["reason_code"] == "not_supported_by_allocator"
+    for name, seconds in (("a", 0), ("b", 1)):
+        command(exporter, name, duration_seconds=seconds)
+        assert result(exporter, name)["reason_code"] == "not_supported_by_allocator"
 
 
 ASYNC = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}

@@ -136,28 +136,6 @@ def test_a_dry_run_and_a_group_change_nothing() -> None:
         assert reporter.report().get("commands", []) == []
 
 
-def test_a_recording_may_take_its_duration_after_the_deadline() -> None:
-    clock = Clock(1000.0)
-    with running_exporter(clock=clock, report_expiry=3600.0) as exporter:
-        reporter = Reporter(exporter)
-        action = asked(exporter, deadline_seconds=30, duration_seconds=60)
-        command = reporter.command()
-        clock.now += 85.0
-        reporter.report(waiting=(command["id"],))
-        assert exporter.document(f"{ACTIONS}/{action['id']}")["state"] == "running"
-        profile_id = sent(reporter.send(profile(command["id"])))
-        clock.now += 4.0
-        reporter.report(waiting=(command["id"],))
-        clock.now += 9.0  # 98 s: the command may have started after 30 s, and has reported since
-        assert exporter.document(f"{ACTIONS}/{action['id']}")["state"] == "running"
-        clock.now += 3.0
-        ended = eventually(
-            lambda: exporter.document(f"{ACTIONS}/{action['id']}"), lambda found: found["state"] != "running"
-        )
-        (row,) = ended["results"]
-        assert (row["outcome"], row["reason_code"], row["profile"]) == ("expired", ReasonCode.NO_RESULT, profile_id)
-
-
 def test_a_recording_is_cancelled() -> None:
     with running_exporter() as exporter:
         reporter = Reporter(exporter)
@@ -212,7 +190,9 @@ def test_the_profile_of_an_error_that_no_report_names_is_deleted() -> None:
 
 def test_a_process_and_a_user_send_a_bounded_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_intake, "MAX_OF_OWNER", profile_intake.MAX_OF_PROCESS + 1)
-    with running_exporter(action_caller_limit=profile_intake.MAX_OF_PROCESS + 5) as exporter:
+    with running_exporter(
+        action_caller_limit=profile_intake.MAX_OF_PROCESS + 5, clock=Clock(1000.0), report_expiry=3600.0
+    ) as exporter:
         first, second = Reporter(exporter, session="1"), Reporter(exporter, 101, session="2")
         for number in range(profile_intake.MAX_OF_PROCESS):
             sent(first.send(first.error_profile(number + 1)))
@@ -260,6 +240,7 @@ def test_a_profile_of_the_interval_is_kept_and_is_in_no_list_of_actions() -> Non
         reporter.finish(command)
         (shown,) = exporter.document(PROFILES)["profiles"]
         assert (shown["cause"], shown["recorded_seconds"]) == ("interval", 0)
+        assert exporter.document(f"{PROFILES}/{shown['id']}")["cause"] == "interval"
         assert exporter.document(ACTIONS)["actions"] == []
         assert exporter.document(f"{EVENTS}?type=action")["events"] == []
 

@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 
 from tests.support.builders import UUIDS, report, sample
+from tests.support.profile_documents import Reporter
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually
 
@@ -87,6 +88,11 @@ def test_the_openapi_document_has_every_route(exporter: RunningExporter) -> None
         ("/api/v1/actions/{action_id}", "delete"),
         ("/api/v1/alerts", "post"),
         ("/-/reload", "post"),
+        ("/api/v1/profiles", "get"),
+        ("/api/v1/profiles", "post"),
+        ("/api/v1/profiles/{profile_id}", "get"),
+        ("/api/v1/profiles/{profile_id}/diff/{later_id}", "get"),
+        ("/api/v1/processes/{pid}/profile", "get"),
         ("/api/v1/nvml/release", "post"),
         ("/api/v1/nvml/attach", "post"),
         ("/api/v1/events", "get"),
@@ -108,11 +114,15 @@ def test_the_openapi_document_has_every_route(exporter: RunningExporter) -> None
         "/api/v1/caller",
         "/api/v1/actions",
         "/api/v1/actions/{action_id}",
+        "/api/v1/profiles",
     ],
 )
 def test_each_reply_has_the_described_keys_and_types(exporter: RunningExporter, path: str) -> None:
     exporter.report(report(4711, devices=(sample(UUIDS[0]),), step=3))
     action = json.loads(exporter.act(action="empty_cache", target={"pid": 4711}, dry_run=True).body)
+    if path == "/api/v1/profiles":
+        reporter = Reporter(exporter, 4712)
+        assert reporter.send(reporter.error_profile(1)).status == 201
     description = exporter.document("/openapi.json")
     answer = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
     schema = closed({**answer, "components": description["components"]})

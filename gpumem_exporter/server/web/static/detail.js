@@ -15,6 +15,8 @@ import { Timeline } from "./timeline.js";
 
 const OF_JOB = ["allocated", "reclaimable", "fragmented", "non_torch"];
 const CLASSES = { allocated: "torch_allocated", reclaimable: "torch_reclaimable", fragmented: "torch_fragmented", non_torch: "non_torch" };
+const STATES = { used: "torch_allocated", evictable: "torch_reclaimable", free: "free" }; // of a key-value cache
+const COLORS = { weights: 0, parameters: 0, kv_cache: 1, optimizer_state: 1, cuda_graphs: 2, gradients: 2, runtime: 3, other: 5 }; // and the order
 const MAX_STEPS = 1200;
 
 class Detail {
@@ -31,6 +33,7 @@ class Detail {
     this.bar = new Bar();
     this.strip = new Bar();
     this.parts = h("dl", { class: "parts" });
+    this.named = [new NamedParts("Components"), new NamedParts("")];
     this.timeline = new Timeline();
     this.processes = new Processes();
     this.profiles = new ProfileList();
@@ -47,7 +50,7 @@ class Detail {
       this.oom.element,
       (this.users = h("section", {}, h("h3", {}, "Jobs"), this.strip.element, this.jobs)),
       this.timeline.element,
-      (this.memory = h("section", {}, h("h3", {}, "Memory"), this.bar.element, this.parts)),
+      (this.memory = h("section", {}, h("h3", {}, "Memory"), this.bar.element, this.parts, ...this.named.map(({ element }) => element))),
       this.processes.element,
       this.profiles.element,
       h("section", {}, h("div", { class: "title" }, h("h3", {}, "Events and actions"), this.filter), this.events),
@@ -105,8 +108,10 @@ class Detail {
     if (!known) return;
     setHidden(this.memory, OF_JOB.every((name) => job[`${name}_bytes`] === null));
     this.noteStep(job);
+    const { engine } = job;
     facts(this.facts, [
-      [words.state, job.state],
+      [words.state, engine?.idle_seconds >= 60 ? `${job.state} for ${duration(engine.idle_seconds)}` : job.state],
+      [words.engine, safe(engine?.label) || UNKNOWN],
       [words.devices, gpuList(job.gpus)],
       [words.used, sumOf(job, "used")],
       [words.idle_cache, sumOf(job, "idle_cache")],
@@ -118,7 +123,28 @@ class Detail {
     this.bar.update(categories);
     const shown = job.unmapped_bytes ? [...OF_JOB, "unmapped"] : OF_JOB;
     amounts(this.parts, shown.map((name) => [words[name], CLASSES[name], sumOf(job, name)]));
+    this.showNamed(job, words);
     this.processes.update(job, words, now, devices);
+  }
+
+  /** Show the components of a job, unmapped ones hatched, and how its engine uses the key-value cache. */
+  showNamed({ component_bytes: mapped = {}, component_unmapped_bytes: unmapped = {}, engine }, words) {
+    const [components, cache] = this.named;
+    const colorOf = (name) => COLORS[name] ?? 4;
+    const names = [...new Set([...Object.keys(mapped), ...Object.keys(unmapped)])].sort((a, b) => colorOf(a) - colorOf(b));
+    components.update(
+      names.map((name) => {
+        const [here, asleep] = [mapped[name] ?? 0, unmapped[name] ?? 0];
+        const text = asleep > 0 ? `${here > 0 ? `${bytes(here)} and ` : ""}${bytes(asleep)} unmapped` : bytes(here);
+        return { word: words[name] ?? { label: safe(name) }, className: name === "other" ? "rest" : `component-${colorOf(name)}`, size: here + asleep, idle: asleep, text };
+      }),
+    );
+    const kv = engine?.kv_cache;
+    const states = Object.entries(STATES).map(([state, className]) => ({ word: words[`kv_${state}`], className, size: kv?.[state] ?? 0, text: bytes(kv?.[state]) }));
+    cache.update(kv ? states.filter(({ text }) => text !== UNKNOWN) : []);
+    if (!kv) return;
+    const known = kv.peak_day === null ? "" : `: at most ${bytes(kv.peak_day)} used in ${duration(kv.observed_seconds)}${kv.observed_seconds > 3600 ? `, ${bytes(kv.peak_hour)} in the last hour` : ""}`;
+    setText(cache.title, `${words.kv_cache?.label}, ${bytes(kv.size)}${known}`);
   }
 
   showDevice(id, device, { words, jobs }) {
@@ -161,6 +187,22 @@ class Detail {
 
   stepMarks() {
     return [...this.steps].map(([step, at]) => ({ unix_seconds: at, kind: "step", text: `end of step ${integer(step)}` }));
+  }
+}
+
+/** A bar of sizes by name, and their amounts; hidden without sizes. */
+class NamedParts {
+  constructor(title) {
+    this.title = h("h4", {}, title);
+    this.bar = new Bar();
+    this.parts = h("dl", { class: "parts" });
+    this.element = h("div", { class: "named" }, this.title, this.bar.element, this.parts);
+  }
+
+  update(entries) {
+    setHidden(this.element, entries.length === 0);
+    this.bar.update(entries.map(({ word, className, size, idle = 0, text }) => ({ key: word?.label, bytes: size, idle, className, title: `${word?.label}: ${text}` })));
+    amounts(this.parts, entries.map(({ word, className, text }) => [word, className, text]));
   }
 }
 

@@ -70,10 +70,12 @@ class JobRow {
     setAttribute(this.link, "href", jobHref(job.id));
     setAttribute(this.link, "data-hue", hueOf(job.id));
     setAttribute(this.link, "title", job.command === null ? null : safe(job.command));
-    setText(this.owner, safe(job.owner));
+    setText(this.owner, [job.owner, job.engine?.label].filter(Boolean).map(safe).join(" · "));
     const { devices, state, growth, since } = this.cells;
     setText(devices, gpuList(job.gpus));
-    setText(state, job.step ? `${job.state}, step ${integer(job.step)}` : job.state);
+    const more = job.step ? `, step ${integer(job.step)}` : job.state === "sleeping" && job.unmapped_bytes ? ` (${bytes(job.unmapped_bytes)})` : "";
+    setText(state, job.state + more);
+    setAttribute(state, "title", job.state === "sleeping" ? latest.words.unmapped?.help : null);
     setAttribute(state, "data-state", job.state);
     for (const key of SIZES) setText(this.cells[key], sumOf(job, key));
     setText(growth, job.growth_bytes_per_hour === null ? UNKNOWN : `+${bytes(job.growth_bytes_per_hour)}/h`);
@@ -113,7 +115,7 @@ class JobRow {
   get words() {
     const { job } = this;
     const of = job.processes.flatMap(({ pid, rank }) => [pid, rank && `rank ${rank}`]);
-    return [job.name, job.command, job.owner, job.state, ...job.gpus.map((gpu) => `gpu ${gpu}`), ...of].filter((word) => word !== null && word !== "").join(" ").toLowerCase();
+    return [job.name, job.command, job.owner, job.engine?.label ?? null, job.state, ...job.gpus.map((gpu) => `gpu ${gpu}`), ...of].filter((word) => word !== null && word !== "").join(" ").toLowerCase();
   }
 }
 

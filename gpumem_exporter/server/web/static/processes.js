@@ -17,7 +17,7 @@ export class Processes {
   update(job, words, now) {
     const titles = ["Process", words.devices?.label, ...COLUMNS.map((name) => words[name]?.label), "Last report"];
     refill(this.head, titles, (all) => all.map((title, i) => h("th", { scope: "col", class: i > 1 && i < 8 ? "number" : null }, title ?? "")));
-    const parts = job.processes.flatMap((process) => (process.devices.length > 0 ? process.devices : [{}]).map((device) => ({ process, device, now, titles })));
+    const parts = job.processes.flatMap((process) => (process.devices.length > 0 ? process.devices : [{}]).map((device) => ({ process, device, now, titles, words })));
     const views = this.views.update(parts, ({ process, device }) => `${process.pid} ${device.uuid}`);
     if (views.length > 0 && !views.some(({ touched }) => touched)) views[0].set(true);
     arrange(this.table, [this.table.tHead, ...views.map(({ element }) => element)]);
@@ -41,7 +41,7 @@ class ProcessPart {
     this.row.hidden = !open;
   }
 
-  update({ process, device, now, titles }) {
+  update({ process, device, now, titles, words }) {
     setText(this.fold, `${process.rank ? `rank ${safe(process.rank)} · ` : ""}pid ${process.pid}`);
     const last = process.last_report_unix_seconds;
     const report = process.state === "unreported" ? "no reporter" : last === null ? UNKNOWN : `${duration(now - last)} ago`;
@@ -51,11 +51,13 @@ class ProcessPart {
       setAttribute(this.cells[i], "data-label", titles[i + 1]); // a phone has no row of titles
     }
     const details = [
-      ["Phases, peak allocated", device.phase_peak_bytes],
-      ["Components, allocated", device.component_bytes],
+      ["Phases, peak allocated", device.phase_peak_bytes, (name) => name],
+      ["Components, allocated", device.component_bytes, (name) => words[name]?.label ?? name],
+      ["Components, unmapped", device.component_unmapped_bytes, (name) => words[name]?.label ?? name],
+      ["KV cache", device.kv_cache_bytes, (name) => words[`kv_${name}`]?.label ?? name],
     ];
     refill(this.more, [details, settingsOf(process, device)], ([groups, settings]) => [
-      ...groups.filter(([, sizes]) => sizes && Object.keys(sizes).length > 0).map(([title, sizes]) => sizeBars(title, sizes)),
+      ...groups.filter(([, sizes]) => Object.values(sizes ?? {}).some((size) => size > 0)).map((group) => sizeBars(...group)),
       h("dl", { class: "settings" }, ...settings.map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text)))),
     ]);
   }
@@ -64,6 +66,7 @@ class ProcessPart {
 function settingsOf(process, device) {
   const known = [
     ["Allocator settings", process.allocator_settings === "" ? "default" : process.allocator_settings],
+    ["Engine", process.engine ? [process.engine.label, process.engine.state].filter(Boolean).join(", ") : null],
     ["Torch", process.torch_version],
     ["Command", process.command],
     ["Launcher", process.orphan && launcherOf(process.orphan)],
@@ -81,13 +84,13 @@ function launcherOf({ launcher, launcher_pid: pid, ended_unix_seconds: ended }) 
   return pid === null ? "ended before the exporter saw it" : `${launcher ?? "hidden"}, pid ${pid}, ended ${dayAndTime(ended)}`;
 }
 
-function sizeBars(title, sizes) {
+function sizeBars(title, sizes, labelOf) {
   const entries = Object.entries(sizes).sort(([, a], [, b]) => b - a);
   const most = entries[0][1];
   const row = ([name, size]) => {
     const bar = new Bar();
     bar.update([{ key: name, bytes: size, className: "torch_allocated" }, { key: " rest", bytes: most - size, className: "free" }]);
-    return h("li", {}, h("span", {}, safe(name)), bar.element, h("span", { class: "number" }, bytes(size)));
+    return h("li", {}, h("span", {}, safe(labelOf(name))), bar.element, h("span", { class: "number" }, bytes(size)));
   };
   return h("div", { class: "sizes" }, h("h4", {}, title), h("ul", {}, ...entries.map(row)));
 }

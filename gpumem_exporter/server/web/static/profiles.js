@@ -10,7 +10,7 @@ import { bytes, dayAndTime, safe } from "./format.js";
 const RECORDED_SECONDS = 30;
 const EVERY_SECONDS = 10;
 const COSTS = {
-  0: "The process stands still for about a millisecond per 1,000 blocks.",
+  0: "The process stands still for about as long as a full garbage collection takes.",
   [RECORDED_SECONDS]: "Meanwhile, each allocation takes about 2 µs longer. At the end, the process stands still for about 4 ms per 1,000 blocks.",
 };
 

@@ -1,0 +1,64 @@
+"""A target with `orphans` selects the orphans among the processes that it would select without it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.selection import select
+from gpumem_exporter.core.samples import LostLauncher, ProcessFacts, Snapshot
+from gpumem_exporter.errors import TargetNotFoundError
+from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+
+ORPHANS = {1: LostLauncher("launcher_ended"), 3: LostLauncher("launcher_ended")}
+
+
+def snapshot(orphans: dict[int, LostLauncher]) -> Snapshot:
+    """Return a node with two processes that report (1 and 2), and two that only the driver lists (3 and 4)."""
+    first = device(UUIDS[0], processes={1: MIB, 2: MIB, 3: MIB})
+    known = node(first, device(UUIDS[1], gpu="1", processes={4: MIB}))
+    facts = {pid: ProcessFacts(pid, 1000, user="ada") for pid in (1, 2, 3, 4)}
+    reporters = tuple(reporting(pid, devices=(sample(),), workload="chat") for pid in (1, 2))
+    return Snapshot(1.0, dataclasses.replace(known, facts=facts), reporters, orphans=orphans)
+
+
+def selected(target: Target, action: str = "terminate", orphans: dict[int, LostLauncher] = ORPHANS) -> list[Any]:
+    found = select(ActionRequest(action, target), Caller.policy("rule"), snapshot(orphans))
+    return [*(one.pid for one in found.reporting), *(one.pid for one in found.listed)]
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ({}, [1, 3]),
+        ({"all": True}, [1, 3]),
+        ({"pid": [1, 2]}, [1]),
+        ({"workload": "chat"}, [1]),
+        ({"user": "ada", "gpu": 0}, [1, 3]),
+    ],
+)
+def test_it_narrows_every_target(target: dict[str, Any], expected: list[int]) -> None:
+    assert selected(Target(orphans=True, **target)) == expected
+    assert selected(Target(orphans=True, **target), "empty_cache") == [1]
+
+
+@pytest.mark.parametrize("target", [{}, {"gpu": 1}, {"pid": 2}])
+def test_without_an_orphan_it_matches_nothing(target: dict[str, Any]) -> None:
+    with pytest.raises(TargetNotFoundError, match="orphan"):
+        selected(Target(orphans=True, **target), orphans={} if not target else ORPHANS)
+
+
+def test_a_later_process_with_the_pid_of_an_orphan_is_none() -> None:
+    shown = snapshot(ORPHANS)
+    assert shown.node is not None
+    later = dataclasses.replace(shown.node, facts={1: ProcessFacts(1, 2000)})
+    with pytest.raises(TargetNotFoundError):
+        select(
+            ActionRequest("empty_cache", Target(orphans=True)),
+            Caller.policy("rule"),
+            dataclasses.replace(shown, node=later),
+        )
