@@ -167,19 +167,18 @@ loop = Loop(answer)
 @pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments:True", "max_split_size_mb:21"])
 def test_the_bytes_of_a_random_heap_add_up(start: Start, exporter: RecordingExporter, settings: str) -> None:
     process = start(
-        "from tests.programs.profiled import *; import gpumem_client; heap = Heap(7); heap.churn(600);"
+        "from tests.programs.profiled import *; import gpumem_client; heap = Heap(7); heap.churn(400);"
         "gpumem_client.start()",
         PYTORCH_CUDA_ALLOC_CONF=settings,
     )
-    for number in range(2):
-        command(exporter, f"{number}", duration_seconds=60)
-        expected = process.exec("result = recorded(heap.replace_half)")
-        taken = profile(exporter, f"{number}")
-        assert [device["peak_bytes"] for device in taken["devices"]] == expected, taken["notes"]
-        allocated = process.exec("result = [torch.cuda.memory_allocated(index) for index in range(2)]")
-        assert [device["allocated_bytes"] for device in taken["devices"]] == allocated
-        assert {row[1] for row in taken["rows"]} == {"default", "private"}
-        assert taken["pause_seconds"] > 0
+    command(exporter, "recorded", duration_seconds=60)
+    expected = process.exec("result = recorded(heap.replace_half)")
+    taken = profile(exporter, "recorded")
+    assert [device["peak_bytes"] for device in taken["devices"]] == expected, taken["notes"]
+    allocated = process.exec("result = [torch.cuda.memory_allocated(index) for index in range(2)]")
+    assert [device["allocated_bytes"] for device in taken["devices"]] == allocated
+    assert {row[1] for row in taken["rows"]} == {"default", "private"}
+    assert taken["pause_seconds"] > 0
     reserved = process.exec("result = [torch.cuda.memory_reserved(index) for index in range(2)]")
     command(exporter, "live")
     live = profile(exporter, "live")
@@ -203,8 +202,17 @@ gpumem_client.start()
     exporter.profile_status = 429
     command(exporter, "lost", force=True)
     assert result(exporter, "lost")["reason_code"] == "profile_not_sent"
+    exporter.profile_status = 201
+    process.exec("from gpumem_client.profile import recorder; recorder.ENTRIES_MAX = 20")
+    command(exporter, "overwritten", force=True, duration_seconds=60)
     process.exec(
-        "graph = torch.cuda.CUDAGraph(); stream = torch.cuda.Stream(); stream.__class__; torch.cuda.set_stream(stream);"
+        "from tests.programs.profiled import *; recorded(lambda: [torch.empty(8, device='cuda') for _ in range(30)])"
+    )
+    overwritten = profile(exporter, "overwritten")
+    assert overwritten["devices"][0]["peak_bytes"] is None
+    assert overwritten["notes"]
+    process.exec(
+        "graph = torch.cuda.CUDAGraph(); stream = torch.cuda.Stream(); torch.cuda.set_stream(stream);"
         "graph.capture_begin()"
     )
     command(exporter, "captured", deadline_seconds=0.5, force=True, duration_seconds=1)
@@ -279,4 +287,3 @@ run_out_of_memory([])
     found = held(checked(taken))
     assert found["stack", f"run_out_of_memory:{line_of('filling.append')}"] > 6 << 30
     assert found["parameters", "layers.0.up.weight"] == 256 * 1024 * 4
-    assert exporter.reports[-1]["final"]
