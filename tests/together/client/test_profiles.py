@@ -164,6 +164,39 @@ loop = Loop(answer)
     assert process.exec("result = len(torch.cuda.memory._snapshot()['device_traces'][0])") == 5000
 
 
+def test_a_model_of_transformers(start: Start, exporter: RecordingExporter) -> None:
+    process = start(
+        """
+from tests.programs.profiled import *
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+import gpumem_client
+torch.set_num_threads(1)
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=500, n_positions=128)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+ids = torch.zeros(4, 64, dtype=torch.long, device="cuda")
+def train():
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+train()
+cache = DynamicCache()
+with torch.no_grad():
+    model(input_ids=ids, past_key_values=cache)
+gpumem_client.start()
+"""
+    )
+    command(exporter, "live")
+    live = held(profile(exporter, "live"))
+    assert {kind for kind, _ in live} >= {"parameters", "optimizer_state", "kv_cache"}
+    assert ("unseen", "") not in live
+    assert live["kv_cache", "DynamicCache.layers.0.keys"] == 4 * 4 * 64 * 32 * 4
+    command(exporter, "recorded", duration_seconds=60)
+    (peak, _) = process.exec("result = recorded(lambda: [train() for _ in range(3)])")
+    taken = profile(exporter, "recorded")
+    assert taken["devices"][0]["peak_bytes"] == peak
+    assert any("modeling_gpt2.py" in file for _, file, _ in taken["frames"])
+
+
 @pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments:True", "max_split_size_mb:21"])
 def test_the_bytes_of_a_random_heap_add_up(start: Start, exporter: RecordingExporter, settings: str) -> None:
     process = start(
