@@ -21,7 +21,8 @@ from gpumem_client.hooks.steps import process_steps
 Place = Tuple[int, int]
 """The index of a device, and the address of a storage on it."""
 
-_QUIET_SECONDS = 0.1
+_QUIET_SECONDS = 0.02
+"""A thread that changes gradients frees or allocates memory at least as often as this."""
 _BACKWARD = frozenset({"_engine_run_backward", "backward", "grad", "zero_grad"})
 """Functions of torch that change gradients."""
 
