@@ -109,7 +109,7 @@ class Heap:
 
     def replace_half(self) -> None:
         self.kept = self.kept[::2]
-        self.churn(1200)
+        self.churn(700)
 
 
 def run_out_of_memory(keep: list[Any]) -> None:
