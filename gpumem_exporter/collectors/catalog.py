@@ -429,7 +429,7 @@ ACTIONS = _counter(
 )
 ACTION_FREED = _counter(
     "gpumem_action_freed_bytes_total",
-    "Bytes that actions released to the driver, as measured in the processes, without dry runs.",
+    "Bytes that actions released to the driver, without dry runs.",
     ("action",),
 )
 EVENTS = _counter(

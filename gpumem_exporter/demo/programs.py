@@ -99,6 +99,7 @@ def language_model_server(process: SimulatedProcess) -> Iterator[None]:
     rng = process.rng
     process.keep(16, 480 * MIB, "weights")
     process.keep(32, 832 * MIB, "kv_cache")
+    process.keep(1, 384 * MIB, "runtime")
     process.slots[0].capture_graph(int(process.scale * GIB), "cuda_graphs")
     used, prefixes = 0.02, 0.0
     while True:

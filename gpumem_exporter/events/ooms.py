@@ -21,10 +21,9 @@ MAX_OF_OWNER_PER_MINUTE = 600
 """The same for all processes of a user."""
 _SESSIONS = 4096
 _SAMPLE_FIELDS = tuple(
-    f.name
-    for f in fields(DeviceSample)
-    if f.name not in ("uuid", "phase_peak_bytes", "component_bytes", "planned_reserved_peak_bytes")
+    f.name for f in fields(DeviceSample) if f.default is None and f.name != "planned_reserved_peak_bytes"
 )
+"""The numbers of a sample."""
 _ERROR_VALUES = ("requested_bytes", "device_free_bytes", "limit_bytes")
 _ALLOCATOR_VALUES = ("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes")
 

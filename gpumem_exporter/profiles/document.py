@@ -32,7 +32,7 @@ from gpumem_client.profile.model import (
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_TEXT_LENGTH, ProcessIdentity
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.errors import ProfileInvalidError
-from gpumem_exporter.profiles.model import KeptDevice, ProfileFacts
+from gpumem_exporter.profiles.model import OUT_OF_MEMORY, KeptDevice, ProfileFacts
 
 T = TypeVar("T")
 
@@ -108,6 +108,8 @@ def _profile(document: dict[str, Any]) -> Profile:
     }
     if simple.get("cause") not in CAUSES or not simple.get("id"):
         raise ProfileInvalidError(f"it must have an id, and a cause of {', '.join(CAUSES)}")
+    if simple["cause"] == OUT_OF_MEMORY and not simple.get("oom_number"):
+        raise ProfileInvalidError("oom_number: must be the number of the out-of-memory error")
     return Profile(
         devices=items("devices", lambda value, where: _built(ProfiledDevice, value, where, MAX_TEXT), MAX_DEVICES),
         rows=items("rows", _row, MAX_ROWS),

@@ -35,7 +35,7 @@ WORDS: dict[str, dict[str, str]] = {
         ("weights", "Weights", "The parameters of the model that an engine serves."),
         ("cuda_graphs", "CUDA graphs", "Memory of captured CUDA graphs."),
         ("runtime", "Runtime", "Buffers of the engine."),
-        ("other", "Other", "Allocated by other code of the process."),
+        ("other", "Other", "Activations, workspaces, and what no other component counts."),
         ("parameters", "Parameters", "The parameters of the model."),
         ("gradients", "Gradients", "The gradients of the parameters."),
         ("optimizer_state", "Optimizer state", "The state of the optimizer."),

@@ -87,12 +87,9 @@ def of_workload(selector: str) -> list[Any]:
         "Memory that sleeping engines have released to the driver and map again when they wake. It is not on the"
         " device.",
         units.BytesIEC,
-        [
-            (total("gpumem_torch_component_unmapped_bytes", "component", component), name)
-            for component, name, _ in COMPONENTS
-        ],
+        [(f"sum by (component) (gpumem_torch_component_unmapped_bytes{{{selector}}})", "{{component}}")],
     )
     return [
         colored(stacked(cache), _STATES).override_by_name(*dashed("peak of 24 h", "red")).min(0),
-        colored(stacked(asleep), COMPONENTS).min(0),
+        stacked(asleep).min(0),
     ]

@@ -48,7 +48,7 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        loss = self.model(torch.randn(64, 256, device=self.device)).pow(2).mean()
+        loss = self.model(torch.randn(4096, 256, device=self.device)).pow(2).mean()
         loss.backward()
         self.optimizer.step()
         self.losses.append(loss)
@@ -109,7 +109,7 @@ class Heap:
 
     def replace_half(self) -> None:
         self.kept = self.kept[::2]
-        self.churn(1200)
+        self.churn(700)
 
 
 def run_out_of_memory(keep: list[Any]) -> None:

@@ -2,7 +2,8 @@
 
 The search follows containers upward for a few levels, to the first name: a global, an attribute, a closure or a local
 variable. It runs none of the user's code: it recognizes containers by their type, and reads attributes through the
-interpreter's own descriptors. It works with the ids of objects, so it keeps none of them alive.
+interpreter's own descriptors. It works with the ids of objects, so it keeps none of them alive, except a few containers
+for the time in which it searches what refers to them.
 """
 
 from __future__ import annotations
@@ -23,13 +24,22 @@ from types import (
 )
 from typing import AbstractSet, Any, Iterable, Iterator, NamedTuple
 
-from gpumem_client.objects.interpreter import Frozen, all_frames, is_own, referrers_of, variables_of
+from gpumem_client.objects.interpreter import (
+    Frozen,
+    all_frames,
+    frozen_referrers,
+    is_own,
+    referrers_of,
+    referrers_of_few,
+    variables_of,
+)
 
 _LEVELS = 5
 _KEY_MAX = 60
 _LINKS_MAX = 4
 """The number of containers that are followed from one object."""
 _ITEMS_MAX = 200_000
+_FEW = 16
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _FRAMES = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
 _NOT_FOLLOWED = ("builtins", "gc", "itertools", "functools", "types")
@@ -74,6 +84,8 @@ class _Search:
         """By the id of a dictionary: a format for the names of its values."""
         self._links: dict[int, list[_Link]] = {}
         self._locals: dict[int, str] = {}
+        self._few: dict[int, Any] = {}
+        """The containers of the next level by id, if there are few."""
         self._resolved: dict[int, tuple[str, bool]] = {}
 
     def run(self) -> dict[int, str]:
@@ -85,8 +97,7 @@ class _Search:
             if not level or time.thread_time() >= self._end:
                 break
             visited |= level
-            for referrer in referrers_of(level, self._frozen, self._end):
-                self._add(referrer, level)
+            self._read(level)
             found = (link.container for each in level - self._names.keys() for link in self._links.get(each, ()))
             level = set(found) - visited - self._names.keys()
         names = {}
@@ -97,10 +108,26 @@ class _Search:
                 names[each] = name
         return names
 
+    def _read(self, level: AbstractSet[int]) -> None:
+        """Take down what refers to the objects of a level. A search for few is faster, but needs the objects."""
+        few, self._few = self._few, {}
+        few = {key: each for key, each in few.items() if key in level}
+        if len(few) < len(level) or len(few) > _FEW:
+            few.clear()
+            for referrer in referrers_of(level, self._frozen, self._end):
+                self._add(referrer, level)
+            return
+        objects = tuple(few.values())
+        for referrer in referrers_of_few(objects):
+            if referrer is not few and referrer is not objects:
+                self._add(referrer, level)
+        for referrer in frozen_referrers(level, self._frozen, self._end):
+            self._add(referrer, level)
+
     def _add(self, referrer: Any, level: AbstractSet[int]) -> None:
         """Take down how an object refers to objects of the level."""
         kind = type(referrer)
-        if referrer is self._frozen.objects or (kind is FrameType and is_own(referrer)):
+        if referrer is self._frozen.objects or referrer is self._few or (kind is FrameType and is_own(referrer)):
             return
         held = {id(each): each for each in gc.get_referents(referrer) if id(each) in level}
         if dict in _of(kind, "__mro__"):
@@ -155,6 +182,9 @@ class _Search:
             links = self._links.setdefault(each, [])
             if len(links) < _LINKS_MAX and all(link.container != id(container) for link in links):
                 links.append(_Link(id(container), text, key))
+                # A tuple is not kept, because its thread may still resize it.
+                if len(self._few) <= _FEW and type(container) is not tuple:
+                    self._few[id(container)] = container
 
     def _text(self, container: Any) -> str:
         kind = type(container)

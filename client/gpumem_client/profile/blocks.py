@@ -43,7 +43,7 @@ class Stacks:
         self._frame_numbers: dict[Frame, int] = {}
         self._stack_numbers: dict[tuple[int, ...], int] = {}
         self._seen: dict[tuple[int, ...], tuple[int, Sequence[Mapping[str, Any]]]] = {}
-        """By the ids of torch's frames, which are kept, so that the ids stay theirs."""
+        """By the ids of torch's frames, which are kept, so that no other object gets such an id."""
 
     def number(self, frames: Sequence[Mapping[str, Any]]) -> int | None:
         """Return the number of a stack in torch's form, innermost frame first; None if it is empty."""

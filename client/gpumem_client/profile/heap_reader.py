@@ -79,16 +79,15 @@ class HeapReader:
         """
         read_us: list[int] = []
 
-        def read() -> None:
-            read_us.append(time.time_ns() // 1000)
+        def read(started_us: int) -> None:
+            read_us.extend((started_us, time.time_ns() // 1000))
             addresses_read()
 
-        started_us = time.time_ns() // 1000
         named = self._name(self._torch, max_seconds=_NAMING_SECONDS, addresses_read=read)
         addresses: dict[int, list[int]] = {}
         for index, address in sorted(named.owners):
             addresses.setdefault(index, []).append(address)
-        return Naming(started_us, read_us[0], addresses, named.owners), named.notes
+        return Naming(read_us[0], read_us[1], addresses, named.owners), named.notes
 
     def profiled(self, index: int, blocks: DeviceBlocks) -> ProfiledDevice:
         """Return a device with the bytes of its blocks."""

@@ -6,17 +6,14 @@ class and other objects through the interpreter's own descriptors. The result ha
 
 from __future__ import annotations
 
-import sys
 import time
-from itertools import compress
-from opcode import opmap
-from types import FrameType
-from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 from gpumem_client import torch_access
-from gpumem_client.objects.interpreter import GENERATIONS, all_frames, find_frozen, tracked_of_types
+from gpumem_client.objects.interpreter import GENERATIONS, find_frozen, tracked_of_types
 from gpumem_client.objects.referrers import NO_REFERRER, describe_referrers, instance_dictionary, items_of
-from gpumem_client.objects.tensors import StorageOf, TensorReader, subclasses
+from gpumem_client.objects.tensors import TensorReader, subclasses
+from gpumem_client.profile.gradients import Gradients, Place
 from gpumem_client.profile.model import Owner
 from gpumem_client.profile.models import (
     Model,
@@ -28,24 +25,17 @@ from gpumem_client.profile.models import (
     nested_tensors,
 )
 
-_Place = Tuple[int, int]
-"""The index of a device, and the address of a storage on it."""
-
 _GRADIENT_ATTRIBUTES = ("main_grad",)
 """Attributes in which libraries (Megatron) keep the gradient of a parameter."""
 _CHUNK = 1024
 _IDS_MAX = 4
 """The number of tensors with one storage whose referrers are searched."""
-_BACKWARD = {"_engine_run_backward", "backward", "grad"}
-_WAIT_SECONDS = 0.005
-_KEEP_GIL_SECONDS = 1.0
-_ASSIGNMENTS = (opmap["STORE_ATTR"], opmap["DELETE_ATTR"])
 
 
 class Named(NamedTuple):
     """The owners of the storages that Python objects hold."""
 
-    owners: Mapping[_Place, Owner]
+    owners: Mapping[Place, Owner]
     """By the index of the device and the address at which the storage starts, which may lie within a block.
 
     The kind is `unseen` for a tensor to which no Python object refers: autograd keeps it, or other C++ code.
@@ -54,15 +44,16 @@ class Named(NamedTuple):
     """What could not be seen and why, for people."""
 
 
-def name_storages(torch: Any, *, max_seconds: float, addresses_read: Callable[[], object] | None = None) -> Named:
+def name_storages(torch: Any, *, max_seconds: float, addresses_read: Callable[[int], object] | None = None) -> Named:
     """Name the storages of all CUDA tensors that Python objects hold.
 
     Any thread may call this, also beside training. It keeps no tensor after its return, and tensors outside of models
     for some milliseconds before. It takes about 3 s of CPU time per million objects of the process, and ends after
     `max_seconds`. It keeps the GIL for less time than a full garbage collection at a time.
 
-    The addresses change while training runs. `addresses_read` is called as soon as all are read, before the search
-    for names, which takes longest: a snapshot that is taken there fits best.
+    Gradients are read at the end of a step, for which the search waits for up to `max_seconds`, or while no thread
+    allocates. Addresses change while training runs. `addresses_read` is called as soon as all are read, before the
+    search for names, which takes longest, with the time when their reading began, in microseconds since the epoch.
     """
     with torch_access.without_torch_function(torch):
         return _Search(torch, max_seconds, addresses_read).run()
@@ -78,20 +69,21 @@ class _Other(NamedTuple):
 
 
 class _Search:
-    def __init__(self, torch: Any, max_seconds: float, addresses_read: Callable[[], object] | None) -> None:
+    def __init__(self, torch: Any, max_seconds: float, addresses_read: Callable[[int], object] | None) -> None:
         self._torch = torch
         self._max_seconds = max_seconds
         self._end = time.thread_time() + max_seconds
         self._addresses_read = addresses_read
         self._reader = TensorReader(torch)
-        self._owners: dict[_Place, Owner] = {}
-        self._more: dict[_Place, int] = {}
+        self._owners: dict[Place, Owner] = {}
+        self._more: dict[Place, int] = {}
         """The number of further tensors of the same kind with this storage."""
         self._seen: set[tuple[str, int]] = set()
         self._parameters: dict[int, NamedTensor] = {}
         """The parameters of models and optimizers, by id."""
         self._texts: dict[tuple[Any, ...], tuple[str, str]] = {}
         self._notes: list[str] = []
+        self._started_us = 0
 
     def run(self) -> Named:
         self._frozen = find_frozen(self._end)
@@ -100,7 +92,7 @@ class _Search:
         self._read_holders()
         others = self._others()
         if self._addresses_read is not None:
-            self._addresses_read()
+            self._addresses_read(self._started_us)
         self._name(others)
         for place, count in self._more.items():
             owner = self._owners[place]
@@ -120,9 +112,11 @@ class _Search:
         for model in models:
             for named in model.parameters:
                 self._parameters.setdefault(id(named[1]), named)
-            self._add("parameters", model.parameters)
-        self._add("parameters", self._own_parameters(holders))
-        self._add("gradients", self._gradients())
+        own_parameters = list(self._own_parameters(holders))
+        gradients = self._read_gradients()
+        for found_parameters in (*(model.parameters for model in models), own_parameters):
+            self._add("parameters", found_parameters)
+        self._add_gradients(gradients)
         self._add("optimizer_state", self._states(holders))
         for model in models:
             self._add("buffers", model.buffers)
@@ -169,26 +163,23 @@ class _Search:
                 continue  # shared by several modules
             self._seen.add((kind, id(tensor)))
             for part in self._reader.parts(tensor):
-                storage = self._reader.storage(part)
-                if storage is None:
-                    continue
-                place = storage[:2]
-                owner = self._owners.get(place)
-                if owner is None:
-                    self._owners[place] = Owner(kind, name, *self._shape_and_dtype(part, storage))
-                elif owner.kind == kind and owner.name != name:
-                    self._more[place] = self._more.get(place, 0) + 1
+                place = self._reader.place(part)
+                if place is not None:
+                    self._own(kind, name, place, part)
 
-    def _shape_and_dtype(self, tensor: Any, storage: StorageOf) -> tuple[str, str]:
-        """Return the shape of a tensor; if its storage is larger, the number of elements that the storage has."""
-        reader = self._reader
-        shape, dtype = reader.shape(tensor), reader.dtype(tensor)
-        key = shape, dtype, storage.bytes
+    def _own(self, kind: str, name: str, place: Place, like: Any) -> None:
+        """Name a storage. Its tensor has the shape and dtype of the tensor `like`."""
+        owner = self._owners.get(place)
+        if owner is None:
+            self._owners[place] = Owner(kind, name, *self._shape_and_dtype(like))
+        elif owner.kind == kind and owner.name != name:
+            self._more[place] = self._more.get(place, 0) + 1
+
+    def _shape_and_dtype(self, tensor: Any) -> tuple[str, str]:
+        key = self._reader.shape(tensor), self._reader.dtype(tensor)
         if key not in self._texts:
-            size = reader.base.element_size(tensor)
-            if shape is None or reader.base.numel(tensor) * size < storage.bytes:
-                shape = (storage.bytes // size,)
-            self._texts[key] = "x".join(map(str, shape)) or "1", dtype
+            shape, dtype = key
+            self._texts[key] = "x".join(map(str, shape or ())) or ("1" if shape is not None else ""), dtype
         return self._texts[key]
 
     def _own_parameters(self, optimizers: list[Any]) -> Iterator[NamedTensor]:
@@ -208,38 +199,39 @@ class _Search:
                 for name, tensor in nested_tensors(state, class_name(optimizer), self._is_tensor):
                     yield f"{name} {owner}", tensor
 
-    def _gradients(self) -> Iterator[NamedTensor]:
-        """Yield the gradients of the known parameters.
+    def _read_gradients(self) -> Mapping[int, Place]:
+        """Read where the gradients are, first of all, because that may wait for the end of a step."""
+        parameters = [tensor for _, tensor in self._parameters.values() if type(tensor) in self._reader.types]
+        gradients = Gradients(self._torch, parameters)
+        if gradients.read(self._max_seconds):
+            self._started_us = gradients.read_at_us
+        else:
+            self._started_us = time.time_ns() // 1000
+            self._notes.append(f"gradients are not named: no step ended within {self._max_seconds:g} s")
+        return gradients.places or {}
 
-        Autograd's threads replace gradients without the GIL. To read one at that moment may crash the process.
-        """
-        base = self._reader.base
-        parameters = list(self._parameters.values())
-        last = time.monotonic() + self._max_seconds
-        for start in range(0, len(parameters), _CHUNK):
-            names, tensors = zip(*parameters[start : start + _CHUNK])
-            leaves = list(map(base.is_leaf.__get__, tensors))  # torch warns about gradients of other tensors
-            while (gradients := _gradients_of(base, tensors, leaves)) is None:
-                if time.monotonic() > last:
-                    self._notes.append("gradients are not named: a backward pass ran all the time")
-                    return
-                time.sleep(_WAIT_SECONDS)
-            yield from (named for named in zip(compress(names, leaves), gradients) if named[1] is not None)
-            for name, tensor in zip(names, tensors):
-                attributes = instance_dictionary(tensor) or {}
-                yield from ((name, attributes[each]) for each in _GRADIENT_ATTRIBUTES if each in attributes)
+    def _add_gradients(self, places: Mapping[int, Place]) -> None:
+        """Name the gradients of the known parameters."""
+        for name, tensor in self._parameters.values():
+            if id(tensor) in places:
+                self._own("gradients", name, places[id(tensor)], tensor)
+            elif type(tensor) not in self._reader.types:
+                # Python code sets the gradients of wrappers, such as a DTensor, and has the GIL.
+                self._add("gradients", [(name, self._reader.base.grad.__get__(tensor))])
+            attributes = instance_dictionary(tensor) or {}
+            self._add("gradients", [(name, attributes[each]) for each in _GRADIENT_ATTRIBUTES if each in attributes])
 
-    def _others(self) -> dict[_Place, _Other]:
+    def _others(self) -> dict[Place, _Other]:
         """Return the storages that have no owner yet."""
-        found: dict[_Place, _Other] = {}
+        found: dict[Place, _Other] = {}
         # Without the time to read all models, their tensors would be among these.
         for tensor in self._tensors() if not self._late() else ():
-            storage = self._reader.storage(tensor)
-            if storage is None or storage[:2] in self._owners:
+            place = self._reader.place(tensor)
+            if place is None or place in self._owners:
                 continue
-            other = found.get(storage[:2])
+            other = found.get(place)
             if other is None:
-                other = found[storage[:2]] = _Other(*self._shape_and_dtype(tensor, storage), [])
+                other = found[place] = _Other(*self._shape_and_dtype(tensor), [])
             if len(other.tensors) < _IDS_MAX:
                 other.tensors.append(id(tensor))
         return found
@@ -253,7 +245,7 @@ class _Search:
                 yield found.pop()
         yield from (each for each in self._frozen.objects if type(each) in self._reader.types)
 
-    def _name(self, others: Mapping[_Place, _Other]) -> None:
+    def _name(self, others: Mapping[Place, _Other]) -> None:
         """Name other storages after what refers to their tensors."""
         wanted = {each for other in others.values() for each in other.tensors}
         names = describe_referrers(wanted, self._end, self._frozen, sizes=False) if wanted else {}
@@ -262,32 +254,3 @@ class _Search:
             name = next((each for each in found if each != NO_REFERRER), "")
             kind = "unseen" if found and not name else "tensors"
             self._owners[place] = Owner(kind, name or "".join(found[:1]), other.shape, other.dtype)
-
-
-def _gradients_of(base: Any, tensors: Sequence[Any], leaves: Sequence[bool]) -> list[Any] | None:
-    """Return gradients; None while a backward pass runs. No thread starts one in between: this one keeps the GIL."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(_KEEP_GIL_SECONDS)
-    try:
-        time.sleep(0)  # a thread may have requested the GIL already
-        return None if _gradients_change() else list(map(base.grad.__get__, compress(tensors, leaves)))
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def _gradients_change() -> bool:
-    """Whether a thread waits for autograd's threads, or assigns a gradient, which may release the GIL halfway."""
-    return any(_runs_backward(frame) or _assigns_gradient(frame) for frame in all_frames())
-
-
-def _runs_backward(frame: FrameType) -> bool:
-    return frame.f_code.co_name in _BACKWARD and "/torch/autograd/" in frame.f_code.co_filename
-
-
-def _assigns_gradient(frame: FrameType) -> bool:
-    """Whether the current instruction of a frame is `….grad = …` or `del ….grad`."""
-    code = frame.f_code
-    if "grad" not in code.co_names or frame.f_lasti < 0:
-        return False
-    operation, argument = code.co_code[frame.f_lasti : frame.f_lasti + 2]
-    return operation in _ASSIGNMENTS and argument == code.co_names.index("grad") & 0xFF  # the rest is in a prefix

@@ -45,9 +45,9 @@ class Recording:
         self._namings: list[Naming] = []
         self._notes: list[str] = []
 
-    def name(self) -> None:
-        """Search for the owners of what is allocated now."""
-        naming, notes = self._heap.naming()
+    def name(self, addresses_read: Callable[[], None] = lambda: None) -> None:
+        """Search for the owners of what is allocated now. `addresses_read` is called before the longer part of it."""
+        naming, notes = self._heap.naming(addresses_read)
         self._namings.insert(0, naming)
         self._notes += notes
 
@@ -66,14 +66,20 @@ class Recording:
             CommandRefusedError: the user's code has stopped the recording.
         """
         heap = self._heap
+        taken: list[tuple[float, dict[int, DeviceBlocks], list[list[dict[str, Any]]]]] = []
+
+        def take() -> None:
+            taken.append((self._clock(), *heap.history(self._stacks)))
+            self._recorder.end()
+
         try:
             if not self._recorder.on:
                 raise CommandRefusedError("the program has stopped the recording", ReasonCode.HISTORY_RECORDED)
-            self.name()
-            ended_seconds = self._clock()
-            devices, traces = heap.history(self._stacks)
+            self.name(take)
         finally:
-            self._recorder.end()
+            if not taken:
+                self._recorder.end()
+        ended_seconds, devices, traces = taken[0]
         rows = Rows(self._stacks, self._namings)
         profiled, with_peak = [], []
         for number, (index, blocks) in enumerate(devices.items()):

@@ -161,8 +161,8 @@ def _cost(duration_seconds: float, processes: int) -> str:
     if not duration_seconds:
         return f"{each} stands still for about as long as a full garbage collection takes."
     return (
-        f"{each} records for {human_seconds(duration_seconds)}, which costs about 2 µs for each allocation. At the end it "
-        "stands still for about 4 ms per 1,000 blocks."
+        f"{each} records for {human_seconds(duration_seconds)}, which costs about 2 µs for each allocation. At the end "
+        "it stands still for about 4 ms per 1,000 blocks."
     )
 
 

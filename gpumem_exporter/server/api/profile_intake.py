@@ -177,7 +177,7 @@ class ProfileIntake:
         return part.profile
 
     async def _take_of_error(self, process: ReportingProcess, profile: Profile, body: bytes, owner: str) -> str:
-        number = profile.oom_number or 0
+        number = profile.oom_number or 0  # it has one: it was checked
         earlier = self._profiles.of_error(process.key.share, process.report.process.session, number)
         if earlier is not None:
             return earlier.id

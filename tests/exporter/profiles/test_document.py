@@ -48,6 +48,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "another process": {"process": {"pid": "7"}},
     "pid": {"process": {**to_wire(SENT), "pid": 0}},  # type: ignore[arg-type]
     "cause": {"cause": "other"},
+    "an error without a number": {"cause": "out_of_memory"},
     "id": {"id": ""},
     "long id": {"id": "x" * 257},
     "infinite age": {"age_seconds": 1e400},

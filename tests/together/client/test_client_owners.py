@@ -171,7 +171,6 @@ def test_wrapped_models_copies_and_master_weights_have_names_of_their_own(start_
     assert set(_names(told, "optimizer_state")) == {f"SGD.momentum_buffer {master}"}
     (view,) = (row for row in told["rows"] if row[0] == "tensors")
     assert "views" in view[1]
-    assert view[2] == "30000", "a view has the size of its storage"
     assert told["unnamed"] == 0
 
 

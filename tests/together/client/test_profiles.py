@@ -164,22 +164,54 @@ loop = Loop(answer)
     assert process.exec("result = len(torch.cuda.memory._snapshot()['device_traces'][0])") == 5000
 
 
+def test_a_model_of_transformers(start: Start, exporter: RecordingExporter) -> None:
+    process = start(
+        """
+from tests.programs.profiled import *
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+import gpumem_client
+torch.set_num_threads(1)
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=500, n_positions=128)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+ids = torch.zeros(4, 64, dtype=torch.long, device="cuda")
+def train():
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+train()
+cache = DynamicCache()
+with torch.no_grad():
+    model(input_ids=ids, past_key_values=cache)
+gpumem_client.start()
+"""
+    )
+    command(exporter, "live")
+    live = held(profile(exporter, "live"))
+    assert {kind for kind, _ in live} >= {"parameters", "optimizer_state", "kv_cache"}
+    assert ("unseen", "") not in live
+    assert live["kv_cache", "DynamicCache.layers.0.keys"] == 4 * 4 * 64 * 32 * 4
+    command(exporter, "recorded", duration_seconds=60)
+    (peak, _) = process.exec("result = recorded(lambda: [train() for _ in range(3)])")
+    taken = profile(exporter, "recorded")
+    assert taken["devices"][0]["peak_bytes"] == peak
+    assert any("modeling_gpt2.py" in file for _, file, _ in taken["frames"])
+
+
 @pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments:True", "max_split_size_mb:21"])
 def test_the_bytes_of_a_random_heap_add_up(start: Start, exporter: RecordingExporter, settings: str) -> None:
     process = start(
-        "from tests.programs.profiled import *; import gpumem_client; heap = Heap(7); heap.churn(600);"
+        "from tests.programs.profiled import *; import gpumem_client; heap = Heap(7); heap.churn(400);"
         "gpumem_client.start()",
         PYTORCH_CUDA_ALLOC_CONF=settings,
     )
-    for number in range(2):
-        command(exporter, f"{number}", duration_seconds=60)
-        expected = process.exec("result = recorded(heap.replace_half)")
-        taken = profile(exporter, f"{number}")
-        assert [device["peak_bytes"] for device in taken["devices"]] == expected, taken["notes"]
-        allocated = process.exec("result = [torch.cuda.memory_allocated(index) for index in range(2)]")
-        assert [device["allocated_bytes"] for device in taken["devices"]] == allocated
-        assert {row[1] for row in taken["rows"]} == {"default", "private"}
-        assert taken["pause_seconds"] > 0
+    command(exporter, "recorded", duration_seconds=60)
+    expected = process.exec("result = recorded(heap.replace_half)")
+    taken = profile(exporter, "recorded")
+    assert [device["peak_bytes"] for device in taken["devices"]] == expected, taken["notes"]
+    allocated = process.exec("result = [torch.cuda.memory_allocated(index) for index in range(2)]")
+    assert [device["allocated_bytes"] for device in taken["devices"]] == allocated
+    assert {row[1] for row in taken["rows"]} == {"default", "private"}
+    assert taken["pause_seconds"] > 0
     reserved = process.exec("result = [torch.cuda.memory_reserved(index) for index in range(2)]")
     command(exporter, "live")
     live = profile(exporter, "live")
@@ -203,8 +235,17 @@ gpumem_client.start()
     exporter.profile_status = 429
     command(exporter, "lost", force=True)
     assert result(exporter, "lost")["reason_code"] == "profile_not_sent"
+    exporter.profile_status = 201
+    process.exec("from gpumem_client.profile import recorder; recorder.ENTRIES_MAX = 20")
+    command(exporter, "overwritten", force=True, duration_seconds=60)
     process.exec(
-        "graph = torch.cuda.CUDAGraph(); stream = torch.cuda.Stream(); stream.__class__; torch.cuda.set_stream(stream);"
+        "from tests.programs.profiled import *; recorded(lambda: [torch.empty(8, device='cuda') for _ in range(30)])"
+    )
+    overwritten = profile(exporter, "overwritten")
+    assert overwritten["devices"][0]["peak_bytes"] is None
+    assert overwritten["notes"]
+    process.exec(
+        "graph = torch.cuda.CUDAGraph(); stream = torch.cuda.Stream(); torch.cuda.set_stream(stream);"
         "graph.capture_begin()"
     )
     command(exporter, "captured", deadline_seconds=0.5, force=True, duration_seconds=1)
@@ -279,4 +320,3 @@ run_out_of_memory([])
     found = held(checked(taken))
     assert found["stack", f"run_out_of_memory:{line_of('filling.append')}"] > 6 << 30
     assert found["parameters", "layers.0.up.weight"] == 256 * 1024 * 4
-    assert exporter.reports[-1]["final"]

@@ -32,8 +32,12 @@ RANGE_SECONDS = 60
 DEMO, ALSO_DEMO, EMULATED = "demo", "demo-again", "emulated"
 ASKED_BYTES = 1 << 40
 PLANNED_BYTES = 1 << 30
-WORKLOADS = {DEMO: ("demo-asr-varlen", "demo-rag-indexer-leak", "demo-sleeping-engine"), EMULATED: ("train",)}
-"""The workloads whose dashboards are tested. Of the demo's, one has phases and components, one leaks, one sleeps."""
+WORKLOADS = {
+    DEMO: ("demo-asr-varlen", "demo-rag-indexer-leak", "demo-sleeping-engine", "demo-llm-server"),
+    EMULATED: ("train",),
+}
+"""The workloads whose dashboards are tested. Of the demo's, one has phases and components, one leaks, one sleeps, and
+one has a key-value cache."""
 
 ANSWERLESS: dict[tuple[str, str], str] = {
     (DEMO, "gpumem-fleet / Silent processes / A"): "no process of the demo becomes silent without exiting",
@@ -53,6 +57,16 @@ ANSWERLESS: dict[tuple[str, str], str] = {
     },
     (EMULATED, "gpumem-node / Processes / K"): "no process sleeps",
     (EMULATED, "gpumem-workload / Ranks side by side / J"): "no process sleeps",
+    **{
+        (EMULATED, f"gpumem-{where} / {letter}"): "no process runs an inference engine"
+        for where, letters in (
+            ("fleet / Engines", "ABCDEFG"),
+            ("workload / KV cache by use", "ABCD"),
+            ("workload / Unmapped, by component", "A"),
+            ("workload / Allocated, by component", "DEFG"),
+        )
+        for letter in letters
+    },
     **{
         (EMULATED, where): "NCCL does not start without a GPU, and no process has a limit"
         for where in (

@@ -48,6 +48,26 @@ def test_profiles_of_a_running_process_add_up_to_what_torch_has_allocated(
     assert len(exporter.get(PROFILES)["profiles"]) == 2
 
 
+def test_a_process_that_is_killed_during_its_recording_ends_the_action(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.exec(HOLD)
+    reporting(exporter, process)
+    target = {"pid": process.pid}
+    started = exporter.act("profile", target=target, duration_seconds=600, wait_seconds=0, expect=202)
+    process.exec("from tests.programs.profiled import wait_for_recording; wait_for_recording()")
+    process.kill()
+
+    def ended() -> Any:
+        action = exporter.get(f"/api/v1/actions/{started['id']}")
+        return action if action["state"] not in ("pending", "running") else None
+
+    (result,) = wait_for(ended, "the end of the action")["results"]
+    assert result["reason_code"] == "process_exited"
+
+
 def test_the_profile_of_an_error_outlives_its_process_and_the_exporter(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
