@@ -36,9 +36,13 @@ _OWNERS = {
     "gradients": ("gradients", _PARAMETER, "4096x{}", 4096, "bfloat16"),
     "optimizer_state": ("optimizer_state", f"Lion.exp_avg {_PARAMETER}", "4096x{}", 4096, "float32"),
     "kv_cache": ("kv_cache", "GPUModelRunner.kv_caches.{}", "2x{}x16x8x128", 32768, "bfloat16"),
+    "runtime": ("tensors", "attribute _workspace_buffer of a FlashInferMetadataBuilder", "{}", 1, "uint8"),
 }
-"""By component: kind, name, shape, elements of a shape with 1, and dtype. An index in names counts the tensors."""
-_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+"""By component whose tensors Python objects hold: kind, name, shape, elements of a shape with 1, and dtype.
+
+The number in a name counts the tensors of the kind.
+"""
+_ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float32": 4}
 _Stack = tuple[dict[str, Any], ...]
 """As torch records it; empty without a recording and in the backward pass, where there are no Python frames."""
 
@@ -313,7 +317,7 @@ class SimulatedProcess:
             self.loop.note_oom(device, error.driver_bytes, limit_bytes, slot.device.free_bytes)
             raise
         slot.note_phase_peak(self._phase)
-        if component:
+        if component in _OWNERS:
             tensor.owner = self._owner(component, tensor)
         return tensor
 
@@ -321,7 +325,8 @@ class SimulatedProcess:
         """Create tensors that live as long as the process: without a component, a model that nothing watches."""
         for _ in range(count):
             tensor = self.tensor(size_bytes, component, device=device)
-            tensor.owner = tensor.owner or self._owner("parameters", tensor)
+            if not component:
+                tensor.owner = self._owner("parameters", tensor)
 
     def free(self, tensors: list[Tensor], *, used_by_other_stream: bool = False) -> None:
         """Free all tensors of a list, the newest first, and empty the list."""
