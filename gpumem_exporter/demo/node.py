@@ -14,6 +14,7 @@ from gpumem_client.reporter.settings import ReporterSettings
 from gpumem_client.wire.protocol import ProcessIdentity
 from gpumem_exporter.core.place import HERE, Place
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
+from gpumem_exporter.demo.heap import take_profiles
 from gpumem_exporter.demo.process import SimulatedDevice, SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
@@ -38,8 +39,9 @@ class NodeReporter:
         """Report each process whose report is due at `now`, until a report is not answered."""
         with self._simulation.lock:
             for process in self._simulation.processes():
-                if process.reports:
-                    self._due.setdefault(process, now)
+                if process.reports and process not in self._due:
+                    self._due[process] = now
+                    take_profiles(process, self._send_profile)
         for process, due_seconds in tuple(self._due.items()):
             if process.ended:
                 del self._due[process]
@@ -56,6 +58,15 @@ class NodeReporter:
     def close(self) -> None:
         """Close the connection."""
         self._delivery.close()
+
+    def _send_profile(self, document: bytes) -> str:
+        # A loop calls this with the lock, and the exporter reads the simulation before it answers. Only this thread
+        # changes the simulation.
+        self._simulation.lock.release()
+        try:
+            return self._delivery.send_profile(document)
+        finally:
+            self._simulation.lock.acquire()
 
     def _report(self, process: SimulatedProcess) -> tuple[float, Outcome]:
         with self._simulation.lock:

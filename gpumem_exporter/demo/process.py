@@ -5,11 +5,14 @@ Callers hold the simulation's lock.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from random import Random
-from typing import NoReturn
+from types import GeneratorType
+from typing import Any, NoReturn
 
 from gpumem_client.allocator.components import with_cache_use
 from gpumem_client.allocator.simulated import AllocatorStatistics, Block, CachingAllocator, SimulatedOutOfMemoryError
@@ -17,6 +20,7 @@ from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
 from gpumem_client.engines.facts import EngineFacts
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
+from gpumem_client.profile.model import Owner
 from gpumem_client.reporter.loop import ReportLoop
 from gpumem_client.wire.errors import CommandRefusedError
 from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, ReasonCode
@@ -24,6 +28,28 @@ from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts
 from gpumem_exporter.nvml.provider import DeviceIdentity
 
 _SAME_IN_SAMPLE = tuple(field.name for field in fields(AllocatorStatistics))
+
+_PARAMETER = "model.layers.{}.weight"
+_OWNERS = {
+    "parameters": ("parameters", _PARAMETER, "4096x{}", 4096, "bfloat16"),
+    "weights": ("parameters", _PARAMETER, "4096x{}", 4096, "bfloat16"),
+    "gradients": ("gradients", _PARAMETER, "4096x{}", 4096, "bfloat16"),
+    "optimizer_state": ("optimizer_state", f"Lion.exp_avg {_PARAMETER}", "4096x{}", 4096, "float32"),
+    "kv_cache": ("kv_cache", "GPUModelRunner.kv_caches.{}", "2x{}x16x8x128", 32768, "bfloat16"),
+    "runtime": ("tensors", "attribute _workspace_buffer of a FlashInferMetadataBuilder", "{}", 1, "uint8"),
+}
+"""By component whose tensors Python objects hold: kind, name, shape, elements of a shape with 1, and dtype.
+
+The number in a name counts the tensors of the kind.
+"""
+_ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float32": 4}
+_Stack = tuple[dict[str, Any], ...]
+"""As torch records it; empty without a recording and in the backward pass, where there are no Python frames."""
+
+
+def now_us() -> int:
+    """Return the time in microseconds since the epoch, as torch's history has it."""
+    return time.time_ns() // 1000
 
 
 class SimulatedDevice:
@@ -66,6 +92,10 @@ class Tensor:
     block: Block
     slot: DeviceSlot
     component: str
+    stack: _Stack = ()
+    pool: str = "default"
+    owner: Owner | None = None
+    """The model, the optimizer or the cache that holds it."""
 
 
 class DeviceSlot:
@@ -80,6 +110,10 @@ class DeviceSlot:
         self.unmapped = Unmapped(0, 0)
         """The memory of the allocator that the device does not hold."""
         self.allocations = self.frees = 0
+        self.live: dict[Tensor, None] = {}
+        """The tensors, the oldest first."""
+        self.trace: deque[dict[str, Any]] | None = None
+        """The recorded history, with the entries that torch would write; None if nothing records."""
         self._least_reclaimable_bytes: int | None = None
         """The smallest value since the last call of `unused`."""
         self._phase_peak_bytes: dict[str, int] = {}
@@ -90,29 +124,46 @@ class DeviceSlot:
         """The driver's value of the bytes that the process uses on the device."""
         return self.non_torch_bytes + self.allocator.statistics.reserved_bytes - self.unmapped.reserved_bytes
 
-    def allocate(self, size_bytes: int, component: str) -> Tensor:
+    def allocate(self, size_bytes: int, component: str, stack: _Stack = ()) -> Tensor:
         """Create a tensor, or raise SimulatedOutOfMemoryError; `component` is empty if the program names none."""
         block = self.allocator.allocate(size_bytes)
         self.allocations += 1
         self._least_reclaimable_bytes = self._least()
         if component:
             self._component_bytes[component] = self._component_bytes.get(component, 0) + block.size_bytes
-        return Tensor(block, self, component)
+        return self._add(Tensor(block, self, component, stack))
 
     def capture_graph(self, size_bytes: int, component: str = "") -> None:
         """Capture a CUDA graph, or raise SimulatedOutOfMemoryError; see `CachingAllocator.capture_graph`."""
-        before = self.allocator.statistics.allocated_bytes
-        self.allocator.capture_graph(size_bytes)
+        block = self.allocator.capture_graph(size_bytes)
         if component:
-            added = self.allocator.statistics.allocated_bytes - before
-            self._component_bytes[component] = self._component_bytes.get(component, 0) + added
+            self._component_bytes[component] = self._component_bytes.get(component, 0) + block.size_bytes
+        self._add(Tensor(block, self, component, pool="private"))
 
     def free(self, tensor: Tensor, *, used_by_other_stream: bool) -> None:
         """Free a tensor of this device."""
         self.frees += 1
+        del self.live[tensor]
+        # `record` has no time between the request of a free and its end: nothing else uses the block meanwhile.
+        self.record("free_requested", tensor)
+        self.record("free_completed", tensor)
         if tensor.component:
             self._component_bytes[tensor.component] -= tensor.block.size_bytes
         self.allocator.free(tensor.block, used_by_other_stream=used_by_other_stream)
+
+    def record(self, action: str, tensor: Tensor | None = None) -> None:
+        """Add an entry to the history, if it is recorded."""
+        if self.trace is not None:
+            entry: dict[str, Any] = {"action": action, "time_us": now_us()}
+            if tensor is not None:
+                entry.update(addr=tensor.block.address, size=tensor.block.size_bytes, frames=tensor.stack)
+                entry["pool_id"] = (0, int(tensor.pool == "private"))
+            self.trace.append(entry)
+
+    def _add(self, tensor: Tensor) -> Tensor:
+        self.live[tensor] = None
+        self.record("alloc", tensor)
+        return tensor
 
     def sleep(self) -> None:
         """Unmap all memory of the allocator, as vLLM's sleep mode does; the tensors keep their addresses."""
@@ -217,6 +268,9 @@ class SimulatedProcess:
         """What the client would find out about the inference engine in the process."""
         self.garbage: list[Tensor] = []
         """Tensors in reference cycles, which only Python's garbage collector frees."""
+        self.program: GeneratorType[None, None, None] | None = None
+        self.script = next((word for word in identity.command.split() if word.endswith(".py")), "main.py")
+        self._stacks: dict[int, _Stack] = {}
         self.loop = ReportLoop(
             identity,
             self,
@@ -256,18 +310,23 @@ class SimulatedProcess:
         """Create a tensor; `device` is the index among the devices of the process."""
         slot = self.slots[device]
         try:
-            tensor = slot.allocate(int(size_bytes * self.scale), component)
+            tensor = slot.allocate(int(size_bytes * self.scale), component, self._stack(slot))
         except SimulatedOutOfMemoryError as error:
+            slot.record("oom")
             limit_bytes = slot.allocator.limit_bytes or slot.device.usable_bytes
             self.loop.note_oom(device, error.driver_bytes, limit_bytes, slot.device.free_bytes)
             raise
         slot.note_phase_peak(self._phase)
+        if component in _OWNERS:
+            tensor.owner = self._owner(component, tensor)
         return tensor
 
     def keep(self, count: int, size_bytes: int, component: str = "", *, device: int = 0) -> None:
-        """Create tensors that live as long as the process."""
+        """Create tensors that live as long as the process: without a component, a model that nothing watches."""
         for _ in range(count):
-            self.tensor(size_bytes, component, device=device)
+            tensor = self.tensor(size_bytes, component, device=device)
+            if not component:
+                tensor.owner = self._owner("parameters", tensor)
 
     def free(self, tensors: list[Tensor], *, used_by_other_stream: bool = False) -> None:
         """Free all tensors of a list, the newest first, and empty the list."""
@@ -285,6 +344,20 @@ class SimulatedProcess:
             yield
         finally:
             self._phase = ""
+
+    def _owner(self, component: str, tensor: Tensor) -> Owner:
+        kind, name, shape, elements, dtype = _OWNERS[component]
+        same = sum(each.owner is not None and each.owner.kind == kind for slot in self.slots for each in slot.live)
+        length = tensor.block.requested_bytes // (_ITEM_BYTES[dtype] * elements)
+        return Owner(kind, name.format(same), shape.format(length), dtype)
+
+    def _stack(self, slot: DeviceSlot) -> _Stack:
+        """Return the stack of an allocation, which is in the program."""
+        frame = None if self.program is None else self.program.gi_frame
+        if slot.trace is None or frame is None or self._phase == "backward":
+            return ()
+        here = {"name": frame.f_code.co_name, "filename": self.script, "line": frame.f_lineno}
+        return self._stacks.setdefault(frame.f_lineno, (here,))
 
     def end(self, *, crashed: bool) -> None:
         """End the process and release its memory on all devices."""

@@ -159,7 +159,7 @@ def diffusion_server(process: SimulatedProcess) -> Iterator[None]:
     rng = process.rng
     process.keep(24, 212 * MIB)
     for gigabytes in (1, 1, 2):
-        process.slots[0].allocator.capture_graph(int(process.scale * (gigabytes * GIB - 300 * MIB)))
+        process.slots[0].capture_graph(int(process.scale * (gigabytes * GIB - 300 * MIB)))
     while True:
         process.busy_ratio = 0.9
         images = [process.tensor(rng.choice((96, 192)) * MIB) for _ in range(6)]

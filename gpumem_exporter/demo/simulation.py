@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
+from types import GeneratorType
 
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
 from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE
@@ -134,7 +135,10 @@ class Simulation:
             rng=rng,
             clock=lambda: self._tick * TICK_SECONDS,
         )
-        instance.running = process, workload.program(process)
+        program = workload.program(process)
+        if isinstance(program, GeneratorType):
+            process.program = program
+        instance.running = process, program
         self._by_pid[pid] = process
         try:
             for device in range(len(workload.placements[index])):

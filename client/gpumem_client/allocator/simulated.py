@@ -130,8 +130,8 @@ class CachingAllocator:
             raise SimulatedOutOfMemoryError(f"tried to allocate {requested_bytes} bytes", _segment_bytes(size_bytes))
         return self._hand_out(block, requested_bytes)
 
-    def capture_graph(self, requested_bytes: int) -> None:
-        """Capture a CUDA graph whose private pool keeps `requested_bytes` live until the process exits.
+    def capture_graph(self, requested_bytes: int) -> Block:
+        """Capture a CUDA graph whose private pool keeps the returned block live until the process exits.
 
         Raises:
             SimulatedOutOfMemoryError: the driver does not have enough memory.
@@ -142,7 +142,7 @@ class CachingAllocator:
             self.statistics.ooms += 1
             raise SimulatedOutOfMemoryError(f"tried to allocate {requested_bytes} bytes for a graph", segment_bytes)
         self.statistics.private_pools_bytes += block.size_bytes
-        self._hand_out(block, requested_bytes)
+        return self._hand_out(block, requested_bytes)
 
     def free(self, block: Block, *, used_by_other_stream: bool = False) -> None:
         """Free a block. A block that another stream still uses stays active until the next allocation."""

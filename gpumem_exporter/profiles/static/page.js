@@ -104,6 +104,11 @@
     graph.querySelector("g.current")?.scrollIntoView({ block: "nearest" });
   }
 
+  /** Return the text on a bar: of a module only the last part of its path, as the bar above has the rest. */
+  function labelOf({ data: { name, kind }, parent }) {
+    return kind === "owner" && name.startsWith(`${parent.data.name}.`) ? name.slice(parent.data.name.length + 1) : name;
+  }
+
   function draw() {
     tree = treeOf(data.views[view], $("grouping").value);
     graph.replaceChildren();
@@ -118,6 +123,7 @@
       .transitionDuration(0)
       .resetHeightOnZoom(true)
       .sort((a, b) => b.data.value - a.data.value)
+      .getName(labelOf)
       .setLabelHandler(describe)
       .setColorMapper(colorOf)
       .setDetailsHandler(() => {})

@@ -6,15 +6,20 @@ from dataclasses import replace
 
 import pytest
 
+from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
+from gpumem_client.profile.model import Profile
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import Command, CommandResult, DeviceSample, Reply, Report
 from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.demo import DemoNode, workloads_of
+from gpumem_exporter.demo.heap import take_profiles
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.programs import MIB
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
+from gpumem_exporter.profiles.document import read_profile
+from gpumem_exporter.profiles.lines import by_owner, lines_of
 
 START = 1000.0
 COMMANDS = itertools.count(1)
@@ -330,3 +335,79 @@ def test_the_components_of_engines_add_up_to_the_byte_through_sleep_and_wake() -
     assert seen["demo-sleeping-engine"] >= {"asleep", "serving"}
     assert "serving" in seen["demo-llm-server"]
     assert "asleep" not in seen["demo-llm-server"]
+
+
+def profiles_of(process: SimulatedProcess) -> list[Profile]:
+    """Return the list of profiles that the process sends from now on, as the exporter reads them."""
+    sent: list[Profile] = []
+
+    def send(document: bytes) -> str:
+        sent.append(read_profile(document)[1])  # checks that the bytes add up
+        return str(len(sent))
+
+    take_profiles(process, send)
+    return sent
+
+
+def holders(profile: Profile) -> dict[str, int]:
+    """Return the live bytes by the kind and the name of their owner."""
+    owners = ((group.largest.owner, group.bytes) for group in by_owner(lines_of(profile)))
+    return {f"{owner.kind} {owner.name}": size for owner, size in owners if owner is not None}
+
+
+def test_profiles_of_every_process_have_all_allocated_bytes(node: DemoNode) -> None:
+    processes = [each for each in node.simulation.processes() if each.reports]
+    sent = {process: profiles_of(process) for process in processes}
+
+    def statistics(process: SimulatedProcess, name: str) -> list[int]:
+        return [getattr(slot.allocator.statistics, name) for slot in process.slots]
+
+    for process in processes:
+        components = [sample.component_bytes for sample in report(process).devices]
+        run(process, command("profile"), command("reset_peak"))
+        (live,) = sent[process]
+        assert [each.allocated_bytes for each in live.devices] == statistics(process, "allocated_bytes")
+        if "parameters" in components[0]:
+            held = sum(size for name, size in holders(live).items() if name.startswith("parameters "))
+            assert held == sum(each["parameters"] for each in components)
+        run(process, command("profile", duration_seconds=4.0))
+    for _ in advance(node, 5.0):
+        pass
+    recorded = [process for process in processes if not process.ended]
+    assert len(recorded) >= len(processes) - 1
+    for process in recorded:
+        report(process)
+        devices = sent[process][1].devices
+        assert [each.allocated_bytes for each in devices] == statistics(process, "allocated_bytes")
+        assert [each.peak_bytes for each in devices] == statistics(process, "allocated_peak_bytes")
+
+
+def test_two_profiles_of_the_leak_show_what_grows() -> None:
+    node = only(lambda workload: workload.name.endswith("leak"))
+    process = the(node, "demo-rag-indexer-leak")
+    sent = profiles_of(process)
+    for seconds in (START, START + 10):
+        for _ in advance(node, 10.0, seconds):
+            pass
+        run(process, command("profile"))
+    before, after = map(holders, sent)
+    grew = {name: after[name] - size for name, size in before.items() if after[name] != size}
+    assert sum(grew.values()) == sent[1].devices[0].allocated_bytes - sent[0].devices[0].allocated_bytes > 0
+    assert list(grew) == ["tensors attribute outputs of a Result"]
+
+
+def test_an_out_of_memory_error_sends_a_profile_of_its_moment() -> None:
+    node = only(lambda workload: workload.name == "demo-pipeline-finetune")
+    process = the(node, "demo-pipeline-finetune")
+    sent = profiles_of(process)
+    for _ in advance(node, 5.0):
+        pass
+    with pytest.raises(SimulatedOutOfMemoryError):
+        process.tensor(1 << 40, device=1)
+    for _ in advance(node, 5.0, START + 5.0):  # the program frees and allocates before the next report
+        pass
+    (oom,) = report(process).ooms
+    assert oom.sample is not None
+    (profile,) = sent
+    assert (profile.cause, profile.oom_number) == ("out_of_memory", oom.number)
+    assert [(each.uuid, each.allocated_bytes) for each in profile.devices] == [(oom.uuid, oom.sample.allocated_bytes)]
