@@ -65,6 +65,15 @@ class DevicesDocument(TypedDict):
     devices: list[_Device]  # type: ignore[valid-type]
 
 
+class _Orphan(TypedDict):
+    """What a process that holds memory has lost."""
+
+    reason: str
+    launcher: str | None
+    launcher_pid: int | None
+    ended_unix_seconds: float | None
+
+
 class ProcessDocument(TypedDict):
     """A process. `pid` is the label of its series; `own_pid` is its pid in its own PID namespace.
 
@@ -100,6 +109,7 @@ class ProcessDocument(TypedDict):
     sample_age_seconds: float | None
     last_report_unix_seconds: float | None
     started_unix_seconds: float | None
+    orphan: _Orphan | None
     clears: bool
     actions: list[str]
     devices: list[_ProcessDevice]  # type: ignore[valid-type]

@@ -100,7 +100,7 @@ def test_every_view_is_accessible(still: StillDemo, open_page: OpenPage, scheme:
     live.page.locator("#jobs a.name:has-text('demo-pipeline')").click()
     live.until("document.querySelector('.plot canvas')")
     assert live.violations_of_access() == []
-    live.page.locator("#detail .act").click()
+    live.page.locator("#detail .act", has_text="Clear").click()
     focused(live, "#dialog-confirm")
     assert live.violations_of_access() == []
     live.page.keyboard.press("Escape")

@@ -45,7 +45,7 @@ def test_the_page_works_below_a_path_prefix(still: StillDemo, open_page: OpenPag
         live.until("document.querySelector('.plot canvas')")
         live.page.reload()
         live.until("document.querySelector('#detail-title')?.textContent === 'demo-pipeline-finetune'")
-        live.page.locator("#detail .act").click()
+        live.page.locator("#detail .act", has_text="Clear").click()
         live.until("document.querySelector('#dialog-error').textContent.includes('--action.token-file')")
         live.page.keyboard.press("Escape")
         live.page.locator("#host").click()
