@@ -44,7 +44,7 @@ def unknown_names(
 def nothing_matches(target: Target, reporting: Sequence[tuple[str, ReportingProcess]]) -> str:
     """Describe why nothing matches a target, with the processes that it could select."""
     if target.orphans:
-        return f"nothing matches {target.describe()}: no process is known to be an orphan, or none of the target is"
+        return f"nothing matches {target.describe()}: no process of the target has lost its launcher, as far as known"
     if not reporting:
         return f"nothing matches {target.describe()}: no process reports that could be shown"
     shown = []

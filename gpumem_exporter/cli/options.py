@@ -218,6 +218,14 @@ def pop_target(values: dict[str, Any]) -> Target:
     return Target(**given, orphans=orphans, all=everything)
 
 
+def pop_action_target(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the values of `target_options` from `values`. Return the target of an action, which may not be empty."""
+    target = pop_target(values).document()
+    if not target:
+        raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user, --orphans or --all")
+    return target
+
+
 def split_list(texts: Sequence[str]) -> list[str]:
     """The values of a repeatable option, each of which may be a list with commas: `0,1` and `7`."""
     return [part.strip() for text in texts for part in text.split(",")]

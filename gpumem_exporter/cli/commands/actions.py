@@ -21,7 +21,7 @@ from gpumem_exporter.cli.options import (
     note,
     open_api,
     option_group,
-    pop_target,
+    pop_action_target,
     target_options,
 )
 from gpumem_exporter.cli.program import FAILED
@@ -193,9 +193,7 @@ def _run(
 ) -> int:
     """Request an action, print its results, and return the exit code."""
     on_terminal = sys.stdout.isatty() and not as_json
-    target = pop_target(values).document()
-    if not target:
-        raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank, --user, --orphans or --all")
+    target = pop_action_target(values)
     if wait_seconds is not None and not 0 <= wait_seconds < float("inf"):
         raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 or more seconds")
     body = {**action_request(action, values, on_terminal=on_terminal), "target": target}

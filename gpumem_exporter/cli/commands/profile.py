@@ -26,7 +26,7 @@ from gpumem_exporter.cli.options import (
     note,
     open_api,
     option_group,
-    pop_target,
+    pop_action_target,
     target_options,
 )
 from gpumem_exporter.cli.program import FAILED
@@ -51,7 +51,8 @@ Examples:
   gpumem-exporter profile diff 3f2a 9bc1              # what grew
 
 \b
-`profile 4711` is short for `profile take 4711`. An ID may be shortened, as in the list.
+`profile 4711` is short for `profile take 4711`; `profile take --help` has its options. An ID may be shortened, as in
+the list.
 """
 _PATH = "/api/v1/profiles"
 _SHOWN_ID = 8
@@ -109,12 +110,8 @@ def profile() -> None:
 def take(
     *,
     pids: Sequence[str],
-    form: str | None,
-    moment: str,
-    output: str | None,
     url: str | None,
     token_file: str | None,
-    as_json: bool,
     **values: Any,
 ) -> int:
     """Take profiles of processes.
@@ -124,17 +121,14 @@ def take(
     has the lines of code that allocated, and the highest moment.
     """
     values["pid"] = (*values["pid"], *pids)
-    target = pop_target(values).document()
-    if not target:
-        raise ConfigurationError("no target; give a PID, --workload, --rank, --gpu, --uuid, --user or --all")
-    file = _Output(_format(form, output, as_json=as_json), moment, output)
+    file, target = _Output.pop(values), pop_action_target(values)
     body = {**action_request("profile", values, on_terminal=False), "target": target}
     with open_api(url, token_file) as api:
         expected = api.submit({**body, "dry_run": True})
         processes = {result["pid"] for result in expected["results"] if is_done(result["outcome"])}
-        if output is not None and len(processes) > 1:
+        if file.path is not None and len(processes) > 1:
             raise ConfigurationError(
-                f"-o {output}: the target has {len(processes)} processes; without -o, each has a file"
+                f"-o {file.path}: the target has {len(processes)} processes; without -o, each has a file"
             )
         if body["dry_run"] or not processes:
             document = expected
@@ -217,15 +211,12 @@ def _row(kept: Document) -> Sequence[Any]:
 def show_profile(
     *,
     profile_id: str,
-    form: str | None,
-    moment: str,
-    output: str | None,
     url: str | None,
     token_file: str | None,
-    as_json: bool,
+    **values: Any,
 ) -> int:
     """Show a profile that the exporter keeps."""
-    file = _Output(_format(form, output, as_json=as_json), moment, output)
+    file = _Output.pop(values)
     with open_api(url, token_file) as api:
         file.write(api, f"{_PATH}/{_full_id(api, profile_id)}")
     return 0
@@ -239,12 +230,9 @@ def diff_profiles(
     *,
     before: str,
     after: str,
-    form: str | None,
-    moment: str,
-    output: str | None,
     url: str | None,
     token_file: str | None,
-    as_json: bool,
+    **values: Any,
 ) -> int:
     """Show what grew from profile A to profile B.
 
@@ -252,14 +240,14 @@ def diff_profiles(
     processes, a stack that only one of them has is compared with the stack of the same functions and files, because
     lines may have moved.
     """
-    file = _Output(_format(form, output, as_json=as_json), moment, output)
+    file = _Output.pop(values)
     with open_api(url, token_file) as api:
         given = (before, after)
         if not any(Path(each).is_file() for each in given):
             old, new = (_full_id(api, each) for each in given)
             file.write(api, f"{_PATH}/{old}/diff/{new}")
         else:
-            old_profile, new_profile = (_read(api, each, moment) for each in given)
+            old_profile, new_profile = (_read(api, each, file.moment) for each in given)
             change = difference(old_profile, new_profile)
             wanted: Format = "json" if file.form == "text" else cast(Format, file.form)
             file.put(render(change, wanted)[0], f"{old_profile.id[:_SHOWN_ID]}-{new_profile.id[:_SHOWN_ID]}")
@@ -309,18 +297,25 @@ class _Output:
         if path is not None and not os.access(Path(path).parent, os.W_OK):
             raise ConfigurationError(f"-o {path}: cannot write to this folder")
         self.form = form
-        self._moment = moment
-        self._path = path
+        self.moment = moment
+        self.path = path
+
+    @classmethod
+    def pop(cls, values: dict[str, Any]) -> _Output:
+        """Remove the values of `_output_options` and --json from `values`, and return where they write."""
+        path = values.pop("output")
+        form = _format(values.pop("form"), path, as_json=values.pop("as_json"))
+        return cls(form, values.pop("moment"), path)
 
     def write(self, api: ExporterApi, path: str, *, one: bool = True) -> None:
         """Write the profile of a path of the API; if it is not the only one, to a file of its own."""
-        query = urlencode({"format": "json" if self.form == "text" else self.form, "moment": self._moment})
+        query = urlencode({"format": "json" if self.form == "text" else self.form, "moment": self.moment})
         ids = path.removeprefix(f"{_PATH}/").split("/diff/")
         self.put(api.get_bytes(f"{path}?{query}"), "-".join(each[:_SHOWN_ID] for each in ids), one=one)
 
     def put(self, body: bytes, name: str, *, one: bool = True) -> None:
         """Write a profile, or a difference."""
-        path = self._path
+        path = self.path
         in_folder = self.form != "text" and (not one or (self.form in _BINARY and sys.stdout.isatty()))
         if path is None and in_folder:
             path = f"profile-{name}.{SUFFIXES[cast(Format, self.form)]}"

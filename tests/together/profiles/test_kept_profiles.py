@@ -84,11 +84,7 @@ def test_the_formats_and_the_difference_of_two_profiles() -> None:
             listed(exporter, "?pid=101") == listed(exporter, "?workload=other") == listed(exporter, "?job=pid~1") == []
         )
         first = f"{PROFILES}/{ids[0]}"
-        for form, media_type in (
-            ("pprof", "application/octet-stream"),
-            ("folded", "text/plain"),
-            ("html", "text/html"),
-        ):
+        for form, media_type in MEDIA_TYPES.items():
             for path in (first, f"{first}/diff/{ids[1]}"):
                 answer = exporter.get(f"{path}?format={form}")
                 assert answer.status == 200, answer.body
@@ -196,9 +192,9 @@ def test_a_process_and_a_user_send_a_bounded_number(monkeypatch: pytest.MonkeyPa
         first, second = Reporter(exporter, session="1"), Reporter(exporter, 101, session="2")
         for number in range(profile_intake.MAX_OF_PROCESS):
             sent(first.send(first.error_profile(number + 1)))
-        for refused in (first.send(first.error_profile(50)),):
-            problem(refused, 429)
-            assert int(refused.headers["retry-after"]) >= 1
+        refused = first.send(first.error_profile(50))
+        problem(refused, 429)
+        assert int(refused.headers["retry-after"]) >= 1
         sent(second.send(second.error_profile(1)))
         problem(second.send(second.error_profile(2)), 429)  # the limit of their user
         while (answer := second.post(b"")).status == 422:

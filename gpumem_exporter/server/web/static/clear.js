@@ -10,7 +10,7 @@ import { bytes, safe, UNKNOWN } from "./format.js";
 const WAIT_SECONDS = 10;
 const SETTLE_SECONDS = 10;
 
-let clear = null;
+let chosen = null;
 
 const CLEAR = {
   action: "empty_cache",
@@ -42,13 +42,13 @@ export function engineVerb({ action }) {
 }
 
 function open(name, choice) {
-  clear = choice;
-  openDialog(`${clear.verb} ${safe(name)}`);
+  chosen = choice;
+  openDialog(`${chosen.verb} ${safe(name)}`);
   preview();
 }
 
 function bodyOf(more) {
-  const { action, target, mode, group, deadline_seconds } = clear;
+  const { action, target, mode, group, deadline_seconds } = chosen;
   return { action, target, mode, group, deadline_seconds, ...more };
 }
 
@@ -58,7 +58,7 @@ async function preview() {
   try {
     const { document: action } = await request(ACTIONS, { method: "POST", body: bodyOf({ dry_run: true }) });
     if (!isShown()) return;
-    show({ status: safe(action.sentence), when: when(action), results: resultsTable(action), confirm: clear.verb, then: run });
+    show({ status: safe(action.sentence), when: when(action), results: resultsTable(action), confirm: chosen.verb, then: run });
     $("dialog-confirm").focus();
     if (happened.refusal) happened.refresh(true); // the token that was accepted also shows events
   } catch (error) {
@@ -68,19 +68,19 @@ async function preview() {
 
 /** Say when the processes clear, and what the job notices. */
 function when({ results }) {
-  if (clear.when !== undefined) return clear.when;
-  if (clear.mode !== "step") return "The job continues. It clears at once.";
-  if (clear.group) return `The job continues. Its ${new Set(results.map(({ pid }) => pid)).size} ranks clear after the same step, so that none waits for another.`;
+  if (chosen.when !== undefined) return chosen.when;
+  if (chosen.mode !== "step") return "The job continues. It clears at once.";
+  if (chosen.group) return `The job continues. Its ${new Set(results.map(({ pid }) => pid)).size} ranks clear after the same step, so that none waits for another.`;
   return "The job continues. It clears at the end of its next step.";
 }
 
 async function run() {
   const isShown = staysOpen();
-  show({ status: clear.doing, cancel: "Close" });
+  show({ status: chosen.doing, cancel: "Close" });
   $("dialog-title").focus();
   try {
-    const wait = clear.mode === "step" ? 0 : WAIT_SECONDS;
-    const action = await runAction(bodyOf({ wait_seconds: wait, settle_seconds: clear.settles ? SETTLE_SECONDS : 0 }), showProgress, (action) => isRunning(action) || action.settling);
+    const wait = chosen.mode === "step" ? 0 : WAIT_SECONDS;
+    const action = await runAction(bodyOf({ wait_seconds: wait, settle_seconds: chosen.settles ? SETTLE_SECONDS : 0 }), showProgress, (action) => isRunning(action) || action.settling);
     happened.refresh(true);
     if (action === null) return;
     show({ status: safe(action.sentence), results: resultsTable(action), cancel: "Close" });
@@ -91,15 +91,15 @@ async function run() {
 }
 
 function showProgress(action, cancel) {
-  if (isRunning(action)) show({ status: safe(action.sentence), confirm: `Cancel the ${clear.verb.toLowerCase()}`, cancel: "Close", then: cancel });
+  if (isRunning(action)) show({ status: safe(action.sentence), confirm: `Cancel the ${chosen.verb.toLowerCase()}`, cancel: "Close", then: cancel });
   else show({ status: `${safe(action.sentence)} Checking how much of it stays free…`, results: resultsTable(action), cancel: "Close" });
 }
 
 function resultsTable({ results, dry_run: dry }) {
-  const head = ["Process", "GPU", ...clear.head(dry), "Outcome"];
+  const head = ["Process", "GPU", ...chosen.head(dry), "Outcome"];
   const row = (result) => {
     const { pid, rank, gpu, outcome: end, reason } = result;
-    return [`${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`, gpu ?? UNKNOWN, ...clear.sizes(result).map(bytes), `${end.replaceAll("_", " ")}${reason ? `: ${safe(reason)}` : ""}`];
+    return [`${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`, gpu ?? UNKNOWN, ...chosen.sizes(result).map(bytes), `${end.replaceAll("_", " ")}${reason ? `: ${safe(reason)}` : ""}`];
   };
   return h(
     "table",
