@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from gpumem_client.wire.procfs import start_time_ticks
+from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
 from gpumem_client.wire.protocol import DeviceSample, EngineState, to_wire
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
@@ -28,13 +28,11 @@ def test_a_worker_has_the_use_that_the_server_above_it_shows(node: EmulatedNode,
         sequence += 1
         for pid in pids:
             ticks = start_time_ticks(f"/proc/{pid}")
-            changes = {"start_time_ticks": ticks, "pid_namespace": 0, "session_started_seconds": 0.0}
+            changes = {"start_time_ticks": ticks, "pid_namespace": pid_namespace(), "session_started_seconds": 0.0}
             sent = report(pid, devices=(sample,), sequence=sequence, engine=EngineState("vllm"), **changes)
             assert exporter.request("POST", "/api/v1/reports", to_wire(sent)).status == 200
         metrics = exporter.metrics()
-        return [
-            metrics.values("gpumem_engine_kv_cache_bytes", pid=str(pid), gpu_uuid=uuid, state="used") for pid in pids
-        ]
+        return [metrics.values("gpumem_engine_kv_cache_bytes", pid=str(pid), state="used") for pid in pids]
 
     with engine_servers() as serve, subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
         served = serve("vllm", {"GET /metrics": [200, METRICS]}, "serve", "model", "--tensor-parallel-size", "2")
