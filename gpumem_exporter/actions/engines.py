@@ -73,6 +73,9 @@ class FoundEngine(Protocol):
     def activity(self) -> Activity:
         """Return what the engine does."""
 
+    def cache_use(self) -> float | None:
+        """Return the part of the key-value cache that requests use, from 0 to 1; None if it is not known."""
+
     def release(self, keep: str | None, force: bool, /) -> None:
         """Release the memory of the engine, except the component `keep`. With `force`, its requests may be aborted."""
 

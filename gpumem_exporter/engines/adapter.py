@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, nan
 from typing import Any, NamedTuple, Protocol
 
 from gpumem_client.wire.errors import ExporterUnreachableError, ExporterUntrustedError
@@ -76,7 +76,7 @@ class Server:
         host, port = self.listener.address
         connection = Connection(
             f"http://{f'[{host}]' if ':' in host else host}:{port}",
-            timeout_seconds=QUESTION_SECONDS,
+            timeout_seconds=min(seconds, QUESTION_SECONDS),
             trust=ListenerTrust(frozenset(), inode=self.listener.inode),
             trusted_only=True,
             max_answer_bytes=MAX_ANSWER_BYTES,
@@ -154,14 +154,20 @@ def document(server: Server, answer: Answer, path: str) -> dict[str, Any]:
 
 def sum_of_metrics(body: bytes, names: Sequence[str]) -> int | None:
     """Return the sum of the samples of some metrics; None if one of the metrics is missing or invalid."""
-    found: dict[str, float] = {}
+    found = [values_of_metric(body, name) for name in names]
+    total = sum(map(sum, found))
+    return int(total) if all(found) and isfinite(total) else None
+
+
+def values_of_metric(body: bytes, wanted: str) -> list[float]:
+    """Return the values of the samples of a metric; NaN for an invalid one."""
+    values = []
     for line in body.decode("utf-8", "replace").splitlines():
         name, brace, rest = line.partition("{")
         name, _, value = (name, "", rest.rpartition("}")[2]) if brace else line.partition(" ")
-        if name in names:
+        if name == wanted:
             try:
-                found[name] = found.get(name, 0.0) + float(value.split()[0])
+                values.append(float(value.split()[0]))
             except (ValueError, IndexError):
-                return None
-    total = sum(found.values())
-    return int(total) if len(found) == len(names) and isfinite(total) else None
+                values.append(nan)
+    return values

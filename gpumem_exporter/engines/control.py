@@ -50,6 +50,10 @@ class HttpEngine:
         """Return what the engine does."""
         return self.adapter.activity(self.server)
 
+    def cache_use(self) -> float | None:
+        """Return the part of the key-value cache that requests use; None if the engine does not show it."""
+        return self.adapter.cache_use(self.server) if isinstance(self.adapter, Vllm) else None
+
     def release(self, keep: str | None, force: bool) -> None:
         """Release the memory of the engine."""
         self.adapter.release(self.server, keep, force)

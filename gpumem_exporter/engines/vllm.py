@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 from gpumem_client.wire.protocol import ReasonCode
 from gpumem_exporter.actions.engines import Activity, EngineRefusedError
-from gpumem_exporter.engines.adapter import Server, document, expect, sum_of_metrics
+from gpumem_exporter.engines.adapter import Server, document, expect, sum_of_metrics, values_of_metric
 
 _FLAGS = (
     "--enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, or with --enable-sleep-mode below gpumem-run, which needs no "
     "development mode for an engine on one GPU"
 )
+_METRICS_SECONDS = 1.0
 _REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 
@@ -45,6 +46,12 @@ class Vllm:
             raise EngineRefusedError(ReasonCode.ENGINE_FAILED, "vLLM does not say whether it sleeps", outcome="failed")
         metrics = expect(server, server.get("/metrics"), "/metrics")
         return Activity(asleep, sum_of_metrics(metrics.body, _REQUESTS))
+
+    def cache_use(self, server: Server) -> float | None:
+        """Return the part of the key-value cache that requests use; None with several engines behind the port."""
+        answer = server.exchange("GET", "/metrics", None, _METRICS_SECONDS, {})
+        values = values_of_metric(expect(server, answer, "/metrics").body, "vllm:kv_cache_usage_perc")
+        return values[0] if len(values) == 1 and 0 <= values[0] <= 1 else None
 
     def release(self, server: Server, keep: str | None, force: bool) -> None:
         """Offload the weights to the host and drop the key-value cache, or with `keep` drop the cache only."""

@@ -240,6 +240,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             pods.start()
         runtime.poller.start()
         runtime.history_recorder.start()
+        runtime.cache_use.start()
         tasks = [
             asyncio.ensure_future(keep_house(_chores(runtime), {"notice_findings": runtime.live.notice})),
             asyncio.ensure_future(release_free_memory()),
@@ -261,6 +262,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
                 pods.stop()
             files.stop()
             runtime.renderer.close()
+            runtime.cache_use.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
             await asyncio.to_thread(runtime.history_recorder.stop, HISTORY_STOP_SECONDS)
             await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)

@@ -31,6 +31,7 @@ from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.api.live import LiveNode
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
 from gpumem_exporter.server.api.reports import ReportsRoute
+from gpumem_exporter.server.background.cache_use import CacheUse
 from gpumem_exporter.server.background.interval_profiles import IntervalProfiles
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.background.readings import Readings
@@ -136,9 +137,11 @@ class Runtime:
         )
         peer_places = PeerPlaces()
         senders = ReportSenders(host, clock=clock, max_known=2 * settings.report_max_processes, places=peer_places)
+        self.cache_use = CacheUse(engines, self.snapshot, clock=clock)
         self.reports = ReportsRoute(
             self.store,
             senders,
+            self.cache_use,
             self.presence,
             self.events,
             self.dispatcher,

@@ -28,6 +28,7 @@ from gpumem_exporter.errors import (
 )
 from gpumem_exporter.events import Recorder
 from gpumem_exporter.server.api.report_schema import ReportReader, shortened
+from gpumem_exporter.server.background.cache_use import CacheUse
 from gpumem_exporter.server.background.presence import Presence
 from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problem_response
@@ -56,6 +57,7 @@ class ReportsRoute:
         self,
         store: Store,
         senders: ReportSenders,
+        cache_use: CacheUse,
         presence: Presence,
         events: Recorder,
         dispatcher: Dispatcher,
@@ -68,6 +70,7 @@ class ReportsRoute:
     ) -> None:
         self._reports = store
         self._senders = senders
+        self._cache_use = cache_use
         self._presence = presence
         self._events = events
         self._dispatcher = dispatcher
@@ -114,7 +117,7 @@ class ReportsRoute:
             key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
             before = self._reports.find(key)
             process = self._reports.put_report(
-                short,
+                short if short.engine is None else self._cache_use.complete(short, key),
                 host_pid=reported.host_pid,
                 owner_uid=reported.owner_uid,
                 place=reported.place,

@@ -12,11 +12,9 @@ import hmac
 import json
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -29,7 +27,7 @@ from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.engines import adapter
 from gpumem_exporter.engines.control import EngineControl, HttpEngine
 from tests.support.builders import report
-from tests.support.paths import REPOSITORY
+from tests.support.engine_servers import Served, engine_servers
 from tests.support.waiting import wait_for
 
 VLLM_METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -41,40 +39,11 @@ vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 4.0
 AWAKE, ASLEEP = [200, {"is_sleeping": False}], [200, {"is_sleeping": True}]
 
 
-class Served(NamedTuple):
-    """A running server and the process that it serves."""
-
-    popen: subprocess.Popen[str]
-    port: int
-    worker: int
-
-    def requests(self, count: int) -> list[tuple[str, str, str, dict[str, str]]]:
-        """Return the next requests."""
-        assert self.popen.stdout is not None
-        return [tuple(json.loads(self.popen.stdout.readline())) for _ in range(count)]
-
-
 @pytest.fixture
 def serve() -> Iterator[Any]:
     """Start a server: `serve("vllm", answers, *options)`."""
-    started = []
-
-    def start(name: str, answers: Mapping[str, Any], *options: str, **environment: str) -> Served:
-        script = str(REPOSITORY / "tests" / "programs" / "engine_server.py")
-        popen = subprocess.Popen(
-            [sys.executable, script, name, json.dumps(answers), *options],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        started.append(popen)
-        assert popen.stdout is not None
-        return Served(popen, *json.loads(popen.stdout.readline()))
-
-    yield start
-    for popen in started:
-        popen.kill()
-        popen.communicate()
+    with engine_servers() as start:
+        yield start
 
 
 def find(served: Served, title: str, *samples: DeviceSample, pid: int | None = None) -> HttpEngine:
@@ -236,6 +205,23 @@ def test_a_wrong_answer_is_a_result(
 def test_missing_metrics_are_no_idle_engine(serve: Any) -> None:
     served = serve("vllm", {"GET /is_sleeping": AWAKE, "GET /metrics": [200, "vllm:num_requests_running 0\n"]})
     assert find(served, "VLLM::EngineCore").activity() == Activity(asleep=False, requests=None)
+
+
+def test_the_use_of_vllms_cache_is_the_only_sample_of_its_metric(serve: Any) -> None:
+    first, second = (f'vllm:kv_cache_usage_perc{{engine="{engine}",model_name="a}} 9"}}' for engine in "01")
+    answers = [
+        f"# TYPE vllm:kv_cache_usage_perc gauge\nvllm:kv_cache_usage_perc_sum 0.9\n{first} 0.25\n",
+        *("vllm:kv_cache_usage_perc 0\n", f"{first} 1.0 1700000000000\n"),
+        *(f"{first} 0.25\n{second} 0.5\n", f"{first} 0.25\n{second} x\n"),
+        *(f"{first} {value}\n" for value in ("1.01", "-0.1", "NaN", "+Inf", "", "x")),
+        VLLM_METRICS,
+    ]
+    served = serve("vllm", {"GET /metrics": [[200, text] for text in answers]})
+    engine = find(served, "VLLM::Worker_TP0")
+    assert [engine.cache_use() for _ in answers] == [0.25, 0.0, 1.0, *[None] * 9]
+    # The key of an engine is for its actions only, and an engine of another kind gets no request.
+    assert {tuple(request[3]) for request in served.requests(len(answers))} == {("host", "accept-encoding")}
+    assert find(serve("sglang", {}), "sglang::scheduler").cache_use() is None
 
 
 def test_only_the_port_of_the_process_or_its_parent_is_taken(serve: Any) -> None:

@@ -1,0 +1,51 @@
+"""Stand-ins for engines that serve HTTP: `tests/programs/engine_server.py`, as a server and the process it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from tests.support.paths import REPOSITORY
+
+
+class Served(NamedTuple):
+    """A running server and the process that it serves."""
+
+    popen: subprocess.Popen[str]
+    port: int
+    worker: int
+
+    def requests(self, count: int) -> list[tuple[str, str, str, dict[str, str]]]:
+        """Return the next requests."""
+        assert self.popen.stdout is not None
+        return [tuple(json.loads(self.popen.stdout.readline())) for _ in range(count)]
+
+
+@contextlib.contextmanager
+def engine_servers() -> Iterator[Any]:
+    """Yield a function that starts a server: `serve("vllm", answers, *options)`."""
+    started = []
+
+    def start(name: str, answers: Mapping[str, Any], *options: str, **environment: str) -> Served:
+        script = str(REPOSITORY / "tests" / "programs" / "engine_server.py")
+        popen = subprocess.Popen(
+            [sys.executable, script, name, json.dumps(answers), *options],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        started.append(popen)
+        assert popen.stdout is not None
+        return Served(popen, *json.loads(popen.stdout.readline()))
+
+    try:
+        yield start
+    finally:
+        for popen in started:
+            popen.kill()
+            popen.communicate()
