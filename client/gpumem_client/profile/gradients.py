@@ -76,7 +76,7 @@ class Gradients:
         Each `list` is one call of a C function: no other thread gets the GIL in it.
         """
         if any(frame.f_code.co_name == _ENGINE for frame in all_frames()):
-            # `_quiet` sees only the innermost functions, and a backward pass may run the user's functions in its thread.
+            # `_quiet` sees only innermost functions, and a backward pass may run the user's functions in its thread.
             return False
         with torch_access.without_torch_function(self._torch):
             gradient = self._base.grad.__get__
