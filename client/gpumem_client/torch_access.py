@@ -182,6 +182,12 @@ def nccl_bytes(contexts: list[int]) -> dict[int, int]:
     return {device: size for device, size in found.items() if device not in unknown}
 
 
+def has_gil() -> bool:
+    """Whether the interpreter has the GIL, on which the reading of other threads' objects and tensors relies."""
+    enabled: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
+    return enabled()
+
+
 def take_snapshot(torch: Any) -> dict[str, Any]:
     """Return all segments, blocks and traces, as memory_viz reads them. Imports nothing.
 

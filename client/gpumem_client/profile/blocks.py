@@ -13,19 +13,28 @@ from gpumem_client.wire.protocol import MAX_TEXT_LENGTH
 _Item = TypeVar("_Item")
 
 _WORK_SECONDS, _REST_SECONDS = 0.001, 0.0003
+_WORK_SECONDS_MAX = 0.005
+"""The interval after which Python takes the GIL from a thread."""
 _ITEMS = 32
 _PENDING = ("active_pending_free", "active_awaiting_free")
 
 
 def resting(items: Iterable[_Item]) -> Iterator[_Item]:
-    """Yield the items, and sleep regularly, so that the user's threads get the GIL after a millisecond."""
+    """Yield the items, and sleep regularly, so that the user's threads get the GIL after a millisecond.
+
+    If a thread that never releases the GIL lengthens the sleep, the next one comes later: the work takes twice the
+    time, not six times. Reports wait for it.
+    """
     # A thread that waits for the GIL otherwise gets it after 5 ms only, each time that it has released it.
-    rested = time.perf_counter()
+    rested, work_seconds = time.perf_counter(), _WORK_SECONDS
     for number, item in enumerate(items):
         yield item
-        if number % _ITEMS == 0 and time.perf_counter() - rested > _WORK_SECONDS:
-            time.sleep(_REST_SECONDS)
-            rested = time.perf_counter()
+        if number % _ITEMS == 0:
+            now = time.perf_counter()
+            if now - rested > work_seconds:
+                time.sleep(_REST_SECONDS)
+                rested = time.perf_counter()
+                work_seconds = min(max(_WORK_SECONDS, rested - now), _WORK_SECONDS_MAX)
 
 
 def consumed(items: list[_Item]) -> Iterator[_Item]:

@@ -17,6 +17,7 @@ from typing import Any, Iterator, Sequence, Tuple
 
 from gpumem_client import torch_access
 from gpumem_client.hooks.steps import process_steps
+from gpumem_client.objects.interpreter import all_frames
 
 Place = Tuple[int, int]
 """The index of a device, and the address of a storage on it."""
@@ -25,6 +26,7 @@ _QUIET_SECONDS = 0.02
 """A thread that changes gradients frees or allocates memory at least as often as this."""
 _BACKWARD = frozenset({"_engine_run_backward", "backward", "grad", "zero_grad"})
 """Functions of torch that change gradients."""
+_ENGINE = "_engine_run_backward"
 
 
 class Gradients:
@@ -73,6 +75,9 @@ class Gradients:
 
         Each `list` is one call of a C function: no other thread gets the GIL in it.
         """
+        if any(frame.f_code.co_name == _ENGINE for frame in all_frames()):
+            # `_quiet` sees only innermost functions, and a backward pass may run the user's functions in its thread.
+            return False
         with torch_access.without_torch_function(self._torch):
             gradient = self._base.grad.__get__
             quiet = partial(_quiet, len(self._parameters))

@@ -28,6 +28,8 @@ from gpumem_client.profile.models import (
 _GRADIENT_ATTRIBUTES = ("main_grad",)
 """Attributes in which libraries (Megatron) keep the gradient of a parameter."""
 _CHUNK = 1024
+_SLOWEST = 3
+"""A search ends after this multiple of its CPU time: reports wait for it."""
 _IDS_MAX = 4
 """The number of tensors with one storage whose referrers are searched."""
 
@@ -49,7 +51,8 @@ def name_storages(torch: Any, *, max_seconds: float, addresses_read: Callable[[i
 
     Any thread may call this, also beside training. It keeps no tensor after its return, and tensors outside of models
     for some milliseconds before. It takes about 3 s of CPU time per million objects of the process, and ends after
-    `max_seconds`. It keeps the GIL for less time than a full garbage collection at a time.
+    `max_seconds` of it, or after three times as long if other threads or processes leave it less. It keeps the GIL for
+    less time than a full garbage collection at a time.
 
     Gradients are read at the end of a step, for which the search waits for up to `max_seconds`, or while no thread
     allocates. Addresses change while training runs. `addresses_read` is called as soon as all are read, before the
@@ -72,7 +75,7 @@ class _Search:
     def __init__(self, torch: Any, max_seconds: float, addresses_read: Callable[[int], object] | None) -> None:
         self._torch = torch
         self._max_seconds = max_seconds
-        self._end = time.thread_time() + max_seconds
+        self._cpu_seconds, self._started_seconds = time.thread_time(), time.monotonic()
         self._addresses_read = addresses_read
         self._reader = TensorReader(torch)
         self._owners: dict[Place, Owner] = {}
@@ -86,7 +89,7 @@ class _Search:
         self._started_us = 0
 
     def run(self) -> Named:
-        self._frozen = find_frozen(self._end)
+        self._frozen = find_frozen(self._end())
         if not self._frozen.complete:
             self._notes.append("gc.freeze() hides objects, and a limit ended the search for them")
         self._read_holders()
@@ -98,7 +101,8 @@ class _Search:
             owner = self._owners[place]
             self._owners[place] = Owner(owner.kind, f"{owner.name} and {count} more", "", owner.dtype)
         if self._late():
-            self._notes.append(f"the search for owners ended after {self._max_seconds:g} s of CPU time")
+            used_seconds = time.thread_time() - self._cpu_seconds
+            self._notes.append(f"the search for owners ended after {used_seconds:.1f} s of CPU time")
         return Named(self._owners, tuple(self._notes))
 
     def _read_holders(self) -> None:
@@ -125,8 +129,16 @@ class _Search:
                 self._add("kv_cache", cached_tensors(each, caches[type(each)], self._is_tensor))
         self._parameters.clear()
 
+    def _end(self) -> float:
+        """Return when to end on `time.thread_time()`, if this thread gets the same share of time as until now."""
+        now_seconds = time.thread_time()
+        used_seconds, elapsed_seconds = now_seconds - self._cpu_seconds, time.monotonic() - self._started_seconds
+        share = used_seconds / max(used_seconds, elapsed_seconds) if used_seconds > 0 else 1.0
+        left_seconds = _SLOWEST * self._max_seconds - elapsed_seconds
+        return now_seconds + min(self._max_seconds - used_seconds, left_seconds * share)
+
     def _late(self) -> bool:
-        return time.thread_time() >= self._end
+        return time.thread_time() >= self._end()
 
     def _is_tensor(self, value: Any) -> bool:
         return type(value) in self._reader.all_types
@@ -203,11 +215,13 @@ class _Search:
         """Read where the gradients are, first of all, because that may wait for the end of a step."""
         parameters = [tensor for _, tensor in self._parameters.values() if type(tensor) in self._reader.types]
         gradients = Gradients(self._torch, parameters)
+        waits_seconds = time.monotonic()
         if gradients.read(self._max_seconds):
             self._started_us = gradients.read_at_us
         else:
             self._started_us = time.time_ns() // 1000
             self._notes.append(f"gradients are not named: no step ended within {self._max_seconds:g} s")
+        self._started_seconds += time.monotonic() - waits_seconds
         return gradients.places or {}
 
     def _add_gradients(self, places: Mapping[int, Place]) -> None:
@@ -248,7 +262,7 @@ class _Search:
     def _name(self, others: Mapping[Place, _Other]) -> None:
         """Name other storages after what refers to their tensors."""
         wanted = {each for other in others.values() for each in other.tensors}
-        names = describe_referrers(wanted, self._end, self._frozen, sizes=False) if wanted else {}
+        names = describe_referrers(wanted, self._end(), self._frozen, sizes=False) if wanted else {}
         for place, other in others.items():
             found = [names[each] for each in other.tensors if each in names]
             name = next((each for each in found if each != NO_REFERRER), "")

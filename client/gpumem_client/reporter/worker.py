@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from gpumem_client import torch_access
 from gpumem_client.allocator.allocator import Allocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.guest_safety import ErrorLog, log
@@ -127,11 +128,19 @@ class Worker:
                 recorder.close()
 
     def _make_recorder(self) -> Recorder | None:
-        """Return the recorder, which records already if errors get a profile: this runs while CUDA starts."""
+        """Return the recorder, which records already if errors get a profile: this runs while CUDA starts.
+
+        None if this process cannot take profiles.
+        """
         recorder = None
         with self._errors.swallowed("no profile of out-of-memory errors"):
-            recorder = Recorder(sys.modules["torch"])
-            if self._settings.oom_profile and not recorder.start_standing():
+            if torch_access.has_gil():
+                recorder = Recorder(sys.modules["torch"])
+            if not self._settings.oom_profile:
+                pass
+            elif recorder is None:
+                log.warning("no profile of out-of-memory errors: this interpreter has no GIL")
+            elif not recorder.start_standing():
                 log.warning("no profile of out-of-memory errors: the program records the allocator's history itself")
         self._recording_decided.set()
         return recorder

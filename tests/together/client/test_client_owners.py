@@ -265,3 +265,26 @@ def test_a_search_beside_training_finds_its_parameters_and_a_limit_ends_it(start
     assert (errors, parameters, left) == ([], [40] * 4, 0)
     assert notes
     assert owners == 0
+
+
+IN_BACKWARD = """
+from torch import nn
+from gpumem_client.profile.gradients import Gradients
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        read.append(Gradients(torch, parameters).read(0))
+        return gradient
+read, parameters = [], [nn.Parameter(torch.ones(4, device="cuda"))]
+Reads.apply(torch.ones(4, requires_grad=True)).sum().backward()
+read.append(Gradients(torch, parameters).read(60))
+result = read
+"""
+
+
+def test_no_gradient_is_read_while_a_backward_pass_runs_the_user_s_function(start_torch: StartTorch) -> None:
+    # Other threads of the pass set gradients of devices meanwhile.
+    assert _reading(start_torch).exec(IN_BACKWARD) == [False, True]

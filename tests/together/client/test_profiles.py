@@ -320,3 +320,10 @@ run_out_of_memory([])
     found = held(checked(taken))
     assert found["stack", f"run_out_of_memory:{line_of('filling.append')}"] > 6 << 30
     assert found["parameters", "layers.0.up.weight"] == 256 * 1024 * 4
+
+
+def test_an_interpreter_without_the_gil_takes_no_profiles(start: Start, exporter: RecordingExporter) -> None:
+    start("import sys\nsys._is_gil_enabled = lambda: False\n" + TRAIN)
+    command(exporter, "a")
+    assert result(exporter, "a")["outcome"] == "unsupported"
+    assert "profile" not in exporter.reports[-1]["actions"]
