@@ -31,10 +31,11 @@ MIN_IDLE_SECONDS = 120.0
 """Policies and alerts let no engine sleep that had a request in this time, or whose last request is not known."""
 _THREADS = 16
 _CALLS_OF_OWNER = 4
-"""The number of engines of one user that are spoken with at the same time."""
+"""The number of engines of one user or container that are spoken with at the same time."""
 _ASK_AGAIN_SECONDS = 0.5
 _MEASURE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
+_MAX_REASON_LENGTH = 500
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class EngineRefusedError(Exception):
     """An engine cannot do what is requested, or does not do it; `code` and `outcome` are those of the result."""
 
     def __init__(self, code: ReasonCode, reason: str, *, outcome: str = "refused") -> None:
-        super().__init__(reason)
+        super().__init__(reason[:_MAX_REASON_LENGTH])  # it may have what a server of any user says
         self.code = code
         self.outcome = outcome
 
@@ -111,9 +112,8 @@ class EngineMemory:
         self._poll_soon = poll_soon
         self._changed = changed
         self._threads = asyncio.Semaphore(_THREADS)
-        self._turns: defaultdict[int | None, asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(_CALLS_OF_OWNER)
-        )
+        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_CALLS_OF_OWNER))
+        """By share: root of a container can become every uid."""
         self._calls: dict[tuple[str, Hashable], asyncio.Task[None]] = {}
         """The calls under way, by action and engine: all processes of an engine sleep together."""
 
@@ -190,7 +190,7 @@ class EngineMemory:
 
     async def _call(self, target: OutsideTarget, function: Callable[[], T]) -> T:
         """Run a function that blocks in a thread, in the turn of the target's owner."""
-        async with self._turns[target.owner_uid], self._threads:
+        async with self._turns[target.share], self._threads:
             try:
                 return await _in_thread(function)
             except EngineRefusedError:

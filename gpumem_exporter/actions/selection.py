@@ -12,6 +12,7 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.mismatch import nothing_matches, unknown_names
 from gpumem_exporter.actions.request import OUTSIDE_ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.naming import json_pid
+from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
@@ -67,6 +68,11 @@ class OutsideTarget:
 
     def __str__(self) -> str:
         return f"pid {self.pid}"
+
+    @property
+    def share(self) -> str:
+        """The holder of the share of each limit, as `ProcessKey.share`. The driver's list has no places."""
+        return self.reporter.key.share if self.reporter is not None else HERE.share(self.owner_uid)
 
     @classmethod
     def of(cls, selected: SelectedProcess, snapshot: Snapshot) -> OutsideTarget:

@@ -7,14 +7,11 @@ stack that only one of them has is compared with the stack of the same functions
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from gpumem_exporter.profiles.lines import PATH_KINDS, Line, Moment, lines_of, summed
+from gpumem_exporter.profiles.lines import PATH_KINDS, Line, Moment, lines_of, summed, without_numbers
 from gpumem_exporter.profiles.model import StoredProfile
-
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ def _owner(line: Line) -> Hashable:
     """The owner without the numbers in its text, such as the length of a list. The path of a module has its numbers."""
     if line.owner is None or line.owner.kind in PATH_KINDS:
         return line.owner
-    return line.owner._replace(name=_NUMBER.sub("#", line.owner.name))
+    return line.owner._replace(name=without_numbers(line.owner.name))
 
 
 def _joined(lines: Iterable[Line], key: Callable[[Line], Hashable]) -> list[Line]:

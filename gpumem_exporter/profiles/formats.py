@@ -15,10 +15,12 @@ from gpumem_exporter.profiles.lines import (
     Group,
     Line,
     Moment,
+    OwnerPaths,
     by_code,
     by_kind,
     by_owner,
     caller,
+    forget_names,
     frames,
     lines_of,
     owner_name,
@@ -48,6 +50,13 @@ def render(profile: StoredProfile | Difference, form: Format, moment: Moment = "
     `moment` is for a profile; a difference has its own, and a page has both. May take a second: call it in a thread.
     Raises NoPeakError for the highest moment of a profile that was taken without a recording.
     """
+    try:
+        return _rendered(profile, form, moment)
+    finally:
+        forget_names()
+
+
+def _rendered(profile: StoredProfile | Difference, form: Format, moment: Moment) -> tuple[bytes, str]:
     if form == "html":
         return page.render(profile), "text/html; charset=utf-8"
     differs = isinstance(profile, Difference)
@@ -187,9 +196,10 @@ def _bounded(lines: Iterable[Line]) -> Iterator[Line]:
 def _folded(profile: StoredProfile | Difference, changed: Sequence[Line]) -> bytes:
     """Return a line for each stack, the outermost frame first: `GPU 0;main (train.py:12);… BYTES`."""
     devices = device_names(profile)
+    paths = OwnerPaths()
     sums: dict[str, int] = {}
     for line in _bounded(changed):
-        frames = (devices[line.device], *stack_names(line))
+        frames = (devices[line.device], *stack_names(line, paths))
         stack = ";".join(_SEPARATORS.sub(" ", frame) for frame in frames)
         sums[stack] = sums.get(stack, 0) + line.change_bytes
     return "".join(f"{stack} {size}\n" for stack, size in sums.items()).encode("utf-8", "replace")

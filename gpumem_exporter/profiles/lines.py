@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Literal, NamedTuple
 
 from gpumem_client.profile.model import Frame, Owner, Profile
@@ -39,8 +39,11 @@ _TORCH = re.compile(
 )
 _PACKAGES = re.compile(r"(^|/)((site|dist)-packages|lib/python3[.\d]*)/")
 _INDEX = re.compile(r"(?<![^. ])\d+(?=\.|$)")
+_NUMBER = re.compile(r"\d+")
 _MAX_FRAMES = 128
 """The innermost frames of a stack that are shown."""
+_MAX_PATHS_LENGTH = 4 << 20
+"""The length of the names of all owners' modules. The names in a path of 4096 characters could take 4 MiB."""
 
 
 class Line(NamedTuple):
@@ -106,19 +109,44 @@ def is_torch(frame: Frame) -> bool:
     return _is_in_torch(frame.file)
 
 
-@lru_cache(4096)
+# The rows of a profile share its files and names: without caches, the searches in them could take an hour.
+
+
+@cache
 def _is_in_torch(file: str) -> bool:
     return _TORCH.search(file) is not None
 
 
+@cache
+def _is_in_package(file: str) -> bool:
+    return _is_in_torch(file) or _PACKAGES.search(file) is not None
+
+
+@cache
+def _without_indices(name: str) -> str:
+    return _INDEX.sub("*", name)
+
+
+@cache
+def without_numbers(name: str) -> str:
+    """Return a text with `#` for each number."""
+    return _NUMBER.sub("#", name)
+
+
+def forget_names() -> None:
+    """Release the texts of the profiles that were shown."""
+    for each in (_is_in_torch, _is_in_package, _without_indices, without_numbers):
+        each.cache_clear()
+
+
 def user_frame(stack: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame outside of torch; the innermost one if all are in torch."""
-    return next((frame for frame in stack if not is_torch(frame)), stack[0] if stack else None)
+    return next((frame for frame in stack if not _is_in_torch(frame.file)), stack[0] if stack else None)
 
 
 def caller(stack: Sequence[Frame]) -> Frame | None:
     """Return the innermost frame outside of installed packages, if it is not the user frame itself."""
-    own = next((frame for frame in stack if not _PACKAGES.search(frame.file) and not is_torch(frame)), None)
+    own = next((frame for frame in stack if not _is_in_package(frame.file)), None)
     return None if own == user_frame(stack) else own
 
 
@@ -137,26 +165,30 @@ def kind_text(kind: str | None) -> str:
 
 def owner_name(owner: Owner) -> str:
     """Return the name of an owner for a list: `model.layers.*.weight` for the same parameter of every layer."""
-    return _INDEX.sub("*", owner.name) if owner.kind in PATH_KINDS else owner.name
+    return _without_indices(owner.name) if owner.kind in PATH_KINDS else owner.name
 
 
-def owner_path(owner: Owner) -> Iterator[str]:
-    """Yield the names from the kind of an owner to its full name.
+class OwnerPaths:
+    """The names of owners from the kind to the full name.
 
     The path of a module is one name for each module: `parameters`, `model`, `model.layers`, `model.layers.0`, so that
-    a reader of stacks adds up each module.
+    a reader of stacks adds up each module. When the names of a file are too long, the owners that follow have one name.
     """
-    yield kind_text(owner.kind)
-    if not owner.name:
-        return
-    if owner.kind not in PATH_KINDS:
-        yield owner.name
-        return
-    state, _, path = owner.name.rpartition(" ")  # `Adam.exp_avg model.layers.0.weight`
-    if state:
-        yield state
-    parts = path.split(".")
-    yield from (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+    def __init__(self) -> None:
+        self._length = 0
+
+    def of(self, owner: Owner) -> list[str]:
+        """Return the names of an owner."""
+        names = [kind_text(owner.kind), *([owner.name] if owner.name else [])]
+        if owner.kind not in PATH_KINDS or not owner.name:
+            return names
+        state, _, path = owner.name.rpartition(" ")  # `Adam.exp_avg model.layers.0.weight`
+        self._length += len(path) * (path.count(".") + 2) // 2
+        if self._length > _MAX_PATHS_LENGTH:
+            return names
+        parts = path.split(".")
+        return [*names[:1], *([state] if state else []), *(".".join(parts[: i + 1]) for i in range(len(parts)))]
 
 
 def frames(line: Line) -> Iterator[str]:
@@ -165,9 +197,9 @@ def frames(line: Line) -> Iterator[str]:
         yield f"{function} ({file}:{number})" if number else f"{function} ({file})"
 
 
-def stack_names(line: Line) -> list[str]:
+def stack_names(line: Line, paths: OwnerPaths) -> list[str]:
     """Return the frames of a line as text, the outermost first; without a stack, the names of its owner."""
-    return list(frames(line)) or list(owner_path(line.owner or Owner("unseen")))
+    return list(frames(line)) or paths.of(line.owner or Owner("unseen"))
 
 
 class Group(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpumem_client.profile.model import Owner
 from gpumem_exporter.profiles.diff import Difference, device_names
-from gpumem_exporter.profiles.lines import has_peak, is_torch, kind_text, lines_of, owner_path
+from gpumem_exporter.profiles.lines import OwnerPaths, has_peak, is_torch, kind_text, lines_of
 from gpumem_exporter.profiles.model import StoredProfile
 from gpumem_exporter.profiles.tables import View, difference_head, profile_head, text, title, view_tables
 
@@ -111,13 +111,14 @@ def _graph_data(views: Sequence[View], devices: Sequence[str]) -> str:
                 owner = line.owner or (None if line.stack else Owner("unseen"))
                 place = (line.device, _index(stacks, line.stack or None), _index(owners, owner))
                 rows[view.name].append([*place, size, line.blocks, line.change_bytes])
+    paths = OwnerPaths()
     indices = [[frames.setdefault(frame, len(frames)) for frame in stack] for stack in stacks]
     document = {
         "devices": devices,
         "no_owner": kind_text(None),
         "frames": [[*frame, is_torch(frame)] for frame in frames],
         "stacks": indices,
-        "owners": [[*owner_path(owner), f"{owner.dtype} {owner.shape}".strip()] for owner in owners],
+        "owners": [[*paths.of(owner), f"{owner.dtype} {owner.shape}".strip()] for owner in owners],
         "views": rows,
     }
     # No text can end the element, or start a comment in it.

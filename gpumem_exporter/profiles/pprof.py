@@ -10,7 +10,7 @@ import gzip
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from gpumem_exporter.profiles.lines import Line, kind_text, stack_names
+from gpumem_exporter.profiles.lines import Line, OwnerPaths, kind_text, stack_names
 
 T = TypeVar("T")
 _VARINT, _LENGTH_DELIMITED = 0, 2
@@ -34,6 +34,7 @@ def encode(
 
     `devices` has the label of each device.
     """
+    paths = OwnerPaths()
     texts: _Table[str] = _Table({"": 0})
     functions: _Table[tuple[str, str]] = _Table()
     locations: _Table[_Location] = _Table()
@@ -46,7 +47,7 @@ def encode(
         labels = (("device", devices[line.device]), ("pool", line.pool), ("owner", owner))
         body += _message(
             2,
-            _packed(1, [locations[each] + 1 for each in _locations(line)]),
+            _packed(1, [locations[each] + 1 for each in _locations(line, paths)]),
             values,
             *(_message(3, _number(1, texts[name]), _number(2, texts[text])) for name, text in labels if text),
         )
@@ -71,11 +72,11 @@ def encode(
     return gzip.compress(bytes(body), compresslevel=6, mtime=0)
 
 
-def _locations(line: Line) -> list[_Location]:
+def _locations(line: Line, paths: OwnerPaths) -> list[_Location]:
     """Return the frames of a line, the innermost first; without a stack, the names of its owner."""
     if line.stack:
         return [_Location(*frame) for frame in line.stack]
-    return [_Location(name, "", 0) for name in reversed(stack_names(line))]
+    return [_Location(name, "", 0) for name in reversed(stack_names(line, paths))]
 
 
 class _Table(dict[T, int]):

@@ -16,6 +16,7 @@ from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS, Activity, EngineRe
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import ACTIONS, ENGINE_ANSWER_SECONDS, Target
 from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import ActionForbiddenError
 from tests.support.builders import MIB, UUIDS, device, node, sample
@@ -169,6 +170,38 @@ async def test_an_error_of_an_adapter_is_a_result(
     assert (failed.results[0].outcome, failed.results[0].reason_code) == ("failed", ReasonCode.EXCEPTION)
     monkeypatch.setattr(bench.engine, "activity", denied)
     assert (await ended()).results[0].reason_code == ReasonCode.ENGINE_DENIED
+
+
+async def test_what_a_server_says_is_cut(bench: EngineBench, ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def said() -> Activity:
+        raise EngineRefusedError(ReasonCode.ENGINE_FAILED, "x" * MIB, outcome="failed")
+
+    monkeypatch.setattr(bench.engine, "activity", said)
+    assert 100 < len((await ended()).results[0].reason) < 1000
+
+
+async def test_the_engines_of_a_container_leave_room_for_others(
+    bench: EngineBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root of a container can become every uid."""
+    released, container = threading.Event(), Place(known=True, container="c" * 64)
+    for uid in range(1, 5):
+        bench.put(10 + uid, owner_uid=uid, place=container)
+
+    def find(target: OutsideTarget) -> FakeEngine:
+        if target.pid != TITLED:
+            released.wait(60)
+        return bench.engine
+
+    monkeypatch.setattr(bench.engine, "is_engine", lambda _target: True)
+    monkeypatch.setattr(bench.engine, "find", find)
+    slow = [bench.request(target=Target(pid=10 + uid)) for uid in range(1, 5) for _ in range(4)]
+    try:
+        action = await asyncio.wait_for(bench.ended(bench.request(target=Target(pid=TITLED))), 30)
+        assert action.results[0].outcome == "done"
+    finally:
+        released.set()
+    await asyncio.wait_for(asyncio.gather(*map(bench.ended, slow)), 30)
 
 
 def reporting_engine(bench: EngineBench, **changes: Any) -> None:

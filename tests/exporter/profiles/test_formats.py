@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
@@ -145,6 +146,14 @@ def test_a_long_profile_keeps_its_sum_and_merges_its_smallest_rows(monkeypatch: 
     assert len(rows) < 200
     assert rows[-1]["kind"] == "merged"
     assert sum(row["bytes"] for row in rows) == sum(int(line.rpartition(" ")[2]) for line in folded) == total
+
+
+@pytest.mark.parametrize("form", ["html", "folded", "pprof"])
+def test_deep_paths_of_modules_stay_small(form: formats.Format) -> None:
+    paths = [Owner("buffers", f"{number}{'.a' * 2000}") for number in range(20)]
+    profile = stored(made_up([(0, (), path, MIB, MIB) for path in paths]))
+    body = render(profile, form)[0]
+    assert len(gzip.decompress(body) if form == "pprof" else body) < 20 * MIB
 
 
 def test_a_difference_has_signed_values_in_every_format() -> None:

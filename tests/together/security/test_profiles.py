@@ -140,5 +140,15 @@ def test_hostile_documents_cost_bounded_memory(users: tuple[LocalUser, ...], exp
         assert post(eve, exporter.url, content).status == 422
     assert post(eve, exporter.url, gzip.compress(json.dumps(large).encode())).status == 201
     assert eve.request(exporter.url, "GET", f"{PROFILES_PATH}/{seen(eve, exporter.url)[0]}").status == 200
+    # Each row has a stack whose files are long and in torch: searched for each row, they take minutes.
+    large["frames"] = [["f", f"{'a' * 1500}{number}/site-packages/torch/nn.py", 1] for number in range(4300)]
+    large["stacks"] = [[(row * 128 + each) % 4300 for each in range(128)] for row in range(3000)]
+    large["rows"] = [[0, "default", number % 3000, None, number, 1, number, 1] for number in range(15_000)]
+    large["devices"][0]["allocated_bytes"] = large["devices"][0]["peak_bytes"] = sum(range(15_000))
+    large["oom_number"] = 2
+    large["id"] = "2"
+    found = post(eve, exporter.url, gzip.compress(json.dumps(large).encode()))
+    assert found.status == 201
+    assert eve.request(exporter.url, "GET", f"{PROFILES_PATH}/{found.document['id']}").status == 200
     assert exporter.peak_bytes() < MOST_BYTES
     assert send(ada, exporter.url).status == 201
