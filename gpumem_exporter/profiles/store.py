@@ -3,8 +3,9 @@
 A file has one line of JSON, the facts, and then the profile as the reporter sent it. It is written under another name,
 synced and renamed, so a file is complete or absent. A start reads the first lines only.
 
-If there is no room, the share with the most profiles (in files: bytes) loses its oldest profile of the interval, and
-without one its oldest profile. So no user can push out the last profile of another one.
+If there is no room, the share with the most profiles (in files: bytes) loses its oldest profile of the interval.
+Without one, it loses the oldest profile of an out-of-memory error of a process that has several, and otherwise its
+oldest profile. So no user can push out the last profile of another one.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.nvml.failures import FailureLog
 from gpumem_exporter.profiles.document import facts_line, read_facts, read_profile
-from gpumem_exporter.profiles.model import INTERVAL, ProfileFacts, StoredProfile
+from gpumem_exporter.profiles.model import INTERVAL, OUT_OF_MEMORY, ProfileFacts, StoredProfile
 
 FOLDER_NAME = "profiles"
 SHARE_OF_STORAGE = 4
@@ -165,8 +166,16 @@ class Profiles:
                 of_share[self._entries[profile_id].facts.share] += size
             largest = max(of_share, key=of_share.__getitem__)
             own = [each for each in sizes if self._entries[each].facts.share == largest]
-            return next((each for each in own if self._entries[each].facts.cause == INTERVAL), own[0])
+            return next(self._first_victims(own), own[0])
         return None
+
+    def _first_victims(self, own: Iterable[str]) -> Iterator[str]:
+        """Yield the profiles of a share that are lost before requested ones."""
+        facts = [self._entries[each].facts for each in own]
+        yield from (each.id for each in facts if each.cause == INTERVAL)
+        # A job that runs out of memory every minute would otherwise push out everything else.
+        sessions = Counter(each.session for each in facts if each.cause == OUT_OF_MEMORY)
+        yield from (each.id for each in facts if each.cause == OUT_OF_MEMORY and sessions[each.session] > 1)
 
     def _note_error(self, facts: ProfileFacts) -> None:
         if facts.oom_number is not None:

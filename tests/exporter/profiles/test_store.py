@@ -61,6 +61,18 @@ def test_the_share_with_the_most_loses_its_interval_profiles_and_then_its_oldest
     assert len(stored) == (8 if in_files else 0)
 
 
+def test_repeated_errors_of_a_process_do_not_push_out_other_profiles() -> None:
+    profiles = Profiles(None, max_bytes=limit(1))
+    profiles.put(named(1, session="c" * 16, cause=OUT_OF_MEMORY, oom_number=1), BODY)
+    profiles.put(named(2), BODY)
+    for number in range(3, 20):
+        profiles.put(named(number, session="d" * 16, cause=OUT_OF_MEMORY, oom_number=number), BODY)
+    assert numbers(profiles) == [1, 2, *range(14, 20)]
+    for number in range(20, 27):
+        profiles.put(named(number), BODY)
+    assert numbers(profiles) == [19, *range(20, 27)]
+
+
 def test_files_survive_a_restart_and_other_files_are_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

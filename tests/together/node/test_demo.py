@@ -121,6 +121,14 @@ def test_a_node_stops_in_time_whether_its_exporter_hangs_or_is_absent() -> None:
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpumem-demo")]
 
 
+def test_a_process_takes_a_profile(exporter: ExporterProcess) -> None:
+    (taken,) = exporter.act("profile", target={"workload": "demo-llm-server"}, wait_seconds=patient(20))["results"]
+    assert taken["outcome"] == "done", taken
+    (device,) = exporter.get(f"/api/v1/profiles/{taken['profile']}")["devices"]
+    allocated = exporter.metrics().value("gpumem_torch_allocated_bytes", workload="demo-llm-server")
+    assert device["allocated_bytes"] == allocated
+
+
 def test_a_group_of_ranks_clears_after_the_same_step(exporter: ExporterProcess) -> None:
     ranks = {p["pid"]: p for p in reporting(exporter) if p["workload"] == "demo-moe-finetune"}
     assert len(ranks) == 2

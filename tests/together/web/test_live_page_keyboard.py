@@ -40,7 +40,7 @@ def test_everything_is_reached_with_the_keyboard(still: StillDemo, open_page: Op
     focused(live, "#jobs-title")
 
     tab_to(live, "#filter")
-    live.page.keyboard.type("demo-llm")
+    live.page.keyboard.type("demo-llm-pretrain")
     live.until("document.querySelectorAll(it).length === 1", shown)
     focused(live, "#filter")
     tab_to(live, "[data-column=allocated] button")
@@ -100,7 +100,7 @@ def test_every_view_is_accessible(still: StillDemo, open_page: OpenPage, scheme:
     live.page.locator("#jobs a.name:has-text('demo-pipeline')").click()
     live.until("document.querySelector('.plot canvas')")
     assert live.violations_of_access() == []
-    live.page.locator("#detail .act", has_text="Clear").click()
+    live.page.locator("#detail").get_by_role("button", name="Clear…").click()
     focused(live, "#dialog-confirm")
     assert live.violations_of_access() == []
     live.page.keyboard.press("Escape")
