@@ -29,7 +29,7 @@ from gpumem_client.profile.model import (
     ProfiledDevice,
     Row,
 )
-from gpumem_client.wire.protocol import MAX_INTEGER, MAX_TEXT_LENGTH, ProcessIdentity
+from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, MAX_TEXT_LENGTH, ProcessIdentity
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.profiles.model import OUT_OF_MEMORY, KeptDevice, ProfileFacts
@@ -111,7 +111,9 @@ def _profile(document: dict[str, Any]) -> Profile:
     if simple["cause"] == OUT_OF_MEMORY and not simple.get("oom_number"):
         raise ProfileInvalidError("oom_number: must be the number of the out-of-memory error")
     return Profile(
-        devices=items("devices", lambda value, where: _built(ProfiledDevice, value, where, MAX_TEXT), MAX_DEVICES),
+        devices=items(
+            "devices", lambda value, where: _built(ProfiledDevice, value, where, MAX_LABEL_LENGTH), MAX_DEVICES
+        ),
         rows=items("rows", _row, MAX_ROWS),
         stacks=items("stacks", _stack),
         frames=items("frames", _frame),

@@ -212,6 +212,7 @@ class ProfileIntake:
     def _facts(self, process: ReportingProcess, profile: Profile, size_bytes: int) -> ProfileFacts:
         identity = process.report.process
         gpus = self._snapshot().gpus
+        known = {*gpus, *(sample.uuid for sample in process.report.devices)}
         return ProfileFacts(
             id=uuid4().hex,
             time_unix_seconds=self._wall_clock() - min(profile.age_seconds, _MAX_AGE_SECONDS),
@@ -226,6 +227,7 @@ class ProfileIntake:
             devices=tuple(
                 KeptDevice(each.uuid, gpus.get(each.uuid, ""), each.allocated_bytes, each.peak_bytes)
                 for each in profile.devices
+                if each.uuid in known
             ),
             recorded_seconds=profile.recorded_seconds,
             step=profile.step,

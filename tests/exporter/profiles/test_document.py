@@ -57,6 +57,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "no devices": {"devices": [], "rows": []},
     "a device twice": {"devices": document(SENT, profile())["devices"] * 2},
     "a device without sums": {"devices": [{"uuid": "GPU-1"}]},
+    "a long uuid": {"devices": [{**document(SENT, profile())["devices"][0], "uuid": "GPU-" + "1" * 125}]},
     "rows": {"rows": {"0": 1}},
     "a short row": {"rows": [[0, "default", 0, None, 700, 1]]},
     "no device": {"rows": [[1, "default", None, None, 700, 1, 900, 1]]},

@@ -147,8 +147,12 @@ def test_hostile_documents_cost_bounded_memory(users: tuple[LocalUser, ...], exp
     large["devices"][0]["allocated_bytes"] = large["devices"][0]["peak_bytes"] = sum(range(15_000))
     large["oom_number"] = 2
     large["id"] = "2"
+    unknown = [{"uuid": f"GPU-{number:0124}", "allocated_bytes": 0, "peak_bytes": 0} for number in range(63)]
+    large["devices"] = [*large["devices"], *unknown]
     found = post(eve, exporter.url, gzip.compress(json.dumps(large).encode()))
     assert found.status == 201
     assert eve.request(exporter.url, "GET", f"{PROFILES_PATH}/{found.document['id']}").status == 200
+    listed = eve.request(exporter.url, "GET", PROFILES_PATH).document["profiles"]
+    assert {device["uuid"] for each in listed for device in each["devices"]} <= {UUIDS[0]}
     assert exporter.peak_bytes() < MOST_BYTES
     assert send(ada, exporter.url).status == 201
