@@ -37,7 +37,7 @@ SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "f
 
 LARGEST = 100
 """How many owners and lines of code a JSON document has. Its rows are complete."""
-_MAX_TEXT_LENGTH = 32 << 20
+_MAX_TEXT_LENGTH = 16 << 20
 """The length of all rows as text. Each is written in full, so a compressed profile of 1 MiB could become gigabytes."""
 _ROW_LENGTH = 200
 """The length of a row without its names."""

@@ -35,11 +35,13 @@ class IntervalProfiles:
         self._clock = clock
         self._due_seconds: dict[tuple[ProcessKey, str], float] = {}
         """When the next profile of each process and session is due."""
+        self._turns: dict[str, float] = {}
+        """When each share (`ProcessKey.share`) had its last turn."""
         self._running_id = ""
         self._pause_ends_seconds = float("-inf")
 
     def tick(self) -> None:
-        """Request the profile that is due for the longest time, if none is being taken; called once a second."""
+        """Request a profile that is due, if none is being taken; called once a second."""
         running = self._dispatcher.get(self._running_id)
         if running is not None and not running.finished:
             return
@@ -51,9 +53,12 @@ class IntervalProfiles:
         }
         # A process has nothing to show when it starts.
         self._due_seconds = {each: before.get(each, now + self._interval_seconds) for each in names}
-        first = min(self._due_seconds, key=self._due_seconds.__getitem__, default=None)
-        if first is None or now < max(self._due_seconds[first], self._pause_ends_seconds):
+        due = [each for each, seconds in self._due_seconds.items() if seconds <= now]
+        if not due or now < self._pause_ends_seconds:
             return
+        # In turns: otherwise processes that a user invents, which never answer, delay the profiles of other users.
+        first = min(due, key=lambda each: (self._turns.get(each[0].share, 0.0), self._due_seconds[each]))
+        self._turns = {key.share: self._turns.get(key.share, 0.0) for key, _ in names} | {first[0].share: now}
         self._due_seconds[first] = now + self._interval_seconds
         # Processes that are due at one time are spread over half of the interval.
         self._pause_ends_seconds = now + self._interval_seconds / (2 * len(names))

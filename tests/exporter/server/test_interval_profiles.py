@@ -56,3 +56,14 @@ def test_a_new_session_waits_for_an_interval() -> None:
     node.put(1, actions=("profile",), session="second", session_started_seconds=50.0)
     node.tick(HOUR - 1)
     assert node.tick(1) == [2]
+
+
+def test_processes_that_a_user_invents_do_not_delay_those_of_others() -> None:
+    node = Node()
+    for pid in range(100, 106):
+        node.put(pid, actions=("profile",), owner_uid=1002)
+    node.put(200, actions=("profile",), owner_uid=1001)
+    assert node.tick(0) == []
+    node.tick(HOUR)
+    turns = [pid for _ in range(12) for pid in node.tick(HOUR / 40)]
+    assert 200 in turns
