@@ -56,13 +56,16 @@ class LibraryProgram:
     exporter: ExporterProcess
     statements: Path
     log: Path
+    profiles: dict[int, Any] = field(default_factory=dict)
+    """The memory profile of each compared process, by pid."""
     _compared: set[Path] = field(default_factory=set)
 
     def compare(self, workload: str = "job", /, **counts: int) -> dict[str, list[Statement]]:
         """Wait until as many processes as given for each role have made a statement, and compare all of them.
 
-        The exporter reports exactly those that use CUDA, with this workload and with their ranks and bytes. The
-        processes then continue. Returns the statements of each role, in the order of ranks and pids.
+        The exporter reports exactly those that use CUDA, with this workload and with their ranks and bytes, and their
+        memory profiles add up to these bytes. The processes then continue. Returns the statements of each role, in the
+        order of ranks and pids.
         """
         wait_for(lambda: self._made(counts), f"statements of {counts}", 120.0)
         files = set(self.statements.glob("*.json")) - self._compared
@@ -77,6 +80,9 @@ class LibraryProgram:
         assert {made.pid: made.reporters for made in found} == {
             made.pid: ["gpumem-reporter"] if made.devices else [] for made in found
         }
+        for made in found:
+            if made.devices:
+                self._profile(made)
         for file in files:
             file.with_suffix(".compared").touch()
         self._compared |= files
@@ -100,6 +106,14 @@ class LibraryProgram:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait(patient(30))
+
+    def _profile(self, made: Statement) -> None:
+        """Take the memory profile of a process."""
+        results = self.exporter.act("profile", target={"pid": made.pid}, wait_seconds=60)["results"]
+        assert {result["outcome"] for result in results} == {"done"}, results
+        profile = self.exporter.get(f"/api/v1/profiles/{results[0]['profile']}")
+        assert sum(row["bytes"] for row in profile["rows"]) == sum(allocated for allocated, _ in made.devices.values())
+        self.profiles[made.pid] = profile
 
     def _made(self, counts: dict[str, int]) -> bool:
         assert self.popen.poll() is None, self.log.read_text()

@@ -23,6 +23,8 @@ def test_each_worker_of_a_server_reports(start_library: StartLibrary, tmp_path: 
     program = start_library(PYTHON, "-m", server, *SERVERS[server].format(socket).split())
     workers = program.compare(worker=2)["worker"]
     assert program.popen.pid not in [made.pid for made in workers]
+    for made in workers:
+        assert "parameters" in {row["kind"] for row in program.profiles[made.pid]["rows"]}
     connection = Connection(f"unix://{socket}", timeout_seconds=patient(30))
     answer = connection.request("GET", "/", None, {})
     connection.close()

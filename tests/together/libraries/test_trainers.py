@@ -13,6 +13,9 @@ def test_the_trainer_of_transformers(start_library: StartLibrary, node: Emulated
     before, after = trainer.more["losses"]
     assert len(before) == 4
     assert before == after
+    owners = {row["owner"]: row["kind"] for row in program.profiles[trainer.pid]["rows"]}
+    assert owners["transformer.h.0.attn.c_attn.weight"] == "parameters"
+    assert owners["AdamW.exp_avg transformer.h.0.attn.c_attn.weight"] == "optimizer_state"
     program.end()
 
 
