@@ -26,6 +26,7 @@ def test_every_torch_series_equals_the_value_of_the_process(place: Place) -> Non
     assert info["torch_version"].startswith("2.")
 
 
+@pytest.mark.slow
 def test_ledgers_add_up_in_every_scrape_while_processes_allocate_and_free(tmp_path: Path, emulation: Path) -> None:
     with EmulatedNode(tmp_path / "node", devices=4) as node, Place(tmp_path, node) as place:
         node.set_process(pid=1, device=2, nbytes=123_456_789)
