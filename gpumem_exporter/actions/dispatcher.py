@@ -20,7 +20,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import (
+    ENGINE_ACTIONS,
+    MAX_COMMANDS,
+    Command,
+    CommandResult,
+)
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, itself, starts_of_selection, starts_on
 from gpumem_exporter.actions.engines import EngineMemory, Engines, NoEngines

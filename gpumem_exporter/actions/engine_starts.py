@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.group import group_step
 from gpumem_exporter.actions.lifecycle import CommandPart, OutsidePart, Part, PartState, RunningAction

@@ -16,7 +16,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeVar, cast
 
-from gpumem_client.wire.protocol import CommandResult, ReasonCode
+from gpumem_client.wire.protocol import CommandResult
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.actions.lifecycle import OutsidePart, RunningAction
@@ -43,12 +44,18 @@ T = TypeVar("T")
 
 
 class EngineRefusedError(Exception):
-    """An engine cannot do what is requested, or does not do it; `code` and `outcome` are those of the result."""
+    """An engine cannot do what is requested, or does not do it; the result gets `code` and `outcome`."""
 
     def __init__(self, code: ReasonCode, reason: str, *, outcome: str = "refused") -> None:
         super().__init__(reason[:_MAX_REASON_LENGTH])  # it may have what a server of any user says
         self.code = code
         self.outcome = outcome
+
+
+def no_engine(target: OutsideTarget) -> EngineRefusedError:
+    """Return the error for a process that is no engine that the exporter knows."""
+    reason = f"{target.title or target} is not an engine that the exporter can speak with"
+    return EngineRefusedError(ReasonCode.NO_ENGINE, reason, outcome="unsupported")
 
 
 class Activity(NamedTuple):
@@ -138,8 +145,8 @@ class EngineMemory:
         """Return the result for a process that is no engine that the exporter knows; None for any other."""
         if self._engines.is_engine(target):
             return None
-        reason = f"{target.title or target} is not an engine that the exporter can speak with"
-        return CommandResult(action_id, "unsupported", reason, ReasonCode.NO_ENGINE)
+        error = no_engine(target)
+        return CommandResult(action_id, error.outcome, str(error), error.code)
 
     async def act(self, running: RunningAction, part: OutsidePart) -> tuple[CommandResult, DriverValues | None]:
         """Let the engine of a process release or resume its memory. Return the result, and what the driver lists."""
@@ -197,7 +204,7 @@ class EngineMemory:
                 raise
             except Exception as error:
                 _log.exception("the interface of an engine failed")
-                reason = f"{type(error).__name__}: {error}"[:500]
+                reason = f"{type(error).__name__}: {error}"
                 raise EngineRefusedError(ReasonCode.EXCEPTION, reason, outcome="failed") from error
 
     # What the driver lists

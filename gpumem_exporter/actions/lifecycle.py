@@ -26,7 +26,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
-from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action, ActionResult, is_done
 from gpumem_exporter.actions.request import ActionRequest

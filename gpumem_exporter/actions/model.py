@@ -50,7 +50,7 @@ class ActionResult:
     reason: str = ""
     """The reason for the outcome, for people."""
     reason_code: str | None = None
-    """The reason as one of a fixed set of codes, for programs: see `protocol.ReasonCode`."""
+    """The reason as one of a fixed set of codes, for programs: see `wire.reason_codes.ReasonCode`."""
     reserved_before_bytes: int | None = None
     reserved_after_bytes: int | None = None
     allocated_before_bytes: int | None = None

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample, ReasonCode
+from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, ActionResult, is_done
 from gpumem_exporter.actions.request import ActionRequest

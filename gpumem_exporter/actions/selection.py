@@ -6,7 +6,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult, DeviceSample, ReasonCode
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult, DeviceSample
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.mismatch import nothing_matches, unknown_names

@@ -12,7 +12,8 @@ import os
 import signal
 from dataclasses import replace
 
-from gpumem_client.wire.protocol import CommandResult, ReasonCode
+from gpumem_client.wire.protocol import CommandResult
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.host import Host
 

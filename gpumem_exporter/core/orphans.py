@@ -29,7 +29,7 @@ class Orphans:
         """When each device was last busy, by uuid. A device whose utilization is unknown counts as busy."""
 
     def put_reading(self, reading: NodeReading, processes: Iterable[ReportingProcess]) -> None:
-        """Find the orphans of a reading; `processes` are the ones that report."""
+        """Find the orphans of a reading; `processes` are the reporting processes."""
         if not reading.up:
             self.found = {}
             return

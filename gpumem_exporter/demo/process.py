@@ -23,7 +23,8 @@ from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.profile.model import Owner
 from gpumem_client.reporter.loop import ReportLoop
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity, ReasonCode
+from gpumem_client.wire.protocol import DeviceSample, ProcessIdentity
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts
 from gpumem_exporter.nvml.provider import DeviceIdentity
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gpumem_client.wire.errors import ExporterUnreachableError, ExporterUntrustedError
 from gpumem_client.wire.http import Answer, Connection
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import Activity, EngineRefusedError
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.engines.listeners import Listener, ListenerTrust

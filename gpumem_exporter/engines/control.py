@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpumem_client.wire.procfs import parse_stat_parent, split_cmdline
-from gpumem_client.wire.protocol import ReasonCode
-from gpumem_exporter.actions.engines import Activity, EngineRefusedError
+from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.engines import Activity, EngineRefusedError, no_engine
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.engines.adapter import Adapter, Program, Server
@@ -80,8 +80,7 @@ class EngineControl:
         """Find the engine of a process; raise EngineRefusedError if the exporter cannot speak with it."""
         adapter = _adapter_of(target)
         if adapter is None:
-            reason = f"{target.title or target} is not an engine that the exporter can speak with"
-            raise EngineRefusedError(ReasonCode.NO_ENGINE, reason, outcome="unsupported")
+            raise no_engine(target)
         if not target.attested:
             reason = "its report is not attested: the kernel has not named the sender"
             raise EngineRefusedError(ReasonCode.NOT_ATTESTED, reason)

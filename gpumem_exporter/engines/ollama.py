@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import Activity, EngineRefusedError
 from gpumem_exporter.engines.adapter import QUESTION_SECONDS, Server, document, expect
 

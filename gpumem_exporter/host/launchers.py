@@ -115,7 +115,7 @@ class _Followed:
 class Launchers:
     """Follows processes from their first sight to their end. Used by one thread.
 
-    It keeps a few hundred bytes for each process; `sweep` forgets the ones that have ended.
+    It keeps a few hundred bytes for each process; `sweep` forgets processes that have ended.
     """
 
     def __init__(self, entries: ProcEntries, own_namespace: int) -> None:

@@ -25,7 +25,8 @@ from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.engines import sleep
 from gpumem_client.engines.sleep import CoreMemory, host_available_bytes
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import Command, CommandResult
+from gpumem_client.wire.reason_codes import ReasonCode
 from tests.support.fake_allocator import FakeAllocator
 from tests.support.waiting import wait_for
 

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 from tests.support.packages import PACKAGES
 from tests.support.paths import REPOSITORY
 

@@ -19,7 +19,7 @@ import pytest
 from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.engines.vllm import Vllm as VllmObjects
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.engines.conftest import StartVllm

@@ -1,6 +1,6 @@
 """Reads pprof's format with Google's protobuf library; the exporter encodes it by hand.
 
-The numbers of the fields are those of https://github.com/google/pprof/blob/main/proto/profile.proto.
+The fields have the numbers of https://github.com/google/pprof/blob/main/proto/profile.proto.
 """
 
 from __future__ import annotations

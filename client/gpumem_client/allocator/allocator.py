@@ -27,7 +27,8 @@ from gpumem_client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_client.phases.observed import Observed, process_observed
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import DeviceSample, ReasonCode
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_client.wire.reason_codes import ReasonCode
 
 
 class AnyAllocator(Protocol):

@@ -27,7 +27,8 @@ def with_components(
     """Return the sample with the components of an engine; unchanged if the engine shows none.
 
     `held` are the bytes of tensors by component, `tags` the component of segments by address; for the component of a
-    tag, the tag counts. `segments` are those of private pools, and `unmapped` the ones among them without memory.
+    tag, the tag counts. `segments` are the segments of private pools; `unmapped` are the segments among
+    them that have no memory.
     """
     allocated = sample.allocated_bytes
     if allocated is None or not (held or tags):

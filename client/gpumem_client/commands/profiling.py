@@ -15,7 +15,8 @@ from gpumem_client.profile.model import Profile
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.profile.recording import ENTRIES_ENOUGH, Recording
 from gpumem_client.wire.errors import CommandRefusedError, ConfigurationError, ExporterError, WireError
-from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import Command, CommandResult
+from gpumem_client.wire.reason_codes import ReasonCode
 
 _DURATION_SECONDS_MAX = 3600.0
 _CHECK_SECONDS_MIN, _CHECK_SECONDS_MAX = 0.1, 5.0

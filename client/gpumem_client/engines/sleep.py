@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from gpumem_client.profile.history import SplitRules
 from gpumem_client.profile.model import ProfiledDevice
 from gpumem_client.profile.owners import Named, name_storages
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 
 PAUSE_SECONDS_MAX = 1.0
 _BLOCK_SECONDS, _ENTRY_SECONDS = 2e-6, 5e-6
@@ -62,7 +62,7 @@ class HeapReader:
     def history(self, stacks: Stacks) -> tuple[dict[int, DeviceBlocks], list[list[dict[str, Any]]]]:
         """Return the blocks of each device, and the recorded entries of each device index, oldest first.
 
-        The last entry of a snapshot is of the one that has the blocks.
+        The last entry `snapshot` marks the snapshot that has the blocks.
 
         Raises:
             CommandRefusedError: this allocator has no snapshot.

@@ -1,8 +1,8 @@
 """Follows the allocator's history backward from a snapshot: when each block was allocated and freed, and its size.
 
 The history has the requested size of a block, not its size. The allocator rounds requests up to 512 bytes, and leaves
-the rest of a free block to a request if the rest is small: the rules are those of `round_size` and `should_split` in
-c10's CUDACachingAllocator.cpp. The functions are pure.
+the rest of a free block to a request if the rest is small: `round_size` and `should_split` in c10's
+CUDACachingAllocator.cpp have these rules. The functions are pure.
 """
 
 from __future__ import annotations

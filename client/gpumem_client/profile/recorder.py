@@ -7,7 +7,7 @@ from typing import Any
 from gpumem_client import torch_access
 from gpumem_client.guest_safety import log
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 
 ENTRIES_MAX = 100_000
 """The longest history of a recording on each device. A snapshot of it keeps the GIL for half a second."""

@@ -14,7 +14,7 @@ from gpumem_client.profile.history import BEFORE, History, Lifetime, between_sna
 from gpumem_client.profile.model import Profile
 from gpumem_client.profile.recorder import Recorder
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 
 ENTRIES_ENOUGH = 60_000
 """A recording ends early with this number of entries, so that its history is complete."""

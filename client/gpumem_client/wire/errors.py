@@ -44,7 +44,7 @@ class CommandRefusedError(GpumemError):
     """A process rejects a command; the message says why.
 
     Attributes:
-        reason_code: the reason for programs, a `wire.protocol.ReasonCode`.
+        reason_code: the reason for programs, a `wire.reason_codes.ReasonCode`.
     """
 
     def __init__(self, message: str, reason_code: str) -> None:

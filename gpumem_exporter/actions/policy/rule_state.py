@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.model import Action, is_done
 from gpumem_exporter.actions.policy.rules import Rule, StopAfter
 from gpumem_exporter.actions.policy.values import Observation, shown_quantity

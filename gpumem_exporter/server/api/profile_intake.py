@@ -124,8 +124,7 @@ class ProfileIntake:
         out-of-memory error that it has reported. A profile that is sent again keeps its id.
         """
         state = request.scope["state"]
-        connection: Connection | None = state.get("connection")
-        owner = connection.owner if connection else ""
+        owner = Connection.owner_of(request.scope)
         body = await request.body()
         try:
             self._requests.take(owner, ())

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -111,7 +110,7 @@ class ReportsRoute:
         """
         try:
             long = len(body) > INLINE_BYTES
-            report = await self._read_in_turn(body, scope["state"]) if long else self._reader.read(body)
+            report = await self._read_in_turn(body, scope) if long else self._reader.read(body)
             short = shortened(report)
             reported = await self._senders.identify(report.process, scope["state"]["peer"])
             key = ProcessKey(report.process.pid_namespace, report.process.pid, reported.owner_uid, reported.place)
@@ -165,13 +164,12 @@ class ReportsRoute:
             commands, cancelled = self._dispatcher.commands(process), self._dispatcher.cancelled(process)
         return self._encoded(commands, cancelled) if commands or cancelled else self._nothing_to_do
 
-    async def _read_in_turn(self, body: bytes, state: Mapping[str, Any]) -> Report:
+    async def _read_in_turn(self, body: bytes, scope: Scope) -> Report:
         """Read a long report in a thread and in a turn of its sender."""
-        connection: Connection | None = state.get("connection")
         try:
-            return await self._turns.run(connection.owner if connection else "", partial(self._reader.read, body))
+            return await self._turns.run(Connection.owner_of(scope), partial(self._reader.read, body))
         finally:
-            state.get("end_body_turn", lambda: None)()
+            scope["state"].get("end_body_turn", lambda: None)()
 
     def _start_session(self, before: ReportingProcess | None, process: ReportingProcess, sent: Report) -> None:
         """Take the first report of a reporter; `sent` may have devices that the driver does not have."""

@@ -96,7 +96,7 @@ class CacheUse:
         return replace(report, devices=tuple(devices))
 
     def read_due(self, engines: Engines) -> None:
-        """Read the use of the engines that are due, the one that waits for the longest time first."""
+        """Read the use of the engines that are due. The engine that waits for the longest time comes first."""
         processes = {}
         for process in self._snapshot().processes:
             name = process.key, process.start_time_ticks

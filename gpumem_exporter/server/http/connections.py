@@ -99,6 +99,12 @@ class Connection:
         found: Connection | None = scope.get("state", {}).get("connection")
         return found
 
+    @classmethod
+    def owner_of(cls, scope: Scope) -> Owner:
+        """Return the owner of the connection of an ASGI request; empty without a server, as in tests."""
+        connection = cls.of(scope)
+        return connection.owner if connection is not None else ""
+
 
 @dataclass(slots=True)
 class _Owned:

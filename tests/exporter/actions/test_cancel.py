@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.protocol import CommandResult, ReasonCode
+from gpumem_client.wire.protocol import CommandResult
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.core.samples import ReportingProcess

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from gpumem_client.wire.protocol import CommandResult, ReasonCode, StillFree
+from gpumem_client.wire.protocol import CommandResult, StillFree
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.model import Action, SubmittedAction

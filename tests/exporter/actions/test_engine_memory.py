@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.protocol import CommandResult, DeviceResult, EngineState, ReasonCode
+from gpumem_client.wire.protocol import CommandResult, DeviceResult, EngineState
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.engines import MIN_IDLE_SECONDS, Activity, EngineRefusedError
 from gpumem_exporter.actions.model import Action

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.protocol import Command, CommandResult, ReasonCode
+from gpumem_client.wire.protocol import Command, CommandResult
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.engines import NoEngines
 from gpumem_exporter.actions.model import Action

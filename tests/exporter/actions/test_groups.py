@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.dispatcher import GROUP_ANSWER_SECONDS
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
 from gpumem_exporter.errors import GroupIncompleteError

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.protocol import DeviceSample, ReasonCode
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.policy.engine import MAX_DECISIONS, Engine, Evaluation
 from gpumem_exporter.actions.policy.rule_state import Decision, Stop

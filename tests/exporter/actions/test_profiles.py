@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import ActionRequest, Target

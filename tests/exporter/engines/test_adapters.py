@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.procfs import start_time_ticks
-from gpumem_client.wire.protocol import DeviceSample, ReasonCode
+from gpumem_client.wire.protocol import DeviceSample
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import Activity, EngineRefusedError
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.place import HERE

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumem_client.wire.protocol import DeviceSample, EngineState, ReasonCode
+from gpumem_client.wire.protocol import DeviceSample, EngineState
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import EngineRefusedError
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.place import HERE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpumem_client.profile.model import ProfiledDevice, Row
-from gpumem_client.wire.protocol import ReasonCode
+from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.server.api import profile_intake
 from tests.support.builders import UUIDS, Clock
 from tests.support.profile_documents import Reporter, profile

@@ -17,7 +17,9 @@ HOLD = "import gpumem_client; gpumem_client.start(); held = [torch.empty(3 << 20
 LOSE = "try:\n    torch.empty(1 << 40, dtype=torch.uint8, device='cuda')\nexcept torch.OutOfMemoryError: pass"
 
 
-def reporting(exporter: ExporterProcess, process: TorchProcess) -> None:
+def hold(exporter: ExporterProcess, process: TorchProcess) -> None:
+    """Let the process allocate memory and report it."""
+    process.exec(HOLD)
     wait_for(lambda: process.pid in exporter.processes(), "a report")
 
 
@@ -32,8 +34,7 @@ def test_profiles_of_a_running_process_add_up_to_what_torch_has_allocated(
 ) -> None:
     exporter = start_exporter(node, *QUICK)
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.exec(HOLD)
-    reporting(exporter, process)
+    hold(exporter, process)
     now = act(exporter, process)
     allocated = process.call("stats")["allocated_bytes.all.current"]
     assert sum(row["bytes"] for row in now["rows"]) == allocated == 48 << 20
@@ -53,8 +54,7 @@ def test_a_process_that_is_killed_during_its_recording_ends_the_action(
 ) -> None:
     exporter = start_exporter(node, *QUICK)
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.exec(HOLD)
-    reporting(exporter, process)
+    hold(exporter, process)
     target = {"pid": process.pid}
     started = exporter.act("profile", target=target, duration_seconds=600, wait_seconds=0, expect=202)
     process.exec("from tests.programs.profiled import wait_for_recording; wait_for_recording()")
@@ -73,8 +73,7 @@ def test_the_profile_of_an_error_outlives_its_process_and_the_exporter(
 ) -> None:
     exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "storage"))
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, GPUMEM_OOM_PROFILE="1")
-    process.exec(HOLD)
-    reporting(exporter, process)
+    hold(exporter, process)
     process.exec(LOSE)
 
     def profiled() -> str:
