@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from gpumem_exporter.core.samples import DeviceReading, Names, NodeReading, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, Names, NodeReading, ReportingProcess, Snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,11 +66,15 @@ class Samples(NamedTuple):
     """The value of each series."""
 
 
-Subject: TypeAlias = "tuple[Hashable, Samples]"
-"""A device, a process, or another part of the page whose lines change together.
+class Subject(NamedTuple):
+    """A device, a process, or another part of the page whose lines change together."""
 
-The key identifies the subject within its collector.
-"""
+    key: Hashable
+    """Identifies the subject within its collector."""
+    samples: Callable[..., Samples]
+    source: tuple[Any, ...]
+    """The arguments of `samples`, and everything that the samples depend on. While it equals the last page's source,
+    the lines of the last page are used: between two scrapes, most processes have not reported."""
 
 
 class Collector(NamedTuple):
@@ -79,6 +83,12 @@ class Collector(NamedTuple):
     name: str
     families: tuple[Metric, ...]
     subjects: Callable[[View], Iterator[Subject]]
+
+
+def reporter_labels(pid: str, process: ReportingProcess) -> tuple[str, str, str]:
+    """Return the labels pid, workload and rank of a reporter with this name."""
+    identity = process.report.process
+    return pid, identity.workload, identity.rank
 
 
 def one_of_each(families: Iterable[Metric]) -> Callable[..., tuple[Series, ...]]:

@@ -44,7 +44,7 @@ CATEGORIES = (
 )
 
 
-_UNKNOWN: tuple[None, Mapping[str, DeviceSample]] = (None, {})
+_UNKNOWN: tuple[str, None, Mapping[str, DeviceSample]] = ("", None, {})
 
 
 class ProcessShare(NamedTuple):
@@ -126,8 +126,8 @@ def shares_on(
     # Without the processes whose pid was reused.
     reporting = [each for each in snapshot.names.reporting if node.pid_belongs_to(each[1])]
     known = {
-        process.host_pid: (process, {sample.uuid: sample for sample in process.report.devices})
-        for _, process in reporting
+        process.host_pid: (name, process, {sample.uuid: sample for sample in process.report.devices})
+        for name, process in reporting
         if process.host_pid is not None
     }
     for device in devices:
@@ -148,13 +148,15 @@ def _reported_shares(uuid: str, reporting: Iterable[tuple[str, ReportingProcess]
 
 
 def _listed_shares(
-    uuid: str, listed: Iterable[ProcessMemory], known: Mapping[int, tuple[ReportingProcess, Mapping[str, DeviceSample]]]
+    uuid: str,
+    listed: Iterable[ProcessMemory],
+    known: Mapping[int, tuple[str, ReportingProcess, Mapping[str, DeviceSample]]],
 ) -> list[ProcessShare]:
     """Return the shares of the processes that the driver lists; `known` are the reporting ones by host pid."""
     shares = []
     for owner in listed:
         pid, used_bytes = owner.pid, owner.used_bytes
-        process, samples = known.get(pid, _UNKNOWN)
+        name, process, samples = known.get(pid, _UNKNOWN)
         sample = samples.get(uuid)
         if sample is None or process is None:
             shares.append(ProcessShare(str(pid), used_bytes, None, None, None))
@@ -162,7 +164,7 @@ def _listed_shares(
         reserved_bytes, non_torch_bytes = sample.reserved_bytes, None
         if used_bytes is not None and reserved_bytes is not None and uuid not in process.unmatched:
             non_torch_bytes = used_bytes - reserved_bytes
-        shares.append(ProcessShare(str(pid), used_bytes, process, sample, non_torch_bytes))
+        shares.append(ProcessShare(name, used_bytes, process, sample, non_torch_bytes))
     return shares
 
 
