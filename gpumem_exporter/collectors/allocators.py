@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.collectors import catalog, engine_catalog
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View, reporter_labels
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import ReportingProcess, plan_error_ratio
 
@@ -89,7 +89,7 @@ def _samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]
         for sizes in named:
             values += sizes.values()
         values.append(sample.memory_limit_bytes)
-    labels = (reporter_labels(pid, process), tuple(devices))
+    labels = ((pid, report.process.workload, report.process.rank), tuple(devices))
     return Samples(labels, _series, (*values, report.pinned_host_bytes))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View, one_of_each, reporter_labels
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, View, one_of_each
 from gpumem_exporter.core.ledger import device_ledger, shares_on
 from gpumem_exporter.core.samples import DeviceReading
 
@@ -57,7 +57,8 @@ def _device_series(device: tuple[str, str], info: tuple[str, ...]) -> Iterator[S
 
 def _ledgers(view: View) -> Iterator[Subject]:
     """Yield the ledger of each device, with the non-torch memory of the processes on it."""
-    labels = {pid: reporter_labels(pid, process) for pid, process in view.names.reporting}
+    identities = [(pid, process.report.process) for pid, process in view.names.reporting]
+    labels = {pid: (pid, identity.workload, identity.rank) for pid, identity in identities}
     for device, shares in shares_on(view.devices, view.snapshot):
         key = (device.gpu, device.uuid)
         ledger = device_ledger(device, shares)

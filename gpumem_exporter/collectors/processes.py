@@ -7,16 +7,7 @@ from operator import attrgetter
 
 from gpumem_client.wire.protocol import KV_CACHE_STATES
 from gpumem_exporter.collectors import catalog, engine_catalog
-from gpumem_exporter.collectors.subjects import (
-    Collector,
-    Samples,
-    Series,
-    Subject,
-    Value,
-    View,
-    one_of_each,
-    reporter_labels,
-)
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View, one_of_each
 from gpumem_exporter.core.naming import command_of, pid_order
 from gpumem_exporter.core.samples import (
     IDENTITY_FIELDS,
@@ -163,9 +154,9 @@ def _reporters(view: View) -> Iterator[Subject]:
 
 
 def _reporter_samples(pid: str, process: ReportingProcess) -> Samples:
-    received = process.received_unix_seconds
+    identity, received = process.report.process, process.received_unix_seconds
     values = (1, received, received - process.report.sample_age_seconds)
-    return Samples(reporter_labels(pid, process), _reporter_series, values)
+    return Samples((pid, identity.workload, identity.rank), _reporter_series, values)
 
 
 def _ooms(view: View) -> Iterator[Subject]:
@@ -186,7 +177,7 @@ def _engines(view: View) -> Iterator[Subject]:
         if report.engine is not None:
             model = "" if view.hide_identities else report.engine.model
             row = (
-                *reporter_labels(pid, process),
+                *labels,
                 report.engine.name,
                 report.engine.version,
                 model,
@@ -200,7 +191,7 @@ def _engines(view: View) -> Iterator[Subject]:
             for window in KV_PEAK_WINDOWS:
                 peak = view.snapshot.kv_cache_peak(pid, sample, window)
                 values += (None, None) if peak is None else peak
-            place = (view.gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *reporter_labels(pid, process))
+            place = (view.gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *labels)
             yield Subject((process.key, sample.uuid), Samples, (place, _cache_series, tuple(values)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from gpumem_exporter.core.samples import DeviceReading, Names, NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, Names, NodeReading, Snapshot
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,12 +83,6 @@ class Collector(NamedTuple):
     name: str
     families: tuple[Metric, ...]
     subjects: Callable[[View], Iterator[Subject]]
-
-
-def reporter_labels(pid: str, process: ReportingProcess) -> tuple[str, str, str]:
-    """Return the labels pid, workload and rank of a reporter with this name."""
-    identity = process.report.process
-    return pid, identity.workload, identity.rank
 
 
 def one_of_each(families: Iterable[Metric]) -> Callable[..., tuple[Series, ...]]:
