@@ -173,16 +173,11 @@ def _ooms(view: View) -> Iterator[Subject]:
 def _engines(view: View) -> Iterator[Subject]:
     """Yield what each inference engine is, and the use of its key-value cache on each device."""
     for pid, process in view.names.reporting:
-        report = process.report
-        if report.engine is not None:
-            model = "" if view.hide_identities else report.engine.model
-            row = (
-                *labels,
-                report.engine.name,
-                report.engine.version,
-                model,
-                report.engine.state,
-            )
+        report, engine = process.report, process.report.engine
+        labels = (pid, report.process.workload, report.process.rank)
+        if engine is not None:
+            model = "" if view.hide_identities else engine.model
+            row = (*labels, engine.name, engine.version, model, engine.state)
             yield Subject((process.key, ""), Samples, (row, _engine_series, (1,)))
         for sample in report.devices:
             if not sample.kv_cache_bytes:
