@@ -31,6 +31,7 @@ from gpumem_exporter.core.samples import (
     ReportingProcess,
     SilentReporter,
     Snapshot,
+    StartingEngine,
 )
 from gpumem_exporter.core.starting_engines import StartingEngines
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
@@ -94,9 +95,10 @@ class Store:
         with self._lock:
             self._node = reading
             self._known_uuids = frozenset(device.uuid for device in reading.devices)
-            self._pairing.put_reading(reading)
+            processes = [entry.process for entry in self._entries.values()]
+            self._pairing.put_reading(reading, processes)
             self._starting.put_reading(reading)
-            self._orphans.put_reading(reading, [entry.process for entry in self._entries.values()])
+            self._orphans.put_reading(reading, processes)
 
     def put_report(
         self,
@@ -190,21 +192,27 @@ class Store:
             node = self._node
             if node is not None and now_seconds - node.taken_seconds > self.reading_expiry_seconds:
                 node = None
-            processes = tuple([entry.process for entry in self._entries.values()])
-            starting = [
+            if node is not None and node.up:
+                node, processes = self._pairing.node, tuple(self._pairing.processes.values())
+            else:
+                processes = tuple([entry.process for entry in self._entries.values()])
+            reporters = [
                 (entry.process, entry.starting_since_seconds)
                 for entry in self._entries.values()
                 if entry.process.report.engine_starting is not None
             ]
-            if node is not None and node.up:
-                node, processes = self._pairing.shown(node, processes)
+            if self._ooms.expires_seconds < now_seconds:
+                self._ooms.expire(now_seconds)
+            starting: tuple[StartingEngine, ...] = ()
+            if reporters or self._starting.titled:  # most nodes have no engine
+                starting = self._starting.at(now_seconds, reporters)
             return Snapshot(
                 taken_seconds=now_seconds,
                 node=node,
                 processes=processes,
                 silent=tuple(self._silent.values()),
-                ooms=self._ooms.at(now_seconds),
-                starting=self._starting.at(now_seconds, starting),
+                ooms=self._ooms.shown,
+                starting=starting,
                 kv_cache_peaks=self._kv_cache_peaks,
                 orphans=self._orphans.found if node is not None else {},
             )
