@@ -262,6 +262,8 @@ class Pairing:
     def _pair(self, process: ReportingProcess) -> ReportingProcess:
         report = process.report
         rows = [self._shown_row(process.key, sample) for sample in report.devices]
+        if all(row and row.fits and row.shown is row.newest for row in rows):
+            return process
         samples = tuple([row.shown if row else sample for row, sample in zip(rows, report.devices, strict=True)])
         unmatched = frozenset(sample.uuid for row, sample in zip(rows, samples, strict=True) if not row or not row.fits)
         if all(map(is_, samples, report.devices)):
