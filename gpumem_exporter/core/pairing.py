@@ -267,7 +267,7 @@ class Pairing:
         samples = tuple([row.shown if row else sample for row, sample in zip(rows, report.devices, strict=True)])
         unmatched = frozenset(sample.uuid for row, sample in zip(rows, samples, strict=True) if not row or not row.fits)
         if all(map(is_, samples, report.devices)):
-            return replace(process, unmatched=unmatched) if unmatched else process
+            return replace(process, unmatched=unmatched)
         oldest_seconds = min(row.shown_seconds for row in rows if row)
         age_seconds = max(report.sample_age_seconds, process.received_seconds - oldest_seconds)
         shown = replace(report, devices=samples, sample_age_seconds=age_seconds)
