@@ -27,13 +27,20 @@ from gpumem_client.wire.protocol import (
     CommandResult,
 )
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.caller import Caller, RateLimits
 from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, itself, starts_of_selection, starts_on
 from gpumem_exporter.actions.engines import EngineMemory, Engines, NoEngines
 from gpumem_exporter.actions.group import whole_group
-from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, OutsidePart, Part, PartState, RunningAction
+from gpumem_exporter.actions.lifecycle import (
+    ActionRegistry,
+    ActionState,
+    CommandPart,
+    OutsidePart,
+    Part,
+    PartState,
+    RunningAction,
+)
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action, SubmittedAction
-from gpumem_exporter.actions.registry import ActionRegistry, RateLimits, Settlements
 from gpumem_exporter.actions.request import (
     ANSWER_GRACE_SECONDS,
     DEVICE_ACTIONS,
@@ -43,13 +50,13 @@ from gpumem_exporter.actions.request import (
 )
 from gpumem_exporter.actions.results import (
     DriverValues,
-    NodeFacts,
     command_results,
     dry_run_results,
     expected_refusal,
     outside_results,
 )
 from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection, host_pids, select
+from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
@@ -205,7 +212,7 @@ class Dispatcher:
             settle_seconds=request.settle_seconds,
             unlisted=unlisted,
         )
-        facts = NodeFacts.of(selection, request)
+        facts = selection.facts(request)
         running = RunningAction(action, now, request, caller, share, facts, offered_seconds=now)
         if self._record is None or request.dry_run or unlisted:
             running.recorded.set()

@@ -15,9 +15,8 @@ from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.group import group_step
-from gpumem_exporter.actions.lifecycle import CommandPart, OutsidePart, Part, PartState, RunningAction
+from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, Part, PartState, RunningAction
 from gpumem_exporter.actions.model import EngineWait
-from gpumem_exporter.actions.registry import ActionRegistry
 from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.actions.selection import SelectedProcess, Selection, host_pids
 from gpumem_exporter.core.naming import json_pid

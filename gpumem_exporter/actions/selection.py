@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult, DeviceSample
@@ -108,6 +108,18 @@ def host_pids(targets: Sequence[OutsideTarget]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What results have from the snapshot of their request: names and limits."""
+
+    gpus: Mapping[str, str] = field(default_factory=dict)
+    """The NVML index of each device, by uuid."""
+    jobs: Mapping[int | str, str] = field(default_factory=dict)
+    """The name of each process's job: its workload, otherwise its command, otherwise its pid."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """With `set_memory_fraction`, the bytes that a process may reserve on each device, by uuid."""
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """The processes of a request."""
 
@@ -136,6 +148,22 @@ class Selection:
         commanded = {one.pid for one in self.commanded(action)}
         outside = (OutsideTarget.of(one, self.snapshot) for one in self.reporting if one.pid not in commanded)
         return [*outside, *self.listed]
+
+    def facts(self, request: ActionRequest) -> NodeFacts:
+        """Return the facts about the processes and their devices."""
+        node = self.snapshot.node
+        limits = {}
+        for device in node.devices if node is not None else ():
+            if device.memory is not None and request.fraction is not None:
+                # PyTorch's total is what the driver does not reserve for itself.
+                total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
+                limits[device.uuid] = int(request.fraction * total_bytes)
+        jobs = {one.pid: one.title or f"pid {one.pid}" for one in self.listed}
+        for one in self.reporting:
+            facts = node.facts_of(one.process) if node is not None else None
+            command = facts.command if facts is not None else ""
+            jobs[one.pid] = one.process.report.process.workload or command or f"pid {one.pid}"
+        return NodeFacts(self.snapshot.gpus, jobs, limits)
 
     def identities(self) -> Iterator[tuple[int | str, str, str]]:
         """Yield name, workload and rank of each process."""

@@ -58,9 +58,8 @@ class Audit:
         self._restored = asyncio.Event()
 
     async def record(self, submitted: SubmittedAction) -> None:
-        """Record a new action; return when it is on disk, or when the disk fails. Without a disk, nothing reads it."""
-        if self.durable:
-            await self._events.log.wait_until_kept(self._events.action_requested(submitted))
+        """Record a new action; return when it is on disk, or when the disk fails."""
+        await self._events.log.wait_until_kept(self._events.action_requested(submitted))
 
     def finished(self, action: Action) -> None:
         """Count, log and record the end of an action, and poll the driver."""

@@ -19,7 +19,7 @@ from gpumem_exporter.core.samples import IDENTITY_FIELDS
 from gpumem_exporter.events import AUDIT_TYPES, EVENT_TYPES, Event, EventLog, Page, Query, Recorder
 from gpumem_exporter.events.entries import Entry, fold
 from gpumem_exporter.profiles.model import OUT_OF_MEMORY, ProfileFacts
-from gpumem_exporter.server.api.action_schema import KnownFields, words
+from gpumem_exporter.server.api.actions import KnownFields, words
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH, JOBS_PATH

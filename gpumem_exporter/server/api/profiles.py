@@ -26,8 +26,7 @@ from gpumem_exporter.profiles.lines import Moment
 from gpumem_exporter.profiles.model import CAUSES, ProfileFacts, StoredProfile
 from gpumem_exporter.profiles.page import policy
 from gpumem_exporter.profiles.store import Profiles, stored_profile
-from gpumem_exporter.server.api.action_schema import KnownFields
-from gpumem_exporter.server.api.actions import refusals_as_problems
+from gpumem_exporter.server.api.actions import KnownFields, refusals_as_problems
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
 from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
