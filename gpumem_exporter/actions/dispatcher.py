@@ -28,8 +28,8 @@ from gpumem_client.wire.protocol import (
 )
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller, RateLimits
-from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, itself, starts_of_selection, starts_on
-from gpumem_exporter.actions.engines import EngineMemory, Engines, NoEngines
+from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for, starts_of_selection
+from gpumem_exporter.actions.engines import EngineMemory, Engines
 from gpumem_exporter.actions.group import whole_group
 from gpumem_exporter.actions.lifecycle import (
     ActionRegistry,
@@ -55,7 +55,7 @@ from gpumem_exporter.actions.results import (
     expected_refusal,
     outside_results,
 )
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection, host_pids, select
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection, select
 from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.terminate import Terminator
@@ -107,9 +107,7 @@ class Dispatcher:
         self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
-        self._engines = EngineMemory(
-            store, engines or NoEngines(), clock=clock, poll_soon=poll_soon, changed=self._actions.replace
-        )
+        self._engines = EngineMemory(store, engines, clock=clock, poll_soon=poll_soon, changed=self._actions.replace)
         self._tasks: set[asyncio.Task[None]] = set()
         self._engine_starts = EngineStarts(
             store, self._actions, self, lambda: wall_clock() - clock(), hide_identities=hide_identities
@@ -163,16 +161,13 @@ class Dispatcher:
         commanded, targets = selection.commanded(request.action), selection.outside_targets(request.action)
         for selected in commanded:
             # A group waits as a whole.
-            its = starting
-            if starting and not request.group:
-                own = itself(request, [selected])
-                its = starts_on(request, requested_by, devices_of(selected.process, snapshot), snapshot, own)
+            whole = request.group or not starting
+            its = starting if whole else starts_for(request, requested_by, selected, (), snapshot)
             self._add_command(running, selected, its, snapshot)
         if request.action in ENGINE_ACTIONS:
             targets = self._engines.engines_among(targets, len(commanded))
         for target in targets:
-            uuids = [uuid for uuid, _ in target.used_bytes]
-            its = starts_on(request, requested_by, uuids, snapshot, host_pids(targets)) if starting else ()
+            its = starts_for(request, requested_by, target, targets, snapshot) if starting else ()
             self._add_outside(running, target, its, snapshot)
         if running.blocked or any(each.reason_code == ReasonCode.ENGINE_STARTING for each in running.action.results):
             self._engine_starts.show(running, starting, snapshot)

@@ -102,11 +102,6 @@ class OutsideTarget:
         )
 
 
-def host_pids(targets: Sequence[OutsideTarget]) -> list[int]:
-    """Return the known pids of targets on this host."""
-    return [target.host_pid for target in targets if target.host_pid is not None]
-
-
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
     """What results have from the snapshot of their request: names and limits."""

@@ -201,8 +201,8 @@ class _Round:
         if not self._snapshot.starting:
             return ""
         uuids = {uuid for process in processes for uuid in devices_of(process, self._snapshot)}
-        ended = [] if seen.process.host_pid is None else [seen.process.host_pid]
-        starting = starts_on(rule.request, Caller.policy(rule.name), uuids, self._snapshot, ended)
+        caller, ended = Caller.policy(rule.name), [seen.process.host_pid]
+        starting = starts_on(rule.request, caller, uuids, self._snapshot, ended)
         return describe(waits(starting, self._snapshot)) if starting else ""
 
     def _processes(self, rule: Rule, seen: Observation) -> Sequence[ReportingProcess]:
