@@ -223,14 +223,6 @@ def test_an_action_that_a_reporter_does_not_support_ends_at_once(bench: Bench) -
     assert bench.finished == [action]
 
 
-def test_a_process_without_support_does_not_end_the_action_for_the_others(bench: Bench) -> None:
-    bench.put(1, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
-    action = bench.ask("reset_peak")
-    assert action.state == "queued"
-    bench.answer(bench.second, action)
-    assert bench.finished[0].state == "failed"
-
-
 def test_the_last_actions_are_listed_newest_first() -> None:
     bench = Bench()
     bench.dispatcher = bench.build(kept_actions=3)
