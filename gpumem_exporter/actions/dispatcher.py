@@ -156,7 +156,7 @@ class Dispatcher:
         if not request.dry_run:
             self._actions.require_room(share, len(selection.reporting))
         self._limits.take(share, limited)
-        running = self._started(request, requested_by, selection, share, now, unlisted=unlisted)
+        running = self._started(request, requested_by, selection, now, unlisted=unlisted)
         self._actions.start(running, request, idempotency_key)
         commanded, targets = selection.commanded(request.action), selection.outside_targets(request.action)
         for selected in commanded:
@@ -189,7 +189,7 @@ class Dispatcher:
         return suggest_clears(request, selected, snapshot, now, free_deadline=free_deadline)
 
     def _started(
-        self, request: ActionRequest, caller: Caller, selection: Selection, share: str, now: float, *, unlisted: bool
+        self, request: ActionRequest, caller: Caller, selection: Selection, now: float, *, unlisted: bool
     ) -> RunningAction:
         action = Action(
             id=uuid.uuid4().hex,
@@ -208,7 +208,7 @@ class Dispatcher:
             unlisted=unlisted,
         )
         facts = selection.facts(request)
-        running = RunningAction(action, now, request, caller, share, facts, offered_seconds=now)
+        running = RunningAction(action, now, request, caller, facts, offered_seconds=now)
         if self._record is None or request.dry_run or unlisted:
             running.recorded.set()
         return running

@@ -251,8 +251,6 @@ class RunningAction:
     """On the dispatcher's clock."""
     request: ActionRequest
     caller: Caller
-    share: str
-    """Of the caller."""
     facts: NodeFacts = field(default_factory=NodeFacts)
     commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
     outside: list[OutsidePart] = field(default_factory=list)
@@ -375,7 +373,7 @@ class ActionRegistry:
 
     def require_room(self, share: str, processes: int) -> None:
         """Raise `TooManyActionsError` if the running actions of a share have too many processes."""
-        under_way = sum(running.size for running in self.running.values() if running.share == share)
+        under_way = sum(running.size for running in self.running.values() if running.action.share == share)
         if under_way and under_way + processes > MAX_UNDER_WAY:
             raise TooManyActionsError(f"{share} has running actions on {under_way} processes; cancel some", 1.0)
 

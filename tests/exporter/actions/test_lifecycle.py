@@ -68,7 +68,6 @@ def test_an_action_ends_in_the_state_of_its_results(outcomes: list[str], state: 
         started_seconds=10.0,
         request=ActionRequest("empty_cache", everybody),
         caller=Caller.policy("test"),
-        share="test",
     )
     running.start()
     running.add(ActionResult(1, "", "", "0", "GPU-0", outcome) for outcome in outcomes)
