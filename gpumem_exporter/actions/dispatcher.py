@@ -88,7 +88,9 @@ class Dispatcher:
         limits: RateLimits,
         record: Callable[[SubmittedAction], Awaitable[None]] | None = None,
         wake: Callable[[Hashable], None] = lambda _key: None,
-        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+        call_later: Callable[[float, Callable[[], None]], object] = lambda seconds, function: (
+            asyncio.get_running_loop().call_later(seconds, function)
+        ),
         kept_actions: int = 1000,
         hide_identities: bool = False,
         engines: Engines | None = None,
@@ -173,8 +175,7 @@ class Dispatcher:
             self._engine_starts.show(running, starting, snapshot)
         self.finish_if_complete(running)
         if running.commands or running.blocked:
-            call_later = self._call_later or asyncio.get_running_loop().call_later
-            call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
+            self._call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
         if not running.recorded.is_set() and self._record is not None:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
             self._spawn(self._offer_once(running, self._record(submitted)))
@@ -348,7 +349,7 @@ class Dispatcher:
         """End an action whose parts all have a result."""
         if running.complete and not running.action.finished:
             if running.action.action in ENGINE_ACTIONS:
-                self._engines.settle(running, self._call_later or asyncio.get_running_loop().call_later)
+                self._engines.settle(running, self._call_later)
             action = running.finish(self._clock())
             self._actions.finish(action)
             self._on_finished(action)

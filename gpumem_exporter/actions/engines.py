@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import NamedTuple, Protocol, TypeVar
@@ -139,7 +139,7 @@ class EngineMemory:
         recent = too_recent(request, running.caller, process, self._clock())
         if recent is not None:
             return CommandResult(running.action.id, "refused", recent, ReasonCode.ENGINE_BUSY)
-        lacking = lacking_memory(request, unmapped_bytes(process), snapshot)
+        lacking = lacking_memory(request, process, snapshot)
         if lacking is not None:
             return CommandResult(running.action.id, "refused", lacking, ReasonCode.DEVICE_MEMORY_SHORT)
         return None
@@ -300,27 +300,17 @@ def too_recent(request: ActionRequest, caller: Caller, reporter: ReportingProces
     return None
 
 
-def lacking_memory(request: ActionRequest, needed: Iterable[tuple[str, int]], snapshot: Snapshot) -> str | None:
-    """Return which device lacks the memory that an engine needs to wake, by uuid; None if none is known to."""
-    if request.action != "resume_memory" or request.force:
+def lacking_memory(request: ActionRequest, process: ReportingProcess | None, snapshot: Snapshot) -> str | None:
+    """Return which device lacks the memory that an engine needs to wake; None if none is known to."""
+    if request.action != "resume_memory" or request.force or process is None:
         return None
     node = snapshot.node
-    free = {
-        device.uuid: (device.gpu, device.memory.free_bytes)
-        for device in (node.devices if node is not None and node.up else ())
-        if device.memory is not None
-    }
-    for uuid, needed_bytes in needed:
-        gpu, free_bytes = free.get(uuid, ("", needed_bytes))
-        if needed_bytes > free_bytes:
+    devices = {device.uuid: device for device in (node.devices if node is not None and node.up else ())}
+    for sample in process.report.devices:
+        device = devices.get(sample.uuid)
+        if device is not None and device.memory is not None and (sample.unmapped_bytes or 0) > device.memory.free_bytes:
             return (
-                f"the engine needs {human_bytes(needed_bytes)} on GPU {gpu or uuid}, where {human_bytes(free_bytes)} "
-                "are free"
+                f"the engine needs {human_bytes(sample.unmapped_bytes or 0)} on GPU {device.gpu or sample.uuid}, where "
+                f"{human_bytes(device.memory.free_bytes)} are free"
             )
     return None
-
-
-def unmapped_bytes(process: ReportingProcess | None) -> list[tuple[str, int]]:
-    """Return what a process that sleeps needs on each device to wake, by uuid."""
-    samples = process.report.devices if process is not None else ()
-    return [(sample.uuid, sample.unmapped_bytes) for sample in samples if sample.unmapped_bytes]

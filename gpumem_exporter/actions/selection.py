@@ -242,15 +242,11 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ..
                 continue
             if listed.pid in unreported and _admits(wanted, pid=(str(listed.pid),), user=users):
                 found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
-    return tuple(_listed_target(pid, tuple(found[pid]), node.facts.get(pid)) for pid in sorted(found))
-
-
-def _listed_target(
-    pid: int, used_bytes: tuple[tuple[str, int | None], ...], facts: ProcessFacts | None
-) -> OutsideTarget:
-    if facts is None:
-        return OutsideTarget(pid, "", "", pid, 0, used_bytes)
-    return OutsideTarget(pid, "", "", pid, facts.start_time_ticks, used_bytes, title=facts.command, owner_uid=facts.uid)
+    facts = {pid: node.facts.get(pid) or ProcessFacts(pid, 0) for pid in sorted(found)}
+    return tuple(
+        OutsideTarget(pid, "", "", pid, of.start_time_ticks, tuple(found[pid]), title=of.command, owner_uid=of.uid)
+        for pid, of in facts.items()
+    )
 
 
 def _title(process: ReportingProcess, snapshot: Snapshot) -> str:

@@ -17,7 +17,10 @@ from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import EventLog, Recorder, Storage, last_ooms
+from gpumem_exporter.events.log import EventLog
+from gpumem_exporter.events.ooms import last_ooms
+from gpumem_exporter.events.recorder import Recorder
+from gpumem_exporter.events.storage import Storage
 from gpumem_exporter.history.history import History
 from gpumem_exporter.history.recorder import HistoryRecorder
 from gpumem_exporter.host import Host

@@ -20,9 +20,8 @@ from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
-from gpumem_exporter.events import Event, Query, Recorder
-from gpumem_exporter.events.model import ACTION_REQUESTED
-from gpumem_exporter.events.recorder import read_action, read_requested
+from gpumem_exporter.events.model import ACTION_REQUESTED, Event, Query
+from gpumem_exporter.events.recorder import Recorder, read_action, read_requested
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
-from gpumem_exporter.events import Recorder
+from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.profiles.document import read_profile
 from gpumem_exporter.profiles.model import (
     ACTION,

@@ -18,7 +18,7 @@ from gpumem_exporter.actions.request import ActionRequest, Target, invalid_field
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import NoPeakError
-from gpumem_exporter.events import Event
+from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.ooms import session_of
 from gpumem_exporter.profiles.diff import Difference, difference
 from gpumem_exporter.profiles.formats import Format, render

@@ -9,8 +9,7 @@ import pytest
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.policy.engine import MAX_DECISIONS, Engine, Evaluation
-from gpumem_exporter.actions.policy.rule_state import Decision, Stop
+from gpumem_exporter.actions.policy.engine import MAX_DECISIONS, Decision, Engine, Evaluation, Stop
 from gpumem_exporter.actions.policy.rules import Condition, Rule
 from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.actions.request import ActionRequest, Target

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.events import EVENT_TYPES, Event
 from gpumem_exporter.events.entries import FOLD_SECONDS, Entry, fold
+from gpumem_exporter.events.model import EVENT_TYPES, Event
 
 GIB = 1 << 30
 OOM = {

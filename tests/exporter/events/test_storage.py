@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.events import Event, Page, Query, Storage
-from gpumem_exporter.events.storage import FILE_NAME, MEMORY_BYTES
+from gpumem_exporter.events.model import Event, Page, Query
+from gpumem_exporter.events.storage import FILE_NAME, MEMORY_BYTES, Storage
 
 DAY = 86400.0
 
