@@ -11,7 +11,6 @@ import yaml
 
 from gpumem_client.reporter.delivery import Outcome
 from gpumem_client.wire.protocol import Reply
-from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.values import read_quantity
 from gpumem_exporter.actions.request import DEFAULT_ACTIONS
 from gpumem_exporter.collectors.instruments import Instruments
@@ -37,9 +36,7 @@ class DemoBench:
         self.now = START
         self.node = DemoNode(seed=seed, clock=lambda: self.now)
         self.store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=100)
-        self.finished: list[Action] = []
-        self.log = RecordedLog()
-        self.dispatcher = build_dispatcher(self.store, lambda: self.now, self.finished)
+        self.dispatcher = build_dispatcher(self.store, lambda: self.now)
         self.reader = NodeReader(
             self.node.provider, self.node.host, clock=lambda: self.now, wall_clock=lambda: self.now
         )
@@ -50,7 +47,7 @@ class DemoBench:
             snapshot=lambda: self.store.snapshot(self.now),
             stale_seconds=5.0,
             instruments=Instruments(),
-            log=self.log,  # type: ignore[arg-type]
+            log=RecordedLog(),  # type: ignore[arg-type]
             wall_clock=lambda: self.now,
         )
         self.reporters: dict[int, SimulatedProcess] = {}
@@ -84,13 +81,7 @@ class DemoBench:
             process.loop.answered(sent, Outcome.ACCEPTED, Reply(commands=tuple(commands)))
 
 
-def running(program: str) -> str:
-    """The workload that runs a program of the demo."""
-    (name,) = {workload.name for workload in DEMO_WORKLOADS if workload.program.__name__ == program}
-    return name
-
-
-HOARDER = running("notebook")
+(HOARDER,) = {workload.name for workload in DEMO_WORKLOADS if workload.program.__name__ == "notebook"}
 
 
 DOCUMENTED = REPOSITORY / "docs" / "policies-and-alerts.md"
