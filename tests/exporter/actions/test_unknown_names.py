@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.mismatch import unknown_names
 from gpumem_exporter.actions.request import Target
+from gpumem_exporter.actions.selection import unknown_names
 
 
 def test_a_thousand_unknown_names_lead_to_one_suggestion_and_a_bounded_number_of_comparisons(
