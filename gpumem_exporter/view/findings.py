@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
-from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
+from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, sum_of_known
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
+from gpumem_exporter.view.documents import Part
 from gpumem_exporter.view.engines import ENOUGH_SECONDS, smaller_cache
 from gpumem_exporter.view.growth import Growth
-from gpumem_exporter.view.jobs import Job, Part, job_uuids, parts_by_device
+from gpumem_exporter.view.jobs import Job, job_uuids, jobs_by_device
 from gpumem_exporter.view.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
@@ -109,13 +110,13 @@ def find(
     the use of a key-value cache must be known before a smaller one is proposed.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
-    parts = parts_by_device(jobs)
+    there = jobs_by_device(jobs)
     found = [
         *_checks(failed_checks),
         *(_lost(device) for device in devices if not device.up),
         *_ooms(snapshot, jobs),
         *_growing(jobs, devices, growths or {}),
-        *_idle_caches(snapshot, jobs, devices, ledgers, parts),
+        *_idle_caches(snapshot, devices, ledgers, there),
         *_orphans(jobs, snapshot.gpus, ledgers),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
@@ -124,7 +125,7 @@ def find(
     ]
     for device in devices:
         if device.uuid in ledgers:
-            found += _in_ledger(device, ledgers[device.uuid], parts.get(device.uuid, ()))
+            found += _in_ledger(device, ledgers[device.uuid], there.get(device.uuid, ()))
     return found
 
 
@@ -282,39 +283,35 @@ def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float |
 
 def _idle_caches(
     snapshot: Snapshot,
-    jobs: Sequence[Job],
     devices: Iterable[DeviceReading],
     ledgers: Mapping[str, DeviceLedger],
-    of_device: Mapping[str, Sequence[tuple[Job, Part]]],
+    jobs: Mapping[str, Sequence[tuple[Job, Sequence[Part]]]],
 ) -> Iterator[Finding]:
-    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache."""
-    found: dict[str, list[tuple[DeviceReading, int, str]]] = {}
-    """For each job, its idle cache on each device, and why others lack it."""
-    by_id = {job.id: job for job in jobs}
+    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache. `jobs` are by device."""
+    found: dict[str, tuple[Job, list[tuple[DeviceReading, int, str]]]] = {}
+    """Each job by id, with its idle cache on each device, and why others lack it."""
     for device in devices:
         ledger = ledgers.get(device.uuid)
         if ledger is None:
             continue
-        there = of_device.get(device.uuid, ())
-        free = ledger.categories["free"]
-        full = free < (1 - _FULL) * ledger.total_bytes
+        there = jobs.get(device.uuid, ())
+        full = ledger.categories["free"] < (1 - _FULL) * ledger.total_bytes
         failed = {
-            (oom.workload or None, oom.owner)
+            oom.workload or None
             for oom in snapshot.ooms
             if oom.uuid == device.uuid and snapshot.taken_seconds - oom.happened_seconds < _CAUGHT_SECONDS
         }
-        idle: dict[str, int] = {}
-        for job, part in there:
-            if part.process.reporter is not None and part.process.reporter.clears and part.sample is not None:
-                idle[job.id] = idle.get(job.id, 0) + (part.sample.idle_cache_bytes or 0)
-        for key, size in idle.items():
-            others = len({job.id for job, _ in there}) > 1
-            beside = any(workload != by_id[key].workload for workload, _ in failed)
-            lacking = (_LITTLE_FREE if full else _OTHER_FAILED if beside else "") if others else ""
-            if size >= (_IDLE_BESIDE_FULL if lacking else _MUCH_IDLE) * ledger.total_bytes:
-                found.setdefault(key, []).append((device, size, lacking))
-    for key, places in found.items():
-        job = by_id[key]
+        for job, parts in there:
+            size = sum(
+                part.sample.idle_cache_bytes or 0
+                for part in parts
+                if part.process.reporter is not None and part.process.reporter.clears and part.sample is not None
+            )
+            beside = bool(failed - {job.workload})
+            lacking = (_LITTLE_FREE if full else _OTHER_FAILED if beside else "") if len(there) > 1 else ""
+            if size and size >= (_IDLE_BESIDE_FULL if lacking else _MUCH_IDLE) * ledger.total_bytes:
+                found.setdefault(job.id, (job, []))[1].append((device, size, lacking))
+    for job, places in found.values():
         size, lacked = sum(size for _, size, _ in places), [device for device, _, lacking in places if lacking]
         where = gpus_in_words([device.gpu for device in lacked or [device for device, _, _ in places]])
         why = next((lacking for _, _, lacking in places if lacking), "")
@@ -322,7 +319,7 @@ def _idle_caches(
         device = (lacked or [places[0][0]])[0]
         severity = SEVERITY["idle_cache_lacked" if lacked else "idle_cache"]
         yield Finding(
-            *(f"idle_cache {key}", "idle_cache", severity, "Idle cache", sentence),
+            *(f"idle_cache {job.id}", "idle_cache", severity, "Idle cache", sentence),
             job=job,
             gpu=device.gpu,
             uuid=device.uuid,
@@ -430,26 +427,24 @@ def _unused_kv_caches(
         yield Finding(key, kind, SEVERITY[kind], "Unused KV cache", sentence, job=job, gpu=gpu, uuid=uuid)
 
 
-def _in_ledger(device: DeviceReading, ledger: DeviceLedger, parts: Sequence[tuple[Job, Part]]) -> Iterator[Finding]:
+def _in_ledger(
+    device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[tuple[Job, Sequence[Part]]]
+) -> Iterator[Finding]:
     place: dict[str, Any] = {"gpu": device.gpu, "uuid": device.uuid}
-    # If the reclaimable part of a cache is unknown, the ledger counts the whole cache as fragmented.
-    sizes: dict[str, int] = {}
-    for job, part in parts:
-        sample = part.sample
-        if sample is not None and None not in (sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes):
-            size = sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes  # type: ignore[operator]
-            sizes[job.id] = sizes.get(job.id, 0) + size
-    if 0 < sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
-        worst = max((job for job, _ in parts), key=lambda job: sizes.get(job.id, 0))
+    # Not from the ledger: if the reclaimable part of a cache is unknown, it counts the whole cache as fragmented.
+    sizes = [sum(fragmented_bytes(part.sample) or 0 for part in parts if part.sample is not None) for _, parts in jobs]
+    if 0 < sum(sizes) >= _FRAGMENTED * ledger.total_bytes:
+        size = max(sizes)
+        worst, _ = jobs[sizes.index(size)]
         sentence = (
-            f"{called(worst)} holds {human_bytes(sizes[worst.id])} of fragmented cache on GPU {device.gpu}. "
+            f"{called(worst)} holds {human_bytes(size)} of fragmented cache on GPU {device.gpu}. "
             "A clear cannot free it."
         )
         key = f"fragmented {device.uuid}"
         yield Finding(key, "fragmented", SEVERITY["fragmented"], "Fragmented", sentence, job=worst, **place)
     # Not if the memory of a process may be unattributed, or if the memory is the host's.
     known = "other_processes" in ledger.categories and not (device.memory is not None and device.memory.of_host)
-    hidden = any(_used_is_unknown(part) for _, part in parts)
+    hidden = any(_used_is_unknown(part) for _, parts in jobs for part in parts)
     size = ledger.categories["unattributed"]
     if known and not hidden and size >= _UNATTRIBUTED * ledger.total_bytes:
         sentence = f"{human_bytes(size)} on GPU {device.gpu} is used by no process that the driver lists."

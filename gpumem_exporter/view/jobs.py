@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
@@ -17,7 +17,7 @@ from gpumem_exporter.core.ledger import ProcessShare, fragmented_bytes, sum_of_k
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
-from gpumem_exporter.view.documents import JOB_NUMBERS, SeenProcess, seen_processes
+from gpumem_exporter.view.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 """What a URL would have to escape."""
@@ -29,17 +29,6 @@ STATES_OF_ENGINES = {"starting": "starting", "serving": "serving", "idle": "idle
 """The state of a job by the states of its engines; the first one counts."""
 
 Owner = tuple[int | None, Place]
-
-
-class Part(NamedTuple):
-    """One process on one device."""
-
-    process: SeenProcess
-    uuid: str
-    share: ProcessShare | None
-    """The driver's values; None if the driver does not list the process on the device."""
-    sample: DeviceSample | None
-    """The reporter's values."""
 
 
 def _reserved(value: Callable[[DeviceSample], int | None]) -> Callable[[Part], int | None]:
@@ -102,9 +91,8 @@ class Job:
 
     @cached_property
     def sums(self) -> Mapping[str, int | None]:
-        """The sum of each value over the processes and devices where it is known; None where none is."""
-        known = {name: [value(part) for part in self.parts] for name, value in VALUES.items()}
-        return {name: sum_of_known(values or [None]) for name, values in known.items()}
+        """The sum of each value over all parts; see `sums_of`."""
+        return sums_of(self.parts, VALUES)
 
     @property
     def incomplete(self) -> list[str]:
@@ -223,20 +211,21 @@ def _key() -> bytes:
         return os.urandom(16)
 
 
-def parts_of(process: SeenProcess) -> Iterator[Part]:
-    """Yield a process on each of its devices."""
-    samples = {sample.uuid: sample for sample in process.reporter.report.devices} if process.reporter else {}
-    for uuid in dict.fromkeys([*samples, *process.shares]):
-        yield Part(process, uuid, process.shares.get(uuid), samples.get(uuid))
-
-
-def parts_by_device(jobs: Iterable[Job]) -> dict[str, list[tuple[Job, Part]]]:
-    """Return the processes on each device, by uuid, in the order of the jobs."""
-    found: dict[str, list[tuple[Job, Part]]] = {}
+def jobs_by_device(jobs: Iterable[Job]) -> dict[str, list[tuple[Job, list[Part]]]]:
+    """Return the jobs on each device, each with its processes there, by uuid, in the order of the jobs."""
+    found: dict[str, list[tuple[Job, list[Part]]]] = {}
     for job in jobs:
+        there: dict[str, list[Part]] = {}
         for part in job.parts:
-            found.setdefault(part.uuid, []).append((job, part))
+            there.setdefault(part.uuid, []).append(part)
+        for uuid, parts in there.items():
+            found.setdefault(uuid, []).append((job, parts))
     return found
+
+
+def sums_of(parts: Sequence[Part], names: Iterable[str]) -> dict[str, int | None]:
+    """Return the sum of each value over the processes and devices where it is known; None where none is."""
+    return {name: sum_of_known([VALUES[name](part) for part in parts] or [None]) for name in names}
 
 
 def _job_number(name: str, process: SeenProcess) -> str | None:
