@@ -18,6 +18,7 @@ from gpumem_client.allocator.components import with_cache_use
 from gpumem_client.allocator.simulated import AllocatorStatistics, Block, CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
 from gpumem_client.engines.facts import EngineFacts
+from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.profile.model import Owner
@@ -168,6 +169,8 @@ class DeviceSlot:
 
     def sleep(self) -> None:
         """Unmap all memory of the allocator, as vLLM's sleep mode does; the tensors keep their addresses."""
+        if self.unmapped.reserved_bytes:
+            return
         self.allocator.empty_cache()
         statistics = self.allocator.statistics
         self.unmapped = Unmapped(statistics.reserved_bytes, statistics.allocated_bytes)
@@ -233,6 +236,37 @@ class DeviceSlot:
         return now_bytes if self._least_reclaimable_bytes is None else min(now_bytes, self._least_reclaimable_bytes)
 
 
+class SimulatedEngine(CoreMemory):
+    """Lets the engine of a simulated process sleep, and wakes it, for commands of the exporter."""
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        super().__init__(process)
+        self._process = process
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has requests."""
+        return self._process.engine_facts is not None and bool(self._process.engine_facts.requests)
+
+    def release(self, *, keep_weights: bool, force: bool) -> None:
+        """Unmap the memory of the engine."""
+        if keep_weights:
+            raise CommandRefusedError("the demo's engines release all memory", ReasonCode.ENGINE_NOT_ENABLED)
+        if self._process.asleep:
+            raise CommandRefusedError("the engine sleeps already", ReasonCode.ENGINE_ASLEEP)
+        if self.busy and not force:
+            raise CommandRefusedError("the engine has requests", ReasonCode.ENGINE_BUSY)
+        for slot in self._process.slots:
+            slot.sleep()
+
+    def resume(self) -> None:
+        """Map the memory again."""
+        if not self._process.asleep:
+            raise CommandRefusedError("the engine does not sleep", ReasonCode.ENGINE_AWAKE)
+        if not all([slot.wake() for slot in self._process.slots]):
+            raise CommandRefusedError("the device has too little free memory", ReasonCode.ENGINE_BUSY)
+
+
 class SimulatedProcess:
     """One process and its memory, with one slot for each of its devices, in the order of their CUDA indexes.
 
@@ -279,6 +313,7 @@ class SimulatedProcess:
             ErrorLog(),
             planned_bytes=planned_bytes,
             collect_garbage=lambda: self.free(self.garbage),
+            engine=lambda: None if self.engine_facts is None else SimulatedEngine(self),
             clock=clock,
         )
         self._phase = ""
@@ -287,6 +322,11 @@ class SimulatedProcess:
     def pid(self) -> int:
         """The pid, which is the same in the process, on the host and in the driver's lists."""
         return self.identity.pid
+
+    @property
+    def asleep(self) -> bool:
+        """Whether an engine has released its memory."""
+        return any(slot.unmapped.reserved_bytes for slot in self.slots)
 
     # Called by the simulated program.
 

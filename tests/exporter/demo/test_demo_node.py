@@ -337,6 +337,29 @@ def test_the_components_of_engines_add_up_to_the_byte_through_sleep_and_wake() -
     assert "asleep" not in seen["demo-llm-server"]
 
 
+@pytest.mark.parametrize("workload", ["demo-llm-server", "demo-sleeping-engine"])
+def test_an_engine_sleeps_and_wakes_on_command(workload: str) -> None:
+    node = only(lambda each: each.name == workload)
+    engine = the(node, workload)
+    for _ in advance(node, 600.0):
+        if not engine.asleep:
+            break
+    (sample,) = report(engine).devices
+    free_bytes = node.provider.read_memory(sample.uuid).free_bytes
+    assert [each.outcome for each in run(engine, command("resume_memory"))] == ["refused"]
+    (released,) = run(engine, command("release_memory", force=True))
+    assert (released.outcome, report(engine).devices[0].unmapped_bytes) == ("done", sample.reserved_bytes)
+    assert node.provider.read_memory(sample.uuid).free_bytes == free_bytes + (sample.reserved_bytes or 0)
+    for _ in advance(node, 20.0, START + 600.0):
+        pass
+    state = report(engine).engine
+    assert state is not None
+    assert state.state == "asleep"
+    (resumed,) = run(engine, command("resume_memory"))
+    assert (resumed.outcome, report(engine).devices[0].unmapped_bytes) == ("done", None)
+    assert node.provider.read_memory(sample.uuid).free_bytes == free_bytes
+
+
 def profiles_of(process: SimulatedProcess) -> list[Profile]:
     """Return the list of profiles that the process sends from now on, as the exporter reads them."""
     sent: list[Profile] = []

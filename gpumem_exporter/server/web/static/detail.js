@@ -1,6 +1,6 @@
 // The page of a job or of a device: its memory, its timeline, where its memory is, its events.
 
-import { engineVerb, openClear, openEngine } from "./clear.js";
+import { engineVerb, openClear, openEngine } from "./actions.js";
 import { Bar, stripOf } from "./devices.js";
 import { $, arrange, h, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { EventList, happened, jobFinder, typeFilter } from "./events.js";

@@ -1,6 +1,6 @@
 // What needs attention, in one slot of fixed height: a new finding moves nothing below it.
 
-import { openClear } from "./clear.js";
+import { openClear } from "./actions.js";
 import { $, arrange, h, isInUse, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { bytes, duration, safe } from "./format.js";
 import { hueOf } from "./hues.js";

@@ -1,8 +1,8 @@
 // The jobs, one row each; the ranks of a job on demand. Rows are reused, and only changed cells are written.
 
-import { openClear } from "./clear.js";
+import { openClear } from "./actions.js";
 import { $, arrange, h, isInUse, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
-import { bytes, count, dayAndTime, duration, gpuList, integer, safe, UNKNOWN } from "./format.js";
+import { bytes, count, dayAndTime, duration, gpuList, integer, processName, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { go, jobHref, onRoute, param } from "./route.js";
 
@@ -127,7 +127,7 @@ class RankRow {
 
   update({ process, device }) {
     const { cells } = this;
-    setText(cells.job, `${process.rank ? `rank ${safe(process.rank)} · ` : ""}pid ${process.pid}`);
+    setText(cells.job, processName(process));
     setText(cells.devices, device.gpu ?? UNKNOWN);
     setText(cells.state, process.orphan ? "orphan" : process.state === "reporting" ? "" : process.state === "silent" ? `silent for ${duration(now - process.last_report_unix_seconds)}` : "no reporter");
     for (const key of SIZES) setText(cells[key], bytes(device[`${key}_bytes`]));

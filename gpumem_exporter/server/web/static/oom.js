@@ -2,11 +2,11 @@
 // The exporter has computed the cause and written the words.
 
 import { Refusal, request } from "./api.js";
-import { openClear } from "./clear.js";
+import { openClear } from "./actions.js";
 import { Bar } from "./devices.js";
 import { h, refill, setHidden, setText } from "./dom.js";
 import { EventList } from "./events.js";
-import { bytes, dayAndTime, duration, gpuName, safe } from "./format.js";
+import { bytes, dayAndTime, duration, gpuName, processName, safe } from "./format.js";
 import { hueOf } from "./hues.js";
 import { profileLink } from "./profiles.js";
 import { go, jobHref, LAST_OOM, showAgain } from "./route.js";
@@ -126,10 +126,11 @@ function amountOf({ key, label, bytes: size, job, idle }, running) {
   return h("div", {}, h("dt", {}, swatch, name), h("dd", {}, bytes(size)), ...(idle ? [h("dd", { class: "faint" }, `of it idle cache ${bytes(idle)}`)] : []));
 }
 
-function factsOf({ pid, rank, detail }) {
+function factsOf(event) {
+  const { detail } = event;
   const limit = detail.limit_bytes;
   return [
-    ["Process", `${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`],
+    ["Process", processName(event)],
     ["Requested", bytes(detail.requested_bytes)],
     ["Limit of the process", limit < detail.device?.total_bytes * 0.98 ? bytes(limit) : null],
     ["Reserved by PyTorch", detail.allocator ? bytes(detail.allocator.reserved_bytes) : null],

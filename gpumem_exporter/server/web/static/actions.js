@@ -5,7 +5,7 @@ import { ACTIONS, request } from "./api.js";
 import { explain, isRunning, openDialog, runAction, show, staysOpen } from "./dialog.js";
 import { $, h } from "./dom.js";
 import { happened } from "./events.js";
-import { bytes, safe, UNKNOWN } from "./format.js";
+import { bytes, processName, safe, UNKNOWN } from "./format.js";
 
 const WAIT_SECONDS = 10;
 const SETTLE_SECONDS = 10;
@@ -98,8 +98,8 @@ function showProgress(action, cancel) {
 function resultsTable({ results, dry_run: dry }) {
   const head = ["Process", "GPU", ...chosen.head(dry), "Outcome"];
   const row = (result) => {
-    const { pid, rank, gpu, outcome: end, reason } = result;
-    return [`${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`, gpu ?? UNKNOWN, ...chosen.sizes(result).map(bytes), `${end.replaceAll("_", " ")}${reason ? `: ${safe(reason)}` : ""}`];
+    const { gpu, outcome: end, reason } = result;
+    return [processName(result), gpu ?? UNKNOWN, ...chosen.sizes(result).map(bytes), `${end.replaceAll("_", " ")}${reason ? `: ${safe(reason)}` : ""}`];
   };
   return h(
     "table",
