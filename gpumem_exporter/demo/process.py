@@ -263,7 +263,7 @@ class SimulatedEngine(CoreMemory):
         """Map the memory again."""
         if not self._process.asleep:
             raise CommandRefusedError("the engine does not sleep", ReasonCode.ENGINE_AWAKE)
-        if not all([slot.wake() for slot in self._process.slots]):
+        if not all(slot.wake() for slot in self._process.slots):  # an engine has one device
             raise CommandRefusedError("the device has too little free memory", ReasonCode.ENGINE_BUSY)
 
 
