@@ -23,9 +23,14 @@ class Difference:
     moment: Moment
     lines: tuple[Line, ...]
     """The lines of both profiles, also the lines that are equal."""
-    devices: tuple[str, ...]
-    """The UUIDs of the devices: of `after`, then the others of `before`."""
+    uuids: tuple[str, ...]
+    """The devices: of `after`, then the others of `before`."""
     notes: tuple[str, ...]
+
+    @property
+    def gpus(self) -> dict[str, str]:
+        """The NVML index of each device by UUID; a device whose index is unknown is left out."""
+        return self.before.gpus | self.after.gpus
 
 
 def difference(before: StoredProfile, after: StoredProfile, moment: Moment = "live") -> Difference:
@@ -93,17 +98,3 @@ def _with_moved_code(lines: Sequence[Line]) -> list[Line]:
     later = [line for line in lines if not line.before_bytes]
     earlier = [line for line in lines if not line.bytes]
     return [*in_both, *_joined((*later, *earlier), _without_line_numbers)]
-
-
-def device_names(profile: StoredProfile | Difference) -> list[str]:
-    """Return `GPU 0` for each device of a profile or a difference, or the UUID if the device has no index."""
-    if isinstance(profile, Difference):
-        gpus, uuids = gpu_indices(profile.before) | gpu_indices(profile.after), profile.devices
-    else:
-        gpus, uuids = gpu_indices(profile), tuple(device.uuid for device in profile.profile.devices)
-    return [f"GPU {gpus[uuid]}" if uuid in gpus else uuid for uuid in uuids]
-
-
-def gpu_indices(stored: StoredProfile) -> dict[str, str]:
-    """Return the NVML index of each device of a profile by UUID; a device whose index is unknown is left out."""
-    return {device.uuid: device.gpu for device in stored.devices if device.gpu}

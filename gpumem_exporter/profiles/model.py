@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,3 +81,23 @@ class StoredProfile(ProfileFacts):
     """A profile with its rows."""
 
     profile: Profile
+
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """The devices of the rows."""
+        return tuple(device.uuid for device in self.profile.devices)
+
+    @property
+    def gpus(self) -> dict[str, str]:
+        """The NVML index of each device by UUID; a device whose index is unknown is left out."""
+        return {device.uuid: device.gpu for device in self.devices if device.gpu}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is missing and why, for people."""
+        return self.profile.notes
+
+
+def device_names(uuids: Iterable[str], gpus: Mapping[str, str]) -> list[str]:
+    """Return `GPU 0` for each device, or its UUID if its index is unknown."""
+    return [f"GPU {gpus[uuid]}" if uuid in gpus else uuid for uuid in uuids]

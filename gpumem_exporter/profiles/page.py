@@ -17,9 +17,9 @@ from importlib.resources import files
 from typing import Any
 
 from gpumem_client.profile.model import Owner
-from gpumem_exporter.profiles.diff import Difference, device_names
+from gpumem_exporter.profiles.diff import Difference
 from gpumem_exporter.profiles.lines import OwnerPaths, has_peak, is_torch, kind_text, lines_of
-from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.model import StoredProfile, device_names
 from gpumem_exporter.profiles.tables import View, difference_head, profile_head, text, title, view_tables
 
 _SCRIPTS = (  # .ci/fetch-flame-graph fetches the libraries again
@@ -36,7 +36,7 @@ def render(profile: StoredProfile | Difference) -> bytes:
     """Return the page."""
     views = tuple(_views(profile))
     differs = isinstance(profile, Difference)
-    devices = device_names(profile)
+    devices = device_names(profile.uuids, profile.gpus)
     parts = (
         *(difference_head(profile) if isinstance(profile, Difference) else profile_head(profile, devices)),
         _buttons(views),
