@@ -109,7 +109,8 @@ class EngineControl:
 
     def _programs(self, target: OutsideTarget) -> Iterator[tuple[Program, int]]:
         """Yield a process and its ancestors of the same user and place, each with its start time."""
-        pid, uid, place = target.host_pid or 0, self._entries.uid(target.host_pid or 0), self._places.of(target.host_pid or 0)
+        pid = target.host_pid or 0
+        uid, place = self._entries.uid(pid), self._places.of(pid)
         started: int | None = self._started(pid)
         if uid is None or not place.known or started != target.start_time_ticks:
             return
