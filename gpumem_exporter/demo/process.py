@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from random import Random
-from types import GeneratorType
+from types import FrameType
 from typing import Any, NoReturn
 
 from gpumem_client.allocator.components import with_cache_use
@@ -303,7 +303,7 @@ class SimulatedProcess:
         """What the client would find out about the inference engine in the process."""
         self.garbage: list[Tensor] = []
         """Tensors in reference cycles, which only Python's garbage collector frees."""
-        self.program: GeneratorType[None, None, None] | None = None
+        self.program: Iterator[None] | None = None
         self.script = next((word for word in identity.command.split() if word.endswith(".py")), "main.py")
         self._stacks: dict[int, _Stack] = {}
         self.loop = ReportLoop(
@@ -322,6 +322,11 @@ class SimulatedProcess:
     def pid(self) -> int:
         """The pid, which is the same in the process, on the host and in the driver's lists."""
         return self.identity.pid
+
+    @property
+    def frame(self) -> FrameType | None:
+        """Where the program is, which is a generator."""
+        return getattr(self.program, "gi_frame", None)
 
     @property
     def asleep(self) -> bool:
@@ -394,7 +399,7 @@ class SimulatedProcess:
 
     def _stack(self, slot: DeviceSlot) -> _Stack:
         """Return the stack of an allocation, which is in the program."""
-        frame = None if self.program is None else self.program.gi_frame
+        frame = self.frame
         if slot.trace is None or frame is None or self._phase == "backward":
             return ()
         here = {"name": frame.f_code.co_name, "filename": self.script, "line": frame.f_lineno}
