@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from gpumem_exporter.profiles.lines import PATH_KINDS, Line, Moment, lines_of, summed, without_numbers
-from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.lines import PATH_KINDS, Line, Moment, summed, without_numbers
+from gpumem_exporter.profiles.model import SavedProfile, StoredProfile
+
+Comparable: TypeAlias = StoredProfile | SavedProfile
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Two profiles, and the lines that differ."""
 
-    before: StoredProfile
-    after: StoredProfile
+    before: Comparable
+    after: Comparable
     moment: Moment
     lines: tuple[Line, ...]
     """The lines of both profiles, also the lines that are equal."""
@@ -33,18 +36,18 @@ class Difference:
         return self.before.gpus | self.after.gpus
 
 
-def difference(before: StoredProfile, after: StoredProfile, moment: Moment = "live") -> Difference:
+def difference(before: Comparable, after: Comparable, moment: Moment = "live") -> Difference:
     """Return what grew and what shrank from one profile to another.
 
     Raises NoPeakError for the highest moment if one of the profiles was taken without a recording.
     """
-    old, new = lines_of(before.profile, moment), lines_of(after.profile, moment)
+    old, new = before.lines(moment), after.lines(moment)
     notes = []
     with_stacks = [any(line.stack for line in lines) for lines in (old, new)]
     if any(with_stacks) and not all(with_stacks):
         notes.append("One of the profiles has no stacks, so only owners are compared.")
         old, new = ([line._replace(stack=()) for line in lines] for lines in (old, new))
-    uuids, places = _devices(before, after)
+    uuids, places = _devices(before.uuids, after.uuids)
     moved = [
         line._replace(device=places[line.device], bytes=0, blocks=0, before_bytes=line.bytes, before_blocks=line.blocks)
         for line in old
@@ -55,12 +58,11 @@ def difference(before: StoredProfile, after: StoredProfile, moment: Moment = "li
     return Difference(before, after, moment, tuple(lines), uuids, tuple(notes))
 
 
-def _devices(before: StoredProfile, after: StoredProfile) -> tuple[tuple[str, ...], list[int]]:
+def _devices(old: Sequence[str], new: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
     """Return the devices of a difference, and the index of each device of the earlier profile in them.
 
     A job that started again may have another device: without one in common, the devices are paired in their order.
     """
-    old, new = ([device.uuid for device in each.profile.devices] for each in (before, after))
     if not set(old) & set(new):
         return (*new, *old[len(new) :]), list(range(len(old)))
     uuids = tuple(dict.fromkeys((*new, *old)))

@@ -23,14 +23,13 @@ from gpumem_exporter.profiles.lines import (
     caller,
     forget_names,
     frames,
-    lines_of,
     owner_name,
     place,
     stack_names,
     summed,
     user_frame,
 )
-from gpumem_exporter.profiles.model import StoredProfile, device_names
+from gpumem_exporter.profiles.model import ProfileFacts, StoredProfile, device_names
 
 Format = Literal["json", "folded", "pprof", "html"]
 SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "folded", "json": "json"}
@@ -61,7 +60,7 @@ def _rendered(profile: StoredProfile | Difference, form: Format, moment: Moment)
     if form == "html":
         return page.render(profile), "text/html; charset=utf-8"
     differs = isinstance(profile, Difference)
-    lines = list(profile.lines) if isinstance(profile, Difference) else lines_of(profile.profile, moment)
+    lines = profile.lines if isinstance(profile, Difference) else profile.lines(moment)
     changed = sorted((line for line in lines if line.change_bytes), key=lambda line: -abs(line.change_bytes))
     if form == "pprof":
         return _pprof(profile, changed), "application/octet-stream"
@@ -96,12 +95,12 @@ def _difference_head(change: Difference) -> dict[str, Any]:
     }
 
 
-def _identity(stored: StoredProfile) -> dict[str, Any]:
+def _identity(stored: ProfileFacts) -> dict[str, Any]:
     return {
         "id": stored.id,
         "time": datetime.fromtimestamp(stored.time_unix_seconds, timezone.utc).isoformat(),
         "unix_seconds": stored.time_unix_seconds,
-        "cause": stored.profile.cause,
+        "cause": stored.cause,
         "pid": stored.pid,
         "workload": stored.workload,
         "rank": stored.rank,
@@ -201,6 +200,6 @@ def _pprof(profile: StoredProfile | Difference, changed: Sequence[Line]) -> byte
         changed,
         device_names(profile.uuids, profile.gpus),
         time_unix_seconds=stored.time_unix_seconds,
-        duration_seconds=stored.profile.recorded_seconds,
+        duration_seconds=stored.recorded_seconds,
         comments=profile.notes,
     )
