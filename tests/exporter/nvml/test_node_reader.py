@@ -161,6 +161,9 @@ def test_a_device_lost_during_a_read_keeps_its_identity_and_has_no_values(reader
         reading = reader.read()
         assert device(reading, "GPU-3") == DeviceReading("3", "GPU-3", "H100", error="GPU is lost")
         assert up(reading) == [f"GPU-{i}" for i in (0, 1, 2, 4, 5, 6, 7)]
+    node.failures = {("memory", "GPU-3"): KeyError("unforeseen")}
+    reading = reader.read()
+    assert (len(up(reading)), device(reading, "GPU-3").error) == (7, "KeyError: 'unforeseen'")
 
 
 def test_a_lost_device_that_the_driver_no_longer_counts_stays_lost_until_it_returns(
