@@ -311,18 +311,18 @@ def test_an_integrated_gpu_without_memory_values_has_those_of_the_host(
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "text"),
+    ("name", "code", "error", "text"),
     [
-        ("NVIDIA H100 80GB HBM3", 3, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
-        ("NVIDIA GB100", 3, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
-        ("NVIDIA GB10", 4, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
-        ("NVIDIA GB10", 15, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
-        ("NVIDIA GB10", 3, "MemTotal: 9 kB\n"),
+        ("NVIDIA H100 80GB HBM3", 3, errors.NvmlNotSupportedError, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB100", 3, errors.NvmlNotSupportedError, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB10", 4, errors.NvmlPermissionError, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB10", 15, errors.NvmlDeviceLostError, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB10", 3, errors.NvmlNotSupportedError, "MemTotal: 9 kB\n"),
     ],
     ids=["not integrated", "a name that only starts like it", "no permission", "lost", "an old kernel"],
 )
 def test_other_gpus_never_get_the_hosts_memory(
-    library: Library, tmp_path: Path, name: str, code: int, text: str
+    library: Library, tmp_path: Path, name: str, code: int, error: type[errors.NvmlError], text: str
 ) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(text)
@@ -331,7 +331,7 @@ def test_other_gpus_never_get_the_hosts_memory(
     provider.open()
     provider.devices()
     library.gpus[0].codes = {"nvmlDeviceGetMemoryInfo": code, "nvmlDeviceGetMemoryInfo_v2": code}
-    with pytest.raises(RETURN_CODES[code][0]):
+    with pytest.raises(error):
         provider.read_memory("GPU-0")
 
 
