@@ -74,10 +74,10 @@ class Job:
         """The processes on each of their devices."""
         return [part for process in self.processes for part in parts_of(process)]
 
-    @property
-    def reporting(self) -> list[SeenProcess]:
+    @cached_property
+    def reporters(self) -> list[ReportingProcess]:
         """The processes that report."""
-        return [process for process in self.processes if process.reporter is not None]
+        return [process.reporter for process in self.processes if process.reporter is not None]
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class Job:
         """Return what the job does now, on the monotonic clock; `starting` are the host pids of starting engines."""
         if all(process.orphan is not None for process in self.processes):
             return "orphan"
-        reporters = [process.reporter for process in self.processes if process.reporter is not None]
+        reporters = self.reporters
         titles = any((process.command or "").startswith(ENGINE_TITLES) for process in self.processes)
         if any(process.host_pid in starting and process.host_pid is not None for process in self.processes):
             return "starting"
@@ -130,7 +130,7 @@ class Job:
     def owner(self) -> dict[str, Any]:
         """Return who runs the job: what all processes have in common."""
         known = {name: self._identity(name) for name in ("user", "k8s_namespace", "k8s_pod")}
-        uids = {process.reporter.owner_uid for process in self.reporting if process.reporter and not process.hidden}
+        uids = {process.reporter.owner_uid for process in self.processes if process.reporter and not process.hidden}
         jobs = {name: self._common(partial(_job_number, name)) for name in JOB_NUMBERS}
         words = [
             known["user"] or "",
@@ -148,11 +148,7 @@ class Job:
 
     def steps(self, snapshot: Snapshot, now_unix_seconds: float) -> dict[str, Any]:
         """Return the last step of the process that is furthest, its duration, and when its end was first seen."""
-        stepping = [
-            process.reporter
-            for process in self.processes
-            if process.reporter is not None and process.reporter.report.step is not None
-        ]
+        stepping = [each for each in self.reporters if each.report.step is not None]
         if not stepping:
             return {"step": None, "step_seconds": None, "last_step_unix_seconds": None}
         last = max(stepping, key=lambda each: (each.report.step or 0, -each.stepped_seconds))

@@ -212,9 +212,7 @@ def _job(
     full = full_in_seconds(job, grows, free) if grows is not None else None
     last_reports = [process.last_report_unix_seconds for process in job.processes]
     ranks = [process.rank for process in job.processes]
-    sizes = {
-        process.reporter.report.process.world_size for process in job.processes if process.reporter is not None
-    } - {None}
+    sizes = {each.report.process.world_size for each in job.reporters} - {None}
     return {
         "id": job.id,
         "name": job.name,
@@ -224,7 +222,7 @@ def _job(
         "gpus": [snapshot.gpus[uuid] for uuid in uuids if uuid in snapshot.gpus],
         "uuids": uuids,
         "process_count": len(job.processes),
-        "reporting_count": len(job.reporting),
+        "reporting_count": len(job.reporters),
         "orphan_count": sum(process.orphan is not None for process in job.processes),
         "ranks": [rank for rank in ranks if rank],
         "world_size": sizes.pop() if len(sizes) == 1 else None,
@@ -266,7 +264,6 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
         for sample in samples
         if sample.reclaimable_bytes is not None and sample.idle_cache_bytes is not None
     )
-    pids = [pid for pid, _ in able]
     timing = suggested_timing([reporter for _, reporter in able], now_seconds)
     again = max(0, again)
     at_least = any(sample.idle_cache_bytes is None and sample.reserved_bytes != 0 for sample in samples)
@@ -275,7 +272,7 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
         "again_bytes": again,
         "at_least": at_least,
         "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=timing.mode == 'step')}.",
-        "target": {"pid": pids[0] if len(pids) == 1 else pids},
+        "target": _target([pid for pid, _ in able]),
         **timing._asdict(),
     }
 
@@ -291,9 +288,12 @@ def _engine_memory(job: Job) -> Document | None:
     if not engines:
         return None
     asleep = any(sample.unmapped_bytes for _, report in engines for sample in report.devices)
-    pids = [pid for pid, _ in engines]
     release, resume = ENGINE_ACTIONS
-    return {"action": resume if asleep else release, "target": {"pid": pids[0] if len(pids) == 1 else pids}}
+    return {"action": resume if asleep else release, "target": _target([pid for pid, _ in engines])}
+
+
+def _target(pids: Sequence[int | str]) -> Document:
+    return {"pid": pids[0] if len(pids) == 1 else pids}
 
 
 def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> Document:

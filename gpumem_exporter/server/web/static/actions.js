@@ -26,9 +26,15 @@ const ENGINE = {
   resume_memory: { verb: "Wake", doing: "Resuming the engine's memory…", settles: false, when: "", head: () => ["Before", "After"], sizes: resident },
 };
 
-/** Open the dialog for a job's `clear`. */
-export function openClear(name, choice) {
+function openClear(name, choice) {
   open(name, { ...CLEAR, ...choice });
+}
+
+/** Return a button that opens the dialog; `job` returns the present name and clear. */
+export function clearButton(job, ...children) {
+  const button = h("button", { type: "button", class: "act" }, ...children);
+  button.addEventListener("click", () => openClear(job().name, job().clear));
+  return button;
 }
 
 /** Open the dialog for a job's `engine_memory`. */

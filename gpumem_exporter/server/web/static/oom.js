@@ -2,7 +2,7 @@
 // The exporter has computed the cause and written the words.
 
 import { Refusal, request } from "./api.js";
-import { openClear } from "./actions.js";
+import { clearButton } from "./actions.js";
 import { Bar } from "./devices.js";
 import { h, refill, setHidden, setText } from "./dom.js";
 import { EventList } from "./events.js";
@@ -99,17 +99,11 @@ function contentOf({ refusal, event, explanation, clears, running }) {
   return [
     text,
     h("p", { class: "verdict" }, safe(verdict)),
-    h("p", { class: "advice" }, safe(advice), ...clears.map(clearButton)),
+    h("p", { class: "advice" }, safe(advice), ...clears.map((job) => clearButton(() => job, `Clear ${safe(job.name)}: ${bytes(job.clear.stays_free_bytes)}…`))),
     ...(event.detail.profile ? [h("p", {}, profileLink(event.detail.profile, "Memory profile of this moment"))] : []),
     ...(parts.length > 0 ? [h("h4", {}, `Memory of ${gpuName(event)} at that moment`), barOf(parts), h("dl", { class: "parts" }, ...parts.map((part) => amountOf(part, running)))] : []),
     h("dl", { class: "facts" }, ...factsOf(event).map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
   ];
-}
-
-function clearButton({ name, clear }) {
-  const button = h("button", { type: "button", class: "act" }, `Clear ${safe(name)}: ${bytes(clear.stays_free_bytes)}…`);
-  button.addEventListener("click", () => openClear(name, clear));
-  return button;
 }
 
 const CLASSES = { job: "job", rest: "rest", free: "free" };
