@@ -130,7 +130,7 @@ def sleeping_engine(process: SimulatedProcess) -> Iterator[None]:
             yield
         process.busy_ratio = 0.7
         for _ in range(process.rng.randint(20, 40)):
-            if process.asleep:  # somebody has put it to sleep, although it had requests
+            if process.asleep:  # by a command with force
                 break
             process.engine_facts = replace(asleep, requests=3, cache=CacheUse(process.rng.uniform(0.3, 0.8), 0.1))
             yield
