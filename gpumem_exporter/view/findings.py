@@ -23,6 +23,7 @@ from gpumem_exporter.view.jobs import Job, job_uuids, jobs_by_device
 from gpumem_exporter.view.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
+# By age alone, readers missed an error behind three older warnings: the page shows a few findings at first.
 _URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache")
 """Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps."""
 SEVERITY = {
