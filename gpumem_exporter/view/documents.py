@@ -34,7 +34,8 @@ _SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("
 _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")
 _IDENTITY = ("world_size", "torch_version", "allocator_settings", "client_version")
 _REPORT = ("step_seconds", "pinned_host_bytes")
-_FACTS = tuple(name for name in IDENTITY_FIELDS if name != "command")
+_FACTS_ALWAYS = ("user", "k8s_namespace", "k8s_pod")
+_FACTS = tuple(name for name in IDENTITY_FIELDS if name not in ("command", *_FACTS_ALWAYS))
 JOB_NUMBERS = ("slurm_job_id", "ray_job_id")
 
 
@@ -202,9 +203,7 @@ def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool = 
         "rank": process.rank,
         "workload": identity.workload if identity else None,
         "command": process.command,
-        "user": process.identity("user"),
-        "k8s_namespace": process.identity("k8s_namespace"),
-        "k8s_pod": process.identity("k8s_pod"),
+        **{name: process.identity(name) for name in _FACTS_ALWAYS},
         "last_report_unix_seconds": process.last_report_unix_seconds,
         "started_unix_seconds": process.started_unix_seconds(snapshot.node),
         "orphan": orphan_document(process, snapshot.node),
