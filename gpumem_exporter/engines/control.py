@@ -77,13 +77,14 @@ class EngineControl:
 
     def _programs(self, target: OutsideTarget) -> Iterator[tuple[Program, int]]:
         """Yield a process and its ancestors of the same user and place, each with its start time."""
-        pid, uid, place = target.host_pid or 0, self._uid(target.host_pid or 0), self._places.of(target.host_pid or 0)
+        pid = target.host_pid or 0
+        uid, place = self._entries.uid(pid), self._places.of(pid)
         started: int | None = self._started(pid)
         if uid is None or not place.known or started != target.start_time_ticks:
             return
         listeners = Listeners(self._holders)
         for _ in range(_MAX_ANCESTORS):
-            if started is None or (self._uid(pid), self._places.of(pid)) != (uid, place):
+            if started is None or (self._entries.uid(pid), self._places.of(pid)) != (uid, place):
                 return
             yield self._program(pid, uid, place, listeners), started
             try:
@@ -106,10 +107,6 @@ class EngineControl:
             return self._entries.variables(pid, [name])[0]
         except HiddenError:
             return ""
-
-    def _uid(self, pid: int) -> int | None:
-        status = self._entries.status(pid)
-        return status.uid if status is not None else None
 
     def _started(self, pid: int) -> int | None:
         try:
