@@ -21,7 +21,8 @@ from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, longest_seconds
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.cli.render.action_tables import reasons
+from gpumem_exporter.cli.render.action_tables import action_tables, reasons
+from gpumem_exporter.cli.render.terminal import open_console, show
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.view import sentences
 
@@ -115,9 +116,6 @@ def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> Plan | No
 
 def confirmed_termination(api: ExporterApi, body: Document) -> Plan | None:
     """Show which orphans would be terminated, and ask. Returns the termination of these; None if the answer is no."""
-    from gpumem_exporter.cli.render.action_tables import action_tables
-    from gpumem_exporter.cli.render.terminal import open_console, show
-
     expected = api.submit({**body, "dry_run": True})
     show(open_console(), action_tables(expected))
     pids = list(dict.fromkeys(result["pid"] for result in expected["results"] if is_done(result["outcome"])))

@@ -12,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from rich.traceback import Traceback
 from textual.app import App
@@ -31,8 +31,17 @@ _TICK_SECONDS = 1.0
 """Without a new reading, the screen is drawn this often, because the values may no longer be current."""
 
 
+class NodeSource(Protocol):
+    """One exporter, or the exporters of a fleet."""
+
+    warnings: tuple[str, ...]
+
+    def read(self) -> list[Node]:
+        """Read the nodes. Raises GpumemError if there is nothing to read."""
+
+
 class LiveApp(App[None]):
-    """Shows the last reading of nodes. `read` runs in a thread, because it may block."""
+    """Shows the last reading of nodes, which is read in a thread, because it may block."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -41,13 +50,13 @@ class LiveApp(App[None]):
         Binding("ctrl+z", "suspend_process", show=False, priority=True),
     ]
 
-    def __init__(self, read: Callable[[], list[Node]], first: list[Node], *, interval_seconds: float) -> None:
+    def __init__(self, source: NodeSource, first: list[Node], *, interval_seconds: float) -> None:
         super().__init__()
         self.theme = "ansi-dark"  # the terminal's own colors
         self.interval_seconds = interval_seconds
         self.ended: int | None = None
         """The signal that ended the program; None for `q`."""
-        self._read, self._last_nodes = read, first
+        self.source, self._last_nodes = source, first
         self._answered_seconds = time.monotonic()
         self._failure = ""
 
@@ -113,7 +122,7 @@ class LiveApp(App[None]):
             due = max(due + self.interval_seconds, time.monotonic())
             await asyncio.sleep(due - time.monotonic())
             try:
-                self._last_nodes = await in_daemon_thread(self._read)
+                self._last_nodes = await in_daemon_thread(self.source.read)
                 self._failure, self._answered_seconds = "", time.monotonic()
             except GpumemError as error:
                 self._failure = str(error)

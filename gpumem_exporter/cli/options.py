@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -146,9 +147,16 @@ def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ
     return read_token(token_file) if token_file else ""
 
 
-def open_api(url: str | None, token_file: str | None) -> ExporterApi:
-    """Return the API of the exporter that `connection_options` name."""
-    return ExporterApi(exporter_urls(url), token=action_token(token_file), trust=exporter_trust())
+def api_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add `connection_options` to a command, which receives the API of the exporter as `api`, and `as_json`."""
+
+    @connection_options
+    @wraps(command)
+    def run(*, url: str | None, token_file: str | None, **values: Any) -> int:
+        with ExporterApi(exporter_urls(url), token=action_token(token_file), trust=exporter_trust()) as api:
+            return command(api=api, **values)
+
+    return run
 
 
 def read_token(path: str) -> str:

@@ -109,15 +109,8 @@ def top(interval_seconds: float, query: str, **values: Any) -> int:
     view = pop_view(values)
     options = FleetOptions(**values)
     source = FleetSource(options.connect(), query, options)
-    app = Top(
-        source.read,
-        source.read(),
-        view,
-        interval_seconds=interval_seconds,
-        open_api=options.api,
-        warnings=lambda: source.warnings,
-    )
-    return app.run_to_end()
+    nodes = source.read()
+    return Top(source, nodes, view, interval_seconds=interval_seconds, open_api=options.api).run_to_end()
 
 
 def _add_action(command: ActionCommand) -> None:

@@ -14,16 +14,14 @@ from textual.screen import ModalScreen
 from textual.widgets import Footer, Input, Static
 
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.live import LiveApp
+from gpumem_exporter.cli.live import LiveApp, NodeSource
 from gpumem_exporter.cli.node import Node
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
 from gpumem_exporter.cli.render.rows import BY_GPU, Key, Row, View, called, matches, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.clearing import Clearing
-from gpumem_exporter.cli.top.detail import DetailScreen
-from gpumem_exporter.cli.top.device import DeviceScreen
-from gpumem_exporter.cli.top.job import JobScreen
+from gpumem_exporter.cli.top.detail import DetailScreen, DeviceScreen, JobScreen
 from gpumem_exporter.cli.top.tables import RowTable
 
 _KEYS = (
@@ -99,17 +97,16 @@ class Top(LiveApp):
 
     def __init__(
         self,
-        read: Callable[[], list[Node]],
+        source: NodeSource,
         first: list[Node],
         view: View,
         *,
         interval_seconds: float,
         open_api: Callable[[str], ExporterApi],
-        warnings: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
-        super().__init__(read, first, interval_seconds=interval_seconds)
+        super().__init__(source, first, interval_seconds=interval_seconds)
         self.filter = view.text
-        self._open_api, self._warnings = open_api, warnings
+        self._open_api = open_api
         self._colors: dict[Key, str] = {}
         self._header = Static(id="header")
         self._findings = RowTable(FINDINGS, id="findings")
@@ -136,7 +133,7 @@ class Top(LiveApp):
         nodes, width = self.nodes, self.size.width - _SCROLLBAR_WIDTH
         words = words_of(nodes)
         self._header.update(heading(nodes))
-        findings, devices, jobs = rows_of(nodes, self.filter, self._colors, self._warnings())
+        findings, devices, jobs = rows_of(nodes, self.filter, self._colors, self.source.warnings)
         # The slot keeps its height, so that nothing below moves when a finding comes or goes.
         self._findings.styles.height = 6 if self.size.height >= _TALL else 4
         self._findings.show(findings, words, width)

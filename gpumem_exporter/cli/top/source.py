@@ -25,6 +25,9 @@ class Source:
     `open_driver` is None if the user chose an exporter, because then the driver is no substitute.
     """
 
+    warnings: tuple[str, ...] = ()
+    """A single node has none."""
+
     def __init__(
         self,
         open_api: Callable[[], ExporterApi],
@@ -43,7 +46,7 @@ class Source:
         self._next_attempt = -float("inf")
         self._target_checked = False
 
-    def read(self) -> Node:
+    def read(self) -> list[Node]:
         """Read the exporter. If it does not answer, read the driver, unless the user chose an exporter.
 
         Raises ExporterError if the exporter does not answer, and the driver cannot replace it. The first reading raises
@@ -53,7 +56,7 @@ class Source:
         if not self._target_checked:
             require_known(live, self._target)
             self._target_checked = True
-        return Node(selected(live, self._target), url)
+        return [Node(selected(live, self._target), url)]
 
     def close(self) -> None:
         """Close the API and the driver."""

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
-from gpumem_exporter.cli.commands import actions
+from gpumem_exporter.cli import options
 from gpumem_exporter.cli.commands.actions import exit_code
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.cli.render.action_tables import action_tables
@@ -37,7 +37,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             bodies.append(body)
             return {**action(_result()), "settle_seconds": 0.0}
 
-    monkeypatch.setattr(actions, "open_api", lambda *_: Api())
+    monkeypatch.setattr(options, "ExporterApi", lambda *_, **__: Api())
     return bodies
 
 

@@ -72,7 +72,7 @@ class _World:
 
     def read(self) -> tuple[str, str]:
         """The address that was read, and the error."""
-        node = self.source.read()
+        (node,) = self.source.read()
         return node.url, node.error
 
 
@@ -87,7 +87,7 @@ def test_a_reading_is_one_request_to_the_exporter_and_the_driver_is_not_opened()
 def test_the_driver_replaces_an_exporter_that_does_not_answer(error: ExporterError) -> None:
     world = _World()
     world.api.error = error
-    node = world.source.read()
+    (node,) = world.source.read()
     assert (node.url, node.error) == ("", "")
     assert node.live is not None
     assert "no-answer" in node.live["node"]["host"], "the reason"
@@ -143,9 +143,9 @@ def test_a_name_must_exist_in_the_first_reading_only() -> None:
     world.api.live = running
     world.source.read()
     world.api.live = live([], [])
-    later = world.source.read().live
-    assert later is not None
-    assert later["jobs"] == []
+    (later,) = world.source.read()
+    assert later.live is not None
+    assert later.live["jobs"] == []
 
 
 class _Fleet:
