@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial, wraps
+from typing import Any
 
 import click
 
@@ -22,7 +23,7 @@ _EVERY_EXPORTER = 'up{job="gpumem"}'
 _HEADER_NAME_PUNCTUATION = "!#$%&'*+-.^_`|~"
 
 
-fleet_options = option_group(
+_connections = option_group(
     click.option(
         "--prometheus",
         metavar="URL",
@@ -154,6 +155,18 @@ class FleetOptions:
         path = self.prometheus_token_file or environ.get("GPUMEM_PROMETHEUS_TOKEN_FILE", "").strip()
         headers = dict(_header(text) for text in self.prometheus_headers)
         return Prometheus(url, token=read_token(path) if path else "", headers=headers)
+
+
+def fleet_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add the options of every command of a fleet to a command, which receives them as `options`."""
+
+    @_connections
+    @wraps(command)
+    def run(**values: Any) -> int:
+        given = {item.name: values.pop(item.name) for item in fields(FleetOptions) if item.init}
+        return command(options=FleetOptions(**given), **values)
+
+    return run
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -34,7 +34,7 @@ class FleetSource:
         self.warnings = found.warnings
         before = {node.name: node for node in self._last}
         with self._options.fleet(exporters) as fleet:
-            answers = fleet.ask(exporters, _read)
+            answers = fleet.ask(_read)
         self._last = [
             Node(answer, exporter.url, exporter.instance)
             if not isinstance(answer, ExporterError)
