@@ -28,6 +28,7 @@ from gpumem_exporter.view import sentences
 
 _HOLD_SECONDS = 1.0
 _POLL_SECONDS = 0.25
+_YES = ("y", "yes")
 _REFUSALS = (http.client.NOT_FOUND, http.client.CONFLICT, http.client.TOO_MANY_REQUESTS)
 """A part of a clear is refused if its processes exited, its ranks cannot act together, or a limit is reached."""
 
@@ -101,13 +102,10 @@ def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> Plan | No
     text = f"{question(plan, free_mode=free_mode)} [y/N{others}]"
     *lines, last = textwrap.wrap(text, shutil.get_terminal_size().columns - len(" now"))
     print("\n".join([*lines, ""]), end="")
-    try:
-        answer = input(f"{last} ").strip().lower()
-    except EOFError:
-        answer = ""
+    answer = _answer(last)
     if others and answer == "now":
         return plan.as_given()
-    if answer not in ("y", "yes"):
+    if answer not in _YES:
         print("Nothing was cleared.")
         return None
     # The jobs may have changed since the question was printed.
@@ -119,17 +117,17 @@ def confirmed_termination(api: ExporterApi, body: Document) -> Plan | None:
     expected = api.submit({**body, "dry_run": True})
     show(open_console(), action_tables(expected))
     pids = list(dict.fromkeys(result["pid"] for result in expected["results"] if is_done(result["outcome"])))
-    if not pids or not _agrees(f"Terminate {counted(len(pids), 'process', 'processes')}? [y/N]"):
+    if not pids or _answer(f"Terminate {counted(len(pids), 'process', 'processes')}? [y/N]") not in _YES:
         print("Nothing was terminated.")
         return None
     return Plan({**body, "target": {"pid": pids, "orphans": True}}, expected)
 
 
-def _agrees(question: str) -> bool:
+def _answer(question: str) -> str:
     try:
-        return input(f"{question} ").strip().lower() in ("y", "yes")
+        return input(f"{question} ").strip().lower()
     except EOFError:
-        return False
+        return ""
 
 
 def act(

@@ -18,7 +18,7 @@ from gpumem_exporter.cli.completion import ACTION_IDS, JOBS
 from gpumem_exporter.cli.options import api_options, list_option
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import action_tables
-from gpumem_exporter.cli.render.event_table import local_time
+from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
 from gpumem_exporter.cli.usage import CommandGroup
 from gpumem_exporter.events.entries import ACTION_NAMES, caller_text

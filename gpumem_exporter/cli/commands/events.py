@@ -16,8 +16,8 @@ from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, E
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.completion import JOBS
 from gpumem_exporter.cli.options import api_options, list_option, note
-from gpumem_exporter.cli.render.event_table import event_line
-from gpumem_exporter.cli.render.terminal import open_console, print_json, print_json_line
+from gpumem_exporter.cli.render.columns import event_line
+from gpumem_exporter.cli.render.terminal import open_console, print_json
 from gpumem_exporter.events.model import EVENT_TYPES
 
 _EXAMPLES = f"""\b
@@ -97,7 +97,7 @@ def events(
             now = time.time()
             for event in page:
                 if as_json:
-                    print_json_line(event)
+                    print_json(event, indent=None)
                 else:
                     console.print(event_line(event, now, console.width), soft_wrap=True)
             sys.stdout.flush()

@@ -30,7 +30,7 @@ from gpumem_exporter.cli.options import (
 )
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import reasons
-from gpumem_exporter.cli.render.event_table import local_time
+from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.profile_tables import profile_tables
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show, table
 from gpumem_exporter.cli.usage import CommandGroup

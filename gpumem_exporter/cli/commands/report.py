@@ -12,7 +12,7 @@ import click
 from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_seconds
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import api_options
-from gpumem_exporter.cli.render.event_table import local_time
+from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from gpumem_client.wire.units import UNKNOWN, counted
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, StepRate, first_common_step, require_in_time
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.actions.suggestion import long_enough_seconds
+from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet
-from gpumem_exporter.cli.fleet.selection import Document, Exporter, Failure, TargetProcess, target_process
+from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess, target_process
 from gpumem_exporter.errors import GroupIncompleteError
 
 SUBMIT_SECONDS = 3.0

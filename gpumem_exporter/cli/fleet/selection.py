@@ -9,8 +9,7 @@ from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
-
-Document = Mapping[str, Any]
+from gpumem_exporter.cli.api_client import Document
 
 _PLACEHOLDER = re.compile(r"\{([a-zA-Z_][a-zA-Z0-9_]*)\}")
 _SAFE_IN_URL = re.compile(r"[A-Za-z0-9._:\[\]-]+")

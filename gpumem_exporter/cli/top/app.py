@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -13,16 +15,20 @@ from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import Footer, Input, Static
 
+from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.live import LiveApp, NodeSource
+from gpumem_exporter.cli.clear import Plan, act
+from gpumem_exporter.cli.live import LiveApp, NodeSource, in_daemon_thread
 from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.program import one_line
+from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
 from gpumem_exporter.cli.render.rows import BY_GPU, Key, Row, View, called, matches, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.cli.top.clearing import Clearing
 from gpumem_exporter.cli.top.detail import DetailScreen, DeviceScreen, JobScreen
 from gpumem_exporter.cli.top.tables import RowTable
+from gpumem_exporter.view.sentences import sentence
 
 _KEYS = (
     ("arrows, j k", "select a row, which stays selected when the order changes"),
@@ -41,6 +47,7 @@ _KEYS = (
 _QUESTION_SECONDS = 30.0
 """After this time the sizes in the question are too old for an answer."""
 _SHOWN_SECONDS = 5.0
+_RESULT_SECONDS = 15.0
 _SCROLLBAR_WIDTH = 1
 _TALL = 30
 """The number of lines from which more findings are shown."""
@@ -119,7 +126,8 @@ class Top(LiveApp):
         self._searched, self._old_filter = "", self.filter
         self._found = self._jobs
         """The table with the row that was found last."""
-        self._clearing = Clearing(open_api, self._ask, self.note)
+        self._stopped: threading.Event | None = None
+        """Cancels the clear that runs; None while none does."""
 
     def compose(self) -> ComposeResult:
         yield from (self._header, self._findings, self._devices, self._jobs, self._words, self._note, Footer())
@@ -154,9 +162,6 @@ class Top(LiveApp):
                 screen.note(text)
         if seconds is not None:
             self.set_timer(seconds, lambda: self.note("") if self._noted == text else None)
-
-    async def _ask(self, text: str) -> bool:
-        return await self.push_screen_wait(Question(plain(text, "bold reverse"), _QUESTION_SECONDS))
 
     @property
     def _table(self) -> RowTable:
@@ -234,8 +239,52 @@ class Top(LiveApp):
             self._clear(called(row["job"]), row["job"]["clear"], row["from"])
 
     def _clear(self, name: str, clear: Row | None, node: Node) -> None:
-        place = f" on {node.name}" if node.name else ""
-        self.run_worker(self._clearing.clear_or_cancel(f"{name}{place}", clear, "" if node.error else node.url))
+        """Ask whether to clear a job, and clear it after a yes, one job at a time. `clear` is the exporter's proposal.
+
+        If a clear waits for the end of a step or for an engine, cancel that clear instead.
+        """
+        if self._stopped is not None:
+            self._stopped.set()
+            return
+        stopped = self._stopped = threading.Event()
+        named = one_line(f"{name} on {node.name}" if node.name else name)
+
+        async def run() -> None:
+            try:
+                self.note(await self._cleared(named, clear, "" if node.error else node.url, stopped), _RESULT_SECONDS)
+            finally:
+                self._stopped = None
+
+        self.run_worker(run())
+
+    async def _cleared(self, name: str, clear: Row | None, url: str, stopped: threading.Event) -> str:
+        """Ask and clear. Return the note about the result; empty if the answer is no."""
+        if not url:
+            return "A clear needs an exporter, and no exporter answers."
+        if clear is None:
+            return f"{name} has no idle cache that a clear frees for good."
+        ranks = "Its ranks clear together" if clear["group"] else "It clears"
+        timing = f" {ranks} at the end of a step." if clear["mode"] == "step" else ""
+        question = plain(f"Clear {name}? {clear['sentence']}{timing} y/n", "bold reverse")
+        if not await self.push_screen_wait(Question(question, _QUESTION_SECONDS)):
+            return ""
+        self.note(f"Clearing {name} …")
+        body = {name: clear[name] for name in ("target", "mode", "group", "deadline_seconds")}
+        body |= {"action": "empty_cache", "reason": "requested in top"}
+        loop = asyncio.get_running_loop()
+
+        def say(text: str) -> None:
+            loop.call_soon_threadsafe(self.note, f"{one_line(text)} c cancels.")
+
+        def run() -> str:
+            with self._open_api(url) as api:
+                action = act(api, Plan(body), say=say, stopped=stopped.is_set)
+            return one_line(" ".join(reasons(action["results"])) or sentence(action))
+
+        try:
+            return await in_daemon_thread(run)
+        except GpumemError as error:
+            return one_line(str(error))
 
     def _search(self, step: int) -> None:
         """Select the next row with the words, from the selected one on; also a process of a folded job."""

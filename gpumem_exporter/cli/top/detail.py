@@ -23,8 +23,7 @@ from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.live import in_daemon_thread
 from gpumem_exporter.cli.node import Node, read_live, selected
-from gpumem_exporter.cli.render.columns import DEVICES, JOBS, LEDGER, clock
-from gpumem_exporter.cli.render.event_table import event_line
+from gpumem_exporter.cli.render.columns import DEVICES, JOBS, LEDGER, clock, event_line
 from gpumem_exporter.cli.render.layout import Column, Layout, Order
 from gpumem_exporter.cli.render.rows import Row, as_of, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
