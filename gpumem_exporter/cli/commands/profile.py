@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlencode
@@ -233,33 +234,26 @@ def _read(api: ExporterApi, given: str, moment: str) -> StoredProfile:
         raise ConfigurationError(f"{given}: {error}; give a file that --format json wrote") from error
 
 
-def _format(form: str | None, output: str | None, *, as_json: bool) -> str:
-    """Return the format of the options, otherwise the format that the file's name ends with."""
-    if as_json and form not in (None, "json"):
-        raise ConfigurationError(f"--json and --format {form}: give one of them")
-    if form or as_json:
-        return form or "json"
-    ends = {f".{suffix}": name for name, suffix in SUFFIXES.items()} | {".pprof": "pprof"}
-    return next((name for end, name in ends.items() if (output or "").endswith(end)), "text")
-
-
+@dataclass(frozen=True, slots=True)
 class _Output:
     """Where profiles are written, and in which format."""
 
-    def __init__(self, form: str, moment: str, path: str | None) -> None:
-        # Before a recording that would be lost.
-        if path is not None and not os.access(Path(path).parent, os.W_OK):
-            raise ConfigurationError(f"-o {path}: cannot write to this folder")
-        self.form = form
-        self.moment = moment
-        self.path = path
+    form: str
+    moment: str
+    path: str | None
 
     @classmethod
     def pop(cls, values: dict[str, Any]) -> _Output:
         """Remove the values of `_output_options` and --json from `values`, and return where they write."""
-        path = values.pop("output")
-        form = _format(values.pop("form"), path, as_json=values.pop("as_json"))
-        return cls(form, values.pop("moment"), path)
+        form, path, as_json = values.pop("form"), values.pop("output"), values.pop("as_json")
+        if as_json and form not in (None, "json"):
+            raise ConfigurationError(f"--json and --format {form}: give one of them")
+        # Before a recording that would be lost.
+        if path is not None and not os.access(Path(path).parent, os.W_OK):
+            raise ConfigurationError(f"-o {path}: cannot write to this folder")
+        ends = {f".{suffix}": name for name, suffix in SUFFIXES.items()} | {".pprof": "pprof"}
+        by_name = next((name for end, name in ends.items() if (path or "").endswith(end)), "text")
+        return cls(form or ("json" if as_json else by_name), values.pop("moment"), path)
 
     def write(self, api: ExporterApi, path: str, *, one: bool = True) -> None:
         """Write the profile of a path of the API; if it is not the only one, to a file of its own."""
