@@ -141,11 +141,6 @@ def test_a_filter_hides_jobs_devices_and_findings(text: str, jobs: Any, devices:
     assert sum(row["since"] != "" for row in found) == findings
 
 
-def test_every_word_must_match_and_case_is_ignored() -> None:
-    assert matches("Llm alice", "ALICE llm")
-    assert not matches("llm alice", "alice bob")
-
-
 @pytest.mark.parametrize(
     ("gpus", "shown"),
     [

@@ -61,13 +61,6 @@ async def test_text_of_a_job_cannot_control_the_terminal() -> None:
         assert all(line.isprintable() for line in world.text.split("\n"))
 
 
-async def test_a_finding_opens_its_job() -> None:
-    world = TopScreen()
-    async with world.on_screen() as pilot:
-        await pilot.press("shift+tab", "shift+tab", "enter")
-        await until(lambda: world.text.startswith("rag-indexer"), "the job of the first finding")
-
-
 async def test_the_device_screen_has_timeline_ledger_processes_and_events() -> None:
     world = TopScreen()
     world.events = [event(1, "oom", NOW - 300, detail={"requested_bytes": 2 * GIB})]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterError, ExporterUnreachableError
+from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.fleet.options import FleetOptions
@@ -81,16 +81,6 @@ def test_a_reading_is_one_request_to_the_exporter_and_the_driver_is_not_opened()
     assert world.read() == ("unix:///e.sock", "")
     assert world.api.paths == ["/api/v1/live?details=none"]
     assert world.driver.opened == 0
-
-
-@pytest.mark.parametrize("error", [ExporterUnreachableError("no-answer"), ExporterAnswerError(404, "no-answer")])
-def test_the_driver_replaces_an_exporter_that_does_not_answer(error: ExporterError) -> None:
-    world = _World()
-    world.api.error = error
-    (node,) = world.source.read()
-    assert (node.url, node.error) == ("", "")
-    assert node.live is not None
-    assert "no-answer" in node.live["node"]["host"], "the reason"
 
 
 def test_the_exporter_is_tried_again_and_replaces_the_driver() -> None:
