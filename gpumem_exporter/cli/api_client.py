@@ -128,11 +128,7 @@ class ExporterApi:
         return self._document(self._request("DELETE", f"{_ACTIONS}/{action_id}"), (200, 202))
 
     def full_id(self, kind: str, given: str) -> str:
-        """Return the id of an `action` or a `profile` that a shortened one stands for.
-
-        Raises ConfigurationError if it stands for several, TargetNotFoundError if it stands for none, and the errors of
-        `get`.
-        """
+        """Return the id of an `action` or a `profile` that a shortened one stands for."""
         if len(given) >= _ID_LENGTH:
             return quote(given, safe="")
         known = [each["id"] for each in self.get(f"/api/v1/{kind}s?limit=1000")[f"{kind}s"]]

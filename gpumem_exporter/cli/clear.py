@@ -150,6 +150,7 @@ def act(
         wait_seconds = plan.wait_seconds
     end = time.monotonic() + wait_seconds
     requests = plan.requests
+    # With several requests, a delayed answer would delay the next request.
     hold_seconds = min(wait_seconds, _HOLD_SECONDS) if len(requests) == 1 else 0.0
     actions = [_sent(api, plan, request, hold_seconds) for request in requests]
     canceled = False

@@ -210,6 +210,7 @@ def _run(
         print_json(document)
     else:
         show(open_console(), action_tables(document))
+        # The table of a user with rights to its own processes lacks the processes of others.
         if not is_quiet() and (rights := read_rights(api)).get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds != 0)

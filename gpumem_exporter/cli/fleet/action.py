@@ -46,8 +46,7 @@ ExporterRow = tuple[Exporter, dict[str, Any]]
 def act(action: str, query: str, max_processes: int, values: Mapping[str, Any], options: FleetOptions) -> int:
     """Request an action of all processes that the query selects, print the results, and return the exit code.
 
-    Raises ConfigurationError if an option or the query is invalid, PrometheusError if the query could not be evaluated,
-    and ActionRefusedError, with nothing requested, if it selects too many processes or a group cannot take part.
+    Nothing is requested if the query selects too many processes, or if a rank of a group cannot take part.
     """
     on_terminal = sys.stdout.isatty() and not options.as_json
     body = action_request(action, values, on_terminal=on_terminal)
@@ -147,6 +146,7 @@ class _Run:
         if not processes:
             return _rows((), failed), None, ""
         workload = _one_workload(processes)
+        # The query may select some of the ranks only, and a rank may have no series now.
         with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self.options.instance_url)
         by_url = {exporter.url: exporter for exporter in (*with_ranks, *selectors)}
         exporters = sorted(by_url.values(), key=natural_order)

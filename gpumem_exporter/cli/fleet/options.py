@@ -112,18 +112,14 @@ class FleetOptions:
             context.call_on_close(self.forwards.close)
 
     def fleet(self, exporters: Iterable[Exporter], *, timeout_seconds: float = 5.0) -> Fleet:
-        """Return the APIs of exporters.
-
-        Raises ConfigurationError if an address or the token is invalid, GPUMEM_EXPORTER_USER is not a user, or more
-        ports would be forwarded than `kube.MAX_FORWARDS`, and ExporterUnreachableError if kubectl lists no pods.
-        """
+        """Return the APIs of exporters."""
         exporters = list(exporters)
         if self.instance_url.startswith(SCHEME):
             self.forwards.open(exporter.url.removeprefix(SCHEME) for exporter in exporters)
         return Fleet(exporters, partial(self.api, timeout_seconds=timeout_seconds), parallel=self.parallel)
 
     def api(self, url: str, timeout_seconds: float = 5.0) -> ExporterApi:
-        """Return the API of one exporter. Raises ConfigurationError as `fleet` does."""
+        """Return the API of one exporter."""
         urls: tuple[str, ...] = (url,)
         advice = ""
         if url.startswith(SCHEME):
@@ -147,7 +143,7 @@ class FleetOptions:
         return replace(trust, insecure=trust.insecure or self.insecure, own_tunnel=tunnel)
 
     def connect(self, environ: Mapping[str, str] = os.environ) -> Prometheus:
-        """Return the API to query. Raises ConfigurationError if there is no URL, or an option is invalid."""
+        """Return the API to query."""
         action_token(self.token_file)  # wrong usage is an error before anything is sent
         url = self.prometheus or environ.get("GPUMEM_PROMETHEUS_URL", "").strip()
         if not url:

@@ -29,13 +29,6 @@ def test_every_size_of_a_full_node_is_readable_at_any_width(width: int) -> None:
     assert "…" not in "".join(line for line in lines if "G" in line and long_name[:4] not in line)
 
 
-def test_an_unknown_category_is_a_dash() -> None:
-    lost = device("0")
-    del lost["ledger"]["non_torch"]
-    *_, line = _lines(live([lost], []), 200, ledger=True)[:-2]
-    assert line.split()[4] == "-"
-
-
 def test_an_ascii_terminal_gets_an_ascii_strip() -> None:
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
     show(open_console(out), node_tables([Node(full_node())], View(), 80))

@@ -51,25 +51,6 @@ def test_the_sort_column_is_shown_at_any_width(width: int, sort: str) -> None:
     assert sum(cell.plain.rstrip()[-1:] in ("▼", "▲") for cell in layout.heading()) == 1
 
 
-def test_user_and_since_are_shown_at_80_columns() -> None:
-    rows = rows_of([Node(full_node())])[2]
-    layout = Layout(JOBS, rows, 79, words=WORDS, order=Order("used"))
-    shown = {column.name for column, _ in layout.columns}
-    assert shown >= {"job", "owner", "devices", "used", "idle_cache", "growth", "state", "since"}
-    (chat,) = [line.plain for line in layout.lines(rows) if "chat-70b" in line.plain]
-    assert "carol" in chat
-
-
-def test_columns_that_few_jobs_need_are_shown_only_with_a_value() -> None:
-    plain_job = job("train", process(7, "0", unmapped_bytes=0))
-    asleep = job("engine", process(8, "0", workload="engine", unmapped_bytes=12 * GIB))
-    for jobs, shown in (((plain_job,), False), ((plain_job, asleep), True)):
-        rows = _jobs(*jobs)
-        lines = [line.plain for line in Layout(JOBS, rows, 200, words=WORDS).lines(rows)]
-        assert ("Unmapped" in lines[0]) is shown
-        assert any("12.0G" in line for line in lines) is shown
-
-
 def test_the_cache_of_an_engine_has_its_use_and_its_size_and_the_engine_can_be_searched() -> None:
     cache = {"size": 26 * GIB, "used": GIB, "peak_day": 2 * GIB, "observed_seconds": 7200}
     engine = {"label": "vLLM 0.33.0 llama", "state": "serving", "kv_cache": cache}
@@ -86,14 +67,6 @@ def test_a_sum_that_lacks_a_part_is_a_lower_bound_and_an_unknown_one_a_dash() ->
     layout = Layout(JOBS, rows, 120, words=WORDS)
     at = [column.name for column, _ in layout.columns].index("allocated")
     assert [layout.cells(row)[at].plain.strip() for row in rows] == ["≥6.0G", "-"]
-
-
-def test_values_that_are_no_longer_current_are_dimmed() -> None:
-    _, devices, jobs = rows_of([Node(full_node(), error="no answer")])
-    for columns, rows in ((JOBS, jobs), (DEVICES, devices)):
-        layout = Layout(columns, rows, 120, words=WORDS)
-        cells = [cell for cell in layout.cells(rows[0]) if cell.plain.strip()]
-        assert all("dim" in str(cell.style) or any("dim" in str(span.style) for span in cell.spans) for cell in cells)
 
 
 @pytest.mark.parametrize("sort", ["used", "allocated", "idle_cache", "reclaimable", "growth_bytes_per_hour"])
