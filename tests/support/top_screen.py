@@ -51,7 +51,7 @@ class TopScreen:
             self,
             self.nodes,
             View(**view),
-            interval_seconds=0.1,
+            interval_seconds=0.5,
             open_api=lambda _: self,  # type: ignore[arg-type,return-value]
         )
 

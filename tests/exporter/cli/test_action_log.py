@@ -94,9 +94,10 @@ def test_an_action_is_found_by_the_start_of_its_id(api: _Api, capsys: pytest.Cap
     assert "make room" in out
     assert main(["actions", "show", "aa"]) == 2
     assert "2 actions" in capsys.readouterr().err
-    assert main(["actions", "show", "cc"]) == 1
-    assert "'cc'" in capsys.readouterr().err
-    assert len(api.paths) == 3
+    for unknown in ("cc", ""):
+        assert main(["actions", "cancel", unknown]) == 1
+        assert repr(unknown) in capsys.readouterr().err
+    assert len(api.paths) == 4
 
 
 @pytest.mark.parametrize(("given", "state", "code"), [("aa22", "cancelled", 0), ("aa11", "done", 1)])

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli.node import Node
 from tests.support.live_documents import GIB, NOW, device, event, finding, full_node, job, live, process
 from tests.support.top_screen import URL, TopScreen, query_value, until
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read a job or a device again without a pause of seconds."""
+    monkeypatch.setattr("gpumem_exporter.cli.top.detail._REFRESH_SECONDS", 0.2)
 
 
 async def test_the_job_screen_has_timeline_ranks_memory_and_events() -> None:
