@@ -21,13 +21,13 @@ from gpumem_client.wire.errors import GpumemError
 from gpumem_client.wire.units import UNKNOWN, human_seconds, short_bytes
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.live import in_daemon_thread
 from gpumem_exporter.cli.node import Node, read_live, selected
 from gpumem_exporter.cli.render.columns import DEVICES, JOBS, LEDGER, clock, event_line
 from gpumem_exporter.cli.render.layout import Column, Layout, Order
 from gpumem_exporter.cli.render.rows import Row, as_of, rows_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.cli.top.plot import legend, timeline
+from gpumem_exporter.cli.top.source import in_daemon_thread
 
 _SPANS = (("10 min", 600), ("1 h", 3600), ("6 h", 21600), ("24 h", 86400))
 _REFRESH_SECONDS = 2.0

@@ -215,8 +215,8 @@ async def test_a_lost_exporter_leaves_the_last_values_dimmed_with_their_time() -
 
 
 async def test_an_answer_that_does_not_come_leaves_the_last_values_dimmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpumem_exporter.cli.live._LATE_SECONDS", 0.1)
-    monkeypatch.setattr("gpumem_exporter.cli.live._TICK_SECONDS", 0.05)
+    monkeypatch.setattr("gpumem_exporter.cli.top.app._LATE_SECONDS", 0.1)
+    monkeypatch.setattr("gpumem_exporter.cli.top.app._TICK_SECONDS", 0.05)
     world = TopScreen()
     async with world.on_screen(120):
         world.hangs.clear()
