@@ -35,7 +35,6 @@ from gpumem_exporter.profiles.model import (
     ProfileFacts,
 )
 from gpumem_exporter.profiles.store import Profiles
-from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.http.turns import Turns
@@ -124,7 +123,7 @@ class ProfileIntake:
         out-of-memory error that it has reported. A profile that is sent again keeps its id.
         """
         state = request.scope["state"]
-        owner = Connection.owner_of(request.scope)
+        owner = request.state.owner
         body = await request.body()
         try:
             self._requests.take(owner, ())

@@ -29,7 +29,6 @@ from gpumem_exporter.profiles.store import Profiles, stored_profile
 from gpumem_exporter.server.api.action_schema import KnownFields
 from gpumem_exporter.server.api.actions import refusals_as_problems
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
-from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.http.turns import HeldRequests, Turns
@@ -277,7 +276,7 @@ class ProfileRoutes:
         if invalid := invalid_fields(wanted):
             raise ProblemError.invalid([FieldError("pid", each.message) for each in invalid])
         request.scope["state"].get("end_read_turn", lambda: None)()
-        async with self._scrapes.of(Connection.owner_of(request.scope)):
+        async with self._scrapes.of(request.state.owner):
             with refusals_as_problems():
                 action = self._dispatcher.submit(wanted, requested_by=request.state.caller, unlisted=True)
             self._waiting.expect(action.id)
@@ -307,7 +306,7 @@ class ProfileRoutes:
             return render(read(), parameters.format, parameters.moment)
 
         try:
-            body, media_type = await self._turns.run(Connection.owner_of(request.scope), build)
+            body, media_type = await self._turns.run(request.state.owner, build)
         except NoPeakError as error:
             raise ProblemError.invalid([FieldError("moment", str(error))]) from None
         headers = {"Cache-Control": "no-store"}
