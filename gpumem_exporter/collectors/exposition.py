@@ -58,7 +58,7 @@ class Exposition:
         self._build = (version, source, platform.python_version())
         self._hide_identities = hide_identities
         self._clock = clock
-        self.collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, TORCH, ENGINE)
+        self.collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, ENGINE, TORCH)
         own_families = (*catalog.OWN, *catalog.OWN_PROCESS)
         own = Collector("own", own_families, lambda view: chain(instruments.subjects(view), own_process()))
         self._collectors = (*self.collectors, own)
@@ -75,8 +75,12 @@ class Exposition:
         view = view_of(snapshot, hide_identities=self._hide_identities)
         yield ()
         work = _Work(self._clock)
+        sampled: dict[str, list[Sampled]] = {}
+        samples = {name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors}
+        yield from work.steps(samples, sampled)
         rendered: dict[str, list[tuple[Hashable, Rendered]]] = {}
-        yield from work.steps({name: self._lines[name].render(of(view)) for name, _, of in self._collectors}, rendered)
+        lines = {name: self._lines[name].render(each) for name, each in sampled.items()}
+        yield from work.steps(lines, rendered)
         families: dict[Metric, tuple[bytes, ...]] = {}
         for name, each in rendered.items():
             families.update(self._lines[name].page(each))
@@ -85,8 +89,8 @@ class Exposition:
                 _log.error("collector %r failed; its metrics are left out until it succeeds", name, exc_info=error)
         self._failing = set(work.errors)
         outcomes = [value for name in work.seconds for value in (int(name not in work.errors), work.seconds[name])]
-        scrape = Subject("scrape", Samples, ((self._build, *work.seconds), _scrape_series, (1, *outcomes)))
-        families.update(self._scrape_lines.page(list(self._scrape_lines.render([scrape]))))
+        scrape = Samples((self._build, *work.seconds), _scrape_series, (1, *outcomes))
+        families.update(self._scrape_lines.page(list(self._scrape_lines.render([Sampled("scrape", (), scrape)]))))
         for piece in _joined(families, openmetrics=openmetrics):
             yield (piece,)
 
@@ -168,6 +172,14 @@ def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:
     return numbers, device.gpu, device.uuid
 
 
+class Sampled(NamedTuple):
+    """A subject with its samples."""
+
+    key: Hashable
+    source: tuple[Any, ...]
+    samples: Samples
+
+
 class Rendered(NamedTuple):
     """The lines of a subject."""
 
@@ -190,12 +202,24 @@ class SubjectLines:
         self._indexes = {metric: index for index, metric in enumerate(families)}
         self._rendered: dict[Hashable, Rendered] = {}
 
-    def render(self, subjects: Iterable[Subject]) -> Iterator[tuple[Hashable, Rendered]]:
+    def sample(self, subjects: Iterable[Subject]) -> Iterator[Sampled]:
+        """Return the subjects with their samples: the last page's samples if the source is equal."""
+        rendered = self._rendered
+        return (
+            Sampled(
+                key,
+                source,
+                last.samples if (last := rendered.get(key)) is not None and last.source == source else samples(*source),
+            )
+            for key, samples, source in subjects
+        )
+
+    def render(self, subjects: Iterable[Sampled]) -> Iterator[tuple[Hashable, Rendered]]:
         """Yield the subjects with their lines. Renders the subjects that are new or that have changed."""
-        for key, samples, source in subjects:
+        for key, source, samples in subjects:
             last = self._rendered.get(key)
-            if last is None or last.source != source:
-                last = self._render(last, samples(*source), source)
+            if last is None or last.samples is not samples:
+                last = self._render(last, samples, source)
             yield key, last
 
     def page(self, subjects: list[tuple[Hashable, Rendered]]) -> dict[Metric, tuple[bytes, ...]]:

@@ -84,4 +84,4 @@ def test_each_part_of_the_page_has_its_duration() -> None:
     ticks = itertools.count()
     writer = Exposition(Instruments(), version="1", source="nvml", clock=lambda: next(ticks) * 0.25)
     text = text_of(writer, snapshot())
-    assert 'gpumem_scrape_collector_duration_seconds{collector="device"} 0.25\n' in text
+    assert 'gpumem_scrape_collector_duration_seconds{collector="device"} 0.5\n' in text

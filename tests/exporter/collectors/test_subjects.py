@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.exposition import SubjectLines
-from gpumem_exporter.collectors.subjects import Metric, Samples, Series, Subject, Value
+from gpumem_exporter.collectors.exposition import Sampled, SubjectLines
+from gpumem_exporter.collectors.subjects import Metric, Samples, Series, Value
 
 FAMILIES = (catalog.REPORTER_UP, catalog.SAMPLE_TIMESTAMP)
 
@@ -21,11 +21,11 @@ def series(*labels: str) -> Iterator[Series]:
         yield metric, labels
 
 
-def subject(key: str, workload: str, *values: Value) -> Subject:
-    return Subject(key, Samples, (("7", workload, "0"), series, values))
+def subject(key: str, workload: str, *values: Value) -> Sampled:
+    return Sampled(key, (), Samples(("7", workload, "0"), series, values))
 
 
-def page_of(lines: SubjectLines, subjects: list[Subject]) -> dict[Metric, tuple[bytes, ...]]:
+def page_of(lines: SubjectLines, subjects: list[Sampled]) -> dict[Metric, tuple[bytes, ...]]:
     return lines.page(list(lines.render(subjects)))
 
 
