@@ -242,7 +242,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
         runtime.history_recorder.start()
         runtime.cache_use.start()
         tasks = [
-            asyncio.ensure_future(keep_house(_chores(runtime), {"notice_findings": runtime.live.notice})),
+            asyncio.ensure_future(keep_house(_chores(runtime))),
             asyncio.ensure_future(release_free_memory()),
             asyncio.ensure_future(
                 restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)

@@ -155,12 +155,6 @@ class Runtime:
             report_interval_seconds=settings.report_interval,
         )
         self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
-        self.history_recorder = HistoryRecorder(
-            self.history,
-            self.snapshot,
-            _storage_folder(settings),
-            lambda history: self.store.put_kv_cache_peaks(history.kv_cache_peaks),
-        )
         self.profiles = Profiles(_storage_folder(settings), max_bytes=settings.storage_max_bytes)
         self.profile_requests = WaitingRequests()
         self.profile_intake = ProfileIntake(
@@ -211,6 +205,15 @@ class Runtime:
             },
             clock=clock,
             wall_clock=wall_clock,
+        )
+        self.history_recorder = HistoryRecorder(
+            self.history,
+            self.snapshot,
+            _storage_folder(settings),
+            {
+                "kv_cache_peaks": lambda _: self.store.put_kv_cache_peaks(self.history.kv_cache_peaks),
+                "findings": self.live.notice,
+            },
         )
         self.policies = self._policies()
         """None without `--policy.file`."""

@@ -95,9 +95,8 @@ class LiveNode:
             self._recent[rights] = rendering
         return rendering
 
-    def notice(self) -> None:
+    def notice(self, snapshot: Snapshot) -> None:
         """Note since when each finding lasts; called once a second, in any thread."""
-        snapshot = self._snapshot()
         self._view.notice(snapshot, _failed(self._health(snapshot)))
 
     def _render(self, viewer: Caller | None, details: str, now_unix: float) -> bytes:
