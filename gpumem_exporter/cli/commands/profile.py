@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
 import click
@@ -33,13 +33,16 @@ from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.profile_tables import profile_tables
-from gpumem_exporter.cli.render.terminal import open_console, print_json, show, table
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_result, show, table
 from gpumem_exporter.cli.usage import CommandGroup
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.profiles.diff import difference
 from gpumem_exporter.profiles.formats import SUFFIXES, Format, render
 from gpumem_exporter.profiles.model import StoredProfile
 from gpumem_exporter.profiles.saved import read_saved
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _EXAMPLES = """\b
 Examples:
@@ -166,13 +169,12 @@ def list_profiles(api: ExporterApi, as_json: bool, **filters: str | None) -> int
     """
     query = {name: value for name, value in filters.items() if value}
     document = api.get(f"{_PATH}?{urlencode(query)}")
-    if as_json:
-        print_json(document)
-    elif document["profiles"]:
-        show(open_console(), [table("", _COLUMNS, map(_row, document["profiles"]))])
-    else:
-        print("No profiles.")
+    print_result(document, _list(document["profiles"]), as_json=as_json)
     return 0
+
+
+def _list(profiles: Sequence[Document]) -> Iterator[RenderableType]:
+    yield table("", _COLUMNS, map(_row, profiles)) if profiles else plain("No profiles.")
 
 
 def _row(kept: Document) -> Sequence[Any]:

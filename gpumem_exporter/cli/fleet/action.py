@@ -29,7 +29,7 @@ from gpumem_exporter.cli.options import action_request, note
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import result_order, result_tables
 from gpumem_exporter.cli.render.columns import natural
-from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_result
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
@@ -58,11 +58,9 @@ def act(action: str, query: str, max_processes: int, values: Mapping[str, Any], 
     with open_console().status("Waiting for the processes") if on_terminal else contextlib.nullcontext():
         results = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
     document = fleet_document(body, *results, query=query, warnings=found.warnings)
-    if options.as_json:
-        print_json(document)
-    else:
+    if not options.as_json:
         print_warnings(found.warnings)
-        show(open_console(), fleet_tables(document))
+    print_result(document, fleet_tables(document), as_json=options.as_json)
     return 0 if document["state"] == "done" else FAILED
 
 
