@@ -119,7 +119,7 @@ def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
     values["pid"] = (*values["pid"], *pids)
     file, target = _Output.pop(values), pop_action_target(values)
     body = {**action_request("profile", values, on_terminal=False), "target": target}
-    # First, because what a profile costs is said before it starts, and -o is for one process.
+    # First: the cost of a profile is printed before the profile starts, and -o is for one process.
     expected = api.submit({**body, "dry_run": True})
     processes = {result["pid"] for result in expected["results"] if is_done(result["outcome"])}
     if file.path is not None and len(processes) > 1:
