@@ -6,7 +6,7 @@ from typing import Any
 
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards.panels import colored, dashed, graph, stacked
+from gpumem_dashboards.panels import dashed, graph, stacked
 from gpumem_dashboards.promql import NODE, ON_PROCESS
 from gpumem_dashboards.tables import Column, table
 
@@ -77,19 +77,17 @@ def of_workload(selector: str) -> list[Any]:
         " same start (prefix cache, usable at once), and free. The dashed line is the sum of the highest uses of each"
         " process in 24 hours; a cache of 1.5 times that would be enough.",
         units.BytesIEC,
-        [
-            *((total("gpumem_engine_kv_cache_bytes", "state", state), name) for state, name, _ in _STATES),
-            (total("gpumem_engine_kv_cache_used_peak_bytes", "window", "24h"), "peak of 24 h"),
-        ],
+        *((total("gpumem_engine_kv_cache_bytes", "state", state), name, shade) for state, name, shade in _STATES),
+        (total("gpumem_engine_kv_cache_used_peak_bytes", "window", "24h"), "peak of 24 h"),
     )
     asleep = graph(
         "Unmapped, by component",
         "Memory that sleeping engines have released to the driver and map again when they wake. It is not on the"
         " device.",
         units.BytesIEC,
-        [(f"sum by (component) (gpumem_torch_component_unmapped_bytes{{{selector}}})", "{{component}}")],
+        (f"sum by (component) (gpumem_torch_component_unmapped_bytes{{{selector}}})", "{{component}}"),
     )
     return [
-        colored(stacked(cache), _STATES).override_by_name(*dashed("peak of 24 h", "red")).min(0),
-        stacked(asleep).min(0),
+        stacked(cache).override_by_name(*dashed("peak of 24 h", "red")),
+        stacked(asleep),
     ]

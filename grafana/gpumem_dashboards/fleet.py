@@ -11,7 +11,6 @@ from gpumem_dashboards import engines, oom_list
 from gpumem_dashboards.frame import board, link, live_page, with_rows
 from gpumem_dashboards.palette import PRESSURE, ledger_words, none_is_good
 from gpumem_dashboards.panels import (
-    colored,
     columns,
     count,
     graph,
@@ -114,7 +113,8 @@ def _overview() -> list[Any]:
             "Devices with less than a tenth of their memory free or reclaimable: the next large allocation"
             " fails there. Some jobs fill a device on purpose. The table below lists them.",
             units.Short,
-            [(f"sum({nearly_full})", "devices"), (f"count({hard_used_ratio(GPU)})", "of")],
+            (f"sum({nearly_full})", "devices"),
+            (f"count({hard_used_ratio(GPU)})", "of"),
         ),
         share_reported(NODE),
         idle_cache("reporting process", WORKLOAD, f'gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}}'),
@@ -142,11 +142,9 @@ def _overview() -> list[Any]:
             "Devices that the driver cannot read, exporters whose driver does not answer, and exporters that"
             " Prometheus knew in the time range and cannot scrape now. Click to see which.",
             units.Short,
-            [
-                (f"sum(1 - gpumem_device_up{{{GPU}}})", "devices"),
-                (f"sum(1 - gpumem_nvml_up{{{NODE}}})", "drivers"),
-                (f"sum(1 - ({EXPORTER_UP}))", "exporters"),
-            ],
+            (f"sum(1 - gpumem_device_up{{{GPU}}})", "devices"),
+            (f"sum(1 - gpumem_nvml_up{{{NODE}}})", "drivers"),
+            (f"sum(1 - ({EXPORTER_UP}))", "exporters"),
             limits=none_is_good(),
             decimals=0,
         ).data_links([dashboard.DashboardLink("Which ones").url(TO_EXPORTERS)]),
@@ -209,8 +207,8 @@ def _history() -> Any:
             f"One row per device, for the {SHOWN} devices with the highest pressure. A row that turns orange and stays"
             " orange is a leak or a job that does not fit; stripes are steps.",
             units.PercentUnit,
-            [(f"({pressure}) and on ({DEVICE}) {worst}", "{{instance}} GPU {{gpu}}")],
-            PRESSURE,
+            (f"({pressure}) and on ({DEVICE}) {worst}", "{{instance}} GPU {{gpu}}"),
+            limits=PRESSURE,
         )
         .min(0)
         .max(1)
@@ -282,10 +280,10 @@ def _users_over_time() -> Any:
         "The memory that the processes of each user use, stacked. The line without a name has the processes of unknown"
         " or hidden users.",
         units.BytesIEC,
-        [(_of_owners(process_used(GPU), "user"), "{{user}}")],
+        (_of_owners(process_used(GPU), "user"), "{{user}}"),
         height=9,
     )
-    return stacked(panel, 50).min(0)
+    return stacked(panel, 50)
 
 
 def _wasted_over_time() -> Any:
@@ -298,10 +296,10 @@ def _wasted_over_time() -> Any:
         "Bytes of the selected workloads that PyTorch reserved and no tensor uses. Reclaimable bytes increase"
         " after a peak; fragmented bytes that keep growing show that fragmentation builds up.",
         units.BytesIEC,
-        [(expression, name) for expression, name, _ in series],
+        *series,
         height=9,
-    ).min(0)
-    return colored(stacked(panel), series)
+    )
+    return stacked(panel)
 
 
 def _errors_over_the_day() -> Any:
@@ -310,9 +308,9 @@ def _errors_over_the_day() -> Any:
         "Out-of-memory errors in the last day, by node",
         "Errors per ten minutes in the last day, independent of the time range of the dashboard.",
         units.Short,
-        [(f"sum by (cluster, instance) ({increase})", "{{instance}}")],
+        (f"sum by (cluster, instance) ({increase})", "{{instance}}"),
     )
-    return columns(panel, "10m").time_from("24h").min(0)
+    return columns(panel, "10m").time_from("24h")
 
 
 def _retries_over_the_day() -> Any:
@@ -322,9 +320,9 @@ def _retries_over_the_day() -> Any:
         "Allocations per ten minutes in the last day that succeeded only after PyTorch flushed its cache."
         " Retries precede out-of-memory errors.",
         units.Short,
-        [(f"sum by (workload) ({increase})", "{{workload}}")],
+        (f"sum by (workload) ({increase})", "{{workload}}"),
     )
-    return columns(panel, "10m").time_from("24h").min(0)
+    return columns(panel, "10m").time_from("24h")
 
 
 def _silent() -> Any:

@@ -58,17 +58,8 @@ def table(
 ) -> Any:
     """Build a table of the queries' results at the end of the time range, in the order of `listed`.
 
-    Args:
-        title: the title of the panel.
-        description: how to read it.
-        unit: the unit of columns without one.
-        listed: the columns, both labels and queries.
-        sort_by: the heading of the column of the initial order.
-        descending: whether the largest is first.
-        drop: labels of the queries that are not shown. Without a column of its own, `cluster` is not shown either.
-        no_value: the text of an empty table.
-        span: the width, of 24.
-        height: the height in rows of the grid.
+    `unit` is for columns without one, `sort_by` the heading of the column of the initial order. The labels `drop` of
+    the queries are not shown; without a column of its own, `cluster` is not shown either.
     """
     panel = (
         described(tables.Panel(), title, description, unit)

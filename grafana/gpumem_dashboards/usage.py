@@ -107,10 +107,10 @@ def _by_day() -> Any:
         "Held by day, by user",
         "GiB hours of each day, stacked. The column without a name has the processes of unknown or hidden users.",
         GIB_HOURS,
-        [(f"sum by (user) (sum_over_time({HELD}{{{OWNERS}}}[$__rate_interval])) / {60 * 2**30}", "{{user}}")],
+        (f"sum by (user) (sum_over_time({HELD}{{{OWNERS}}}[$__rate_interval])) / {60 * 2**30}", "{{user}}"),
         height=9,
     )
-    return columns(panel, "1d").min(0)
+    return columns(panel, "1d")
 
 
 def _over_time() -> Any:
@@ -119,10 +119,10 @@ def _over_time() -> Any:
         "The memory that each user held, stacked. The line without a name has the processes of unknown or hidden"
         " users.",
         units.BytesIEC,
-        [(f"sum by (user) ({HELD}{{{OWNERS}}})", "{{user}}")],
+        (f"sum by (user) ({HELD}{{{OWNERS}}})", "{{user}}"),
         height=9,
     )
-    return stacked(panel, 50).min(0)
+    return stacked(panel, 50)
 
 
 def _values(by: str, only: str = "") -> list[Column]:
