@@ -196,7 +196,7 @@ def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> No
                 refreshing.set()
                 hung.wait()
 
-    refresher = FileRefresher([HungFile(tmp_path / "other"), token])
+    refresher = FileRefresher([HungFile(tmp_path / "other").refresh, token.refresh])
     refresher.start()
     try:
         assert refreshing.wait(patient(10))
