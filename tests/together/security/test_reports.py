@@ -78,9 +78,8 @@ def place(folder: Path, emulation: Path) -> Iterator[Place]:
         node = stack.enter_context(EmulatedNode(folder / "node"))
         exporter = ExporterProcess(folder, *QUICK, environment=node.environment())
         stack.callback(exporter.close)
-        address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:[1-9]\d*", exporter.log()), "its address")
         users = [stack.enter_context(closing(LocalUser(uid))) for uid in (0, ADA, EVE)]
-        yield Place(node, exporter, address.group(), *users)
+        yield Place(node, exporter, exporter.tcp_url, *users)
 
 
 @pytest.fixture(autouse=True)
@@ -287,18 +286,17 @@ def test_a_reporter_with_only_a_token_is_unattested_and_replaces_no_attested_one
     exporter = ExporterProcess(own, *QUICK, "--report.token-file", str(token), environment=place.node.environment())
     with_token = {"Authorization": "Bearer secret of reporters"}
     proxied = {**with_token, "X-Forwarded-For": "192.0.2.1"}  # the kernel knows the proxy, not the reporter
-    address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:[1-9]\d*", exporter.log()), "its address").group()
     try:
         assert place.ada.send(exporter.url, ada_report(place))[0] == 401
         unseen = {"pid": 5, "pid_namespace": 4242, "workload": "far"}
-        assert place.eve.send(address, place.eve.report(**unseen), **proxied)[0] == 200
-        assert place.eve.send(address, ada_report(place, workload="made up"), **proxied)[0] == 200
-        assert place.ada.send(address, ada_report(place), **with_token)[0] == 200
+        assert place.eve.send(exporter.tcp_url, place.eve.report(**unseen), **proxied)[0] == 200
+        assert place.eve.send(exporter.tcp_url, ada_report(place, workload="made up"), **proxied)[0] == 200
+        assert place.ada.send(exporter.tcp_url, ada_report(place), **with_token)[0] == 200
         shown = {entry["workload"]: entry["attested"] for entry in exporter.get("/api/v1/processes")["processes"]}
         assert shown == {"far": False, "ada": True}
-        reply = place.eve.send(address, ada_report(place, workload="made up"), **proxied)
+        reply = place.eve.send(exporter.tcp_url, ada_report(place, workload="made up"), **proxied)
         assert (reply.status, "attests" in reply.detail) == (409, True), reply
-        reply = place.eve.send(address, place.root.report(start_time_ticks=5), **proxied)
+        reply = place.eve.send(exporter.tcp_url, place.root.report(start_time_ticks=5), **proxied)
         assert (reply.status, "another process" in reply.detail) == (403, True), reply
         reply = place.eve.send(exporter.url, place.root.report(), **with_token)
         assert (reply.status, "belongs to uid 0" in reply.detail) == (403, True), (
