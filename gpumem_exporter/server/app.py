@@ -27,7 +27,7 @@ from gpumem_exporter.server.api.live import live_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
-from gpumem_exporter.server.api.profiles import ProfileAccess, profiles_router
+from gpumem_exporter.server.api.profiles import ProfileAccess, ProfileRoutes, profiles_router
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.housekeeping import (
     keep_house,
@@ -179,12 +179,8 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
         ),
         policy_router(runtime.policies),
         profiles_router(
-            access=access,
-            intake=runtime.profile_intake,
-            scraped=runtime.scraped_profiles,
-            dispatcher=dispatcher,
-            held_requests=held_requests,
-            renderer=runtime.renderer,
+            runtime.profile_intake,
+            ProfileRoutes(access, runtime.scraped_profiles, dispatcher, held_requests, runtime.renderer),
         ),
         events_router(
             runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities

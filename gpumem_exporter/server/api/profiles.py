@@ -169,17 +169,8 @@ class ProfileAccess:
         return facts.id if facts is not None and self.visible(caller, facts) else None
 
 
-def profiles_router(
-    *,
-    access: ProfileAccess,
-    intake: ProfileIntake,
-    scraped: ScrapedProfiles,
-    dispatcher: Dispatcher,
-    held_requests: HeldRequests,
-    renderer: Renderer,
-) -> APIRouter:
+def profiles_router(intake: ProfileIntake, routes: ProfileRoutes) -> APIRouter:
     """Return the routes of profiles."""
-    routes = ProfileRoutes(access, scraped, dispatcher, held_requests, renderer)
     router = APIRouter(tags=["profiles"])
     accepted = {201: json_reply(AcceptedDocument, "kept"), **problems(401, 403, 409, 413, 415, 422, 429, 503)}
     router.post(PROFILES_PATH, status_code=201, responses=accepted)(intake.receive)
