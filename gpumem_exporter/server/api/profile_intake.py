@@ -153,7 +153,7 @@ class ProfileIntake:
                 part.profile = await self._keep(process, replace(profile, cause=INTERVAL), body, owner)
             elif running.action.unlisted:
                 facts = self._facts(process, profile, len(body))
-                if running.action.id in self._scraped:  # otherwise its client has gone
+                if running.action.id in self._scraped:  # otherwise the client has disconnected
                     self._scraped[running.action.id] = facts, body
                 part.profile = facts.id
             else:
