@@ -39,7 +39,6 @@ def listed(selector: str, links: list[tuple[str, str]], node: tuple[str, str]) -
         "The inference engines that report, one row for each process and device. Their key-value cache has a fixed"
         " size; peak is the highest use by requests in 24 hours, as far as it was observed. Unused is what no request"
         " needed in that time. Sleeping memory is not on the device.",
-        units.BytesIEC,
         [
             Column("workload", heading="Workload", links=links),
             Column("Engine", joined, hidden=True),
@@ -76,7 +75,6 @@ def of_workload(selector: str) -> list[Any]:
         "The key-value cache of all engines of the workload: used by running requests, kept for later requests with the"
         " same start (prefix cache, usable at once), and free. The dashed line is the sum of the highest uses of each"
         " process in 24 hours; a cache of 1.5 times that would be enough.",
-        units.BytesIEC,
         *((total("gpumem_engine_kv_cache_bytes", "state", state), name, shade) for state, name, shade in _STATES),
         (total("gpumem_engine_kv_cache_used_peak_bytes", "window", "24h"), "peak of 24 h"),
     )
@@ -84,10 +82,6 @@ def of_workload(selector: str) -> list[Any]:
         "Unmapped, by component",
         "Memory that sleeping engines have released to the driver and map again when they wake. It is not on the"
         " device.",
-        units.BytesIEC,
         (f"sum by (component) (gpumem_torch_component_unmapped_bytes{{{selector}}})", "{{component}}"),
     )
-    return [
-        stacked(cache).override_by_name(*dashed("peak of 24 h", "red")),
-        stacked(asleep),
-    ]
+    return [stacked(cache).override_by_name(*dashed("peak of 24 h", "red")), stacked(asleep)]

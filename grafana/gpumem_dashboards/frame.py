@@ -165,10 +165,7 @@ def link(uid: str, *kept: str, **values: str) -> str:
 
 def post_mortem_times(timestamp: str) -> tuple[str, str]:
     """Return the time range of a post-mortem in milliseconds: from ten minutes before the error to one after it."""
-    return (
-        f"floor({timestamp} - {_BEFORE_SECONDS}) * 1000",
-        f"ceil({timestamp} + {_AFTER_SECONDS}) * 1000",
-    )
+    return (f"floor({timestamp} - {_BEFORE_SECONDS}) * 1000", f"ceil({timestamp} + {_AFTER_SECONDS}) * 1000")
 
 
 def _ooms_annotation(selector: str) -> Any:

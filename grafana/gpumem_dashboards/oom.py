@@ -67,10 +67,7 @@ def verdict() -> str:
     # An allocation must fit on the device and below the process's limit. A clear of others helps only on the device.
     cases = (
         (f"({FREE} >= {ASKED}) and ({RESERVED} + {ASKED} <= {LIMIT})", 1),
-        (
-            f"({FREE} + {OWN_CACHE} + {OTHERS_CACHE} >= {ASKED}) and ({RESERVED} - {OWN_CACHE} + {ASKED} <= {LIMIT})",
-            2,
-        ),
+        (f"({FREE} + {OWN_CACHE} + {OTHERS_CACHE} >= {ASKED}) and ({RESERVED} - {OWN_CACHE} + {ASKED} <= {LIMIT})", 2),
         (f"({FREE} + {OWN_CACHE} + {FRAGMENTED} >= {ASKED}) and ({TENSORS} + {ASKED} <= {LIMIT})", 3),
         (f"({FREE} + {OWN_CACHE} + {FRAGMENTED} < {ASKED}) and ({TENSORS} + {ASKED} <= {LIMIT})", 4),
         (f"({FREE} >= {ASKED}) and ({TENSORS} + {ASKED} > {LIMIT})", 5),
@@ -119,8 +116,8 @@ def _verdict() -> Any:
             " order is: a retry; a clear of this or another process on the device; expandable segments; fewer"
             " processes on the device; a higher limit (set_per_process_memory_fraction). Otherwise use a smaller"
             " batch, a smaller model or a larger device.",
-            units.NoUnit,
             verdict(),
+            unit=units.NoUnit,
             limits=((None, "text"),),
             no_value="No error is selected",
             span=12,
@@ -135,8 +132,8 @@ def _when() -> Any:
     return number(
         "When",
         "The time of the error, on the exporter's clock. The time range must end after it.",
-        units.DatetimeISO,
         f"({HAPPENED}) * 1000",
+        unit=units.DatetimeISO,
         span=6,
         height=5,
     )
@@ -149,8 +146,8 @@ def _who() -> Any:
         number(
             "Process",
             "Workload, rank and process of the error, and its device. Click to see the workload.",
-            units.NoUnit,
             (HAPPENED, "{{workload}} {{rank}} (pid {{pid}}), GPU {{gpu}}"),
+            unit=units.NoUnit,
             span=6,
             height=5,
         )
@@ -180,7 +177,6 @@ def _room() -> Any:
         " bytes and one other bar together are as long, that memory would have been sufficient. PyTorch flushes"
         " the process's own cache before it raises the error, so its reclaimable bytes are small except with"
         " pools and limits.",
-        units.BytesIEC,
         *((f"max by (gpu) ({expression})", name, shade) for expression, name, shade in queries),
         no_value="unknown",
         span=12,
@@ -202,8 +198,7 @@ def _overview() -> list[Any]:
         ("Reserved", "Bytes that PyTorch reserved in the process, after it flushed its cache.", RESERVED),
     )
     return [
-        number(title, description, units.BytesIEC, f"max by (gpu) ({expression})", span=4)
-        for title, description, expression in shown
+        number(title, description, f"max by (gpu) ({expression})", span=4) for title, description, expression in shown
     ]
 
 
@@ -215,7 +210,6 @@ def _ledger_then() -> Any:
     return bars(
         "Ledger at the last scrape",
         "The categories of the device's memory at the last scrape before the error.",
-        units.BytesIEC,
         *queries,
         no_value="no scrape before the error in the time range",
         span=12,
@@ -238,7 +232,6 @@ def _processes_then() -> Any:
         "Processes at the last scrape",
         "The processes at the last scrape before the error, including processes that have exited since, the"
         " largest first. A clear of the other processes would have released their reclaimable bytes.",
-        units.BytesIEC,
         [
             Column("workload", heading="Workload"),
             Column("rank", heading="Rank", width=70),
@@ -265,7 +258,6 @@ def _before() -> list[Any]:
         "The process before the error",
         "The allocated and reserved bytes of the process and its limit. The annotation marks the error; the red"
         " line is the request on top of the allocated bytes.",
-        units.BytesIEC,
         (f"max({own('allocated_bytes')})", "allocated", "dark-blue"),
         (f"max({own('reserved_bytes')})", "reserved", "green"),
         (f"max({own('fragmented_bytes')})", "fragmented", "orange"),
@@ -284,7 +276,6 @@ def _before() -> list[Any]:
             "Used on the device, by process",
             "The driver's value of each process on the device, stacked. The process that grew before the error"
             " may be a different one than the process with the error.",
-            units.BytesIEC,
             (
                 f"(sum by (cluster, instance, gpu, pid) (gpumem_process_memory_used_bytes{{{GPU}}}{ON_ITS_DEVICE}))"
                 f" {info('workload, rank, command', ONE_NODE)}",
@@ -308,10 +299,10 @@ def _before() -> list[Any]:
             "Allocation retries on the device",
             "Allocations per second that succeeded only after a flush, of every process on the device: an early"
             " warning.",
-            units.CountsPerSecond,
             (
                 f"rate(gpumem_torch_alloc_retries_total{{{GPU}}}[$__rate_interval]){ON_ITS_DEVICE}",
                 "{{workload}} {{rank}} (pid {{pid}})",
             ),
+            unit=units.CountsPerSecond,
         ),
     ]

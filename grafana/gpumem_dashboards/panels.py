@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from grafana_foundation_sdk.builders import bargauge, common, prometheus, stat, statushistory, timeseries
 from grafana_foundation_sdk.models import common as models
+from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, DynamicConfigValue
 
 from gpumem_dashboards.palette import LEDGER, color, none_is_good, steps
@@ -39,8 +40,8 @@ def legend(mode: models.LegendDisplayMode = models.LegendDisplayMode.LIST) -> An
 def number(
     title: str,
     description: str,
-    unit: str,
     *queries: Series | str,
+    unit: str = units.BytesIEC,
     limits: Limits = (),
     decimals: int | None = None,
     no_value: str = "unknown",
@@ -67,7 +68,7 @@ def number(
 
 def count(title: str, description: str, expression: str, *, bad: str = "orange", span: int = 4) -> Any:
     """Build a panel with a count that should be zero."""
-    return number(title, description, "short", expression, limits=none_is_good(bad), decimals=0, span=span)
+    return number(title, description, expression, unit="short", limits=none_is_good(bad), decimals=0, span=span)
 
 
 def idle_cache(each: str, selector: str, reclaimable: str, *, span: int = 4) -> Any:
@@ -77,7 +78,6 @@ def idle_cache(each: str, selector: str, reclaimable: str, *, span: int = 4) -> 
         "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
         f" good. A clear now: what torch.cuda.empty_cache() in every {each} would release now. All above the idle cache"
         " would be reserved again.",
-        "bytes",
         (f"sum(gpumem_torch_idle_cache_bytes{{{selector}}})", "idle cache"),
         (f"sum({reclaimable})", "a clear now"),
         span=span,
@@ -90,8 +90,8 @@ def share_reported(node: str) -> Any:
         "Coverage",
         "Of the memory that processes use, the share of the processes that report. The memory of the other processes is"
         " known only as a sum. Nodes where the driver does not list all processes are left out.",
-        "percentunit",
         coverage(node),
+        unit="percentunit",
         span=3,
     )
 
@@ -99,8 +99,8 @@ def share_reported(node: str) -> Any:
 def graph(
     title: str,
     description: str,
-    unit: str,
     *queries: Series,
+    unit: str = units.BytesIEC,
     low: float | None = 0,
     high: float | None = None,
     span: int = 12,
@@ -155,15 +155,15 @@ def ledger(title: str, description: str, selector: str, only: str = "", *, span:
         for category, name, shade in LEDGER
     )
     total = (f"sum(gpumem_device_memory_total_bytes{{{selector}}}{only})", "total")
-    panel = graph(title, description, "bytes", *categories, total, low=None, span=span, height=height)
+    panel = graph(title, description, *categories, total, low=None, span=span, height=height)
     return stacked(panel, 80).override_by_name(*dashed("total", "text"))
 
 
 def bars(
     title: str,
     description: str,
-    unit: str,
     *queries: Series,
+    unit: str = units.BytesIEC,
     limits: Limits = ((None, "green"),),
     no_value: str = "none",
     span: int = 8,
@@ -188,7 +188,7 @@ def bars(
     return _asking(panel, queries, instant=True)
 
 
-def history(title: str, description: str, unit: str, *queries: Series, limits: Limits, height: int = 10) -> Any:
+def history(title: str, description: str, *queries: Series, unit: str, limits: Limits, height: int = 10) -> Any:
     """Build a heat map: one row for each series, with the value as color over time."""
     panel = (
         described(statushistory.Panel(), title, description, unit)

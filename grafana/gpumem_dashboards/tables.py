@@ -9,6 +9,7 @@ from typing import Any
 
 from grafana_foundation_sdk.builders import common
 from grafana_foundation_sdk.builders import table as tables
+from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, DynamicConfigValue
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
@@ -46,9 +47,9 @@ class Column:
 def table(
     title: str,
     description: str,
-    unit: str,
     listed: Sequence[Column],
     *,
+    unit: str = units.BytesIEC,
     sort_by: str,
     descending: bool = True,
     drop: Sequence[str] = (),
