@@ -212,8 +212,7 @@ def test_the_page_and_the_memory_are_bounded_whatever_one_user_sends(folder: Pat
     own.mkdir(mode=0o755)
     with EmulatedNode(own / "node") as node:
         node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
-        exporter = ExporterProcess(own, *QUICK, environment=node.environment(), ready="/-/healthy")
-        try:
+        with closing(ExporterProcess(own, *QUICK, environment=node.environment(), ready="/-/healthy")) as exporter:
             refused = 0
             for pid in range(1, 700):
                 report = largest_report(place.eve, pid) if pid < 60 else place.eve.report(pid=pid, pid_namespace=4242)
@@ -228,8 +227,6 @@ def test_the_page_and_the_memory_are_bounded_whatever_one_user_sends(folder: Pat
             assert int(resident[1]) < 160 << 10, f"{resident[1]} KiB"
             assert place.ada.send(exporter.url, ada_report(place))[0] == 200
             print(sizes, resident[1], refused)
-        finally:
-            exporter.close()
 
 
 def largest_report(process: LocalUser, number: int) -> Report:
@@ -262,8 +259,7 @@ def test_one_user_cannot_take_the_place_of_others(folder: Path, place: Place) ->
     own = folder / "small"
     own.mkdir(mode=0o755)
     flags = ("--report.max-processes", "4")
-    exporter = ExporterProcess(own, *QUICK, *flags, environment=place.node.environment())
-    try:
+    with closing(ExporterProcess(own, *QUICK, *flags, environment=place.node.environment())) as exporter:
         made_up = [place.eve.report(pid=pid, pid_namespace=4242) for pid in range(1, 10)]
         statuses = [place.eve.send(exporter.url, one)[0] for one in made_up]
         assert statuses == [200] * 4 + [503] * 5
@@ -273,8 +269,6 @@ def test_one_user_cannot_take_the_place_of_others(folder: Path, place: Place) ->
         assert sorted(shown) == ["ada", "root", "train", "train"]
         assert place.eve.send(exporter.url, place.eve.report(pid=10, pid_namespace=4242))[0] == 503
         assert place.ada.send(exporter.url, ada_report(place, step=2))[0] == 200
-    finally:
-        exporter.close()
 
 
 def test_a_reporter_with_only_a_token_is_unattested_and_replaces_no_attested_one(folder: Path, place: Place) -> None:
@@ -283,10 +277,11 @@ def test_a_reporter_with_only_a_token_is_unattested_and_replaces_no_attested_one
     token = own / "token"
     token.write_text("secret of reporters\n")
     token.chmod(0o600)
-    exporter = ExporterProcess(own, *QUICK, "--report.token-file", str(token), environment=place.node.environment())
     with_token = {"Authorization": "Bearer secret of reporters"}
     proxied = {**with_token, "X-Forwarded-For": "192.0.2.1"}  # the kernel knows the proxy, not the reporter
-    try:
+    with closing(
+        ExporterProcess(own, *QUICK, "--report.token-file", str(token), environment=place.node.environment())
+    ) as exporter:
         assert place.ada.send(exporter.url, ada_report(place))[0] == 401
         unseen = {"pid": 5, "pid_namespace": 4242, "workload": "far"}
         assert place.eve.send(exporter.tcp_url, place.eve.report(**unseen), **proxied)[0] == 200
@@ -302,5 +297,3 @@ def test_a_reporter_with_only_a_token_is_unattested_and_replaces_no_attested_one
         assert (reply.status, "belongs to uid 0" in reply.detail) == (403, True), (
             "the token does not replace the kernel's uid"
         )
-    finally:
-        exporter.close()
