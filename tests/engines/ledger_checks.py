@@ -156,6 +156,7 @@ facts = process_engine().read()
 result = [facts.name, facts.version, facts.model, facts.measures, facts.ready, facts.requests]
 """
 
+
 def test_an_engine_in_the_program_sleeps_releases_its_cache_and_shows_its_blocks(
     exporter: ExporterProcess, start_torch: StartTorch, tmp_path: Path
 ) -> None:

@@ -54,7 +54,8 @@ def info(url: str | None, token_file: str | None, as_json: bool, wide: bool, **v
         print_json(node_document(shown))
         return 0
     console = open_console(wide=wide)
-    show(console, node_tables([Node(shown)], view, console.width, wide=wide, ledger=True))
+    none = ("No orphan matches." if target.given() else "There are no orphans.") if target.orphans else ""
+    show(console, node_tables([Node(shown)], view, console.width, wide=wide, ledger=True, without_jobs=none))
     if line := rights_line(rights, "clear"):
         print(f"\n{line}")
     return 0

@@ -206,13 +206,6 @@ def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> No
         hung.set()
 
 
-def test_a_token_file_that_was_never_readable_matches_nothing(tmp_path: Path) -> None:
-    token = TokenFile(tmp_path / "token")
-    token.refresh()
-    assert not token.matches(b"")
-    assert not token.matches(b"x")
-
-
 NAMES = OwnNames(["node-7", "gpu.example.org", ""])
 
 
