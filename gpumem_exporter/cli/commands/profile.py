@@ -38,7 +38,7 @@ from gpumem_exporter.cli.usage import CommandGroup
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.profiles.diff import difference
 from gpumem_exporter.profiles.formats import SUFFIXES, Format, render
-from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.model import SavedProfile
 from gpumem_exporter.profiles.saved import read_saved
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def diff_profiles(api: ExporterApi, before: str, after: str, **values: Any) -> i
     return 0
 
 
-def _read(api: ExporterApi, given: str, moment: str) -> StoredProfile:
+def _read(api: ExporterApi, given: str, moment: str) -> SavedProfile:
     """Return the profile in a file, or the profile with an id."""
     if not Path(given).is_file():
         return read_saved(json.loads(api.get_bytes(f"{_PATH}/{api.full_id('profile', given)}?moment={moment}")))

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from gpumem_exporter.cli.render.columns import event_line
-from gpumem_exporter.events import Event, Page
+from gpumem_exporter.events.model import Event, Page
 from gpumem_exporter.server.api.events import events_document
 from tests.support.golden import assert_golden
 from tests.support.live_documents import GIB, event
