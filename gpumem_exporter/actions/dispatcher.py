@@ -273,6 +273,7 @@ class Dispatcher:
 
     def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:
         """Return the ids of the commands that a process keeps and must forget."""
+        # A command of an earlier run of the exporter has no part: its result would reach no caller.
         return tuple(
             command_id
             for command_id in process.report.waiting
