@@ -213,7 +213,7 @@ def _add_guard(app: FastAPI, runtime: Runtime) -> None:
         Guard,
         routes={
             REPORTS_PATH: runtime.reports,
-            runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.snapshot),
+            runtime.settings.web_telemetry_path: MetricsRoute(runtime.exposition, runtime.store, runtime.clock),
         },
         own_names=runtime.own_names,
         reports=runtime.reports_rule,

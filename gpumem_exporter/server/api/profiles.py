@@ -18,7 +18,7 @@ from gpumem_exporter.actions.request import ActionRequest, Target, invalid_field
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import NoPeakError
-from gpumem_exporter.events import Event
+from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.ooms import session_of
 from gpumem_exporter.profiles.diff import Difference, difference
 from gpumem_exporter.profiles.formats import Format, render
@@ -26,10 +26,8 @@ from gpumem_exporter.profiles.lines import Moment
 from gpumem_exporter.profiles.model import CAUSES, ProfileFacts, StoredProfile
 from gpumem_exporter.profiles.page import policy
 from gpumem_exporter.profiles.store import Profiles, stored_profile
-from gpumem_exporter.server.api.action_schema import KnownFields
-from gpumem_exporter.server.api.actions import refusals_as_problems
+from gpumem_exporter.server.api.actions import KnownFields, refusals_as_problems
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, ScrapedProfiles
-from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.http.turns import HeldRequests, Turns
@@ -252,7 +250,7 @@ class ProfileRoutes:
         if invalid := invalid_fields(wanted):
             raise ProblemError.invalid([FieldError("pid", each.message) for each in invalid])
         request.scope["state"].get("end_read_turn", lambda: None)()
-        async with self._scrapes.of(Connection.owner_of(request.scope)):
+        async with self._scrapes.of(request.state.owner):
             with refusals_as_problems():
                 action = self._dispatcher.submit(wanted, requested_by=request.state.caller, unlisted=True)
             self._scraped[action.id] = None
@@ -282,7 +280,7 @@ class ProfileRoutes:
             return render(read(), parameters.format, parameters.moment)
 
         try:
-            body, media_type = await self._turns.run(Connection.owner_of(request.scope), build)
+            body, media_type = await self._turns.run(request.state.owner, build)
         except NoPeakError as error:
             raise ProblemError.invalid([FieldError("moment", str(error))]) from None
         headers = {"Cache-Control": "no-store"}

@@ -256,8 +256,3 @@ def test_a_client_that_disconnects_while_sending_reaches_no_route() -> None:
 def test_refused_reports_are_counted_and_refused_actions_are_not_reports(changed: dict[str, Any], outcome: str) -> None:
     assert pass_through(REPORTS, **changed).outcomes == [outcome]
     assert pass_through(ACTIONS_PATH, **changed).outcomes == []
-
-
-def test_head_is_answered_like_get() -> None:
-    exchange = pass_through("/health", method="HEAD", headers=[HOST])
-    assert exchange.seen_method == "GET"
