@@ -270,8 +270,8 @@ def _note_health(runtime: Runtime) -> None:
     """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
     snapshot = runtime.snapshot()
     health = runtime.health.document(snapshot)
-    runtime.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
     runtime.live.notice(snapshot, health)
+    runtime.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
 
 
 def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
