@@ -13,8 +13,8 @@ from uuid import uuid4
 import pytest
 
 from gpumem_client.wire.protocol import CommandResult
-from tests.support.acting_as import needs_root
 from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, Cgroup, LocalUser, needs_cgroups
+from tests.support.other_user import needs_root
 from tests.support.shared_node import ADA, CONTAINER, EVE, KINDS, SharedNode, act
 from tests.support.waiting import patient
 

@@ -11,10 +11,10 @@ import pytest
 
 from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
 from gpumem_exporter.server.api.profile_intake import MAX_OF_PROCESS
-from tests.support.acting_as import needs_root
 from tests.support.builders import MIB, UUIDS
 from tests.support.local_users import NEW_PID_NAMESPACE, LocalUser, Reply
 from tests.support.namespaces import needs_namespaces
+from tests.support.other_user import needs_root
 from tests.support.profile_documents import body, document, profile
 from tests.support.shared_node import ADA, EVE, SharedNode
 
