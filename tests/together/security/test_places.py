@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -37,6 +38,12 @@ def shown(node: SharedNode) -> dict[int | str, str | None]:
     """Return the workload of each reporting process, by name."""
     processes = node.exporter.get("/api/v1/processes")["processes"]
     return {each["pid"]: each["workload"] for each in processes if each["reporting"]}
+
+
+@pytest.fixture
+def node() -> Iterator[SharedNode]:
+    with contextlib.closing(SharedNode()) as node:
+        yield node
 
 
 def reached(user: LocalUser, url: str) -> set[int]:

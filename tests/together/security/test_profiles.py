@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +24,12 @@ pytestmark = [needs_root, needs_namespaces]
 
 MOST_BYTES = 220 * MIB
 """The exporter with the objects of one profile of a million values."""
+
+
+@pytest.fixture
+def node() -> Iterator[SharedNode]:
+    with contextlib.closing(SharedNode()) as node:
+        yield node
 
 
 @pytest.fixture
