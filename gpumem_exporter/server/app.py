@@ -5,19 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.engines import Engines
-from gpumem_exporter.host import Host
-from gpumem_exporter.host.pid_namespaces import DriverPids
-from gpumem_exporter.host.pod_resources import PodResources
-from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.actions import actions_router, caller_router
 from gpumem_exporter.server.api.alerts import alerts_router
 from gpumem_exporter.server.api.events import events_router, jobs_router
@@ -27,7 +21,7 @@ from gpumem_exporter.server.api.live import live_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
-from gpumem_exporter.server.api.profiles import ProfileAccess, profiles_router
+from gpumem_exporter.server.api.profiles import ProfileAccess, ProfileRoutes, profiles_router
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.housekeeping import (
     keep_house,
@@ -35,12 +29,11 @@ from gpumem_exporter.server.background.housekeeping import (
     reloading_on_hangup,
     restore_ooms,
 )
-from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
+from gpumem_exporter.server.http.listeners import parse_listen_address
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.security.tokens import FileRefresher
-from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.page import Page, page_router
 from gpumem_exporter.server.web.runbooks import runbook_router
 
@@ -54,37 +47,9 @@ HISTORY_STOP_SECONDS = 2.0
 """The time for saving the history at the exit; a full one takes 0.5 s of CPU."""
 
 
-def create_app(
-    settings: Settings,
-    *,
-    provider: Provider,
-    host: Host,
-    clock: Callable[[], float] = time.monotonic,
-    wall_clock: Callable[[], float] = time.time,
-    pods: PodResources | None = None,
-    driver_pids: DriverPids | None = None,
-    socket_file: SocketFile | None = None,
-    engines: Engines | None = None,
-) -> FastAPI:
-    """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
-
-    The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
-    if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
-    processes are not real.
-    """
-    runtime = Runtime(
-        settings,
-        provider=provider,
-        host=host,
-        clock=clock,
-        wall_clock=wall_clock,
-        pods=pods,
-        driver_pids=driver_pids,
-        socket_file=socket_file,
-        engines=engines,
-    )
-    app = _Application(runtime, _lifespan(runtime, pods))
-    app.state.runtime = runtime
+def create_app(runtime: Runtime) -> FastAPI:
+    """Build the application, whose lifespan starts and stops the exporter's parts."""
+    app = _Application(runtime, _lifespan(runtime))
     with _without_pydantic_v1():
         for router in (*_api_routers(runtime), *_page_routers(runtime)):
             app.include_router(router)
@@ -179,12 +144,8 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
         ),
         policy_router(runtime.policies),
         profiles_router(
-            access=access,
-            intake=runtime.profile_intake,
-            waiting=runtime.profile_requests,
-            dispatcher=dispatcher,
-            held_requests=held_requests,
-            renderer=runtime.renderer,
+            runtime.profile_intake,
+            ProfileRoutes(access, runtime.scraped_profiles, dispatcher, held_requests, runtime.renderer),
         ),
         events_router(
             runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities
@@ -228,9 +189,10 @@ def _add_guard(app: FastAPI, runtime: Runtime) -> None:
     )
 
 
-def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
+def _lifespan(runtime: Runtime) -> _Lifespan:
+    pods = runtime.pods
     rules = (runtime.reports_rule, runtime.callers.rule)
-    files = FileRefresher([part for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
+    files = FileRefresher([part.refresh for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -251,7 +213,9 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             asyncio.ensure_future(asyncio.to_thread(runtime.profiles.load)),
         ]
         try:
-            with reloading_on_hangup(_reloads(runtime)):
+            with reloading_on_hangup(
+                [part.reload_on_hangup for part in (runtime.policies, runtime.web) if part is not None]
+            ):
                 yield
         finally:
             runtime.held_requests.stop()
@@ -277,7 +241,6 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "remove_ended_processes": runtime.presence.sweep,
         "delete_unconfirmed_profiles": runtime.profile_intake.expire,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
-        "show_health": lambda: runtime.instruments.show_health(runtime.health.passed(runtime.snapshot())),
     }
     if runtime.settings.profile_interval:
         chores["take_interval_profiles"] = runtime.interval_profiles.tick
@@ -286,8 +249,3 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
     if runtime.socket_file is not None:
         chores["check_socket"] = runtime.socket_file.check
     return chores
-
-
-def _reloads(runtime: Runtime) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-    """Return the functions that read a configuration file again on SIGHUP."""
-    return [part.reload_on_hangup for part in (runtime.policies, runtime.web) if part is not None]

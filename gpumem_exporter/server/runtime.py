@@ -32,7 +32,7 @@ from gpumem_exporter.profiles.store import SHARE_OF_STORAGE, Profiles
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.api.live import LiveNode
-from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
+from gpumem_exporter.server.api.profile_intake import ProfileIntake, ScrapedProfiles
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.cache_use import CacheUse
 from gpumem_exporter.server.background.interval_profiles import IntervalProfiles
@@ -59,8 +59,10 @@ if TYPE_CHECKING:
 class Runtime:
     """The exporter's parts. Only the event loop uses them; the poller's thread also writes to `store` and `events`.
 
-    The constructor starts nothing. It is longer than other functions because each part has its line, in the order in
-    which they depend on each other.
+    The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
+    if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
+    processes are not real. The constructor starts nothing. It is longer than other functions because each part has its
+    line, in the order in which they depend on each other.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class Runtime:
         *,
         provider: Provider,
         host: Host,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         pods: PodResources | None = None,
         driver_pids: DriverPids | None = None,
         socket_file: SocketFile | None = None,
@@ -81,6 +83,7 @@ class Runtime:
         self.version = __version__
         self.clock = clock
         self.wall_clock = wall_clock
+        self.pods = pods
         self.socket_file = socket_file
         self.instruments = Instruments()
         self.held_requests = HeldRequests()
@@ -118,6 +121,7 @@ class Runtime:
             limits=RateLimits(
                 per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock
             ),
+            # Without a disk, no later run of the exporter reads the record.
             record=self.audit.record if self.audit.durable else None,
             wake=self.held_requests.wake,
             hide_identities=settings.web_hide_identities,
@@ -156,10 +160,10 @@ class Runtime:
         )
         self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
         self.profiles = Profiles(_storage_folder(settings), max_bytes=settings.storage_max_bytes)
-        self.profile_requests = WaitingRequests()
+        self.scraped_profiles: ScrapedProfiles = {}
         self.profile_intake = ProfileIntake(
             self.profiles,
-            self.profile_requests,
+            self.scraped_profiles,
             self.store,
             senders,
             self.dispatcher,
@@ -212,7 +216,7 @@ class Runtime:
             _storage_folder(settings),
             {
                 "kv_cache_peaks": lambda _: self.store.put_kv_cache_peaks(self.history.kv_cache_peaks),
-                "findings": self.live.notice,
+                "health": self._note_health,
             },
         )
         self.policies = self._policies()
@@ -221,6 +225,12 @@ class Runtime:
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
         return self.store.snapshot(self.clock())
+
+    def _note_health(self, snapshot: Snapshot) -> None:
+        """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
+        health = self.health.document(snapshot)
+        self.live.notice(snapshot, health)
+        self.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
 
     def _recorder(self) -> Recorder:
         settings, store, clock, wall_clock = self.settings, self.store, self.clock, self.wall_clock

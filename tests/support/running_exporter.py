@@ -14,14 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer
@@ -29,6 +26,7 @@ from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.serve import build_server
 from gpumem_exporter.server.settings import load_settings, setting_key
 from tests.support.builders import MIB, UUIDS, NobodyHost
+from tests.support.exporter_process import Metrics
 from tests.support.waiting import eventually, patient
 
 ACTIONS = "/api/v1/actions"
@@ -167,14 +165,12 @@ class RunningExporter:
     def act(self, **document: Any) -> Answer:
         return self.request("POST", ACTIONS, document)
 
-    def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Return every sample of /metrics by name and labels."""
-        families = text_string_to_metric_families(self.get("/metrics").body.decode())
-        return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    def metrics(self) -> Metrics:
+        return Metrics(self.get("/metrics").body.decode())
 
     def sample(self, name: str, **labels: str) -> float | None:
         """Return the only sample with this name and these labels; None if there is none."""
-        found = [v for (n, have), v in self.samples().items() if n == name and set(labels.items()) <= have]
+        found = self.metrics().values(name, **labels)
         assert len(found) <= 1, found
         return found[0] if found else None
 
@@ -221,13 +217,13 @@ def running_exporter(
         loops.append(asyncio.get_running_loop())
         started.set()
 
-    app = create_app(settings, provider=provider, host=host, clock=clock, wall_clock=wall_clock)
-    server = build_server(app, settings, listeners, on_started=on_started, limits=limits)
+    runtime = Runtime(settings, provider=provider, host=host, clock=clock, wall_clock=wall_clock)
+    server = build_server(runtime, listeners, on_started=on_started, limits=limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)}, name="exporter")
     thread.start()
     try:
         assert started.wait(patient(30))
-        running = RunningExporter(f"http://127.0.0.1:{port}", port, app.state.runtime, server, provider, host, loops[0])
+        running = RunningExporter(f"http://127.0.0.1:{port}", port, runtime, server, provider, host, loops[0])
         if ready:
             eventually(lambda: running.get("/-/ready").status, lambda status: status == 200)
         yield running

@@ -101,12 +101,10 @@ def reloading_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]
             running.add(task)
             task.add_done_callback(running.discard)
 
-    before = signal.getsignal(signal.SIGHUP)
     loop.add_signal_handler(signal.SIGHUP, reload_all)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))
     try:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
-        if before is not None:  # Python cannot restore a handler that it did not install
-            signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload during the stop would end the process

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import stat
 import tempfile
@@ -25,10 +24,9 @@ from gpumem_exporter.cli.doctor import FAIL
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.events.ooms import MAX_PER_MINUTE
 from gpumem_exporter.server.http.listeners import BindError, bind
-from tests.support.acting_as import needs_root
 from tests.support.builders import UUIDS, report
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.other_user import OTHER_UID, rogue_server
+from tests.support.other_user import OTHER_UID, needs_root, rogue_server
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20
@@ -138,8 +136,7 @@ def test_a_socket_has_its_mode_from_the_start(tmp_path: Path, umask: int, monkey
 def test_a_replaced_socket_is_logged_once_and_degrades_the_health(tmp_path: Path) -> None:
     with contextlib.closing(ExporterProcess(tmp_path)) as exporter:
         assert exporter.get("/health")["checks"]["socket"] == {"status": "ok", "detail": str(exporter.socket)}
-        (address,) = re.findall(r"addresses=(http://[^, ]*)", exporter.log().replace('"', ""))
-        with contextlib.closing(Connection(address, timeout_seconds=patient(30))) as tcp:
+        with contextlib.closing(Connection(exporter.tcp_url, timeout_seconds=patient(30))) as tcp:
             for change in ("removed", "replaced"):
                 exporter.socket.unlink(missing_ok=True)
                 if change == "replaced":
@@ -206,8 +203,7 @@ def test_a_flood_of_out_of_memory_errors_is_limited(tmp_path: Path) -> None:
 
 
 def test_a_rebound_name_reads_nothing_on_loopback(exporter: ExporterProcess) -> None:
-    (address,) = re.findall(r"addresses=(http://[^, ]*)", exporter.log().replace('"', ""))
-    with contextlib.closing(Connection(address, timeout_seconds=patient(30))) as tcp:
+    with contextlib.closing(Connection(exporter.tcp_url, timeout_seconds=patient(30))) as tcp:
         for path in ("/", "/metrics", "/api/v1/processes", "/api/v1/live", "/health"):
             assert tcp.request("GET", path, headers={"Host": "evil.example"}).status == 403
             assert tcp.request("GET", path).status in (200, 503)
