@@ -16,6 +16,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -59,7 +60,6 @@ class LimitedServer(uvicorn.Server):
         self._tls = tls
         self._on_started = on_started
         self._on_stopping = on_stopping
-        self._should_exit = False
         self._loop: asyncio.AbstractEventLoop | None = None
         """While the server runs."""
         self._exiting = asyncio.Event()
@@ -69,16 +69,16 @@ class LimitedServer(uvicorn.Server):
         options |= dict.fromkeys(("access_log", "proxy_headers", "server_header"), False)
         super().__init__(uvicorn.Config(app, **options))
 
-    @property
-    def should_exit(self) -> bool:
-        """Whether the server ends, or is to end. Set in any thread and in signal handlers."""
-        return self._should_exit
-
-    @should_exit.setter
-    def should_exit(self, value: bool) -> None:
-        self._should_exit = value
-        if value and self._loop is not None:
+    def stop(self) -> None:
+        """Let the server exit. Any thread, and a signal handler, may call this."""
+        self.should_exit = True
+        if self._loop is not None:
             self._loop.call_soon_threadsafe(self._exiting.set)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle a signal to exit."""
+        super().handle_exit(sig, frame)
+        self.stop()
 
     async def main_loop(self) -> None:
         """Run until the server is to exit."""
