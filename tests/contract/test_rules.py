@@ -22,7 +22,7 @@ from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events.model import EVENT_TYPES
 from gpumem_exporter.view.findings import SEVERITIES, SEVERITY
-from tests.support.alert_path import Receiver, alertmanager, receiving
+from tests.support.alertmanagers import Receiver, alertmanager, receiving
 from tests.support.dashboard_rules import nodes
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool
