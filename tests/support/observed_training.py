@@ -11,6 +11,9 @@ import pytest
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 
+PARAMETERS_BYTES = 4 * (256 * 256 + 256) * 4
+"""Bytes of the model of TRAINING in fp32."""
+
 TRAINING = """
 import contextlib, gc
 import gpumem_client as gpumem
