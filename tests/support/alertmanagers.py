@@ -1,4 +1,4 @@
-"""Alertmanager with the project's configuration and shorter durations, and a webhook receiver."""
+"""Alertmanager with the project's configuration, a webhook receiver, and documents with shorter durations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = r"(?:\d+(?:ms|[smhd]))+"
 # Durations are in range and subquery brackets, after `offset`, and the values of these keys.
 _IN_RULES = re.compile(rf"(?<=\[){_DURATION}(?=[\]:])|(?<=\d[smhd]:){_DURATION}(?=\])|(?<=offset ){_DURATION}\b")
-_KEYS = ("for", "keep_firing_for", "group_wait", "group_interval", "repeat_interval")
+_KEYS = ("for", "keep_firing_for", "interval", "group_wait", "group_interval", "repeat_interval")
 
 
 def hastened(document: Any, times: float) -> Any:
