@@ -16,7 +16,7 @@ from gpumem_client.hooks.steps import OneStep, process_steps
 from gpumem_client.objects.referrers import NO_REFERRER
 from gpumem_client.torch_access import Statistics, initialized_torch
 from gpumem_client.wire.units import ShownAsText, human_bytes
-from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup, allocating_frames, walk
+from gpumem_toolkit.leaks.live_tensors import LingeringTensors, TensorGroup, walk
 from gpumem_toolkit.leaks.trend import Growing, Trend
 
 _log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
@@ -43,8 +43,6 @@ class Leak(ShownAsText):
     """Growth in that window."""
     suspects: tuple[str, ...] = ()
     """Kinds of tensors that grew in number, and what refers to them; the likeliest cause first."""
-    frames: tuple[str, ...] = ()
-    """Where they were allocated, if the allocator records its history."""
     steps_left: int | None = None
     """Steps until the device is full at this rate."""
     hidden_objects: int = 0
@@ -56,7 +54,7 @@ class Leak(ShownAsText):
         hidden = f" (gc.freeze() hides {self.hidden_objects:,} objects)" if self.hidden_objects else ""
         suspects = self.suspects or (f"no kind of tensor that Python objects hold grew in number{hidden}",)
         first = f"memory leak: cuda:{self.device} grows by {rate} per step ({leaked} in {self.steps} steps){left}"
-        return "\n  ".join((first, *suspects, *self.frames))
+        return "\n  ".join((first, *suspects))
 
 
 @dataclass(slots=True)
@@ -174,8 +172,7 @@ class LeakDetector:
         self, device: int, state: _Device, free_bytes: Callable[[], int | None], found: tuple[Growth, ...] = ()
     ) -> Leak:
         assert state.growing is not None  # noqa: S101 - add() has set it
-        slope, free, torch = state.growing.slope, free_bytes(), initialized_torch()
-        sizes = {growth.group.bytes // growth.group.count for growth in found if growth.group.count}
+        slope, free = state.growing.slope, free_bytes()
         state.count_before = None
         state.leak = Leak(
             device,
@@ -185,7 +182,6 @@ class LeakDetector:
             slope.steps,
             slope.grown,
             descriptions(found),
-            allocating_frames(torch, sizes) if torch is not None else (),
             None if free is None else int(free / slope.slope),
             gc.get_freeze_count(),
         )
