@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpumem_client.wire.procfs import parse_stat_parent, split_cmdline
+from gpumem_client.wire.procfs import parse_stat, split_cmdline
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import Activity, EngineRefusedError, no_engine
 from gpumem_exporter.actions.selection import OutsideTarget
@@ -119,7 +119,7 @@ class EngineControl:
                 return
             yield self._program(pid, uid, place, listeners), started
             try:
-                pid = parse_stat_parent(self._entries.text(pid, "stat"))
+                pid = parse_stat(self._entries.text(pid, "stat")).parent_pid
             except ValueError:
                 return
             if pid <= 1:
