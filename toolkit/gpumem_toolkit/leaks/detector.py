@@ -22,7 +22,10 @@ from gpumem_toolkit.leaks.trend import Growing, Trend
 _log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
 
 _SEARCHES = {16: 3, 32: 2, 48: 1}
-"""For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect."""
+"""For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect.
+
+A leak need not keep a tensor at each step: the later recounts accept fewer.
+"""
 _LAST_SEARCH = max(_SEARCHES)
 _SUSPECTS_MAX = 3
 _SHAPES_MAX = 3
@@ -120,6 +123,7 @@ class LeakDetector:
             if slope is None:
                 return None
             state.growing = Growing(slope)
+            # Counting at each step would cost milliseconds: tensors are counted only once the memory grows.
             state.count_before, state.steps_since_count = self._count(), 0
             return self._report(device, state, free_bytes) if state.count_before is None else None
         if not state.growing.goes_on(allocated_bytes):
@@ -163,6 +167,7 @@ class LeakDetector:
         return None if torch is None or not self._name_suspects else walk(torch, referrers=referrers)
 
     def _suspects(self, before: LingeringTensors, least: int) -> tuple[Growth, ...]:
+        # The search for referrers takes 2 s per million objects, a count 0.1 s: search only if there is a suspect.
         after = self._count()
         if after is None or not grown(before, after, least=least):
             return ()
@@ -265,7 +270,7 @@ def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> t
     If no single shape grew enough, shapes with the same number of dimensions are compared together, for batches of many
     lengths. The result then has the largest of them.
     """
-    none = TensorGroup((), "", 0, 0, 0)
+    none = TensorGroup((), "", 0, 0, 0)  # a kind that the first count did not have
     counted = {group.kind: group for group in before.groups}
     growths: list[Growth] = []
     by_rank: dict[tuple[int, str, int, bool], list[Growth]] = defaultdict(list)

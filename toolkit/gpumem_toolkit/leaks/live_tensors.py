@@ -229,6 +229,7 @@ class _Walker:
         group = self.found.setdefault(kind, _Found())
         group.tensors.append(id(tensor))
         group.graph_nodes += self._follow(graph)
+        # Only a storage's Python object has its size; see `TensorReader.storage` for threads.
         storage = reader.storage(tensor)
         if storage is not None and storage[:2] not in self._storages:
             self._storages.add(storage[:2])
