@@ -56,8 +56,10 @@ class LastOoms:
 
     def __init__(self) -> None:
         self._ooms: dict[tuple[str, str], LastOom] = {}
-        self._shown: tuple[LastOom, ...] = ()
-        self._expires_seconds = float("inf")
+        self.shown: tuple[LastOom, ...] = ()
+        """The errors, oldest first. From `expires_seconds` on, call `expire` before."""
+        self.expires_seconds = float("inf")
+        """When the oldest error is `SHOWN_SECONDS` old."""
 
     def put(self, ooms: Iterable[LastOom]) -> None:
         """Add errors in the order of their arrival. An error that is already known changes nothing."""
@@ -89,11 +91,9 @@ class LastOoms:
                 self._ooms[oom.uuid, oom.pid] = oom
         self._keep(self._ooms.values())
 
-    def at(self, now_seconds: float) -> tuple[LastOom, ...]:
-        """Return the errors that are at most `SHOWN_SECONDS` old."""
-        if now_seconds > self._expires_seconds:
-            self._keep(oom for oom in self._shown if now_seconds - oom.happened_seconds <= SHOWN_SECONDS)
-        return self._shown
+    def expire(self, now_seconds: float) -> None:
+        """Remove the errors that are more than `SHOWN_SECONDS` old."""
+        self._keep(oom for oom in self.shown if now_seconds - oom.happened_seconds <= SHOWN_SECONDS)
 
     def _keep(self, ooms: Iterable[LastOom]) -> None:
         ordered = sorted(ooms, key=attrgetter("happened_seconds"))
@@ -109,6 +109,6 @@ class LastOoms:
                 dropped[oom.owner] -= 1
             else:
                 shown.append(oom)
-        self._shown = tuple(shown)
-        self._ooms = {(oom.uuid, oom.pid): oom for oom in self._shown}
-        self._expires_seconds = self._shown[0].happened_seconds + SHOWN_SECONDS if self._shown else float("inf")
+        self.shown = tuple(shown)
+        self._ooms = {(oom.uuid, oom.pid): oom for oom in self.shown}
+        self.expires_seconds = self.shown[0].happened_seconds + SHOWN_SECONDS if self.shown else float("inf")

@@ -14,7 +14,7 @@ memory of the processes that do not fit is unknown. It is also unknown for a new
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, is_
 
@@ -198,14 +198,17 @@ class Pairing:
     """
 
     def __init__(self, expiry_seconds: float) -> None:
+        # Each call leaves `node` and `processes` up to date, so that a snapshot only reads them. The rows know already
+        # what they show. To pair a process takes 2 us in its report, as it would in the next snapshot.
+        self.node: NodeReading | None = None
+        """The newest reading. Each device has the memory values of the reading that fits the reports."""
+        self.processes: dict[ProcessKey, ReportingProcess] = {}
+        """Each process has the samples that fit the readings, and the age of the oldest of them."""
         self._expiry_seconds = expiry_seconds
         self._devices: dict[str, _Device] = {}
-        self._paired: dict[ProcessKey, ReportingProcess] = {}
-        """The processes of `shown`, as long as they stay the same."""
 
-    def put_reading(self, node: NodeReading) -> None:
-        """Take a reading of the driver."""
-        self._paired.clear()
+    def put_reading(self, node: NodeReading, processes: Iterable[ReportingProcess]) -> None:
+        """Take a reading of the driver; `processes` are all processes with their last reports."""
         listed = {device.uuid for device in node.devices}
         self._devices = {
             uuid: device if uuid in listed else _Device(rows=device.rows)
@@ -215,11 +218,15 @@ class Pairing:
         for device in node.devices:
             used = {process.pid: process.used_bytes for process in device.processes or ()}
             self._device(device.uuid).take(_Reading(node, device, used), self._expiry_seconds)
+        self._show_devices(node)
+        self.processes = {process.key: self._pair(process) for process in processes}
 
     def put_report(self, process: ReportingProcess) -> None:
         """Take a report."""
         reported = {sample.uuid: sample for sample in process.report.devices}
-        self.forget(process.key, except_devices=reported)
+        self._remove_rows(process.key, except_devices=reported)
+        changed = {process.key: process}
+        shows_another = False
         for uuid, sample in reported.items():
             device = self._device(uuid)
             row = device.rows.get(process.key)
@@ -231,39 +238,36 @@ class Pairing:
                 row.take(sample, process)
                 device.learn(row)
             if device.show_after_report(row):
-                self._paired.clear()
+                shows_another = True
+                changed |= {key: other.process for key, other in device.rows.items()}
+        if shows_another and self.node is not None:
+            self._show_devices(self.node)
+        for key, each in changed.items():
+            self.processes[key] = self._pair(each)
 
-    def forget(self, key: ProcessKey, except_devices: Iterable[str] = ()) -> None:
-        """Forget a process, except on the devices of `except_devices`."""
-        self._paired.pop(key, None)
+    def forget(self, key: ProcessKey) -> None:
+        """Forget a process."""
+        self.processes.pop(key, None)
+        self._remove_rows(key)
+
+    def _remove_rows(self, key: ProcessKey, except_devices: Container[str] = ()) -> None:
         for uuid, device in self._devices.items():
             if uuid not in except_devices:
                 device.rows.pop(key, None)
 
-    def shown(
-        self, node: NodeReading, processes: Iterable[ReportingProcess]
-    ) -> tuple[NodeReading, tuple[ReportingProcess, ...]]:
-        """Return the newest reading and the processes with the values that belong together.
-
-        Each device has the memory values of the reading that fits the reports. Each process, whose last report
-        `put_report` has received, has the samples that fit the readings, and the age of the oldest of them.
-        """
+    def _show_devices(self, node: NodeReading) -> None:
         devices = tuple([self._shown_device(device) for device in node.devices])
-        if not all(map(is_, devices, node.devices)):
-            node = replace(node, devices=devices)
-        paired = self._paired
-        for process in processes:
-            if process.key not in paired:
-                paired[process.key] = self._pair(process)
-        return node, tuple([paired[process.key] for process in processes])
+        self.node = node if all(map(is_, devices, node.devices)) else replace(node, devices=devices)
 
     def _pair(self, process: ReportingProcess) -> ReportingProcess:
         report = process.report
         rows = [self._shown_row(process.key, sample) for sample in report.devices]
+        if all(row and row.fits and row.shown is row.newest for row in rows):
+            return process
         samples = tuple([row.shown if row else sample for row, sample in zip(rows, report.devices, strict=True)])
         unmatched = frozenset(sample.uuid for row, sample in zip(rows, samples, strict=True) if not row or not row.fits)
         if all(map(is_, samples, report.devices)):
-            return replace(process, unmatched=unmatched) if unmatched else process
+            return replace(process, unmatched=unmatched)
         oldest_seconds = min(row.shown_seconds for row in rows if row)
         age_seconds = max(report.sample_age_seconds, process.received_seconds - oldest_seconds)
         shown = replace(report, devices=samples, sample_age_seconds=age_seconds)

@@ -61,8 +61,8 @@ class StartingEngines:
     """
 
     def __init__(self) -> None:
-        self._titled: dict[tuple[str, int], _Titled] = {}
-        """By device and host pid; only young processes of the last reading."""
+        self.titled: dict[tuple[str, int], _Titled] = {}
+        """By device and host pid; only young processes of the last reading. Replaced, never changed."""
         self._gpus: dict[str, str] = {}
         """The NVML index of each device, by uuid."""
         self._listed: dict[str, frozenset[int]] = {}
@@ -73,11 +73,11 @@ class StartingEngines:
         if not reading.up:
             return
         unread = {device.uuid for device in reading.devices if device.processes is None}
-        titled = {key: known for key, known in self._titled.items() if key[0] in unread}
+        titled = {key: known for key, known in self.titled.items() if key[0] in unread}
         for device in reading.devices:
             for listed in device.processes or ():
                 key = (device.uuid, listed.pid)
-                known = self._titled.get(key)
+                known = self.titled.get(key)
                 facts = reading.facts.get(listed.pid)
                 if facts is None and known is not None:
                     facts = known.facts  # /proc was read while the process changed its title
@@ -86,7 +86,7 @@ class StartingEngines:
                 if known is None or known.facts.start_time_ticks != facts.start_time_ticks:
                     known = _Titled(facts, listed.used_bytes, reading.taken_seconds)
                 titled[key] = replace(known.used(listed.used_bytes, reading.taken_seconds), facts=facts)
-        self._titled = titled
+        self.titled = titled
         self._gpus = {device.uuid: device.gpu for device in reading.devices}
         self._listed = {
             device.uuid: frozenset(listed.pid for listed in device.processes)
@@ -107,7 +107,7 @@ class StartingEngines:
             # Only the owner of a process can say that its engine has started.
             if process.report.engine_starting is False and process.host_pid is not None and process.attested:
                 started.add((process.host_pid, process.start_time_ticks))
-        for (uuid, host_pid), known in self._titled.items():
+        for (uuid, host_pid), known in self.titled.items():
             facts = known.facts
             has_started = (host_pid, facts.start_time_ticks) in started or not _is_young_engine(facts, now)
             if not has_started and now - known.grew_seconds < GROWTH_PAUSE_SECONDS:

@@ -31,6 +31,7 @@ from gpumem_exporter.core.samples import (
     ReportingProcess,
     SilentReporter,
     Snapshot,
+    StartingEngine,
 )
 from gpumem_exporter.core.starting_engines import StartingEngines
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
@@ -82,6 +83,8 @@ class Store:
         """The devices of the last reading."""
         self._entries: dict[ProcessKey, _Entry] = {}
         self._silent: dict[ProcessKey, SilentReporter] = {}
+        self._next_expiry_seconds = float("inf")
+        """No report expires before this time."""
         self._displaced: list[ProcessKey] = []
         self._ooms = LastOoms()
         self._pairing = Pairing(reading_expiry_seconds)
@@ -94,9 +97,10 @@ class Store:
         with self._lock:
             self._node = reading
             self._known_uuids = frozenset(device.uuid for device in reading.devices)
-            self._pairing.put_reading(reading)
+            processes = [entry.process for entry in self._entries.values()]
+            self._pairing.put_reading(reading, processes)
             self._starting.put_reading(reading)
-            self._orphans.put_reading(reading, [entry.process for entry in self._entries.values()])
+            self._orphans.put_reading(reading, processes)
 
     def put_report(
         self,
@@ -123,8 +127,19 @@ class Store:
         with self._lock:
             self._expire(now_seconds)
             report = self._without_unknown_devices(report)
-            process = ReportingProcess(key, host_pid, report, now_seconds, now_unix_seconds)
             entry = self._entries.get(key)
+            stepped_seconds, active_seconds = _last_activity(
+                report, now_seconds - report.sample_age_seconds, entry.process if entry is not None else None
+            )
+            process = ReportingProcess(
+                key,
+                host_pid,
+                report,
+                now_seconds,
+                now_unix_seconds,
+                stepped_seconds=stepped_seconds,
+                active_seconds=active_seconds,
+            )
             # No reporter started in the future, whatever it claims.
             started_seconds = min(identity.session_started_seconds, now_seconds)
             seniority = (process.seen, identity.start_time_ticks, started_seconds)
@@ -147,8 +162,9 @@ class Store:
                 del self._entries[lost]
                 self._pairing.forget(lost)
             self._displaced += displaced
-            kept = _with_activity(process.without_messages(), entry.process if entry is not None else None)
+            kept = process.without_messages()
             self._entries[key] = _Entry(kept, seniority, size, starting_since_seconds)
+            self._next_expiry_seconds = min(self._next_expiry_seconds, now_seconds + self.report_expiry_seconds)
             self._silent.pop(key, None)
             self._pairing.put_report(kept)
             return process
@@ -190,21 +206,27 @@ class Store:
             node = self._node
             if node is not None and now_seconds - node.taken_seconds > self.reading_expiry_seconds:
                 node = None
-            processes = tuple([entry.process for entry in self._entries.values()])
-            starting = [
+            if node is not None and node.up:
+                node, processes = self._pairing.node, tuple(self._pairing.processes.values())
+            else:
+                processes = tuple([entry.process for entry in self._entries.values()])
+            reporters = [
                 (entry.process, entry.starting_since_seconds)
                 for entry in self._entries.values()
                 if entry.process.report.engine_starting is not None
             ]
-            if node is not None and node.up:
-                node, processes = self._pairing.shown(node, processes)
+            if self._ooms.expires_seconds < now_seconds:
+                self._ooms.expire(now_seconds)
+            starting: tuple[StartingEngine, ...] = ()
+            if reporters or self._starting.titled:  # most nodes have no engine
+                starting = self._starting.at(now_seconds, reporters)
             return Snapshot(
                 taken_seconds=now_seconds,
                 node=node,
                 processes=processes,
                 silent=tuple(self._silent.values()),
-                ooms=self._ooms.at(now_seconds),
-                starting=self._starting.at(now_seconds, starting),
+                ooms=self._ooms.shown,
+                starting=starting,
                 kv_cache_peaks=self._kv_cache_peaks,
                 orphans=self._orphans.found if node is not None else {},
             )
@@ -268,6 +290,8 @@ class Store:
         return displaced
 
     def _expire(self, now_seconds: float) -> None:
+        if now_seconds <= self._next_expiry_seconds:
+            return  # otherwise each report would look at all others
         oldest_seconds = now_seconds - self.report_expiry_seconds
         for process in [e.process for e in self._entries.values() if e.process.received_seconds < oldest_seconds]:
             del self._entries[process.key]
@@ -286,6 +310,8 @@ class Store:
                 candidates = unseen or list(self._silent)
                 (largest, _), *_ = Counter(key.share for key in candidates).most_common(1)
                 del self._silent[next(key for key in candidates if key.share == largest)]
+        received = [entry.process.received_seconds for entry in self._entries.values()]
+        self._next_expiry_seconds = min(received, default=float("inf")) + self.report_expiry_seconds
 
     def _without_unknown_devices(self, report: Report) -> Report:
         node, known = self._node, self._known_uuids
@@ -300,16 +326,15 @@ class Store:
         return replace(report, devices=devices)
 
 
-def _with_activity(process: ReportingProcess, before: ReportingProcess | None) -> ReportingProcess:
-    """Return the process with the times at which its last step and its last use of the allocator were first seen."""
-    report, sampled_seconds = process.report, process.sampled_seconds
+def _last_activity(report: Report, sampled_seconds: float, before: ReportingProcess | None) -> tuple[float, float]:
+    """Return the times at which the last step and the last use of the allocator were first seen."""
     stepped_seconds = active_seconds = sampled_seconds
     if before is not None and before.report.process.session == report.process.session:
         if before.report.step == report.step:
             stepped_seconds = before.stepped_seconds
         if _use(before.report) == _use(report):
             active_seconds = before.active_seconds
-    return replace(process, stepped_seconds=stepped_seconds, active_seconds=active_seconds)
+    return stepped_seconds, active_seconds
 
 
 def _use(report: Report) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.units import counted
 from gpumem_exporter.core.samples import NodeReading, Snapshot
-from gpumem_exporter.events import EventLog, EventLogStatus
+from gpumem_exporter.events.log import EventLog, EventLogStatus
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.http.listeners import SocketFile
@@ -99,10 +99,6 @@ class Health:
             "processes": len(snapshot.processes),
             "checks": checks,
         }
-
-    def passed(self, snapshot: Snapshot) -> dict[str, bool]:
-        """Return whether each check is ok."""
-        return {name: check["status"] == "ok" for name, check in self.document(snapshot)["checks"].items()}
 
 
 def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRouter:

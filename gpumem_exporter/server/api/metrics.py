@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
-from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.server.http.connections import PIECE_BYTES
 from gpumem_exporter.server.http.problems import ProblemError, problem_response
 from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 from gpumem_exporter.server.http.turns import Turns, cut
@@ -34,9 +34,9 @@ _GZIP_LEVEL = 1
 class MetricsRoute:
     """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
-    def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, exposition: Exposition, store: Store, clock: Callable[[], float]) -> None:
         def page(*, openmetrics: bool) -> Iterator[Sequence[bytes]]:
-            yield from exposition.render(snapshot(), openmetrics=openmetrics)
+            yield from exposition.render(store.snapshot(clock()), openmetrics=openmetrics)
 
         self._pages = SharedPages(page)
         self._turns = Turns(_SCRAPES, running_of_owner=_SCRAPES_OF_OWNER)
@@ -50,9 +50,8 @@ class MetricsRoute:
         accepted = Headers(scope=scope)
         openmetrics = prefers_openmetrics(",".join(accepted.getlist("accept")))
         gzip = accepts_gzip(",".join(accepted.getlist("accept-encoding")))
-        connection = Connection.of(scope)
         try:
-            async with self._turns.of(connection.owner if connection else ""):
+            async with self._turns.of(scope["state"]["owner"]):
                 page = await self._pages.next(openmetrics=openmetrics)
                 pieces = await page.compressed() if gzip else page.pieces
                 headers = [
@@ -64,7 +63,7 @@ class MetricsRoute:
                 ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 # Only the server's own middleware knows `pieces`.
-                body = {"body": b"".join(pieces)} if connection is None else {"pieces": pieces}
+                body = {"pieces": pieces} if "connection" in scope["state"] else {"body": b"".join(pieces)}
                 await send({"type": "http.response.body", **body})
         except ProblemError as problem:
             await problem.response()(scope, receive, send)

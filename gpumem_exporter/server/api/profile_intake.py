@@ -11,20 +11,19 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from uuid import uuid4
 
 from fastapi import Request, Response
 
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.actions.caller import CallerKind
+from gpumem_exporter.actions.caller import CallerKind, RateLimits, retry_after
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.registry import RateLimits, retry_after
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
-from gpumem_exporter.events import Recorder
+from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.profiles.document import read_profile
 from gpumem_exporter.profiles.model import (
     ACTION,
@@ -35,7 +34,6 @@ from gpumem_exporter.profiles.model import (
     ProfileFacts,
 )
 from gpumem_exporter.profiles.store import Profiles
-from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.http.turns import Turns
@@ -53,24 +51,8 @@ _CONFIRM_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
-class WaitingRequests:
-    """The requests that wait for the profile of an action, which is for them alone and is not kept."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[ProfileFacts, bytes] | None] = {}
-
-    def expect(self, action_id: str) -> None:
-        """Note that a request waits."""
-        self._found[action_id] = None
-
-    def give(self, action_id: str, facts: ProfileFacts, body: bytes) -> None:
-        """Take a profile as it was sent; without a request that waits, it is dropped."""
-        if action_id in self._found:
-            self._found[action_id] = facts, body
-
-    def take(self, action_id: str) -> tuple[ProfileFacts, bytes] | None:
-        """Return the profile, and forget the request."""
-        return self._found.pop(action_id, None)
+ScrapedProfiles: TypeAlias = dict[str, tuple[ProfileFacts, bytes] | None]
+"""The profiles of requests for a new one, by action: for the request alone, and not kept. None has not arrived yet."""
 
 
 class _Unconfirmed(NamedTuple):
@@ -87,7 +69,7 @@ class ProfileIntake:
     def __init__(
         self,
         profiles: Profiles,
-        waiting: WaitingRequests,
+        scraped: ScrapedProfiles,
         store: Store,
         senders: ReportSenders,
         dispatcher: Dispatcher,
@@ -99,7 +81,7 @@ class ProfileIntake:
         requests_per_minute: int,
     ) -> None:
         self._profiles = profiles
-        self._waiting = waiting
+        self._scraped = scraped
         self._store = store
         self._senders = senders
         self._dispatcher = dispatcher
@@ -124,7 +106,7 @@ class ProfileIntake:
         out-of-memory error that it has reported. A profile that is sent again keeps its id.
         """
         state = request.scope["state"]
-        owner = Connection.owner_of(request.scope)
+        owner = request.state.owner
         body = await request.body()
         try:
             self._requests.take(owner, ())
@@ -169,7 +151,8 @@ class ProfileIntake:
                 part.profile = await self._keep(process, replace(profile, cause=INTERVAL), body, owner)
             elif running.action.unlisted:
                 facts = self._facts(process, profile, len(body))
-                self._waiting.give(running.action.id, facts, body)
+                if running.action.id in self._scraped:  # otherwise the client has disconnected
+                    self._scraped[running.action.id] = facts, body
                 part.profile = facts.id
             else:
                 part.profile = await self._keep(process, replace(profile, cause=ACTION), body, owner)

@@ -18,7 +18,7 @@ from gpumem_exporter.actions.request import ActionRequest, Target, invalid_field
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import NoPeakError
-from gpumem_exporter.events import Event
+from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.ooms import session_of
 from gpumem_exporter.profiles.diff import Difference, difference
 from gpumem_exporter.profiles.formats import Format, render
@@ -26,10 +26,8 @@ from gpumem_exporter.profiles.lines import Moment
 from gpumem_exporter.profiles.model import CAUSES, ProfileFacts, StoredProfile
 from gpumem_exporter.profiles.page import policy
 from gpumem_exporter.profiles.store import Profiles, stored_profile
-from gpumem_exporter.server.api.action_schema import KnownFields
-from gpumem_exporter.server.api.actions import refusals_as_problems
-from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
-from gpumem_exporter.server.http.connections import Connection
+from gpumem_exporter.server.api.actions import KnownFields, refusals_as_problems
+from gpumem_exporter.server.api.profile_intake import ProfileIntake, ScrapedProfiles
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.http.turns import HeldRequests, Turns
@@ -121,31 +119,15 @@ class AcceptedDocument(TypedDict):
     id: Annotated[str, Field(description="the id under which the profile is kept")]
 
 
-def profile_document(facts: ProfileFacts) -> ProfileDocument:
-    """Return what is known about a profile as JSON."""
-    return {
-        "id": facts.id,
+def profile_document(facts: ProfileFacts) -> dict[str, object]:
+    """Return what is known about a profile as a `ProfileDocument`."""
+    values = {
+        **vars(facts),
         "time": iso_time(facts.time_unix_seconds),
         "unix_seconds": facts.time_unix_seconds,
-        "cause": facts.cause,
-        "pid": facts.pid,
-        "workload": facts.workload,
-        "rank": facts.rank,
-        "command": facts.command,
-        "job": facts.job,
-        "devices": [
-            {
-                "uuid": each.uuid,
-                "gpu": each.gpu,
-                "allocated_bytes": each.allocated_bytes,
-                "peak_bytes": each.peak_bytes,
-            }
-            for each in facts.devices
-        ],
-        "recorded_seconds": facts.recorded_seconds,
-        "step": facts.step,
-        "size_bytes": facts.size_bytes,
+        "devices": [each._asdict() for each in facts.devices],
     }
+    return {name: values[name] for name in ProfileDocument.__annotations__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,17 +167,8 @@ class ProfileAccess:
         return facts.id if facts is not None and self.visible(caller, facts) else None
 
 
-def profiles_router(
-    *,
-    access: ProfileAccess,
-    intake: ProfileIntake,
-    waiting: WaitingRequests,
-    dispatcher: Dispatcher,
-    held_requests: HeldRequests,
-    renderer: Renderer,
-) -> APIRouter:
+def profiles_router(intake: ProfileIntake, routes: ProfileRoutes) -> APIRouter:
     """Return the routes of profiles."""
-    routes = ProfileRoutes(access, waiting, dispatcher, held_requests, renderer)
     router = APIRouter(tags=["profiles"])
     accepted = {201: json_reply(AcceptedDocument, "kept"), **problems(401, 403, 409, 413, 415, 422, 429, 503)}
     router.post(PROFILES_PATH, status_code=201, responses=accepted)(intake.receive)
@@ -225,13 +198,13 @@ class ProfileRoutes:
     def __init__(
         self,
         access: ProfileAccess,
-        waiting: WaitingRequests,
+        scraped: ScrapedProfiles,
         dispatcher: Dispatcher,
         held_requests: HeldRequests,
         renderer: Renderer,
     ) -> None:
         self._access = access
-        self._waiting = waiting
+        self._scraped = scraped
         self._dispatcher = dispatcher
         self._held_requests = held_requests
         self._renderer = renderer
@@ -277,16 +250,16 @@ class ProfileRoutes:
         if invalid := invalid_fields(wanted):
             raise ProblemError.invalid([FieldError("pid", each.message) for each in invalid])
         request.scope["state"].get("end_read_turn", lambda: None)()
-        async with self._scrapes.of(Connection.owner_of(request.scope)):
+        async with self._scrapes.of(request.state.owner):
             with refusals_as_problems():
                 action = self._dispatcher.submit(wanted, requested_by=request.state.caller, unlisted=True)
-            self._waiting.expect(action.id)
+            self._scraped[action.id] = None
             try:
                 if not action.finished:
                     await self._held_requests.hold(action.id, 2 * SCRAPE_SECONDS, request.receive)
                     action = self._dispatcher.get(action.id) or action
             finally:
-                taken = self._waiting.take(action.id)
+                taken = self._scraped.pop(action.id)
             if taken is not None:
                 return await self._reply(request, parameters, lambda: stored_profile(*taken))
         reason = next((result.reason for result in action.results), "") or "the process has sent no profile"
@@ -307,7 +280,7 @@ class ProfileRoutes:
             return render(read(), parameters.format, parameters.moment)
 
         try:
-            body, media_type = await self._turns.run(Connection.owner_of(request.scope), build)
+            body, media_type = await self._turns.run(request.state.owner, build)
         except NoPeakError as error:
             raise ProblemError.invalid([FieldError("moment", str(error))]) from None
         headers = {"Cache-Control": "no-store"}

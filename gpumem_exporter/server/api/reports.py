@@ -25,11 +25,10 @@ from gpumem_exporter.errors import (
     TooManyProcessesError,
     UnknownDeviceError,
 )
-from gpumem_exporter.events import Recorder
+from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.server.api.report_schema import ReportReader, shortened
 from gpumem_exporter.server.background.cache_use import CacheUse
 from gpumem_exporter.server.background.presence import Presence
-from gpumem_exporter.server.http.connections import Connection
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problem_response
 from gpumem_exporter.server.http.turns import Held, HeldRequests, Turns
 from gpumem_exporter.server.security.report_sender import ReportSenders
@@ -167,7 +166,7 @@ class ReportsRoute:
     async def _read_in_turn(self, body: bytes, scope: Scope) -> Report:
         """Read a long report in a thread and in a turn of its sender."""
         try:
-            return await self._turns.run(Connection.owner_of(scope), partial(self._reader.read, body))
+            return await self._turns.run(scope["state"]["owner"], partial(self._reader.read, body))
         finally:
             scope["state"].get("end_body_turn", lambda: None)()
 

@@ -7,11 +7,10 @@ import os
 import select
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 from gpumem_client.wire.peer import PeerCredentials, SocketOwner, peer_pidfd, tcp_peer_owner, unix_peer
 from gpumem_client.wire.procfs import start_time_ticks
@@ -22,7 +21,16 @@ from gpumem_exporter.host.sockets import SocketHolders
 from gpumem_exporter.server.http.listeners import is_loopback
 
 
-@dataclass(frozen=True, eq=False)
+class PeerPlace(NamedTuple):
+    """Where the peer of a connection runs."""
+
+    place: Place
+    certain: bool
+    """False if the exporter does not see in which cgroup the peer's TCP socket was created: a container may
+    have passed it to the process that holds it."""
+
+
+@dataclass(eq=False)
 class Peer:
     """The process at the other end of a connection, in the exporter's namespaces.
 
@@ -38,9 +46,15 @@ class Peer:
     start_time_ticks: int = 0
     """When that process started."""
     place: Place = UNKNOWN
-    """Where that process runs; `PeerPlaces` finds it for TCP."""
+    """Where that process runs; unknown for TCP."""
     tcp: SocketOwner | None = None
     """The peer's TCP socket on this machine; None if unknown."""
+    where: PeerPlace | None = field(init=False, default=None)
+    """Where the peer runs; None until `PeerPlaces` has found the place of a TCP socket on this machine."""
+
+    def __post_init__(self) -> None:
+        if self.tcp is None:
+            self.where = PeerPlace(self.place, certain=True)
 
     @classmethod
     def of_socket(cls, sock: socket.socket | None) -> Peer:
@@ -64,15 +78,6 @@ class Peer:
         return not self.host and self.uid is not None
 
 
-class PeerPlace(NamedTuple):
-    """Where the peer of a connection runs."""
-
-    place: Place
-    certain: bool
-    """False if the exporter does not see in which cgroup the peer's TCP socket was created: a container may
-    have passed it to the process that holds it."""
-
-
 class PeerPlaces:
     """Finds the place of a peer, once for each connection. Used on the event loop, except `of_holder`.
 
@@ -83,36 +88,31 @@ class PeerPlaces:
 
     def __init__(self, holders: SocketHolders | None = None) -> None:
         self._holders = holders or SocketHolders(own_places())
-        self._known: WeakKeyDictionary[Peer, PeerPlace] = WeakKeyDictionary()
         self._wanted: dict[SocketOwner, asyncio.Future[Place]] = {}
         self._search: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "gpumem-peers")
         self._rests_until_seconds = 0.0
 
     async def of(self, peer: Peer) -> PeerPlace:
-        """Return the place of a peer; unknown if the exporter cannot see which processes hold its socket.
+        """Return the place of a peer, and keep it as `peer.where`. All holders of its socket must be in the same place.
 
-        All holders that the exporter sees must be in the same place.
+        The place is unknown if the exporter cannot see which processes hold the socket.
         """
-        if peer.tcp is None:
-            return PeerPlace(peer.place, certain=True)
-        found = self._known.get(peer)
-        if found is None:
+        if peer.where is None and peer.tcp is not None:
             waiting = self._wanted.get(peer.tcp)
             if waiting is None:
                 waiting = self._wanted[peer.tcp] = asyncio.get_running_loop().create_future()
             if self._search is None or self._search.done():
                 self._search = asyncio.ensure_future(self._search_all())
             place = await asyncio.shield(waiting)
-            found = self._known[peer] = PeerPlace(place, certain=self._holders.created_in(peer.tcp) is not None)
-        return found
+            peer.where = PeerPlace(place, certain=self._holders.created_in(peer.tcp) is not None)
+        return peer.where or PeerPlace(UNKNOWN, certain=False)
 
     def of_holder(self, peer: Peer, pid: int | None) -> PeerPlace | None:
-        """Return the place of a peer that is this process, without a search; None if it is another process."""
-        if peer.tcp is None:
-            return PeerPlace(peer.place, certain=True)
-        place = self._holders.place_of(pid, peer.tcp) if pid is not None else None
-        return None if place is None else PeerPlace(place, certain=self._holders.created_in(peer.tcp) is not None)
+        """Return the place of a TCP peer that is this process, without a search; None if it is another process."""
+        if peer.tcp is None or pid is None or (place := self._holders.place_of(pid, peer.tcp)) is None:
+            return None
+        return PeerPlace(place, certain=self._holders.created_in(peer.tcp) is not None)
 
     async def _search_all(self) -> None:
         loop = asyncio.get_running_loop()

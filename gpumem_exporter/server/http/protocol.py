@@ -1,4 +1,4 @@
-"""One connection: uvicorn's HTTP protocol with the limits that it lacks.
+"""One connection: uvicorn's HTTP protocol with the limits that it lacks, and the budgets of all connections in bytes.
 
 This module and `uvicorn_server` are the only ones that rely on names which uvicorn does not document. They support the
 versions of `SUPPORTED_UVICORN`; a unit test fails if the range differs from pyproject.toml's or a name is missing. To
@@ -8,13 +8,16 @@ allow a newer uvicorn, run that test and the tests of limits and TLS with it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gpumem_exporter.server.http.connections import PIECE_BYTES, Clients, Connection
+from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Connections, Limits, Owner
 from gpumem_exporter.server.http.problems import problem_response
 
 SUPPORTED_UVICORN = ">=0.32,<0.55"
@@ -30,11 +33,23 @@ _TLS_BYTES = PIECE_BYTES + (64 << 10)
 """The unread bytes that a connection with TLS may have in addition: encrypted, and not visible here."""
 _HEAD, _END_OF_HEAD = b"HTTP/1.1 ", b"\r\n\r\n"
 
+_log = logging.getLogger(__name__)
+
+
+class Clients:
+    """What all clients together have, and their limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.connections = Connections(limits.max_connections)
+        self.bodies = RequestBodies(limits.bodies_bytes)
+        self.unread = UnreadReplies(limits.unread_bytes)
+
 
 class LimitedProtocol(HttpToolsProtocol):
     """One connection, with a limit for everything that its client can make the exporter keep. For the event loop only.
 
-    The state of each request has its `connection`, and the process at the other end as `peer`.
+    The state of each request has its `connection`, the `owner` of that, and the process at the other end as `peer`.
     """
 
     transport: ReplyTransport  # type: ignore[assignment]
@@ -112,6 +127,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Start a request."""
         super().on_message_begin()
         self.scope["state"]["peer"] = self._connection.peer
+        self.scope["state"]["owner"] = self._connection.owner
         self.scope["state"]["connection"] = self._connection
         self._in_head = True
         self._head_length = 0
@@ -156,14 +172,14 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._stop_request_timer()
         if not self.cycle.response_complete:
-            self._clients.connections.work(self._connection)
+            self._connection.waiting_since_seconds = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Mark the connection as idle."""
         if not self.pipeline:
             self._clients.bodies.free(self._connection)
-            self._clients.connections.wait(self._connection)
+            self._connection.waiting_since_seconds = time.monotonic()
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
@@ -222,7 +238,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if busy:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._clients.connections.wait(self._connection)
+        self._connection.waiting_since_seconds = time.monotonic()
         self.transport.close()
 
 
@@ -327,3 +343,94 @@ class ReplyTransport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+class RequestBodies:
+    """The budget of the bodies of all unanswered requests. Used on the event loop only."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._total_bytes = 0
+        # In the order of their first part: of connections with equal bodies, the oldest is rejected. With a set, whose
+        # order is arbitrary, benchmarks/attacks took 50 MiB more for 600 half-sent bodies.
+        self._connections: dict[Connection, None] = {}
+
+    def add(self, connection: Connection, size: int) -> None:
+        """Count a part of a body, and reject the bodies of a connection if that is too much."""
+        self._total_bytes += size
+        connection.bodies_bytes += size
+        self._connections[connection] = None
+        if self._total_bytes > self._limit_bytes:
+            _heaviest(self._connections, lambda each: each.bodies_bytes).reject_bodies()
+
+    def free(self, connection: Connection) -> None:
+        """Forget the bodies of a connection, if there are any."""
+        self._total_bytes -= connection.bodies_bytes
+        connection.bodies_bytes = 0
+        self._connections.pop(connection, None)
+
+
+class UnreadReplies:
+    """The budget of the replies that clients have not read. Used on the event loop only.
+
+    A page counts once, whatever the number of its readers.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._connections: dict[Connection, None] = {}
+        self._readers: Counter[int] = Counter()
+        """The number of readers of each long reply, by its identity."""
+        self.total_bytes = 0
+
+    def send(self, connection: Connection, reply: object, size: int) -> None:
+        """Count a long reply of this size before it is sent, and close other connections if that is too much."""
+        connection.unread_reply, connection.unread_bytes = reply, size
+        self._connections[connection] = None
+        self._readers[id(reply)] += 1
+        if self._readers[id(reply)] == 1:
+            self.total_bytes += size
+            self._close_heaviest()
+
+    def sent(self, connection: Connection) -> None:
+        """Forget the long reply of a connection: the transport has taken it, or the connection has ended."""
+        reply, size = connection.unread_reply, connection.unread_bytes
+        connection.unread_reply, connection.unread_bytes = None, 0
+        if size:
+            self._readers[id(reply)] -= 1
+            if not self._readers[id(reply)]:
+                del self._readers[id(reply)]
+                self.total_bytes -= size
+        if not connection.buffered_bytes:
+            self._connections.pop(connection, None)
+
+    def buffer(self, connection: Connection, buffered_bytes: int) -> None:
+        """Note how many bytes the transport of a connection keeps; 0 when its client has read them."""
+        self.total_bytes += buffered_bytes - connection.buffered_bytes
+        connection.buffered_bytes = buffered_bytes
+        if buffered_bytes:
+            self._connections[connection] = None
+            self._close_heaviest()
+        elif not connection.unread_bytes:
+            self._connections.pop(connection, None)
+
+    def forget(self, connection: Connection) -> None:
+        """Forget everything of a connection that has ended."""
+        self.buffer(connection, 0)
+        self.sent(connection)
+
+    def _close_heaviest(self) -> None:
+        while self.total_bytes > self._limit_bytes and len(self._connections) > 1:
+            heaviest = _heaviest(self._connections, lambda each: each.unread_bytes + each.buffered_bytes)
+            _log.debug("a connection of %s closed: it does not read its replies", heaviest.owner)
+            self.forget(heaviest)
+            heaviest.close()
+
+
+def _heaviest(connections: Collection[Connection], size_of: Callable[[Connection], int]) -> Connection:
+    """Return the connection with the most bytes of the owner with the most bytes."""
+    totals: Counter[Owner] = Counter()
+    for connection in connections:
+        totals[connection.owner] += size_of(connection)
+    owner = max(totals, key=totals.__getitem__)
+    return max((each for each in connections if each.owner == owner), key=size_of)

@@ -12,8 +12,9 @@ from typing import TypeVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Limits, Owner, UnreadReplies
+from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Limits, Owner
 from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.http.protocol import UnreadReplies
 
 T = TypeVar("T")
 _SHORT_BODY_BYTES = 64 << 10
@@ -212,8 +213,8 @@ class FairRequests:
 
         If too many long bodies wait, the first `receive()` of the next application raises the ProblemError of a 503.
         """
-        connection = Connection.of(scope)
-        if connection is None:
+        connection: Connection | None = scope.get("state", {}).get("connection")
+        if connection is None:  # not a request
             await self._app(scope, receive, send)
             return
         turn = None

@@ -20,10 +20,10 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from gpumem_exporter.server.http.connections import Clients, Connection, Limits, Owner, owner_of
+from gpumem_exporter.server.http.connections import Connection, Limits, Owner, owner_of
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.http.protocol import LimitedProtocol
+from gpumem_exporter.server.http.protocol import Clients, LimitedProtocol
 from gpumem_exporter.server.http.turns import FairRequests, Turns
 
 _BATCH = 32

@@ -74,9 +74,8 @@ class ReportSenders:
         key = (identity.pid_namespace, identity.pid, peer.uid, peer.place)
         known, now = self._known.get(key), self._clock()
         if known is None or known.start_time_ticks != identity.start_time_ticks or not _valid(known, peer, now):
-            place: PeerPlace | None = None
-            while (decision := await asyncio.to_thread(self._decide, identity, peer, place)) is None:
-                place = await self._places.of(peer)  # the report is about another process than its sender
+            while (decision := await asyncio.to_thread(self._decide, identity, peer)) is None:
+                await self._places.of(peer)  # the report is about another process than its sender
             self._known.pop(key, None)
             while len(self._known) >= self._max_known:
                 del self._known[next(iter(self._known))]
@@ -85,10 +84,10 @@ class ReportSenders:
             raise ForeignProcessError(known.decision)
         return known.decision
 
-    def _decide(self, identity: ProcessIdentity, peer: Peer, sender: PeerPlace | None) -> ReportedProcess | str | None:
-        """Return the process, or why the sender may not report for it; None if its place must be searched first.
+    def _decide(self, identity: ProcessIdentity, peer: Peer) -> ReportedProcess | str | None:
+        """Return the process, or why the sender may not report for it; None if the peer's place must be searched first.
 
-        `sender` is the place of the peer. Without it, only a process that reports itself is found, and a unix socket's.
+        A process that reports itself over TCP needs no search.
         """
         host_pid = self._host.host_pid(identity, peer.pid or None)
         uid = self._host.owner_uid(identity, host_pid)
@@ -96,7 +95,7 @@ class ReportSenders:
             if uid is not None and host_pid is None:
                 return f"pid {identity.pid} of this node is another process than the report describes"
             return ReportedProcess(host_pid, None)
-        sender = sender or self._places.of_holder(peer, host_pid)
+        sender = self._places.of_holder(peer, host_pid) or peer.where
         if sender is None:
             return None
         is_itself = host_pid is not None and (host_pid, identity.start_time_ticks) == (peer.pid, peer.start_time_ticks)

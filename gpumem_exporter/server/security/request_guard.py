@@ -124,7 +124,7 @@ class Callers:
             return caller
         if self.rule.token is not None:
             return replace(caller, rights=Rights.ALL, token=self.rule.token.path.name)
-        place, certain = await self.places.of(peer)
+        place, certain = peer.where or await self.places.of(peer)
         if not place.known:
             return replace(caller, place=place)
         has_all = place.here and certain and peer.uid in (0, self.owner_uid)
@@ -166,11 +166,11 @@ class Callers:
 
 def _identified(peer: Peer) -> Caller:
     """Return the peer as a caller without rights."""
-    if peer.on_unix_socket:
-        return Caller(CallerKind.UNIX, uid=peer.uid, pid=peer.pid)
-    if peer.uid is not None:
+    if peer.uid is None:
+        return Caller(CallerKind.TCP if peer.host else CallerKind.UNKNOWN, host=peer.host)
+    if peer.host:
         return Caller(CallerKind.LOOPBACK, uid=peer.uid, host=peer.host)
-    return Caller(CallerKind.TCP if peer.host else CallerKind.UNKNOWN, host=peer.host)
+    return Caller(CallerKind.UNIX, uid=peer.uid, pid=peer.pid)
 
 
 class OwnNames:
@@ -271,6 +271,7 @@ class Guard:
         Raises ProblemError if the request is refused.
         """
         headers, state = dict(scope["headers"]), scope.setdefault("state", {})
+        state.setdefault("owner", "")  # without the server's own protocol, as in tests
         peer = state.get("peer") or Peer()
         if not _FORWARDED.isdisjoint(headers):
             peer = Peer(peer.host)

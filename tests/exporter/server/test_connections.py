@@ -4,15 +4,9 @@ from functools import partial
 
 import pytest
 
-from gpumem_exporter.server.http.connections import (
-    Connection,
-    Connections,
-    Owner,
-    RequestBodies,
-    UnreadReplies,
-    owner_of,
-)
+from gpumem_exporter.server.http.connections import Connection, Connections, Owner, owner_of
 from gpumem_exporter.server.http.peer import Peer
+from gpumem_exporter.server.http.protocol import RequestBodies, UnreadReplies
 
 
 class Clock:
@@ -64,12 +58,12 @@ def test_the_longest_idle_connection_of_the_same_owner_makes_room_after_a_second
     connections: Connections, clock: Clock, closed: list[Connection]
 ) -> None:
     first, second, third, fourth = (connect(connections, "1") for _ in range(4))
-    connections.work(first)
-    connections.wait(second)
+    first.waiting_since_seconds = None
+    second.waiting_since_seconds = clock() + 0.1
     clock.seconds += 1.5
     assert not connect(connections, "1").refused
     assert closed == [third]
-    connections.wait(first)
+    first.waiting_since_seconds = clock()
     assert not connect(connections, "1").refused
     assert closed == [third, fourth]
 
@@ -81,7 +75,7 @@ def test_the_owner_with_the_most_makes_room_for_another_at_once(
     few = [connect(connections, "10.0.0.1") for _ in range(3)]
     one = connect(connections, "2")
     for busy in (*several[:2], *few, one):
-        connections.work(busy)
+        busy.waiting_since_seconds = None
     assert not connect(connections, "3").refused
     assert closed == [several[2]]
 
@@ -91,7 +85,7 @@ def test_a_busy_connection_makes_room_for_another_owner_if_all_are_busy(
 ) -> None:
     busy = [connect(connections, owner) for owner in "11112222"]
     for each in busy:
-        connections.work(each)
+        each.waiting_since_seconds = None
     assert not connect(connections, "3").refused
     assert closed == [busy[0]]
     assert connect(connections, "2").refused
@@ -109,7 +103,6 @@ def test_an_ended_connection_leaves_room(connections: Connections) -> None:
     for each in mine:
         connections.remove(each)
         connections.remove(each)
-        connections.wait(each)
     assert len(connections) == 0
     assert not connections.close_one()
 

@@ -108,7 +108,9 @@ def test_an_admitted_request_reaches_its_route_with_its_whole_body(path: str) ->
     assert exchange.after_body == "http.disconnect"
 
 
-@pytest.mark.parametrize("path", [REPORTS, ACTIONS_PATH, ACTIONS_PATH + "/some-id", ALERTS_PATH])
+@pytest.mark.parametrize(
+    "path", [REPORTS, ACTIONS_PATH, ACTIONS_PATH + "/some-id", ALERTS_PATH, NVML_PATH + "/release"]
+)
 @pytest.mark.parametrize(
     ("changed", "status"),
     [
@@ -254,8 +256,3 @@ def test_a_client_that_disconnects_while_sending_reaches_no_route() -> None:
 def test_refused_reports_are_counted_and_refused_actions_are_not_reports(changed: dict[str, Any], outcome: str) -> None:
     assert pass_through(REPORTS, **changed).outcomes == [outcome]
     assert pass_through(ACTIONS_PATH, **changed).outcomes == []
-
-
-def test_head_is_answered_like_get() -> None:
-    exchange = pass_through("/health", method="HEAD", headers=[HOST])
-    assert exchange.seen_method == "GET"

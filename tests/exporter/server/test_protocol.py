@@ -12,9 +12,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from gpumem_exporter.server.http import protocol as module
-from gpumem_exporter.server.http.connections import Clients, Connection, Limits
+from gpumem_exporter.server.http.connections import Connection, Limits
 from gpumem_exporter.server.http.peer import Peer
-from gpumem_exporter.server.http.protocol import SUPPORTED_UVICORN, LimitedProtocol, ReplyTransport
+from gpumem_exporter.server.http.protocol import SUPPORTED_UVICORN, Clients, LimitedProtocol, ReplyTransport
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 

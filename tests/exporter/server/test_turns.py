@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.server.http import turns as module
-from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Limits, UnreadReplies
+from gpumem_exporter.server.http.connections import PIECE_BYTES, Connection, Limits
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.http.protocol import UnreadReplies
 from gpumem_exporter.server.http.turns import FairRequests, Turns, cut
 
 

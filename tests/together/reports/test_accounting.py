@@ -121,25 +121,3 @@ def test_every_action_has_one_outcome_after_the_exporter_is_killed(
     ends = {event["detail"]["id"]: event["detail"]["state"] for event in exporter.events(type="action")}
     assert ends == outcomes
     assert len(exporter.events(type="action")) == ACTIONS
-
-
-def test_an_idempotency_key_finds_its_action_after_a_restart(
-    exporter: ExporterProcess, processes: list[TorchProcess]
-) -> None:
-    def ask() -> Any:
-        body = {"action": "empty_cache", "target": {"all": True}, "reason": "once"}
-        answer = exporter.request("POST", "/api/v1/actions", body, {"Idempotency-Key": "the key"})
-        assert answer.status == 200, answer
-        return json.loads(answer.body)
-
-    first = ask()
-    before = flushes(processes)
-    assert exporter.stop(signal.SIGKILL)
-    exporter.start()
-    exporter.wait_for_processes(*(process.pid for process in processes))
-    again = ask()
-    assert (again["id"], again["state"], again["reason"]) == (first["id"], "done", "once")
-    assert flushes(processes) == before
-    refused = {"action": "reset_peak", "target": {"all": True}}
-    assert exporter.request("POST", "/api/v1/actions", refused, {"Idempotency-Key": "the key"}).status == 409
-    assert exporter.get(f"/api/v1/actions/{first['id']}")["requested_by"] == first["requested_by"]

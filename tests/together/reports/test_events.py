@@ -296,20 +296,6 @@ def test_a_process_that_survives_a_killed_exporter_has_started_once(
     assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
 
 
-def test_an_action_has_one_event_when_it_has_ended(served: RunningExporter) -> None:
-    served.report(report(4711, workload="asked", devices=(sample(UUIDS[0]),)))
-    asked = served.act(action="empty_cache", target={"pid": 4711}, wait_seconds=0, reason="no disk")
-    action_id = json.loads(asked.body)["id"]
-    of_job = f"{EVENTS}?job=asked&type=action"
-    assert served.document(of_job)["events"] == []
-    served.request("DELETE", f"/api/v1/actions/{action_id}")
-    (ended,) = wait_for(lambda: served.document(of_job)["events"], "its end")
-    assert (ended["pid"], ended["detail"]["id"], ended["detail"]["reason"]) == (4711, action_id, "no disk")
-    served.act(action="empty_cache", target={"pid": 4711}, dry_run=True)
-    assert len(served.document(of_job)["events"]) == 1, "a dry run has no event"
-    assert len(served.document(f"{EVENTS}?device={UUIDS[0]}&type=action")["events"]) >= 1
-
-
 def test_a_lost_device_is_recorded_once_and_its_return_also_after_a_restart(
     node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
 ) -> None:

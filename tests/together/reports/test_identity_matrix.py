@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,13 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.kubelet import Kubelet
 from tests.support.namespaces import CONTAINER, children, needs_namespaces
-from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient, wait_for
+from tests.support.running_command import run_command
+from tests.support.waiting import wait_for
 
 pytestmark = needs_namespaces
-
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 
 
 def host_pid_of(process: TorchProcess) -> int:
@@ -44,20 +40,6 @@ def start_in_container(start_torch: StartTorch, url: str, workload: str, nbytes:
 def reporters(exporter: ExporterProcess) -> dict[str, Any]:
     """The reporting processes by workload."""
     return {entry["workload"]: entry for entry in exporter.get("/api/v1/processes")["processes"] if entry["reporting"]}
-
-
-def doctor(exporter: ExporterProcess) -> dict[str, Any]:
-    """Return the finding of `doctor` about PID namespaces."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "gpumem_exporter", "doctor", "--url", exporter.url, "--json"],
-        env={**exporter._environment, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=False,
-    )
-    (finding,) = [f for f in json.loads(ended.stdout)["findings"] if f["check"] == "pid namespace"]
-    return dict(finding)
 
 
 @pytest.mark.parametrize("way", ["SO_PEERCRED", "NSpid"])
@@ -95,7 +77,8 @@ def test_reporters_in_containers_have_their_host_pids_and_bytes(
         reserved = stats["reserved_bytes.all.current"]
         assert metrics.value("gpumem_torch_non_torch_bytes", **labels) == used[pids[name]] - reserved
     exporter.metrics().assert_ledgers_add_up()
-    assert doctor(exporter)["verdict"] == "PASS"
+    findings = json.loads(run_command("doctor", "--json", "--url", exporter.url).stdout)["findings"]
+    assert [each["verdict"] for each in findings if each["check"] == "pid namespace"] == ["PASS"]
 
     inside["second"].call("free")
     action = exporter.act("empty_cache", target={"pid": pids["second"]})

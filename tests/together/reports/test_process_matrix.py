@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -14,13 +13,11 @@ from gpumem_client.wire.procfs import start_time_ticks
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
-from tests.support.exporter_process import ExporterProcess, Metrics
+from tests.emulation.torch_process import TorchProcess
+from tests.support.exporter_process import QUICK, ExporterProcess, Metrics
 from tests.support.namespaces import CONTAINER, needs_namespaces
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
-
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 
 
 def client(exporter: ExporterProcess, start_torch: StartTorch, on: EmulatedNode, **environment: str) -> TorchProcess:
@@ -73,27 +70,9 @@ def wait_for_no_series(exporter: ExporterProcess, *pids: int) -> None:
 # Devices and processes
 
 
-def test_one_process_on_eight_devices(
-    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    node = make_node(devices=8)
-    exporter = start_exporter(node, *QUICK)
-    process = client(exporter, start_torch, node)
-    for device in range(8):
-        process.call("alloc", nbytes=(device + 1) * 4 * MIB, device=device)
-    wait_for_true_values(exporter, node, process)
-    wait_for(
-        lambda: not any(row["other_processes"] for row in exporter.metrics().ledgers().values()), "one owner of all"
-    )
-    process.kill()
-    wait_for_no_series(exporter, process.pid)
-
-
 @pytest.mark.parametrize(
     ("visible", "order"),
     [
-        ("2", "PCI_BUS_ID"),
-        ("3,1", "PCI_BUS_ID"),
         ("3,1", "FASTEST_FIRST"),
         ("uuid 2", "FASTEST_FIRST"),
         ("uuid 3,uuid 0", "PCI_BUS_ID"),
@@ -131,21 +110,6 @@ def test_values_are_on_the_right_device_whatever_its_cuda_index(
 # Reporters
 
 
-SPAWN = """
-import multiprocessing
-context = multiprocessing.get_context('spawn')
-done = context.Event()
-code = '''
-import torch
-import gpumem_client as client
-client.start(workload="spawned")
-kept = torch.empty(24 << 20, dtype=torch.uint8, device="cuda:1")
-done.wait()
-'''
-spawned = context.Process(target=exec, args=(code, {'done': done}))
-spawned.start()
-result = spawned.pid
-"""
 FORK = """
 import os
 reading, writing = os.pipe()
@@ -159,49 +123,22 @@ os.close(reading)
 """
 
 
-@pytest.mark.parametrize(
-    ("start", "end"),
-    [
-        (SPAWN, "done.set()\nspawned.join(60)\nresult = spawned.exitcode"),
-        (FORK, "os.close(writing)\nresult = os.waitpid(child, 0)[1]"),
-    ],
-    ids=["spawn", "fork before CUDA is initialized"],
-)
-def test_a_child_process_reports_for_itself(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, start: str, end: str
+def test_a_child_that_is_forked_before_cuda_is_initialized_reports_for_itself(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
     parent = client(exporter, start_torch, node)
-    child = parent.exec(start)
+    child = parent.exec(FORK)
     parent.call("alloc", nbytes=8 * MIB)
     wait_for(lambda: allocated(exporter.metrics(), child) == {node.uuid(1): 24 * MIB}, "the child")
     wait_for(lambda: used(exporter.metrics(), child) == booked(node, child), "a poll")
     wait_for_true_values(exporter, node, parent)
-    assert parent.exec(end, child=child) == 0
+    assert parent.exec("os.close(writing)\nresult = os.waitpid(child, 0)[1]", child=child) == 0
     wait_for_no_series(exporter, child)
     wait_for_true_values(exporter, node, parent)
 
 
 # Ends of processes
-
-
-def test_the_series_and_bytes_of_a_process_end_when_it_aborts_after_an_oom(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
-    process = client(exporter, start_torch, node)
-    process.call("alloc", nbytes=32 * MIB)
-    wait_for_true_values(exporter, node, process)
-    with contextlib.suppress(RemoteError, TorchProcessError):
-        process.exec(
-            "import os, sys, threading\n"
-            "try:\n"
-            "    torch.empty(1 << 40, dtype=torch.uint8, device='cuda')\n"
-            "except torch.OutOfMemoryError:\n"
-            "    os.abort()"  # no exit handlers run
-        )
-    wait_for_no_series(exporter, process.pid)
-    assert booked(node, process.pid) == {}
 
 
 def test_after_an_exec_the_earlier_program_has_no_series(

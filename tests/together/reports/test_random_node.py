@@ -8,19 +8,14 @@ reports and polls arrive.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.claims.place import COMPARED
 from tests.conftest import StartExporter
@@ -33,9 +28,6 @@ from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics
 from tests.support.waiting import wait_until_equal
 
 STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "300"))
-STEPS_EACH = 40
-"""The steps of one Hypothesis example. An example uses only some of the rules, so several examples are needed to use
-all. The node and its processes live through all examples."""
 QUIET_EVERY = 25
 DEVICES = (0, 1)
 TORCH_PROCESSES, PROGRAMS = 3, 6
@@ -67,21 +59,14 @@ class World:
         self.node = node
         self.exporter = exporter
         self.steps = 0
-        self.quiet_points = 0
-        self.taken: dict[str, int] = {}
-        self.last: dict[str, int] = {}
         self.lost: set[int] = set()
         self.torches: dict[TorchProcess, list[int]] = {}
         self.starting: list[TorchProcess] = []
         self.programs: list[Program] = []
         self.ending: set[int] = set()
         """Processes that ended and may still be on the page."""
-        self.gone: set[int] = set()
-        """Processes that ended and are no longer on the page."""
         self.non_torch: dict[tuple[str, str], set[int]] = {}
         """The true values of each process on each device, by pid and uuid."""
-        self.broken: tuple[Exception, int] | None = None
-        """The first error, and the number of the check that raised it."""
 
     def close(self) -> None:
         for process in (*self.torches, *self.starting, *self.programs):
@@ -108,7 +93,6 @@ class World:
     def _started(self, pid: int) -> None:
         """Forget an earlier process with the same pid."""
         self.ending.discard(pid)
-        self.gone.discard(pid)
         self.non_torch = {key: values for key, values in self.non_torch.items() if key[0] != str(pid)}
 
     def ended(self, process: TorchProcess | Program) -> None:
@@ -126,8 +110,7 @@ class World:
         metrics = scrape(self.exporter)
         on_page = {pid for pid in _labels(metrics, "pid") if pid.isdecimal()}
         assert on_page <= {str(pid) for pid in self.alive() | self.ending}, "a process that is not on the node"
-        self.gone |= {pid for pid in self.ending if str(pid) not in on_page}
-        self.ending -= self.gone
+        self.ending = {pid for pid in self.ending if str(pid) in on_page}
         assert {uuid for uuid in _labels(metrics, "uuid") if uuid} <= {self.node.uuid(i) for i in DEVICES}
         for labels, up in metrics.samples.get("gpumem_device_up", {}).items():
             uuid = dict(labels)["uuid"]
@@ -153,7 +136,6 @@ class World:
 
     def check_quiet(self, rng: random.Random) -> None:
         """Check every value to the byte, once reports and readings have followed."""
-        self.quiet_points += 1
         self.adopt_started()
         wanted = self._truth()
         found: dict[str, Any] = {}
@@ -228,71 +210,49 @@ def _labels(metrics: Metrics, name: str) -> set[str]:
     return {labels[name] for labels in found if name in labels}
 
 
-class RandomRun(RuleBasedStateMachine):
-    """One example: some steps in a world that exists before and after it.
+class Steps:
+    """What can happen on the node. Each step returns what it did, for the log."""
 
-    The first example of Hypothesis repeats one step, so it is skipped.
-    """
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
+    def __init__(self, world: World, rng: random.Random) -> None:
         self.world = world
-        self.rng = random.Random(0)
-        self.idle = True
-        self.checks = 0
+        self.rng = rng
+        self.last: dict[str, int] = {}
+        """The number of the step that each kind was last taken in."""
 
-    @initialize(heading=st.integers(0, 2**64 - 1))
-    def head(self, heading: int) -> None:
-        self.rng = random.Random(heading)
-        self.idle = heading == 0
-
-    def step(self, name: str, act: Callable[[], object], *, when: object = True) -> None:
-        """Take a step, or allocate if it is impossible: the choices of Hypothesis must not depend on the world."""
+    def take(self) -> None:
+        """Take one of the possible steps."""
         world = self.world
-        if world.steps >= STEPS:
-            self.idle = True
-        if not when:
-            name, act = "allocate", lambda: self.allocate_in(0)
-
-        def taken() -> None:
-            world.steps += 1
-            world.taken[name] = world.taken.get(name, 0) + 1
-            world.last[name] = world.steps
-            print(f"{world.steps}: {name}: {act()}")
-
-        self.guarded(taken)
-
-    @invariant()
-    def holds(self) -> None:
-        def held() -> None:
-            self.world.check()
-            if self.world.steps % QUIET_EVERY == 0:
-                self.world.check_quiet(self.rng)
-
-        self.guarded(held)
-
-    def guarded(self, act: Callable[[], object]) -> None:
-        """Run a check once. When Hypothesis repeats a failing example, raise the same error at the same check."""
-        self.checks += 1
-        if self.world.broken is not None:
-            error, number = self.world.broken
-            if self.checks == number:
-                raise error
-        elif not self.idle:
-            try:
-                act()
-            except Exception as error:
-                self.world.broken = error, self.checks
-                raise
+        torches = len(world.torches) + len(world.starting)
+        possible: dict[Callable[[], object], object] = {
+            self.allocate: True,
+            self.allocate_again: True,  # allocations and frees are fast, and the other steps depend on them
+            self.free: True,
+            self.free_all: True,
+            self.clear: True,
+            self.continue_program: world.programs,
+            self.start_program: len(world.programs) < PROGRAMS,
+            self.kill_program: world.programs,
+            self.start_torch: torches < TORCH_PROCESSES,
+            self.kill_torch: len(world.torches) > 1 and self.rested("kill_torch", 100),
+            self.lose_device: not world.lost and self.rested("lose_device", 60),
+            self.heal_device: world.lost,
+            self.restart_exporter: self.rested("restart_exporter", 60),
+            self.restart_driver: self.rested("restart_driver", 60),
+        }
+        step = self.rng.choice([step for step, may in possible.items() if may])
+        world.steps += 1
+        self.last[step.__name__] = world.steps
+        print(f"{world.steps}: {step.__name__}: {step()}")
 
     def rested(self, name: str, steps: int) -> bool:
         """Return whether a slow step was last taken at least this number of steps ago."""
-        return self.world.steps - self.world.last.get(name, -steps) >= steps
+        return self.world.steps - self.last.get(name, -steps) >= steps
 
-    # The rules. Two allocate and two free, because these are fast and the other rules depend on them.
+    def torch(self) -> TorchProcess:
+        return self.rng.choice(list(self.world.torches))
 
-    def allocate_in(self, device: int) -> str:
-        process = self.rng.choice(list(self.world.torches))
+    def allocate(self) -> str:
+        process, device = self.torch(), self.rng.choice(DEVICES)
         nbytes = int(512 * (256 * MIB / 512) ** self.rng.random())
         try:
             self.world.torches[process].append(process.call("alloc", nbytes=nbytes, device=device))
@@ -302,120 +262,72 @@ class RandomRun(RuleBasedStateMachine):
             return f"{process.pid} could not allocate {nbytes} bytes on {device}"
         return f"{process.pid} allocated {nbytes} bytes on {device}"
 
-    @rule()
-    def allocate(self) -> None:
-        self.step("allocate", lambda: self.allocate_in(0))
+    def allocate_again(self) -> str:
+        return self.allocate()
 
-    @rule()
-    def allocate_elsewhere(self) -> None:
-        self.step("allocate elsewhere", lambda: self.allocate_in(1))
+    def free(self) -> str:
+        process = self.torch()
+        held = self.world.torches[process]
+        numbers = [number for number in held if self.rng.random() < 0.3]
+        self.world.torches[process] = [number for number in held if number not in numbers]
+        return f"{process.pid} freed {process.call('free', numbers=numbers)}"
 
-    @rule()
-    def free(self) -> None:
-        def act() -> str:
-            process = self.rng.choice(list(self.world.torches))
-            held = self.world.torches[process]
-            numbers = [number for number in held if self.rng.random() < 0.3]
-            self.world.torches[process] = [number for number in held if number not in numbers]
-            return f"{process.pid} freed {process.call('free', numbers=numbers)}"
+    def free_all(self) -> str:
+        process = self.torch()
+        self.world.torches[process] = []
+        return f"{process.pid} freed {process.call('free')}"
 
-        self.step("free", act)
+    def clear(self) -> str:
+        process = self.torch()
+        self.world.exporter.wait_for_processes(process.pid)
+        before = self.world.node.books().used_by(process.pid)
+        action = self.world.exporter.act("empty_cache", target={"pid": process.pid})
+        assert {row["outcome"] for row in action["results"]} == {"done"}, action
+        assert action["freed_bytes"] == before - self.world.node.books().used_by(process.pid)
+        return f"{process.pid} released {action['freed_bytes']}"
 
-    @rule()
-    def free_all(self) -> None:
-        def act() -> str:
-            process = self.rng.choice(list(self.world.torches))
-            self.world.torches[process] = []
-            return f"{process.pid} freed {process.call('free')}"
+    def continue_program(self) -> str:
+        program = self.rng.choice(self.world.programs)
+        program.go()
+        return f"{program.pid} holds {program.heard()}"
 
-        self.step("free all", act)
+    def start_program(self) -> None:
+        self.world.start_program(self.rng)
 
-    @rule()
-    def continue_other(self) -> None:
-        def act() -> str:
-            program = self.rng.choice(self.world.programs)
-            program.go()
-            return f"{program.pid} holds {program.heard()}"
+    def kill_program(self) -> int:
+        program = self.world.programs.pop(self.rng.randrange(len(self.world.programs)))
+        self.world.ended(program)
+        return program.pid
 
-        self.step("continue another", act, when=self.world.programs)
+    def start_torch(self) -> None:
+        self.world.start_torch()
 
-    @rule()
-    def clear(self) -> None:
-        def act() -> str:
-            process = self.rng.choice(list(self.world.torches))
-            self.world.exporter.wait_for_processes(process.pid)
-            before = self.world.node.books().used_by(process.pid)
-            action = self.world.exporter.act("empty_cache", target={"pid": process.pid})
-            assert {row["outcome"] for row in action["results"]} == {"done"}, action
-            assert action["freed_bytes"] == before - self.world.node.books().used_by(process.pid)
-            return f"{process.pid} released {action['freed_bytes']}"
+    def kill_torch(self) -> int:
+        process = self.torch()
+        pid = process.pid
+        del self.world.torches[process]
+        self.world.ended(process)
+        return pid
 
-        self.step("clear", act)
+    def lose_device(self) -> int:
+        device = self.rng.choice(DEVICES)
+        self.world.lost.add(device)
+        self.world.node.lose_device(device)
+        return device
 
-    @rule()
-    def start(self) -> None:
-        self.step("start", lambda: self.world.start_program(self.rng), when=len(self.world.programs) < PROGRAMS)
+    def heal_device(self) -> int:
+        device = self.world.lost.pop()
+        self.world.node.heal_device(device)
+        return device
 
-    @rule()
-    def start_with_torch(self) -> None:
-        self.step(
-            "start with torch",
-            self.world.start_torch,
-            when=len(self.world.torches) + len(self.world.starting) < TORCH_PROCESSES,
-        )
+    def restart_exporter(self) -> str:
+        number = self.rng.choice([signal.SIGTERM, signal.SIGKILL])
+        assert self.world.exporter.stop(number) == (0 if number == signal.SIGTERM else -number)
+        self.world.exporter.start()
+        return number.name
 
-    @rule()
-    def kill(self) -> None:
-        def act() -> str:
-            program = self.world.programs.pop(self.rng.randrange(len(self.world.programs)))
-            self.world.ended(program)
-            return str(program.pid)
-
-        self.step("kill", act, when=self.world.programs)
-
-    @rule()
-    def kill_with_torch(self) -> None:
-        def act() -> str:
-            process = self.rng.choice(list(self.world.torches))
-            pid = process.pid
-            del self.world.torches[process]
-            self.world.ended(process)
-            return str(pid)
-
-        self.step("kill with torch", act, when=len(self.world.torches) > 1 and self.rested("kill with torch", 100))
-
-    @rule()
-    def lose_device(self) -> None:
-        def act() -> str:
-            device = self.rng.choice(DEVICES)
-            self.world.lost.add(device)
-            self.world.node.lose_device(device)
-            return str(device)
-
-        self.step("lose a device", act, when=not self.world.lost and self.rested("lose a device", 60))
-
-    @rule()
-    def heal_device(self) -> None:
-        def act() -> str:
-            device = self.world.lost.pop()
-            self.world.node.heal_device(device)
-            return str(device)
-
-        self.step("heal a device", act, when=self.world.lost)
-
-    @rule()
-    def restart_exporter(self) -> None:
-        def act() -> str:
-            number = self.rng.choice([signal.SIGTERM, signal.SIGKILL])
-            assert self.world.exporter.stop(number) == (0 if number == signal.SIGTERM else -number)
-            self.world.exporter.start()
-            return number.name
-
-        self.step("restart the exporter", act, when=self.rested("restart the exporter", 60))
-
-    @rule()
     def restart_driver(self) -> None:
-        self.step("restart the driver", self.world.node.restart_driver, when=self.rested("restart the driver", 60))
+        self.world.node.restart_driver()
 
 
 @pytest.fixture
@@ -435,30 +347,12 @@ def world(make_node: MakeNode, start_exporter: StartExporter) -> Iterator[World]
 
 @pytest.mark.timeout(300 + STEPS)
 def test_every_value_is_correct_in_a_random_run(world: World) -> None:
-    chosen = int(os.environ.get("GPUMEM_RANDOM_SEED") or random.SystemRandom().getrandbits(32))
-    print(f"GPUMEM_RANDOM_SEED={chosen} GPUMEM_RANDOM_STEPS={STEPS}")
-    started = time.monotonic()
-    for more in range(1 + STEPS):
-        if world.steps >= STEPS:
-            break
-
-        @seed(chosen + more)
-        def run() -> RandomRun:
-            return RandomRun(world)
-
-        run_state_machine_as_test(
-            run,  # type: ignore[arg-type]
-            settings=settings(
-                max_examples=1 + math.ceil((STEPS - world.steps) / STEPS_EACH),
-                stateful_step_count=STEPS_EACH,
-                deadline=None,
-                database=None,
-                derandomize=False,
-                phases=[Phase.generate],
-                print_blob=False,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-    print(f"{world.steps} steps, {world.quiet_points} quiet points, {time.monotonic() - started:.0f} s: {world.taken}")
-    assert world.steps == STEPS
-    assert world.quiet_points >= STEPS // QUIET_EVERY
+    seed = int(os.environ.get("GPUMEM_RANDOM_SEED") or random.SystemRandom().getrandbits(32))
+    print(f"GPUMEM_RANDOM_SEED={seed} GPUMEM_RANDOM_STEPS={STEPS}")
+    rng = random.Random(seed)
+    steps = Steps(world, rng)
+    while world.steps < STEPS:
+        steps.take()
+        world.check()
+        if world.steps % QUIET_EVERY == 0:
+            world.check_quiet(rng)

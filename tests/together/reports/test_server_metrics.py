@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 
-from tests.support.builders import UUIDS, report, sample
+from tests.support.builders import report, sample
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually, patient
 
@@ -21,25 +21,12 @@ def test_the_page_has_the_format_that_the_scraper_accepts(exporter: RunningExpor
     assert openmetrics.body.endswith(b"# EOF\n")
 
 
-def test_a_compressed_page_has_the_same_lines(exporter: RunningExporter) -> None:
+def test_a_page_is_compressed_if_the_scraper_accepts_it(exporter: RunningExporter) -> None:
     small = exporter.get("/metrics", Accept_Encoding="gzip")
     assert b"gpumem_exporter_build_info" in gzip.decompress(small.body)
     assert small.headers["vary"] == "Accept, Accept-Encoding"
-    with running_exporter(collect_interval=3600, report_interval=3600, report_expiry=7200) as busy:
-        for pid in range(1, 201):
-            assert busy.report(report(pid, devices=tuple(sample(uuid, pid) for uuid in UUIDS[:2]))).status == 200
-        plain = busy.get("/metrics", Accept_Encoding="identity")
-        assert "content-encoding" not in plain.headers
-        assert len(plain.body) > 64 << 10
-        packed = busy.get("/metrics", Accept_Encoding="gzip")
-        assert packed.headers["content-encoding"] == "gzip"
-        assert len(packed.body) < len(plain.body) / 5
-        changing = (b"gpumem_scrape", b"gpumem_reports_total", b"process_")
-
-        def steady(page: bytes) -> list[bytes]:
-            return [line for line in page.splitlines() if not line.startswith(changing) and b"duration" not in line]
-
-        assert steady(gzip.decompress(packed.body)) == steady(plain.body)
+    assert small.headers["content-encoding"] == "gzip"
+    assert "content-encoding" not in exporter.get("/metrics", Accept_Encoding="identity").headers
 
 
 def test_a_head_request_returns_headers_without_a_body(exporter: RunningExporter) -> None:

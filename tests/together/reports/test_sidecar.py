@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.namespaces import CONTAINER, children, needs_namespaces
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import patient, wait_for
+from tests.support.running_command import run_command
+from tests.support.waiting import wait_for
 
 pytestmark = needs_namespaces
 
@@ -53,21 +52,9 @@ def wait_for_polls(exporter: ExporterProcess) -> None:
     wait_for(lambda: polls() >= before + 3, "further polls")
 
 
-def command(exporter: ExporterProcess, *arguments: str) -> str:
-    """Return the output of a command."""
-    return subprocess.run(
-        [sys.executable, "-m", "gpumem_exporter", *arguments, "--url", exporter.url],
-        env={**exporter._environment, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=False,
-    ).stdout
-
-
 def doctor(exporter: ExporterProcess) -> dict[str, Any]:
     """Return the finding of `doctor` about PID namespaces."""
-    findings = json.loads(command(exporter, "doctor", "--json"))["findings"]
+    findings = json.loads(run_command("doctor", "--json", "--url", exporter.url).stdout)["findings"]
     (finding,) = [finding for finding in findings if finding["check"] == "pid namespace"]
     return dict(finding)
 
@@ -128,7 +115,7 @@ def test_a_sidecar_shows_its_reporters_and_leaves_the_rest_unattributed(
     assert (entry["pid"], entry["host_pid"]) == (name, trainer.pid if place == "same namespace" else None)
     (device,) = entry["devices"]
     assert (device["reserved_bytes"], device["used_bytes"], device["non_torch_bytes"]) == (reserved, None, None)
-    heading, row = command(exporter, "info").partition("\nLedger\n")[2].splitlines()[:2]
+    heading, row = run_command("info", "--url", exporter.url).stdout.partition("\nLedger\n")[2].splitlines()[:2]
     assert row[heading.index("Other processes") :].split()[0] == "-"
     assert doctor(exporter)["verdict"] == "WARN"
 

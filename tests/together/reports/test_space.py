@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -16,9 +14,9 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode
 from tests.support.builders import MIB, UUIDS, report
 from tests.support.exporter_process import ExporterProcess
-from tests.support.paths import REPOSITORY
+from tests.support.running_command import run_command
 from tests.support.running_exporter import running_exporter
-from tests.support.waiting import eventually, patient
+from tests.support.waiting import eventually
 
 
 def report_this_process(exporter: ExporterProcess, sequence: int, *samples: DeviceSample, **changes: Any) -> None:
@@ -30,14 +28,7 @@ def report_this_process(exporter: ExporterProcess, sequence: int, *samples: Devi
 
 def command(url: str, *arguments: str) -> str:
     """Return what a command of the program prints."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "gpumem_exporter", *arguments, "--url", url],
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=False,
-        cwd=REPOSITORY,
-    )
+    ended = run_command(*arguments, "--url", url)
     assert ended.returncode == 0, ended
     return ended.stdout
 

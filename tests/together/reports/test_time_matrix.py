@@ -16,7 +16,7 @@ from tests.support.builders import UUIDS, report, sample
 from tests.support.device_truth import QUICK, scrape, series_of, shown, truth, wait_until_right
 from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.running_exporter import RunningExporter, running_exporter
-from tests.support.waiting import patient, wait_for
+from tests.support.waiting import wait_for
 
 EXPIRY_SECONDS = 3.0
 
@@ -38,37 +38,6 @@ def test_a_sample_is_exported_with_its_own_time_and_not_that_of_its_report(scrip
     assert taken == received - 12.5
     (entry,) = scripted.document("/api/v1/processes")["processes"]
     assert 12.5 <= entry["sample_age_seconds"] <= 12.5 + time.time() - before
-
-
-def test_while_steps_run_the_sample_is_from_the_end_of_a_step(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
-    process.call("start_client")
-    process.call("alloc", nbytes=6 * MIB)
-    exporter.wait_for_processes(process.pid)
-    labels = {"pid": str(process.pid)}
-    for _ in range(3):  # slow steps: the reporter waits up to three step times for the next one
-        process.call("client_step")
-        process.exec("import time; time.sleep(0.7)")
-    at_step = process.call("stats")["allocated_bytes.all.current"]
-    process.call("client_step")
-    stepped = time.time()
-    process.call("alloc", nbytes=50 * MIB)
-    wait_for(
-        lambda: exporter.metrics().value("gpumem_reporter_last_report_timestamp_seconds", **labels) > stepped + 1,
-        "a report from after the step",
-    )
-    metrics = scrape(exporter)
-    taken = metrics.value("gpumem_reporter_sample_timestamp_seconds", **labels)
-    assert metrics.value("gpumem_reporter_last_report_timestamp_seconds", **labels) > taken
-    allocated = metrics.value("gpumem_torch_allocated_bytes", **labels)
-    now = process.call("stats")["allocated_bytes.all.current"]
-    assert now == at_step + 50 * MIB
-    # Either sample is exported with its own time, except for the duration of the report.
-    assert allocated in (at_step, now)
-    assert taken <= stepped + patient(1.5) if allocated == at_step else taken >= stepped
 
 
 def test_a_stopped_process_expires_and_its_bytes_move_in_the_same_scrape(
