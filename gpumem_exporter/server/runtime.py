@@ -118,6 +118,7 @@ class Runtime:
             limits=RateLimits(
                 per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock
             ),
+            # Without a disk, no later run of the exporter reads the record.
             record=self.audit.record if self.audit.durable else None,
             wake=self.held_requests.wake,
             hide_identities=settings.web_hide_identities,

@@ -1,4 +1,4 @@
-"""Alertmanager with the project's configuration and shorter durations, and a webhook receiver."""
+"""Alertmanager with the project's configuration, a webhook receiver, and documents with shorter durations."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from tests.support.waiting import patient, wait_for
 
 DEPLOY = REPOSITORY / "deploy"
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_KEYS = ("group_wait", "group_interval", "repeat_interval")
+_DURATION = r"(?:\d+(?:ms|[smhd]))+"
+# Durations are in range and subquery brackets, after `offset`, and the values of these keys.
+_IN_RULES = re.compile(rf"(?<=\[){_DURATION}(?=[\]:])|(?<=\d[smhd]:){_DURATION}(?=\])|(?<=offset ){_DURATION}\b")
+_KEYS = ("for", "keep_firing_for", "interval", "group_wait", "group_interval", "repeat_interval")
 
 
 def hastened(document: Any, times: float) -> Any:
-    """Divide every duration in a YAML document of Alertmanager by a factor."""
+    """Divide every duration in a YAML document of Prometheus or Alertmanager by a factor."""
 
     def shorter(text: str) -> str:
         seconds = sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)(ms|[smhd])", text))
@@ -35,7 +38,15 @@ def hastened(document: Any, times: float) -> Any:
         return [hastened(each, times) for each in document]
     if not isinstance(document, dict):
         return document
-    return {key: shorter(value) if key in _KEYS else hastened(value, times) for key, value in document.items()}
+    out = {}
+    for key, value in document.items():
+        if key in _KEYS:
+            out[key] = shorter(value)
+        elif key == "expr":
+            out[key] = _IN_RULES.sub(lambda match: shorter(match.group()), value)
+        else:
+            out[key] = hastened(value, times)
+    return out
 
 
 @dataclass
