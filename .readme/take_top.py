@@ -54,20 +54,23 @@ def main() -> None:
     print(target)
 
 
-def named(source: Source) -> Node:
-    """Return the exporter's values with another name than this machine's."""
-    node = source.read()
-    assert node.live is not None
-    return replace(node, live={**node.live, "node": {**node.live["node"], "host": "gpu-node-7"}})
+class Named(Source):
+    """The exporter's values with another name than this machine's."""
+
+    def read(self) -> list[Node]:
+        """Read the exporter."""
+        (node,) = super().read()
+        assert node.live is not None
+        return [replace(node, live={**node.live, "node": {**node.live["node"], "host": "gpu-node-7"}})]
 
 
-def settled(source: Source) -> Node:
+def settled(source: Source) -> list[Node]:
     """Return the exporter's values once enough processes report."""
     while True:
         try:
-            node = named(source)
+            (node,) = source.read()
             if node.live and sum(job["reporting_count"] for job in node.live["jobs"]) >= LEAST_REPORTING:
-                return node
+                return [node]
         except ExporterError:
             pass
         time.sleep(0.5)
@@ -75,10 +78,10 @@ def settled(source: Source) -> Node:
 
 async def picture(url: str) -> str:
     """Draw the screen as an SVG without external resources."""
-    source = Source(lambda: ExporterApi((url,)), Target())
+    source = Named(lambda: ExporterApi((url,)), Target())
     app = Top(
-        lambda: [named(source)],
-        [settled(source)],
+        source,
+        settled(source),
         View(),
         interval_seconds=1.0,
         open_api=lambda address: ExporterApi((address,)),

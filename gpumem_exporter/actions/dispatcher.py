@@ -27,13 +27,20 @@ from gpumem_client.wire.protocol import (
     CommandResult,
 )
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.engine_starts import EngineStarts, devices_of, itself, starts_of_selection, starts_on
-from gpumem_exporter.actions.engines import EngineMemory, Engines, NoEngines
+from gpumem_exporter.actions.caller import Caller, RateLimits
+from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for, starts_of_selection
+from gpumem_exporter.actions.engines import EngineMemory, Engines
 from gpumem_exporter.actions.group import whole_group
-from gpumem_exporter.actions.lifecycle import ActionState, CommandPart, OutsidePart, Part, PartState, RunningAction
+from gpumem_exporter.actions.lifecycle import (
+    ActionRegistry,
+    ActionState,
+    CommandPart,
+    OutsidePart,
+    Part,
+    PartState,
+    RunningAction,
+)
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, Action, SubmittedAction
-from gpumem_exporter.actions.registry import ActionRegistry, RateLimits, Settlements
 from gpumem_exporter.actions.request import (
     ANSWER_GRACE_SECONDS,
     DEVICE_ACTIONS,
@@ -43,13 +50,13 @@ from gpumem_exporter.actions.request import (
 )
 from gpumem_exporter.actions.results import (
     DriverValues,
-    NodeFacts,
     command_results,
     dry_run_results,
     expected_refusal,
     outside_results,
 )
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection, host_pids, select
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection, select
+from gpumem_exporter.actions.settling import Settlements
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
@@ -81,7 +88,9 @@ class Dispatcher:
         limits: RateLimits,
         record: Callable[[SubmittedAction], Awaitable[None]] | None = None,
         wake: Callable[[Hashable], None] = lambda _key: None,
-        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+        call_later: Callable[[float, Callable[[], None]], object] = lambda seconds, function: (
+            asyncio.get_running_loop().call_later(seconds, function)
+        ),
         kept_actions: int = 1000,
         hide_identities: bool = False,
         engines: Engines | None = None,
@@ -100,9 +109,7 @@ class Dispatcher:
         self._hide_identities = hide_identities
         self._actions = ActionRegistry(kept_actions)
         self._settlements = Settlements(self._actions.replace)
-        self._engines = EngineMemory(
-            store, engines or NoEngines(), clock=clock, poll_soon=poll_soon, changed=self._actions.replace
-        )
+        self._engines = EngineMemory(store, engines, clock=clock, poll_soon=poll_soon, changed=self._actions.replace)
         self._tasks: set[asyncio.Task[None]] = set()
         self._engine_starts = EngineStarts(
             store, self._actions, self, lambda: wall_clock() - clock(), hide_identities=hide_identities
@@ -151,28 +158,24 @@ class Dispatcher:
         if not request.dry_run:
             self._actions.require_room(share, len(selection.reporting))
         self._limits.take(share, limited)
-        running = self._started(request, requested_by, selection, share, now, unlisted=unlisted)
+        running = self._started(request, requested_by, selection, now, unlisted=unlisted)
         self._actions.start(running, request, idempotency_key)
         commanded, targets = selection.commanded(request.action), selection.outside_targets(request.action)
         for selected in commanded:
             # A group waits as a whole.
-            its = starting
-            if starting and not request.group:
-                own = itself(request, [selected])
-                its = starts_on(request, requested_by, devices_of(selected.process, snapshot), snapshot, own)
+            whole = request.group or not starting
+            its = starting if whole else starts_for(request, requested_by, selected, (), snapshot)
             self._add_command(running, selected, its, snapshot)
         if request.action in ENGINE_ACTIONS:
             targets = self._engines.engines_among(targets, len(commanded))
         for target in targets:
-            uuids = [uuid for uuid, _ in target.used_bytes]
-            its = starts_on(request, requested_by, uuids, snapshot, host_pids(targets)) if starting else ()
+            its = starts_for(request, requested_by, target, targets, snapshot) if starting else ()
             self._add_outside(running, target, its, snapshot)
         if running.blocked or any(each.reason_code == ReasonCode.ENGINE_STARTING for each in running.action.results):
             self._engine_starts.show(running, starting, snapshot)
         self.finish_if_complete(running)
         if running.commands or running.blocked:
-            call_later = self._call_later or asyncio.get_running_loop().call_later
-            call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
+            self._call_later(request.deadline_seconds + request.duration_seconds + SILENT_GRACE_SECONDS, self.expire)
         if not running.recorded.is_set() and self._record is not None:
             submitted = SubmittedAction(running.action, request, idempotency_key, tuple(selection.identities()))
             self._spawn(self._offer_once(running, self._record(submitted)))
@@ -187,7 +190,7 @@ class Dispatcher:
         return suggest_clears(request, selected, snapshot, now, free_deadline=free_deadline)
 
     def _started(
-        self, request: ActionRequest, caller: Caller, selection: Selection, share: str, now: float, *, unlisted: bool
+        self, request: ActionRequest, caller: Caller, selection: Selection, now: float, *, unlisted: bool
     ) -> RunningAction:
         action = Action(
             id=uuid.uuid4().hex,
@@ -205,8 +208,8 @@ class Dispatcher:
             settle_seconds=request.settle_seconds,
             unlisted=unlisted,
         )
-        facts = NodeFacts.of(selection, request)
-        running = RunningAction(action, now, request, caller, share, facts, offered_seconds=now)
+        facts = selection.facts(request)
+        running = RunningAction(action, now, request, caller, facts, offered_seconds=now)
         if self._record is None or request.dry_run or unlisted:
             running.recorded.set()
         return running
@@ -346,7 +349,7 @@ class Dispatcher:
         """End an action whose parts all have a result."""
         if running.complete and not running.action.finished:
             if running.action.action in ENGINE_ACTIONS:
-                self._engines.settle(running, self._call_later or asyncio.get_running_loop().call_later)
+                self._engines.settle(running, self._call_later)
             action = running.finish(self._clock())
             self._actions.finish(action)
             self._on_finished(action)

@@ -9,21 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult
+from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.group import group_step
-from gpumem_exporter.actions.lifecycle import CommandPart, OutsidePart, Part, PartState, RunningAction
+from gpumem_exporter.actions.lifecycle import ActionRegistry, CommandPart, OutsidePart, Part, PartState, RunningAction
 from gpumem_exporter.actions.model import EngineWait
-from gpumem_exporter.actions.registry import ActionRegistry
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.selection import SelectedProcess, Selection, host_pids
+from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection
 from gpumem_exporter.core.naming import json_pid
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, StartingEngine
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot, StartingEngine
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionForbiddenError, GroupIncompleteError
+
+if TYPE_CHECKING:
+    from gpumem_exporter.actions.dispatcher import Dispatcher
 
 _DISTURBING = frozenset({"empty_cache", "terminate", "release_memory", "resume_memory"})
 """The actions that release memory to the driver or take memory from it. A garbage collection leaves the memory in the
@@ -32,7 +34,7 @@ _MAX_NAMED = 4
 
 
 def starts_on(
-    request: ActionRequest, caller: Caller, uuids: Iterable[str], snapshot: Snapshot, ended: Iterable[int] = ()
+    request: ActionRequest, caller: Caller, uuids: Iterable[str], snapshot: Snapshot, ended: Iterable[int | None]
 ) -> tuple[StartingEngine, ...]:
     """Return the engines that start on these devices and whose start this action must not spoil.
 
@@ -42,7 +44,7 @@ def starts_on(
     """
     if request.action not in _DISTURBING or not snapshot.starting:
         return ()
-    devices, pids = set(uuids), set[int]() if request.action == "empty_cache" else set(ended)
+    devices, pids = set(uuids), set(() if request.action == "empty_cache" else ended)
     return tuple(
         engine
         for engine in snapshot.starting
@@ -58,15 +60,22 @@ def starts_of_selection(request: ActionRequest, caller: Caller, selection: Selec
     targets, commanded = selection.outside_targets(request.action), selection.commanded(request.action)
     devices = {uuid for target in targets for uuid, _ in target.used_bytes}
     devices.update(uuid for selected in commanded for uuid in devices_of(selected.process, snapshot))
-    ended = [*host_pids(targets), *itself(request, commanded)]
+    ended = [*(target.host_pid for target in targets), *(selected.process.host_pid for selected in commanded)]
     return starts_on(request, caller, devices, snapshot, ended)
 
 
-def itself(request: ActionRequest, commanded: Iterable[SelectedProcess]) -> list[int]:
-    """Return the host pids of engines that an action asks to release or resume their own memory."""
-    if request.action not in ENGINE_ACTIONS:
-        return []
-    return [one.process.host_pid for one in commanded if one.process.host_pid is not None]
+def starts_for(
+    request: ActionRequest,
+    caller: Caller,
+    one: SelectedProcess | OutsideTarget,
+    outside: Iterable[OutsideTarget],
+    snapshot: Snapshot,
+) -> tuple[StartingEngine, ...]:
+    """Return the engines that an action waits for on one of its processes; `outside` are all that it terminates."""
+    if isinstance(one, OutsideTarget):
+        uuids, ended = [uuid for uuid, _ in one.used_bytes], [target.host_pid for target in outside]
+        return starts_on(request, caller, uuids, snapshot, ended)
+    return starts_on(request, caller, devices_of(one.process, snapshot), snapshot, [one.process.host_pid])
 
 
 def devices_of(process: ReportingProcess, snapshot: Snapshot) -> set[str]:
@@ -125,23 +134,13 @@ def _may_spoil(caller: Caller, engine: StartingEngine) -> bool:
     return caller.may_act_on_listed(engine.owner_uid)
 
 
-class _Parts(Protocol):
-    """What `EngineStarts` needs of the dispatcher."""
-
-    def wake(self, key: ProcessKey, /) -> None: ...
-    def start_outside(self, running: RunningAction, part: OutsidePart) -> None: ...
-    def withdraw(self, running: RunningAction, reason: str, code: ReasonCode) -> None: ...
-    def withdraw_part(self, running: RunningAction, part: Part, result: CommandResult) -> None: ...
-    def finish_if_complete(self, running: RunningAction) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineStarts:
     """Continues blocked parts, ends them at their deadline, and withdraws commands that an engine start overtakes."""
 
     store: Store
     actions: ActionRegistry
-    parts: _Parts
+    dispatcher: Dispatcher
     unix_offset_seconds: Callable[[], float]
     """Returns the time of the Unix epoch at zero of the store's clock."""
     hide_identities: bool
@@ -191,7 +190,11 @@ class EngineStarts:
                 self._review_action(running, snapshot, now)
 
     def _review_action(self, running: RunningAction, snapshot: Snapshot, now: float) -> None:
-        starting = {id(part): _starts_of(running, part, snapshot) for part in running.parts}
+        outside = [part.target for part in running.outside]
+        starting: dict[int, tuple[StartingEngine, ...]] = {}
+        for part in running.parts:
+            one = part.selected if isinstance(part, CommandPart) else part.target
+            starting[id(part)] = starts_for(running.request, running.caller, one, outside, snapshot)
         if running.action.group:
             of_group = tuple(dict.fromkeys(each for found in starting.values() for each in found))
             starting = dict.fromkeys(starting, of_group)
@@ -209,21 +212,21 @@ class EngineStarts:
 
     def _refuse(self, running: RunningAction, part: Part, result: CommandResult) -> None:
         if running.action.group:
-            self.parts.withdraw(running, result.reason, ReasonCode.ENGINE_STARTING)
+            self.dispatcher.withdraw(running, result.reason, ReasonCode.ENGINE_STARTING)
         else:
-            self.parts.withdraw_part(running, part, result)
-        self.parts.finish_if_complete(running)
+            self.dispatcher.withdraw_part(running, part, result)
+        self.dispatcher.finish_if_complete(running)
 
     def _unblock(self, running: RunningAction, part: Part, now: float) -> None:
         """Continue a part whose engines have started. The parts of a group continue together."""
         if isinstance(part, OutsidePart):
             part.unblock()
-            self.parts.start_outside(running, part)
+            self.dispatcher.start_outside(running, part)
         elif running.action.group:
             self._unblock_group(running, now)
         else:
             part.unblock(part.command)
-            self.parts.wake(part.key)
+            self.dispatcher.wake(part.key)
 
     def _unblock_group(self, running: RunningAction, now: float) -> None:
         """Choose the step of a group again: its ranks have made steps while it was blocked."""
@@ -237,19 +240,9 @@ class EngineStarts:
         try:
             at_step = group_step(replace(running.request, deadline_seconds=left_seconds), ranks, now)
         except GroupIncompleteError as error:
-            self.parts.withdraw(running, str(error), ReasonCode.GROUP_INCOMPLETE)
+            self.dispatcher.withdraw(running, str(error), ReasonCode.GROUP_INCOMPLETE)
             return
         running.action, running.offered_seconds = replace(running.action, at_step=at_step), now
         for part in parts:
             part.unblock(replace(part.command, at_step=at_step))
-            self.parts.wake(part.key)
-
-
-def _starts_of(running: RunningAction, part: Part, snapshot: Snapshot) -> tuple[StartingEngine, ...]:
-    """Return the engines that a part waits for."""
-    if isinstance(part, CommandPart):
-        uuids: Iterable[str] = devices_of(part.selected.process, snapshot)
-        own = itself(running.request, [part.selected])
-        return starts_on(running.request, running.caller, uuids, snapshot, own)
-    ended = host_pids([each.target for each in running.outside])
-    return starts_on(running.request, running.caller, [uuid for uuid, _ in part.target.used_bytes], snapshot, ended)
+            self.dispatcher.wake(part.key)

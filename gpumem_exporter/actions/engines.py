@@ -8,13 +8,13 @@ what the engine says.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeVar
 
 from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
@@ -107,7 +107,7 @@ class EngineMemory:
     def __init__(
         self,
         store: Store,
-        engines: Engines,
+        engines: Engines | None,
         *,
         clock: Callable[[], float],
         poll_soon: Callable[[], None],
@@ -126,7 +126,10 @@ class EngineMemory:
 
     def engines_among(self, targets: list[OutsideTarget], others: int) -> list[OutsideTarget]:
         """Return the targets that seem to be engines; all of them if there is no engine, so that the results say so."""
-        return [target for target in targets if self._engines.is_engine(target)] or ([] if others else targets)
+        return [target for target in targets if self._is_engine(target)] or ([] if others else targets)
+
+    def _is_engine(self, target: OutsideTarget) -> bool:
+        return self._engines is not None and self._engines.is_engine(target)
 
     def refusal(
         self, running: RunningAction, process: ReportingProcess | None, snapshot: Snapshot
@@ -136,14 +139,14 @@ class EngineMemory:
         recent = too_recent(request, running.caller, process, self._clock())
         if recent is not None:
             return CommandResult(running.action.id, "refused", recent, ReasonCode.ENGINE_BUSY)
-        lacking = lacking_memory(request, unmapped_bytes(process), snapshot)
+        lacking = lacking_memory(request, process, snapshot)
         if lacking is not None:
             return CommandResult(running.action.id, "refused", lacking, ReasonCode.DEVICE_MEMORY_SHORT)
         return None
 
     def no_engine(self, action_id: str, target: OutsideTarget) -> CommandResult | None:
         """Return the result for a process that is no engine that the exporter knows; None for any other."""
-        if self._engines.is_engine(target):
+        if self._is_engine(target):
             return None
         error = no_engine(target)
         return CommandResult(action_id, error.outcome, str(error), error.code)
@@ -153,7 +156,7 @@ class EngineMemory:
         action_id, target = running.action.id, part.target
         started, before = self._clock(), self.used_by(target.host_pid)
         try:
-            engine = await self._call(target, lambda: self._engines.find(target))
+            engine = await self._call(target, lambda: self._find(target))
             key = action_id, engine.key
             if key not in self._calls:
                 self._calls[key] = asyncio.ensure_future(self._drive(running, part, engine))
@@ -166,6 +169,11 @@ class EngineMemory:
             return CommandResult(action_id, DRY_RUN_OUTCOMES[running.action.action]), DriverValues(before, None)
         after = await self.used_after(target.host_pid)
         return CommandResult(action_id, "done", duration_seconds=duration_seconds), DriverValues(before, after)
+
+    def _find(self, target: OutsideTarget) -> FoundEngine:
+        if self._engines is None:
+            raise no_engine(target)
+        return self._engines.find(target)
 
     async def _drive(self, running: RunningAction, part: OutsidePart, engine: FoundEngine) -> None:
         request, target = running.request, part.target
@@ -248,28 +256,19 @@ class EngineMemory:
 
 async def _in_thread(function: Callable[[], T]) -> T:
     """Run a function in a thread of its own: a daemon, so that an engine that hangs does not delay the exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def end(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast("T", result))
+    future: Future[T] = Future()
 
     def run() -> None:
-        result, error = None, None
         try:
             result = function()
-        except BaseException as raised:  # noqa: BLE001 - it is raised again on the event loop
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(end, result, error)
+        except BaseException as error:  # noqa: BLE001 - it is raised again on the event loop
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
+    future.set_running_or_notify_cancel()  # so that the event loop cannot cancel it before its result
     threading.Thread(target=run, name="gpumem-engine", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 def _used_by(node: NodeReading | None, host_pid: int | None) -> dict[str, int]:
@@ -301,39 +300,17 @@ def too_recent(request: ActionRequest, caller: Caller, reporter: ReportingProces
     return None
 
 
-def lacking_memory(request: ActionRequest, needed: Iterable[tuple[str, int]], snapshot: Snapshot) -> str | None:
-    """Return which device lacks the memory that an engine needs to wake, by uuid; None if none is known to."""
-    if request.action != "resume_memory" or request.force:
+def lacking_memory(request: ActionRequest, process: ReportingProcess | None, snapshot: Snapshot) -> str | None:
+    """Return which device lacks the memory that an engine needs to wake; None if none is known to."""
+    if request.action != "resume_memory" or request.force or process is None:
         return None
     node = snapshot.node
-    free = {
-        device.uuid: (device.gpu, device.memory.free_bytes)
-        for device in (node.devices if node is not None and node.up else ())
-        if device.memory is not None
-    }
-    for uuid, needed_bytes in needed:
-        gpu, free_bytes = free.get(uuid, ("", needed_bytes))
-        if needed_bytes > free_bytes:
+    devices = {device.uuid: device for device in (node.devices if node is not None and node.up else ())}
+    for sample in process.report.devices:
+        device = devices.get(sample.uuid)
+        if device is not None and device.memory is not None and (sample.unmapped_bytes or 0) > device.memory.free_bytes:
             return (
-                f"the engine needs {human_bytes(needed_bytes)} on GPU {gpu or uuid}, where {human_bytes(free_bytes)} "
-                "are free"
+                f"the engine needs {human_bytes(sample.unmapped_bytes or 0)} on GPU {device.gpu or sample.uuid}, where "
+                f"{human_bytes(device.memory.free_bytes)} are free"
             )
     return None
-
-
-def unmapped_bytes(process: ReportingProcess | None) -> list[tuple[str, int]]:
-    """Return what a process that sleeps needs on each device to wake, by uuid."""
-    samples = process.report.devices if process is not None else ()
-    return [(sample.uuid, sample.unmapped_bytes) for sample in samples if sample.unmapped_bytes]
-
-
-class NoEngines:
-    """Knows no engine."""
-
-    def is_engine(self, _target: OutsideTarget) -> bool:
-        """Return False."""
-        return False
-
-    def find(self, target: OutsideTarget) -> FoundEngine:
-        """Raise EngineRefusedError."""
-        raise EngineRefusedError(ReasonCode.NO_ENGINE, f"{target} is not a known engine", outcome="unsupported")

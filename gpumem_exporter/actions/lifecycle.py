@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, TypeVar
@@ -29,11 +30,18 @@ from typing import TypeAlias, TypeVar
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.model import Action, ActionResult, is_done
+from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction, is_done
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.results import DriverValues, NodeFacts, as_shown, command_results, outside_results
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess
+from gpumem_exporter.actions.results import DriverValues, as_shown, command_results, outside_results
+from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
+
+MAX_BYTES = 16 << 20
+MAX_UNDER_WAY = 4096
+"""The maximum number of processes in the running actions of one share."""
+_DRY_RUNS_SHARE = 4
+"""One dry run is kept for this number of actions."""
 
 
 class ActionState(Enum):
@@ -243,8 +251,6 @@ class RunningAction:
     """On the dispatcher's clock."""
     request: ActionRequest
     caller: Caller
-    share: str
-    """Of the caller."""
     facts: NodeFacts = field(default_factory=NodeFacts)
     commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
     outside: list[OutsidePart] = field(default_factory=list)
@@ -327,3 +333,129 @@ class RunningAction:
 
     def _advance(self, to: ActionState) -> None:
         self.action = replace(self.action, state=advanced(ActionState(self.action.state), to).value)
+
+
+class ActionRegistry:
+    """Finds actions by id and by idempotency key. A key belongs to its caller and is known as long as its action.
+
+    `max_finished` and `MAX_BYTES` limit the finished actions that are kept, besides dry runs.
+    """
+
+    def __init__(self, max_finished: int) -> None:
+        self.running: dict[str, RunningAction] = {}
+        """The actions that have not ended by id, oldest first."""
+        self._finished = _Kept(max_finished, MAX_BYTES)
+        self._dry_runs = _Kept(max(1, max_finished // _DRY_RUNS_SHARE), MAX_BYTES // _DRY_RUNS_SHARE)
+        self._keys: dict[tuple[str, str], tuple[ActionRequest, str]] = {}
+        """The request and the id of an action, by its caller and key."""
+
+    def get(self, action_id: str) -> Action | None:
+        """Return an action as it is now; None if it is unknown or forgotten."""
+        running = self.running.get(action_id)
+        return running.action if running is not None else self._finished.get(action_id) or self._dry_runs.get(action_id)
+
+    def recent(self) -> tuple[Action, ...]:
+        """Return all known actions, newest first."""
+        known = [*self._finished, *self._dry_runs, *(running.action for running in self.running.values())]
+        actions = [action for action in known if not action.unlisted]
+        return tuple(sorted(actions, key=lambda action: action.created_unix_seconds, reverse=True))
+
+    def with_key(self, caller: str, key: str, request: ActionRequest) -> Action | None:
+        """Return the action that a caller has started with this key, if it is still known.
+
+        Raises IdempotencyConflictError if the caller used the key with another request.
+        """
+        first, action_id = self._keys.get((caller, key), (None, ""))
+        known = self.get(action_id)
+        if known is not None and first != request:
+            raise IdempotencyConflictError(f"Idempotency-Key {key!r} was used for another request (action {action_id})")
+        return known
+
+    def require_room(self, share: str, processes: int) -> None:
+        """Raise `TooManyActionsError` if the running actions of a share have too many processes."""
+        under_way = sum(running.size for running in self.running.values() if running.action.share == share)
+        if under_way and under_way + processes > MAX_UNDER_WAY:
+            raise TooManyActionsError(f"{share} has running actions on {under_way} processes; cancel some", 1.0)
+
+    def start(self, running: RunningAction, request: ActionRequest, key: str | None) -> None:
+        """Add a new action."""
+        self.running[running.action.id] = running
+        if key is not None:
+            self._keys[running.action.caller, key] = request, running.action.id
+
+    def finish(self, action: Action) -> None:
+        """Add a finished action, or move it from the running ones."""
+        self.running.pop(action.id, None)
+        forgotten = (self._dry_runs if action.dry_run or action.unlisted else self._finished).add(action)
+        if forgotten and self._keys:
+            self._keys = {key: known for key, known in self._keys.items() if known[1] not in forgotten}
+
+    def replace(self, action: Action) -> None:
+        """Replace a finished action by a later state of it, unless it is forgotten."""
+        self._finished.replace(action)
+
+    def restore(self, action: Action, submitted: SubmittedAction | None) -> None:
+        """Add an action of an earlier run of the exporter, and the request that started it.
+
+        Called with the newest first. An action of an earlier run never displaces one of this run.
+        """
+        if self.get(action.id) is not None or not self._finished.add_oldest(action):
+            return
+        if submitted is not None and submitted.idempotency_key is not None:
+            self._keys.setdefault((action.caller, submitted.idempotency_key), (submitted.request, action.id))
+
+
+class _Kept:
+    """Actions of a limited number and size. The share with the most actions, or most bytes, loses its oldest one."""
+
+    def __init__(self, maximum: int, max_bytes: int) -> None:
+        self._maximum = maximum
+        self._max_bytes = max_bytes
+        self._actions: OrderedDict[str, Action] = OrderedDict()
+        self._of_share: Counter[str] = Counter()
+        self._bytes_of_share: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Action]:
+        return iter(self._actions.values())
+
+    def get(self, action_id: str) -> Action | None:
+        return self._actions.get(action_id)
+
+    def replace(self, action: Action) -> None:
+        if action.id in self._actions:
+            self._actions[action.id] = action
+
+    def add(self, action: Action) -> set[str]:
+        """Add the newest action, and return the ids of forgotten ones."""
+        self._actions[action.id] = action
+        self._count(action, 1)
+        forgotten = set()
+        while len(self._actions) > self._maximum:
+            forgotten.add(self._forget_oldest_of(self._of_share))
+        while self._bytes_of_share.total() > self._max_bytes and len(self._actions) > 1:
+            forgotten.add(self._forget_oldest_of(self._bytes_of_share))
+        return forgotten
+
+    def add_oldest(self, action: Action) -> bool:
+        """Add an action before all others; return False if there is no room."""
+        if len(self._actions) >= self._maximum:
+            return False
+        if self._bytes_of_share.total() + action.kept_bytes > self._max_bytes:
+            return False
+        self.add(action)
+        self._actions.move_to_end(action.id, last=False)
+        return True
+
+    def _forget_oldest_of(self, shares: Counter[str]) -> str:
+        share = max(shares, key=shares.__getitem__)
+        oldest = next(action for action in self._actions.values() if action.share == share)
+        del self._actions[oldest.id]
+        self._count(oldest, -1)
+        return oldest.id
+
+    def _count(self, action: Action, number: int) -> None:
+        share = action.share
+        self._of_share[share] += number
+        self._bytes_of_share[share] += number * action.kept_bytes
+        if not self._of_share[share]:
+            del self._of_share[share], self._bytes_of_share[share]

@@ -137,18 +137,14 @@ class Target:
     def __init__(
         self,
         *,
-        gpu: _Given = None,
-        uuid: _Given = None,
-        pid: _Given = None,
-        workload: _Given = None,
-        rank: _Given = None,
-        user: _Given = None,
         orphans: bool = False,
         all: bool = False,  # noqa: A002 - the name in the API
+        **selectors: _Given,
     ) -> None:
-        given = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
-        for name, value in given.items():
-            object.__setattr__(self, name, _values(value))
+        if unknown := selectors.keys() - SELECTORS.keys():
+            raise TypeError(f"unknown selectors: {', '.join(sorted(unknown))}")
+        for name in SELECTORS:
+            object.__setattr__(self, name, _values(selectors.get(name)))
         object.__setattr__(self, "orphans", orphans)
         object.__setattr__(self, "all", all)
 
@@ -217,6 +213,15 @@ def _option(
     return field(default=default, metadata={"option": option})
 
 
+def _flag(help_: str | Mapping[str, str], flag: str) -> Any:
+    return _option(help_, flag, kind=bool, default=False)
+
+
+def _seconds(help_: str | Mapping[str, str], flag: str, most: float, **limits: Any) -> Any:
+    known = {"default": 0.0, "least": 0, **limits}
+    return _option(help_, flag, "SECONDS", kind=float, most=most, unit="seconds", **known)
+
+
 @dataclass(frozen=True, slots=True)
 class ActionRequest:
     """A request for an action. Inside the exporter, it has passed `invalid_fields`."""
@@ -233,11 +238,8 @@ class ActionRequest:
         "MODE",
         choices=MODES,
     )
-    group: bool = _option(
-        dict.fromkeys(_WITH_MODES, "All ranks of the workload act after the same step, or none does."),
-        "--group",
-        kind=bool,
-        default=False,
+    group: bool = _flag(
+        dict.fromkeys(_WITH_MODES, "All ranks of the workload act after the same step, or none does."), "--group"
     )
     at_step: int | None = _option(
         dict.fromkeys(_WITH_MODES, "The step of a group. By default, the exporter chooses one."),
@@ -245,11 +247,8 @@ class ActionRequest:
         least=1,
         most=MAX_INTEGER,
     )
-    collect_garbage: bool = _option(
-        {"empty_cache": "Run Python's garbage collector first, which also runs finalizers of user code."},
-        "--gc",
-        kind=bool,
-        default=False,
+    collect_garbage: bool = _flag(
+        {"empty_cache": "Run Python's garbage collector first, which also runs finalizers of user code."}, "--gc"
     )
     fraction: float | None = _option(
         {"set_memory_fraction": "Share of each device's memory: over 0, at most 1."},
@@ -259,7 +258,7 @@ class ActionRequest:
         most=1,
         unit="ratio",
     )
-    force: bool = _option(
+    force: bool = _flag(
         {
             "empty_cache": _FORCED_START,
             "terminate": _FORCED_START,
@@ -269,8 +268,6 @@ class ActionRequest:
             "profile": "Profile also a process that stands still for long to read its blocks.",
         },
         "--force",
-        kind=bool,
-        default=False,
     )
     keep: str | None = _option(
         {"release_memory": "What stays on the GPU: weights. The engine then releases its key-value cache only."},
@@ -278,53 +275,36 @@ class ActionRequest:
         "COMPONENT",
         choices=KEPT_COMPONENTS,
     )
-    wait_idle_seconds: float = _option(
+    wait_idle_seconds: float = _seconds(
         {"release_memory": "Wait for this time until the engine has no request. 0: refuse if it has requests."},
         "--wait-idle",
-        "SECONDS",
-        kind=float,
-        default=0.0,
-        least=0,
-        most=MAX_DEADLINE_SECONDS,
-        unit="seconds",
+        MAX_DEADLINE_SECONDS,
     )
-    deadline_seconds: float = _option(
+    deadline_seconds: float = _seconds(
         "A process that has not started the action by then does not run it.",
         "--deadline",
-        "SECONDS",
-        kind=float,
+        MAX_DEADLINE_SECONDS,
         default=DEFAULT_DEADLINE_SECONDS,
         over=0,
-        most=MAX_DEADLINE_SECONDS,
-        unit="seconds",
+        least=None,
     )
-    duration_seconds: float = _option(
+    duration_seconds: float = _seconds(
         {
             "profile": "Record allocations for this time, for stacks and the highest moment; 0 shows without a "
             "recording what is allocated now."
         },
         "--duration",
-        "SECONDS",
-        kind=float,
-        default=0.0,
-        least=0,
-        most=MAX_DURATION_SECONDS,
-        unit="seconds",
+        MAX_DURATION_SECONDS,
     )
-    settle_seconds: float = _option(
+    settle_seconds: float = _seconds(
         dict.fromkeys(
             ("empty_cache", "release_memory"),
             "Measure after this time how much of the freed memory is still free; 0 does not.",
         ),
         "--settle",
-        "SECONDS",
-        kind=float,
-        default=0.0,
-        least=0,
-        most=MAX_SETTLE_SECONDS,
-        unit="seconds",
+        MAX_SETTLE_SECONDS,
     )
-    dry_run: bool = _option("Show what would happen. Change nothing.", "--dry-run", kind=bool, default=False)
+    dry_run: bool = _flag("Show what would happen. Change nothing.", "--dry-run")
     reason: str = _option("Recorded in the audit log.", "--reason", "TEXT", default="", most=MAX_REASON_LENGTH)
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, DeviceSample
@@ -11,7 +11,7 @@ from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES, ActionResult, is_done
 from gpumem_exporter.actions.request import ActionRequest
-from gpumem_exporter.actions.selection import OutsideTarget, SelectedProcess, Selection
+from gpumem_exporter.actions.selection import NodeFacts, OutsideTarget, SelectedProcess
 
 _RESERVED = ("reserved_before_bytes", "reserved_after_bytes", "allocated_before_bytes", "allocated_after_bytes")
 _MEASURED = (*_RESERVED, "freed_bytes", "device_free_before_bytes", "device_free_after_bytes")
@@ -34,38 +34,6 @@ class DriverValues(NamedTuple):
             released = action == "release_memory" and before is not None and after is not None
             freed = max(0, (before or 0) - (after or 0)) if released else None
         return replace(result, driver_before_bytes=before, driver_after_bytes=after, freed_bytes=freed)
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """What results have from the snapshot of their request: names and limits."""
-
-    gpus: Mapping[str, str] = field(default_factory=dict)
-    """The NVML index of each device, by uuid."""
-    commands: Mapping[int, str] = field(default_factory=dict)
-    """The program of each process without a workload, by its pid on the host."""
-    limits: Mapping[str, int] = field(default_factory=dict)
-    """With `set_memory_fraction`, the bytes that a process may reserve on each device, by uuid."""
-
-    @classmethod
-    def of(cls, selection: Selection, request: ActionRequest) -> NodeFacts:
-        """Return the facts about the selected processes and their devices."""
-        gpus, node = selection.snapshot.gpus, selection.snapshot.node
-        if node is None:
-            return cls(gpus)
-        limits = {}
-        for device in node.devices:
-            if device.memory is not None and request.fraction is not None:
-                # PyTorch's total is what the driver does not reserve for itself.
-                total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
-                limits[device.uuid] = int(request.fraction * total_bytes)
-        unnamed = (one.process for one in selection.reporting if not one.process.report.process.workload)
-        found = [*map(node.facts_of, unnamed), *(node.facts.get(one.host_pid or 0) for one in selection.listed)]
-        return cls(gpus, {facts.pid: facts.command for facts in found if facts is not None}, limits)
-
-    def job(self, workload: str, host_pid: int | None, pid: int | str) -> str:
-        """Return the name of the job of a process."""
-        return workload or (self.commands.get(host_pid, "") if host_pid is not None else "") or f"pid {pid}"
 
 
 def command_results(selected: SelectedProcess, result: CommandResult, facts: NodeFacts) -> Iterator[ActionResult]:
@@ -94,7 +62,7 @@ def command_results(selected: SelectedProcess, result: CommandResult, facts: Nod
             step=result.step,
             thread_id=result.thread_id,
             snapshot=result.snapshot if number == 0 else None,
-            job=facts.job(identity.workload, selected.process.host_pid, selected.pid),
+            job=facts.jobs.get(selected.pid, ""),
             limit_bytes=facts.limits.get(device.uuid) if is_done(result.outcome) else None,
             profile=result.profile or None,
         )
@@ -183,5 +151,5 @@ def outside_results(
             reason_code=result.reason_code,
             freed_bytes=(used_bytes if ends else released.get(uuid)) if done else None,
             duration_seconds=result.duration_seconds,
-            job=facts.job(target.workload, target.host_pid, target.pid),
+            job=facts.jobs.get(target.pid, ""),
         )

@@ -1,23 +1,37 @@
-"""Selects the processes of a request from one snapshot. Pure."""
+"""Selects the processes of a request from one snapshot, or says why nothing matches. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from heapq import nlargest
+from itertools import islice
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import ENGINE_ACTIONS, CommandResult, DeviceSample
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import counted
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.mismatch import nothing_matches, unknown_names
 from gpumem_exporter.actions.request import OUTSIDE_ACTIONS, ActionRequest, Target
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess, Snapshot
 from gpumem_exporter.errors import ActionForbiddenError, TargetNotFoundError
 
+_MAX_SHOWN = 20
+_NOUNS = {"gpu": "GPU", "uuid": "UUID", "pid": "pid", "workload": "workload", "rank": "rank", "user": "user"}
+_SPELLED = ("uuid", "workload", "user")
+"""The selectors whose values are words. A number has no nearest match that would help."""
+_MAX_COMPARED = 100
+"""The maximum number of known names that one unknown name is compared with, on the event loop."""
+_MAX_COMPARED_LENGTH = 64
+"""The number of characters of a name that are compared. The time of a comparison grows with their square."""
+_CANDIDATES = 3
+_SIMILAR = 0.6
+
 _Reporting = Sequence[tuple[str, ReportingProcess]]
+_Names = Mapping[str, Iterable[str]]
 
 
 class SelectedProcess(NamedTuple):
@@ -102,9 +116,16 @@ class OutsideTarget:
         )
 
 
-def host_pids(targets: Sequence[OutsideTarget]) -> list[int]:
-    """Return the known pids of targets on this host."""
-    return [target.host_pid for target in targets if target.host_pid is not None]
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What results have from the snapshot of their request: names and limits."""
+
+    gpus: Mapping[str, str] = field(default_factory=dict)
+    """The NVML index of each device, by uuid."""
+    jobs: Mapping[int | str, str] = field(default_factory=dict)
+    """The name of each process's job: its workload, otherwise its command, otherwise its pid."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """With `set_memory_fraction`, the bytes that a process may reserve on each device, by uuid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +157,22 @@ class Selection:
         commanded = {one.pid for one in self.commanded(action)}
         outside = (OutsideTarget.of(one, self.snapshot) for one in self.reporting if one.pid not in commanded)
         return [*outside, *self.listed]
+
+    def facts(self, request: ActionRequest) -> NodeFacts:
+        """Return the facts about the processes and their devices."""
+        node = self.snapshot.node
+        limits = {}
+        for device in node.devices if node is not None else ():
+            if device.memory is not None and request.fraction is not None:
+                # PyTorch's total is what the driver does not reserve for itself.
+                total_bytes = device.memory.total_bytes - (device.memory.reserved_bytes or 0)
+                limits[device.uuid] = int(request.fraction * total_bytes)
+        jobs = {one.pid: one.title or f"pid {one.pid}" for one in self.listed}
+        for one in self.reporting:
+            facts = node.facts_of(one.process) if node is not None else None
+            command = facts.command if facts is not None else ""
+            jobs[one.pid] = one.process.report.process.workload or command or f"pid {one.pid}"
+        return NodeFacts(self.snapshot.gpus, jobs, limits)
 
     def identities(self) -> Iterator[tuple[int | str, str, str]]:
         """Yield name, workload and rank of each process."""
@@ -219,15 +256,11 @@ def select_listed(target: Target, snapshot: Snapshot) -> tuple[OutsideTarget, ..
                 continue
             if listed.pid in unreported and _admits(wanted, pid=(str(listed.pid),), user=users):
                 found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
-    return tuple(_listed_target(pid, tuple(found[pid]), node.facts.get(pid)) for pid in sorted(found))
-
-
-def _listed_target(
-    pid: int, used_bytes: tuple[tuple[str, int | None], ...], facts: ProcessFacts | None
-) -> OutsideTarget:
-    if facts is None:
-        return OutsideTarget(pid, "", "", pid, 0, used_bytes)
-    return OutsideTarget(pid, "", "", pid, facts.start_time_ticks, used_bytes, title=facts.command, owner_uid=facts.uid)
+    facts = {pid: node.facts.get(pid) or ProcessFacts(pid, 0) for pid in sorted(found)}
+    return tuple(
+        OutsideTarget(pid, "", "", pid, of.start_time_ticks, tuple(found[pid]), title=of.command, owner_uid=of.uid)
+        for pid, of in facts.items()
+    )
 
 
 def _title(process: ReportingProcess, snapshot: Snapshot) -> str:
@@ -289,3 +322,71 @@ def _users_of(process: ReportingProcess, snapshot: Snapshot) -> tuple[str, ...]:
 def _user_names(host_pid: int, snapshot: Snapshot) -> tuple[str, ...]:
     facts = snapshot.node.facts.get(host_pid) if snapshot.node is not None else None
     return (facts.user,) if facts is not None and facts.user else ()
+
+
+def unknown_names(
+    target: Target,
+    known: Mapping[str, Iterable[str]],
+    unreported: Collection[str] = (),
+    *,
+    shown: Mapping[str, Iterable[str]] | None = None,
+) -> str:
+    """Return which names of a target no device and no process has, and the nearest known ones; empty if all are known.
+
+    `unreported` are the pids of processes that do not report, so that the action cannot reach them. The text contains
+    only names of `shown`, in their order; by default all known ones.
+    """
+    return "; ".join(_unknown(target, known, known if shown is None else shown, unreported))
+
+
+def nothing_matches(target: Target, reporting: _Reporting) -> str:
+    """Describe why nothing matches a target, with the processes that it could select."""
+    if target.orphans:
+        return f"nothing matches {target.describe()}: no process of the target has lost its launcher, as far as known"
+    if not reporting:
+        return f"nothing matches {target.describe()}: no process reports that could be shown"
+    shown = []
+    for name, process in reporting:
+        workload, rank = process.report.process.workload, process.report.process.rank
+        shown.append(f"pid={name}" + (f" workload={workload}" if workload else "") + (f" rank={rank}" if rank else ""))
+    return f"nothing matches {target.describe()}; reporting processes: {_listing(shown, separator='; ')}"
+
+
+def _unknown(target: Target, known: _Names, shown: _Names, unreported: Collection[str]) -> Iterator[str]:
+    suggested = False
+    for selector, values in target.given().items():
+        unreachable = unreported if selector == "pid" else ()
+        listed = set(known[selector])
+        if silent := [value for value in values if value in unreachable]:
+            yield f"pid {_listing(silent)}: no report arrives, and actions reach only processes that report"
+        unknown = [value for value in values if value not in listed and value not in unreachable]
+        if unknown:
+            names = [name for name in dict.fromkeys(shown[selector]) if name]
+            nearest = "" if suggested or selector not in _SPELLED else _nearest(unknown[0], names)
+            suggested |= selector in _SPELLED
+            noun = _NOUNS[selector]
+            there_is = f"known {noun}s: {_listing(names)}" if names else f"no {noun} is known"
+            advice = f"did you mean {nearest}? {there_is}" if nearest else there_is
+            yield f"no such {noun} {_listing([repr(value) for value in unknown])}; {advice}"
+
+
+def _nearest(value: str, known: Iterable[str]) -> str:
+    """Return the known name that is most similar to a value; empty if no name is similar.
+
+    A message has one suggestion, and only the names that share the most characters with the value are compared exactly:
+    the longest request would otherwise stop the event loop for 40 s.
+    """
+    matcher = SequenceMatcher(b=value[:_MAX_COMPARED_LENGTH])
+
+    def ratio(name: str, *, exact: bool) -> float:
+        matcher.set_seq1(name[:_MAX_COMPARED_LENGTH])
+        return matcher.ratio() if exact else matcher.quick_ratio()
+
+    candidates = nlargest(_CANDIDATES, islice(known, _MAX_COMPARED), key=lambda name: ratio(name, exact=False))
+    similarity, nearest = max(((ratio(name, exact=True), name) for name in candidates), default=(0.0, ""))
+    return nearest if similarity >= _SIMILAR else ""
+
+
+def _listing(names: list[str], separator: str = ", ") -> str:
+    more = len(names) - _MAX_SHOWN
+    return separator.join([*names[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])])

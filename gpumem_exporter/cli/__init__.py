@@ -1,5 +1,8 @@
 """The commands, one file each. click and Rich are imported here only, and never by `run`.
 
-Other folders import: `api_client`, `clear`, `completion`, `kube`, `live`, `main`, `node`, `options`,
+Wrong usage is a ConfigurationError, also of a value in the environment. `main` turns it, and every other GpumemError,
+into one line and an exit code, so most functions here may raise them.
+
+Other folders import: `api_client`, `clear`, `completion`, `kube`, `main`, `node`, `options`,
 `program`, `usage`.
 """

@@ -7,18 +7,26 @@ import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
-from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
+from gpumem_client.wire.errors import (
+    ConfigurationError,
+    ExporterAnswerError,
+    ExporterUnreachableError,
+    ExporterUntrustedError,
+)
 from gpumem_client.wire.http import Answer, Connection, shown_url
 from gpumem_client.wire.trust import Trust
 from gpumem_client.wire.units import counted
 from gpumem_exporter.cli.program import one_line
+from gpumem_exporter.errors import TargetNotFoundError
 
 _ACTIONS = "/api/v1/actions"
 _PUBLIC = ("/health", "/api/v1/devices", "/api/v1/history", "/api/v1/live", "/api/v1/processes")
 """Routes that every client may read, unless the exporter has passwords."""
 _FILE_SECONDS = 30.0
 """The timeout of a file that the exporter has to build, such as a large profile."""
+_ID_LENGTH = 32
 _FINAL_STATES = ("done", "failed", "expired", "cancelled")
 
 Document = Mapping[str, Any]
@@ -118,6 +126,18 @@ class ExporterApi:
     def cancel(self, action_id: str) -> dict[str, Any]:
         """Cancel an action where it has not started, and return it. Raises the errors of `get`."""
         return self._document(self._request("DELETE", f"{_ACTIONS}/{action_id}"), (200, 202))
+
+    def full_id(self, kind: str, given: str) -> str:
+        """Return the id of an `action` or a `profile` that a shortened one stands for."""
+        if len(given) >= _ID_LENGTH:
+            return quote(given, safe="")
+        known = [each["id"] for each in self.get(f"/api/v1/{kind}s?limit=1000")[f"{kind}s"]]
+        matching = [each for each in known if given.strip() and each.startswith(given)]
+        if len(matching) > 1:
+            raise ConfigurationError(f"{given!r} stands for {len(matching)} {kind}s; give more of the ID")
+        if not matching:
+            raise TargetNotFoundError(f"no {kind} {given!r}; it is unknown, or too old to be kept")
+        return str(matching[0])
 
     def _request(
         self,

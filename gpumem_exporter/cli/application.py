@@ -49,10 +49,7 @@ Exit codes: 0 done; 1 the request failed; 2 wrong usage or configuration.
 
 
 def invoke(words: Sequence[str]) -> int:
-    """Run a command and return its exit code.
-
-    Raises ConfigurationError for wrong usage, with the invalid word or option, and GpumemError if the command fails.
-    """
+    """Run a command and return its exit code."""
     if instruction := os.environ.get(COMPLETION_VARIABLE):
         from gpumem_exporter.cli.completion import complete
 

@@ -21,12 +21,14 @@ from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, DEFAULT_DEADLINE_SECONDS, longest_seconds
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.program import one_line
-from gpumem_exporter.cli.render.action_tables import reasons
+from gpumem_exporter.cli.render.action_tables import action_tables, reasons
+from gpumem_exporter.cli.render.terminal import open_console, show
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.view import sentences
 
 _HOLD_SECONDS = 1.0
 _POLL_SECONDS = 0.25
+_YES = ("y", "yes")
 _REFUSALS = (http.client.NOT_FOUND, http.client.CONFLICT, http.client.TOO_MANY_REQUESTS)
 """A part of a clear is refused if its processes exited, its ranks cannot act together, or a limit is reached."""
 
@@ -100,13 +102,10 @@ def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> Plan | No
     text = f"{question(plan, free_mode=free_mode)} [y/N{others}]"
     *lines, last = textwrap.wrap(text, shutil.get_terminal_size().columns - len(" now"))
     print("\n".join([*lines, ""]), end="")
-    try:
-        answer = input(f"{last} ").strip().lower()
-    except EOFError:
-        answer = ""
+    answer = _answer(last)
     if others and answer == "now":
         return plan.as_given()
-    if answer not in ("y", "yes"):
+    if answer not in _YES:
         print("Nothing was cleared.")
         return None
     # The jobs may have changed since the question was printed.
@@ -115,23 +114,20 @@ def confirmed(api: ExporterApi, body: Document, *, free_mode: bool) -> Plan | No
 
 def confirmed_termination(api: ExporterApi, body: Document) -> Plan | None:
     """Show which orphans would be terminated, and ask. Returns the termination of these; None if the answer is no."""
-    from gpumem_exporter.cli.render.action_tables import action_tables
-    from gpumem_exporter.cli.render.terminal import open_console, show
-
     expected = api.submit({**body, "dry_run": True})
     show(open_console(), action_tables(expected))
     pids = list(dict.fromkeys(result["pid"] for result in expected["results"] if is_done(result["outcome"])))
-    if not pids or not _agrees(f"Terminate {counted(len(pids), 'process', 'processes')}? [y/N]"):
+    if not pids or _answer(f"Terminate {counted(len(pids), 'process', 'processes')}? [y/N]") not in _YES:
         print("Nothing was terminated.")
         return None
     return Plan({**body, "target": {"pid": pids, "orphans": True}}, expected)
 
 
-def _agrees(question: str) -> bool:
+def _answer(question: str) -> str:
     try:
-        return input(f"{question} ").strip().lower() in ("y", "yes")
+        return input(f"{question} ").strip().lower()
     except EOFError:
-        return False
+        return ""
 
 
 def act(
@@ -154,6 +150,7 @@ def act(
         wait_seconds = plan.wait_seconds
     end = time.monotonic() + wait_seconds
     requests = plan.requests
+    # With several requests, a delayed answer would delay the next request.
     hold_seconds = min(wait_seconds, _HOLD_SECONDS) if len(requests) == 1 else 0.0
     actions = [_sent(api, plan, request, hold_seconds) for request in requests]
     canceled = False

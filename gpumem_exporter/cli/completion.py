@@ -97,10 +97,7 @@ def complete(application: click.Command, instruction: str) -> int:
 
 
 def install(shell: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Write the script of a shell into the user's folder, and return what is left to do, as text for people.
-
-    Raises ConfigurationError if the shell is not known, or the file cannot be written.
-    """
+    """Write the script of a shell into the user's folder, and return what is left to do, as text for people."""
     name = Path(shell or environ.get("SHELL", "")).name
     home = Path(environ.get("HOME") or "~").expanduser()
     if name == "bash":

@@ -98,7 +98,7 @@ class Kubectl:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Kubectl:
-        """Return what the environment sets. Raises ConfigurationError if GPUMEM_KUBECTL is invalid."""
+        """Return what the environment sets."""
         command, *given = (environ.get(f"GPUMEM_{name}", "").strip() for name in _VARIABLES)
         default = cls()
         try:
@@ -273,11 +273,7 @@ class Forwards:
         self._by_target: dict[str, Forward] = {}
 
     def open(self, targets: Iterable[str]) -> None:
-        """Start to forward ports to exporters that have none.
-
-        Raises ConfigurationError if there are too many or there is no kubectl, and ExporterUnreachableError if kubectl
-        cannot list pods.
-        """
+        """Start to forward ports to exporters that have none."""
         wanted = set(targets)
         for target in self._by_target.keys() - wanted:
             self._by_target.pop(target).close()

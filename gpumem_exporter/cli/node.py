@@ -8,8 +8,8 @@ from typing import Any
 
 from gpumem_client.wire.errors import ExporterUnreachableError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.actions.mismatch import unknown_names
 from gpumem_exporter.actions.request import Target
+from gpumem_exporter.actions.selection import unknown_names
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.errors import TargetNotFoundError
 
@@ -70,10 +70,7 @@ def node_document(live: Document) -> dict[str, Any]:
 
 
 def require_known(live: Document, target: Target) -> None:
-    """Check that each name of a target exists.
-
-    Raises TargetNotFoundError if no device and no process has one of the names; the text has the nearest names.
-    """
+    """Raise TargetNotFoundError, with the nearest names, if no device and no process has a name of a target."""
     processes = processes_of(live)
     on_devices = [*live["devices"], *(device for process in processes for device in process["devices"])]
     identities = [_identity(process) for process in processes]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -113,14 +114,14 @@ connection_options = option_group(
 
 
 def forwarded_url() -> str:
-    """Return the URL of the exporter of --kube; empty without --kube. Raises the errors of `Forward.url`."""
+    """Return the URL of the exporter of --kube; empty without --kube."""
     context = click.get_current_context(silent=True)
     forward: Forward | None = context.obj if context is not None else None
     return forward.url if forward is not None else ""
 
 
 def exporter_urls(url: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the addresses to try, in order. Raises ConfigurationError if two options name the exporter."""
+    """Return the addresses to try, in order."""
     if forwarded := forwarded_url():
         if url is not None:
             raise ConfigurationError("--kube and --url both name the exporter; give one of them")
@@ -134,10 +135,7 @@ def exporter_trust() -> Trust:
 
 
 def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the token for actions, or an empty string if there is none: from --token-file, else the environment.
-
-    Raises ConfigurationError if the file cannot be read, or does not contain one token.
-    """
+    """Return the token for actions, or an empty string if there is none: from --token-file, else the environment."""
     if not token_file:
         token = environ.get("GPUMEM_ACTION_TOKEN", "").strip()
         if token:
@@ -146,13 +144,20 @@ def action_token(token_file: str | None, environ: Mapping[str, str] = os.environ
     return read_token(token_file) if token_file else ""
 
 
-def open_api(url: str | None, token_file: str | None) -> ExporterApi:
-    """Return the API of the exporter that `connection_options` name."""
-    return ExporterApi(exporter_urls(url), token=action_token(token_file), trust=exporter_trust())
+def api_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add `connection_options` to a command, which receives the API of the exporter as `api`, and `as_json`."""
+
+    @connection_options
+    @wraps(command)
+    def run(*, url: str | None, token_file: str | None, **values: Any) -> int:
+        with ExporterApi(exporter_urls(url), token=action_token(token_file), trust=exporter_trust()) as api:
+            return command(api=api, **values)
+
+    return run
 
 
 def read_token(path: str) -> str:
-    """Read the token in a file. Raises ConfigurationError if the file cannot be read, or does not contain one token."""
+    """Read the token in a file, which has nothing else."""
     try:
         token = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -205,10 +210,7 @@ target_options = option_group(
 
 
 def pop_target(values: dict[str, Any]) -> Target:
-    """Remove the values of `target_options` from `values`. Return the target; without a field it selects all processes.
-
-    Raises ConfigurationError if a value is invalid, or `--all` contradicts another option.
-    """
+    """Remove the values of `target_options` from `values`, and return the target, which is empty without any."""
     everything, orphans = values.pop("all"), values.pop("orphans")
     given: dict[str, Any] = {name: split_list(texts) for name in SELECTORS if (texts := values.pop(name))}
     if everything and given:
@@ -329,10 +331,7 @@ def _action_option(name: str, option: RequestOption, text: str) -> Callable[[Any
 
 
 def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool) -> dict[str, Any]:
-    """Return the request of an action, without its target, from the values of its options.
-
-    Raises ConfigurationError if a value is invalid, or options contradict each other.
-    """
+    """Return the request of an action, without its target, from the values of its options."""
     request = {"action": action, **values}
     if "mode" in request:
         request["mode"] = request["mode"] or ("step" if request["group"] else "now")
@@ -345,10 +344,7 @@ def action_request(action: str, values: Mapping[str, Any], *, on_terminal: bool)
 
 
 def checked_request(document: dict[str, Any]) -> dict[str, Any]:
-    """Return a request; one without a target is checked as if it had every process.
-
-    Raises ConfigurationError if a value is invalid, or options contradict each other.
-    """
+    """Check the values of a request and return it. A request without a target is checked as if it had every process."""
     target = Target(**document.get("target", {"all": True}))
     for invalid in invalid_fields(ActionRequest(**{**document, "target": target})):
         name = invalid.field.removeprefix("target.")

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 PROGRAM = "gpumem-exporter"
 
-_MODULES = {
-    "serve": ("serve",),
-    "run": ("run",),
-    "info": ("info",),
-    "top": ("top",),
-    "actions": ("clear", "gc", "reset-peak", "snapshot", "fraction", "sleep", "wake", "terminate"),
-    "profile": ("profile",),
-    "events": ("events",),
-    "action_log": ("actions",),
-    "plan": ("plan",),
-    "nvml": ("release-nvml", "attach-nvml"),
-    "report": ("report",),
-    "doctor": ("doctor",),
-    "fleet": ("fleet",),
-    "webhook": ("webhook",),
-    "help": ("help",),
-}
-COMMANDS = {name: f"gpumem_exporter.cli.commands.{module}" for module, names in _MODULES.items() for name in names}
+_MODULES = (
+    ("serve", ("serve",)),
+    ("elsewhere", ("run",)),
+    ("info", ("info",)),
+    ("top", ("top",)),
+    ("actions", ("clear", "gc", "reset-peak", "snapshot", "fraction", "sleep", "wake", "terminate")),
+    ("profile", ("profile",)),
+    ("events", ("events",)),
+    ("action_log", ("actions",)),
+    ("elsewhere", ("plan",)),
+    ("nvml", ("release-nvml", "attach-nvml")),
+    ("report", ("report",)),
+    ("doctor", ("doctor",)),
+    ("fleet", ("fleet",)),
+    ("webhook", ("webhook",)),
+    ("elsewhere", ("help",)),
+)
+COMMANDS = {name: f"gpumem_exporter.cli.commands.{module}" for module, names in _MODULES for name in names}
 """The module of each command, in the order of the help."""
 
 COMPLETION_VARIABLE = "_GPUMEM_EXPORTER_COMPLETE"

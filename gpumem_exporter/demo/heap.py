@@ -118,7 +118,7 @@ def _blocks(slot: DeviceSlot, stacks: Stacks) -> DeviceBlocks:
 def _names(process: SimulatedProcess) -> Mapping[Tensor, Owner]:
     """Return the owners of the tensors in the program's local variables and in reference cycles."""
     names: dict[Tensor, Owner] = {}
-    frame = None if process.program is None else process.program.gi_frame
+    frame = process.frame
     if frame is not None:
         place = f"{process.script}:{frame.f_code.co_firstlineno} in {frame.f_code.co_name}"
         for variable, value in frame.f_locals.items():

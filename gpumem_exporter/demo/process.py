@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from random import Random
-from types import GeneratorType
+from types import FrameType
 from typing import Any, NoReturn
 
 from gpumem_client.allocator.components import with_cache_use
 from gpumem_client.allocator.simulated import AllocatorStatistics, Block, CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_client.allocator.unmapped import Unmapped, without_unmapped
 from gpumem_client.engines.facts import EngineFacts
+from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import ErrorLog
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
 from gpumem_client.profile.model import Owner
@@ -168,6 +169,8 @@ class DeviceSlot:
 
     def sleep(self) -> None:
         """Unmap all memory of the allocator, as vLLM's sleep mode does; the tensors keep their addresses."""
+        if self.unmapped.reserved_bytes:
+            return
         self.allocator.empty_cache()
         statistics = self.allocator.statistics
         self.unmapped = Unmapped(statistics.reserved_bytes, statistics.allocated_bytes)
@@ -233,6 +236,37 @@ class DeviceSlot:
         return now_bytes if self._least_reclaimable_bytes is None else min(now_bytes, self._least_reclaimable_bytes)
 
 
+class SimulatedEngine(CoreMemory):
+    """Lets the engine of a simulated process sleep, and wakes it, for commands of the exporter."""
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        super().__init__(process)
+        self._process = process
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has requests."""
+        return self._process.engine_facts is not None and bool(self._process.engine_facts.requests)
+
+    def release(self, *, keep_weights: bool, force: bool) -> None:
+        """Unmap the memory of the engine."""
+        if keep_weights:
+            raise CommandRefusedError("the demo's engines release all memory", ReasonCode.ENGINE_NOT_ENABLED)
+        if self._process.asleep:
+            raise CommandRefusedError("the engine sleeps already", ReasonCode.ENGINE_ASLEEP)
+        if self.busy and not force:
+            raise CommandRefusedError("the engine has requests", ReasonCode.ENGINE_BUSY)
+        for slot in self._process.slots:
+            slot.sleep()
+
+    def resume(self) -> None:
+        """Map the memory again."""
+        if not self._process.asleep:
+            raise CommandRefusedError("the engine does not sleep", ReasonCode.ENGINE_AWAKE)
+        if not all(slot.wake() for slot in self._process.slots):  # an engine has one device
+            raise CommandRefusedError("the device has too little free memory", ReasonCode.ENGINE_BUSY)
+
+
 class SimulatedProcess:
     """One process and its memory, with one slot for each of its devices, in the order of their CUDA indexes.
 
@@ -269,7 +303,7 @@ class SimulatedProcess:
         """What the client would find out about the inference engine in the process."""
         self.garbage: list[Tensor] = []
         """Tensors in reference cycles, which only Python's garbage collector frees."""
-        self.program: GeneratorType[None, None, None] | None = None
+        self.program: Iterator[None] | None = None
         self.script = next((word for word in identity.command.split() if word.endswith(".py")), "main.py")
         self._stacks: dict[int, _Stack] = {}
         self.loop = ReportLoop(
@@ -279,6 +313,7 @@ class SimulatedProcess:
             ErrorLog(),
             planned_bytes=planned_bytes,
             collect_garbage=lambda: self.free(self.garbage),
+            engine=lambda: None if self.engine_facts is None else SimulatedEngine(self),
             clock=clock,
         )
         self._phase = ""
@@ -287,6 +322,16 @@ class SimulatedProcess:
     def pid(self) -> int:
         """The pid, which is the same in the process, on the host and in the driver's lists."""
         return self.identity.pid
+
+    @property
+    def frame(self) -> FrameType | None:
+        """Where the program is, which is a generator."""
+        return getattr(self.program, "gi_frame", None)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether an engine has released its memory."""
+        return any(slot.unmapped.reserved_bytes for slot in self.slots)
 
     # Called by the simulated program.
 
@@ -354,7 +399,7 @@ class SimulatedProcess:
 
     def _stack(self, slot: DeviceSlot) -> _Stack:
         """Return the stack of an allocation, which is in the program."""
-        frame = None if self.program is None else self.program.gi_frame
+        frame = self.frame
         if slot.trace is None or frame is None or self._phase == "backward":
             return ()
         here = {"name": frame.f_code.co_name, "filename": self.script, "line": frame.f_lineno}

@@ -103,7 +103,7 @@ def language_model_server(process: SimulatedProcess) -> Iterator[None]:
     process.slots[0].capture_graph(int(process.scale * GIB), "cuda_graphs")
     used, prefixes = 0.02, 0.0
     while True:
-        requests = rng.choice((0, 1, 1, 2, 3, 4))
+        requests = 0 if process.asleep else rng.choice((0, 1, 1, 2, 3, 4))
         used = 0.02 * requests + rng.uniform(0.0, 0.02) * bool(requests)
         prefixes = min(0.3, prefixes + 0.1 * used)
         process.engine_facts = EngineFacts(
@@ -130,6 +130,8 @@ def sleeping_engine(process: SimulatedProcess) -> Iterator[None]:
             yield
         process.busy_ratio = 0.7
         for _ in range(process.rng.randint(20, 40)):
+            if process.asleep:  # by a command with force
+                break
             process.engine_facts = replace(asleep, requests=3, cache=CacheUse(process.rng.uniform(0.3, 0.8), 0.1))
             yield
 

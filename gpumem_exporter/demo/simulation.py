@@ -7,10 +7,9 @@ the same node. Callers must hold `lock` while they access processes or values of
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from types import GeneratorType
 
 from gpumem_client.allocator.simulated import SimulatedOutOfMemoryError
 from gpumem_client.wire.procfs import INITIAL_PID_NAMESPACE
@@ -34,13 +33,13 @@ SMOOTHING = 0.5
 
 @dataclass(slots=True)
 class _Instance:
-    """One process slot of a workload, with its current process and program."""
+    """One process slot of a workload, with its current process."""
 
     workload: Workload
     index: int
     starts_at_tick: int
     launches: int = 0
-    running: tuple[SimulatedProcess, Iterator[None]] | None = None
+    running: SimulatedProcess | None = None
 
 
 class Simulation:
@@ -92,11 +91,11 @@ class Simulation:
     def _advance_instance(self, instance: _Instance) -> None:
         if instance.running is None and self._tick >= instance.starts_at_tick:
             self._launch(instance)
-        if instance.running is None:
+        process = instance.running
+        if process is None or process.program is None:
             return
-        process, program = instance.running
         try:
-            next(program)
+            next(process.program)
             process.loop.sampler.take()  # the reports fit the next reading of the driver
             process.loop.sampler.read()  # for the idle cache
         except StopIteration:
@@ -135,10 +134,8 @@ class Simulation:
             rng=rng,
             clock=lambda: self._tick * TICK_SECONDS,
         )
-        program = workload.program(process)
-        if isinstance(program, GeneratorType):
-            process.program = program
-        instance.running = process, program
+        process.program = workload.program(process)
+        instance.running = process
         self._by_pid[pid] = process
         try:
             for device in range(len(workload.placements[index])):

@@ -8,16 +8,15 @@ before and after, so that no later process with the same pid is taken for them.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 
 from gpumem_client.wire.procfs import parse_stat_parent, split_cmdline
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.engines import Activity, EngineRefusedError, no_engine
+from gpumem_exporter.actions.engines import EngineRefusedError, no_engine
 from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.place import Place
-from gpumem_exporter.engines.adapter import Adapter, Program, Server
+from gpumem_exporter.engines.adapter import Engine, Program
 from gpumem_exporter.engines.listeners import Listener, Listeners
 from gpumem_exporter.engines.llama_cpp import LlamaCpp
 from gpumem_exporter.engines.ollama import Ollama
@@ -28,39 +27,9 @@ from gpumem_exporter.host.places import Places
 from gpumem_exporter.host.proc_entries import HiddenError, ProcEntries
 from gpumem_exporter.host.sockets import SocketHolders
 
-ADAPTERS: tuple[Adapter, ...] = (Vllm(), Sglang(), TensorRtLlm(), Ollama(), LlamaCpp())
+ENGINES: tuple[type[Engine], ...] = (Vllm, Sglang, TensorRtLlm, Ollama, LlamaCpp)
 _MAX_ANCESTORS = 8
 _MAX_ARGV_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class HttpEngine:
-    """An engine that the exporter speaks with over HTTP."""
-
-    adapter: Adapter
-    server: Server
-    key: Hashable
-
-    @property
-    def name(self) -> str:
-        """The name of the product."""
-        return self.adapter.name
-
-    def activity(self) -> Activity:
-        """Return what the engine does."""
-        return self.adapter.activity(self.server)
-
-    def cache_use(self) -> float | None:
-        """Return the part of the key-value cache that requests use; None if the engine does not show it."""
-        return self.adapter.cache_use(self.server) if isinstance(self.adapter, Vllm) else None
-
-    def release(self, keep: str | None, force: bool) -> None:
-        """Release the memory of the engine."""
-        self.adapter.release(self.server, keep, force)
-
-    def resume(self) -> None:
-        """Take the memory again."""
-        self.adapter.resume(self.server)
 
 
 class EngineControl:
@@ -74,12 +43,12 @@ class EngineControl:
 
     def is_engine(self, target: OutsideTarget) -> bool:
         """Return whether the name in a report, or the title of the process, is of a known engine."""
-        return _adapter_of(target) is not None
+        return _engine_of(target) is not None
 
-    def find(self, target: OutsideTarget) -> HttpEngine:
+    def find(self, target: OutsideTarget) -> Engine:
         """Find the engine of a process; raise EngineRefusedError if the exporter cannot speak with it."""
-        adapter = _adapter_of(target)
-        if adapter is None:
+        engine = _engine_of(target)
+        if engine is None:
             raise no_engine(target)
         if not target.attested:
             reason = "its report is not attested: the kernel has not named the sender"
@@ -92,30 +61,30 @@ class EngineControl:
             raise EngineRefusedError(ReasonCode.PROCESS_EXITED, "it has exited", outcome="gone")
         worker = programs[0][0]
         for program, started in (*programs[1:], programs[0]):
-            listener = _chosen(adapter, program)
+            listener = _chosen(engine, program)
             if listener is None:
                 continue
-            server = Server(adapter.name, program, worker, listener, target.reporter)
-            server = replace(server, headers=adapter.authorize(server))
+            key = (program.pid, started, worker.pid if engine.alone else None)
+            found = engine(program, worker, listener, target.reporter, key)
             if self._started(target.host_pid) != target.start_time_ticks or self._started(program.pid) != started:
                 break
-            key = (program.pid, started, worker.pid if adapter.alone else None)
-            return HttpEngine(adapter, server, key)
+            return found
         reason = (
-            f"{adapter.name}: neither the process nor a parent of the same user listens on a port of loopback that the "
+            f"{engine.name}: neither the process nor a parent of the same user listens on a port of loopback that the "
             "exporter reaches. In a container, the engine has a network of its own"
         )
         raise EngineRefusedError(ReasonCode.ENGINE_UNREACHABLE, reason, outcome="unsupported")
 
     def _programs(self, target: OutsideTarget) -> Iterator[tuple[Program, int]]:
         """Yield a process and its ancestors of the same user and place, each with its start time."""
-        pid, uid, place = target.host_pid or 0, self._uid(target.host_pid or 0), self._places.of(target.host_pid or 0)
+        pid = target.host_pid or 0
+        uid, place = self._entries.uid(pid), self._places.of(pid)
         started: int | None = self._started(pid)
         if uid is None or not place.known or started != target.start_time_ticks:
             return
         listeners = Listeners(self._holders)
         for _ in range(_MAX_ANCESTORS):
-            if started is None or (self._uid(pid), self._places.of(pid)) != (uid, place):
+            if started is None or (self._entries.uid(pid), self._places.of(pid)) != (uid, place):
                 return
             yield self._program(pid, uid, place, listeners), started
             try:
@@ -139,10 +108,6 @@ class EngineControl:
         except HiddenError:
             return ""
 
-    def _uid(self, pid: int) -> int | None:
-        status = self._entries.status(pid)
-        return status.uid if status is not None else None
-
     def _started(self, pid: int) -> int | None:
         try:
             return self._entries.start_time_ticks(pid)
@@ -150,28 +115,26 @@ class EngineControl:
             return None
 
 
-def _adapter_of(target: OutsideTarget) -> Adapter | None:
-    engine = target.reporter.report.engine if target.reporter is not None else None
-    for adapter in ADAPTERS:
-        if engine is not None and engine.name.lower() == adapter.name.lower():
-            return adapter
-    return next((adapter for adapter in ADAPTERS if _is_titled(adapter, target.title)), None)
+def _engine_of(target: OutsideTarget) -> type[Engine] | None:
+    reported = target.reporter.report.engine if target.reporter is not None else None
+    named = [each for each in ENGINES if reported is not None and reported.name.lower() == each.name.lower()]
+    return next(iter([*named, *(each for each in ENGINES if _is_titled(each, target.title))]), None)
 
 
-def _is_titled(adapter: Adapter, text: str) -> bool:
+def _is_titled(engine: type[Engine], text: str) -> bool:
     """Return whether a word of a title or a command starts with one of the engine's."""
-    return any(re.search(rf"(?:^|[\s/]){re.escape(title)}", text) for title in adapter.titles)
+    return any(re.search(rf"(?:^|[\s/]){re.escape(title)}", text) for title in engine.titles)
 
 
-def _chosen(adapter: Adapter, program: Program) -> Listener | None:
+def _chosen(engine: type[Engine], program: Program) -> Listener | None:
     """Return the port of the engine's interface: as on the command line, the default one, or the only one.
 
     Workers may listen for each other, so the only port of a worker does not count.
     """
     by_port = {str(listener.address[1]): listener for listener in program.listeners}
     title = " ".join(program.argv)
-    if not by_port or not _is_titled(adapter, title):
+    if not by_port or not _is_titled(engine, title):
         return None
-    found = by_port.get(program.option("--port")) or by_port.get(str(adapter.port))
-    alone = len(by_port) == 1 and not title.startswith(adapter.workers)
+    found = by_port.get(program.option("--port")) or by_port.get(str(engine.port))
+    alone = len(by_port) == 1 and not title.startswith(engine.workers)
     return found or (next(iter(by_port.values())) if alone else None)

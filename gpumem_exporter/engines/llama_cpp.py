@@ -7,57 +7,51 @@ request for the model loads it again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import Activity, EngineRefusedError
-from gpumem_exporter.engines.adapter import Server, expect
+from gpumem_exporter.engines.adapter import QUESTION_SECONDS, Engine, not_enabled
 
 
-class LlamaCpp:
+class LlamaCpp(Engine):
     """A model of llama.cpp's router."""
 
     name = "llama.cpp"
-    titles: tuple[str, ...] = ("llama-server", "llama serve")
+    titles = ("llama-server", "llama serve")
     port = 8080
-    workers: tuple[str, ...] = ()
     alone = True
 
-    def authorize(self, server: Server) -> Mapping[str, str]:
+    def authorize(self) -> Mapping[str, str]:
         """Return the key of the command line or the environment of the router."""
-        keys = server.program.option("--api-key") or server.program.variable("LLAMA_API_KEY")
+        keys = self.program.option("--api-key") or self.program.variable("LLAMA_API_KEY")
         return {"Authorization": f"Bearer {keys.partition(',')[0]}"} if keys else {}
 
-    def activity(self, server: Server) -> Activity:
+    def activity(self) -> Activity:
         """Return the number of slots that process a request, from the process of the model."""
-        if server.program.pid == server.worker.pid:
-            reason = "llama.cpp releases memory in router mode only: start llama-server without -m"
-            raise EngineRefusedError(ReasonCode.ENGINE_NOT_ENABLED, reason, outcome="unsupported")
-        port = server.worker.option("--port")
-        own = next((each for each in server.worker.listeners if str(each.address[1]) == port), None)
-        if own is None:
-            return Activity(asleep=False, requests=None)
-        answer = replace(server, program=server.worker, listener=own, headers={}).get("/slots")
-        if answer.status != 200:
-            return Activity(asleep=False, requests=None)
-        try:
-            slots = json.loads(answer.body)
-            return Activity(asleep=False, requests=sum(slot["is_processing"] is not False for slot in slots))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return Activity(asleep=False, requests=None)
+        if self.program.pid == self.worker.pid:
+            raise not_enabled("llama.cpp releases memory in router mode only: start llama-server without -m")
+        port = self.worker.option("--port")
+        own = next((each for each in self.worker.listeners if str(each.address[1]) == port), None)
+        requests = None
+        if own is not None:
+            answer = self.exchange("GET", "/slots", None, QUESTION_SECONDS, {}, listener=own)
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                if answer.status == 200:
+                    requests = sum(slot["is_processing"] is not False for slot in json.loads(answer.body))
+        return Activity(asleep=False, requests=requests)
 
-    def release(self, server: Server, keep: str | None, _force: bool) -> None:
+    def release(self, keep: str | None, _force: bool, /) -> None:
         """Unload the model; its process exits."""
         if keep:
-            reason = "llama.cpp ends the whole process of a model and cannot keep its weights"
-            raise EngineRefusedError(ReasonCode.ENGINE_NOT_ENABLED, reason, outcome="unsupported")
-        model, path = server.worker.option("--alias", "-a"), "/models/unload"
+            raise not_enabled("llama.cpp ends the whole process of a model and cannot keep its weights")
+        model = self.worker.option("--alias", "-a")
         if not model:
-            raise EngineRefusedError(ReasonCode.NO_ENGINE, f"pid {server.worker.pid} has no model of a router")
-        expect(server, server.post(path, {"model": model}), path, flag="a router: llama-server without -m")
+            raise EngineRefusedError(ReasonCode.NO_ENGINE, f"pid {self.worker.pid} has no model of a router")
+        self.post("/models/unload", {"model": model}, flag="a router: llama-server without -m")
 
-    def resume(self, _server: Server) -> None:
+    def resume(self) -> None:
         """Refuse: the process that held the model has exited."""
         raise EngineRefusedError(ReasonCode.ENGINE_AWAKE, "llama.cpp loads a model again with its next request")

@@ -11,39 +11,36 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import ClassVar
 
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import Activity, EngineRefusedError
-from gpumem_exporter.engines.adapter import Server, document, expect
+from gpumem_exporter.engines.adapter import Engine, not_enabled
 
 _MAX_REMEMBERED = 1024
 _ABORT_SECONDS = 15.0
 _LOOK_SECONDS = 0.25
 
 
-class Sglang:
+class Sglang(Engine):
     """An engine of SGLang."""
 
     name = "SGLang"
-    titles: tuple[str, ...] = ("sglang",)
+    titles = ("sglang",)
     port = 30000
-    workers: tuple[str, ...] = ("sglang::scheduler", "sglang::detokenizer")
-    alone = False
+    workers = ("sglang::scheduler", "sglang::detokenizer")
+    released: ClassVar[OrderedDict[int, list[str]]] = OrderedDict()
+    """What the exporter has released, by the inode of the server's socket."""
 
-    def __init__(self) -> None:
-        self._released: OrderedDict[int, list[str]] = OrderedDict()
-        """What the exporter has released, by the inode of the server's socket."""
-
-    def authorize(self, server: Server) -> Mapping[str, str]:
+    def authorize(self) -> Mapping[str, str]:
         """Return the key of its command line: the administrator's if there is one."""
-        key = server.program.option("--admin-api-key") or server.program.option("--api-key")
+        key = self.program.option("--admin-api-key") or self.program.option("--api-key")
         return {"Authorization": f"Bearer {key}"} if key else {}
 
-    def activity(self, server: Server) -> Activity:
+    def activity(self) -> Activity:
         """Return whether the process reports released memory, and the requests of all data-parallel ranks."""
-        asleep = _asleep(server)
-        path = "/v1/loads?include=core"
-        loads = document(server, expect(server, server.get(path), path, flag="SGLang 0.5 or newer"), path).get("loads")
+        asleep, path = self._asleep(), "/v1/loads?include=core"
+        loads = self.document(self.get(path, flag="SGLang 0.5 or newer"), path).get("loads")
         counts = [
             rank.get(name) if isinstance(rank, dict) else None
             for rank in (loads if isinstance(loads, list) else [])
@@ -52,50 +49,45 @@ class Sglang:
         known = [count for count in counts if isinstance(count, int)]
         return Activity(asleep, sum(known) if known and len(known) == len(counts) else None)
 
-    def release(self, server: Server, keep: str | None, force: bool) -> None:
+    def release(self, keep: str | None, force: bool, /) -> None:
         """Release the key-value cache, and the weights unless they are kept. CUDA graphs stay."""
         if force:
-            self._abort_requests(server)
-        path = "/release_memory_occupation"
+            self._abort_requests()
         tags = [tag for tag in ("kv_cache", "weights") if tag != keep]
-        expect(server, server.post(path, {"tags": tags}), path)
-        self._released[server.listener.inode] = tags
-        while len(self._released) > _MAX_REMEMBERED:
-            self._released.popitem(last=False)
+        self.post("/release_memory_occupation", {"tags": tags})
+        self.released[self.listener.inode] = tags
+        while len(self.released) > _MAX_REMEMBERED:
+            self.released.popitem(last=False)
 
-    def _abort_requests(self, server: Server) -> None:
+    def _abort_requests(self) -> None:
         """Abort all requests, and wait until there are none: a release beside a request ends the scheduler."""
-        path = "/abort_request"
-        expect(server, server.post(path, {"rid": "", "abort_all": True}), path)
+        self.post("/abort_request", {"rid": "", "abort_all": True})
         end = time.monotonic() + _ABORT_SECONDS
-        while self.activity(server).requests != 0:
+        while self.activity().requests != 0:
             if time.monotonic() >= end:
                 reason = f"SGLang still has requests {_ABORT_SECONDS:g} s after they were aborted"
                 raise EngineRefusedError(ReasonCode.ENGINE_BUSY, reason)
             time.sleep(_LOOK_SECONDS)
 
-    def resume(self, server: Server) -> None:
+    def resume(self) -> None:
         """Take again what the exporter has released."""
         path = "/resume_memory_occupation"
-        tags = self._released.get(server.listener.inode)
+        tags = self.released.get(self.listener.inode)
         if tags is None:
-            reason = (
+            raise not_enabled(
                 f"this exporter has not released the memory of SGLang since its start, and to resume other memory "
                 f"would end SGLang: use its own route {path}"
             )
-            raise EngineRefusedError(ReasonCode.ENGINE_NOT_ENABLED, reason, outcome="unsupported")
-        expect(server, server.post(path, {"tags": tags}), path)
-        del self._released[server.listener.inode]
+        self.post(path, {"tags": tags})
+        del self.released[self.listener.inode]
 
-
-def _asleep(server: Server) -> bool:
-    """Return whether the process reports released memory."""
-    samples = server.reporter.report.devices if server.reporter is not None else ()
-    known = [sample for sample in samples if sample.unmapped_bytes is not None]
-    if not known:
-        reason = (
-            "SGLang does not say whether it sleeps, and a second release would end it: start it with "
-            "--enable-memory-saver below gpumem-run, so that its process reports"
-        )
-        raise EngineRefusedError(ReasonCode.ENGINE_NOT_ENABLED, reason, outcome="unsupported")
-    return any(sample.unmapped_bytes for sample in known)
+    def _asleep(self) -> bool:
+        """Return whether the process reports released memory."""
+        samples = self.reporter.report.devices if self.reporter is not None else ()
+        known = [sample for sample in samples if sample.unmapped_bytes is not None]
+        if not known:
+            raise not_enabled(
+                "SGLang does not say whether it sleeps, and a second release would end it: start it with "
+                "--enable-memory-saver below gpumem-run, so that its process reports"
+            )
+        return any(sample.unmapped_bytes for sample in known)

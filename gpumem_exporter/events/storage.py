@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -335,33 +336,18 @@ def _row(event: Event) -> dict[str, Any]:
     return {
         "type": event.type,
         "time": event.time_unix_seconds,
-        "gpu": _text(event.gpu),
-        "uuid": _text(event.uuid),
         "pid": None if event.pid is None else str(event.pid),
-        "workload": _text(event.workload),
-        "rank": _text(event.rank),
         "detail": detail_json(event.detail),
         "subject": _text(event.subject or None),
-        "owner": _text(event.owner),
-        "job": event.job,
+        **{name: _text(getattr(event, name)) for name in ("gpu", "uuid", "workload", "rank", "owner", "job")},
     }
 
 
 def _event(row: sqlite3.Row) -> Event:
-    return Event(
-        id=row["id"],
-        type=row["type"],
-        time_unix_seconds=row["time"],
-        gpu=row["gpu"],
-        uuid=row["uuid"],
-        pid=None if row["pid"] is None else json_pid(row["pid"]),
-        workload=row["workload"],
-        rank=row["rank"],
-        detail=json.loads(row["detail"]),
-        subject=row["subject"] or "",
-        owner=row["owner"] or "",
-        job=row["job"] or "",
-    )
+    columns: dict[str, Any] = {name: row[name] for name in ("id", "type", "gpu", "uuid", "workload", "rank")}
+    columns |= {name: row[name] or "" for name in ("subject", "owner", "job")}
+    pid = None if row["pid"] is None else json_pid(row["pid"])
+    return Event(time_unix_seconds=row["time"], pid=pid, detail=json.loads(row["detail"]), **columns)
 
 
 def _text(value: str | None) -> str | None:
@@ -373,17 +359,15 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     (newest,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
     latest = query.after is None and query.since_unix_seconds is None
     after = query.after or 0
+    optional = {
+        "time >= :since_unix_seconds": query.since_unix_seconds,
+        _ABOUT.format("pid"): query.pid,
+        _OF_JOB: query.job,
+        _OF_DEVICE: query.device,
+        _OF_JOB_ID: query.job_id,
+    }
     conditions = [f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})"]
-    if query.since_unix_seconds is not None:
-        conditions.append("time >= :since")
-    if query.pid is not None:
-        conditions.append(_ABOUT.format("pid"))
-    if query.job is not None:
-        conditions.append(_OF_JOB)
-    if query.device is not None:
-        conditions.append(_OF_DEVICE)
-    if query.job_id is not None:
-        conditions.append(_OF_JOB_ID)
+    conditions += [condition for condition, value in optional.items() if value is not None]
     if query.newest_of_each:
         earlier = " AND ".join(conditions)
         conditions.append(f"id IN (SELECT max(id) FROM events WHERE {earlier} GROUP BY uuid, pid)")  # noqa: S608
@@ -394,15 +378,11 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     rows = connection.execute(
         f"SELECT {', '.join(_COLUMNS)} FROM events WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT :limit",  # noqa: S608
         {
-            "after": after,
-            "before": query.before,
-            "since": query.since_unix_seconds,
-            "pid": query.pid,
-            "job": query.job,
-            "uuid": query.device,
-            "job_id": query.job_id,
-            "limit": query.limit + 1,
+            **{field.name: getattr(query, field.name) for field in fields(query)},
             **{f"type{i}": type_ for i, type_ in enumerate(query.types)},
+            "uuid": query.device,
+            "after": after,
+            "limit": query.limit + 1,
         },
     )
     found: list[Event] = []

@@ -41,20 +41,9 @@ _LAUNCHERS = re.compile(
     r"|accelerate-launch|deepspeed|deepspeed\.launcher\.(?:launch|runner))"
 )
 """As `describe_command` shows them."""
-_INITS = frozenset(
-    {
-        "systemd",
-        "init",
-        "tini",
-        "docker-init",
-        "dumb-init",
-        "catatonit",
-        "s6-svscan",
-        "pause",
-        "slurmstepd",
-        "sh",
-        "bash",
-    }
+_INITS = (
+    *("systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "s6-svscan", "pause"),
+    *("slurmstepd", "sh", "bash"),
 )
 """Programs that adopt processes and start no such child themselves: inits, commands as pid 1 of a container,
 and the daemon of a Slurm step."""

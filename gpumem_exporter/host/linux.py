@@ -87,8 +87,8 @@ class LinuxHost:
     def owner_uid(self, identity: ProcessIdentity, host_pid: int | None) -> int | None:
         """Return the effective uid of the process that a reporter names; see `Host.owner_uid`."""
         if host_pid is not None:
-            return self._uid(host_pid)
-        return self._uid(identity.pid) if identity.pid_namespace == self._own_namespace != 0 else None
+            return self._entries.uid(host_pid)
+        return self._entries.uid(identity.pid) if identity.pid_namespace == self._own_namespace != 0 else None
 
     def place(self, host_pid: int) -> Place:
         """Return where a process runs; unknown if the exporter cannot see it."""
@@ -138,7 +138,7 @@ class LinuxHost:
         cgroup = self._entries.text(pid, "cgroup")
         slurm_job_id, slurm_account, ray_job_id = self._jobs(pid)
         # Root owns the folder of a process that is not dumpable, so `status` comes first.
-        known_uid = self._uid(pid)
+        known_uid = self._entries.uid(pid)
         return ProcessFacts(
             pid=pid,
             start_time_ticks=start_time_ticks,
@@ -186,11 +186,6 @@ class LinuxHost:
             if not runs_python(argv):  # the script has exited: this process has adopted its workers
                 return None
         return None
-
-    def _uid(self, pid: int) -> int | None:
-        """Return the effective uid; None if the process does not exist or its `status` is not readable."""
-        status = self._entries.status(pid)
-        return status.uid if status is not None else None
 
     def _started_seconds(self, start_time_ticks: int) -> float | None:
         """Return the start of a process on this object's clock; None if it is unknown."""

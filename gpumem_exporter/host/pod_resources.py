@@ -54,30 +54,12 @@ class DeviceAssignments:
     queried_ticks: int = 0
     """When the kubelet was queried, in clock ticks after boot; containers that started earlier are in the answer."""
     by_device: Mapping[str, frozenset[Container]] = field(default_factory=dict)
-    """By the device's NVML uuid; for a device of a ResourceClaim, by its name: see `claimed_device`."""
+    """By the device's NVML uuid; for a device of a ResourceClaim, by its name."""
 
     def containers_of(self, device: DeviceReading) -> frozenset[Container]:
         """Return the containers to which the device is assigned."""
         names = (device.uuid, f"gpu-{device.minor}")
         return frozenset(container for name in names for container in self.by_device.get(name, ()))
-
-
-def device_uuid(device_id: str) -> str | None:
-    """Return the uuid of the device in an id of NVIDIA's device plugin; None for an id that is not a uuid.
-
-    The ids of a shared device are `GPU-…::0`, `GPU-…::1` and so on. Other plugins use other names (`nvidia0`).
-    """
-    uuid = device_id.partition("::")[0]
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else None
-
-
-def claimed_device(driver: str, device: str) -> str | None:
-    """Return the name of a device of a ResourceClaim in `DeviceAssignments`; None if it is not NVIDIA's.
-
-    NVIDIA's driver names a GPU after its minor number: `gpu-0` is /dev/nvidia0. The name of a MIG device
-    (`gpu-0-mig-1g10gb-19-0`) contains profile and placement instead of a uuid, and matches no device.
-    """
-    return device if driver == "gpu.nvidia.com" else None
 
 
 def name_containers(reading: NodeReading, assignments: DeviceAssignments) -> tuple[NodeReading, bool]:
@@ -248,18 +230,25 @@ def query_device_assignments(socket: Path, deadline_seconds: float) -> DeviceAss
     by_device: dict[str, set[Container]] = defaultdict(set)
     for pod in answer.pod_resources:
         for container in pod.containers:
-            for device in filter(None, _devices_of(container)):
+            for device in _devices_of(container):
                 by_device[device].add(Container(pod.namespace, pod.name, container.name))
     return DeviceAssignments(queried_ticks, {uuid: frozenset(containers) for uuid, containers in by_device.items()})
 
 
-def _devices_of(container: Any) -> Iterator[str | None]:
-    """Yield the name of each device of a container; None for a device without one."""
+def _devices_of(container: Any) -> Iterator[str]:
+    """Yield the name of each NVIDIA device of a container, as in `DeviceAssignments`."""
     for devices in container.devices:
-        yield from map(device_uuid, devices.device_ids)
+        for device_id in devices.device_ids:
+            # The ids of a shared device are `GPU-…::0`, `GPU-…::1` and so on. Other plugins use names like `nvidia0`.
+            uuid = device_id.partition("::")[0]
+            if uuid.startswith(("GPU-", "MIG-")):
+                yield uuid
     for claim in container.dynamic_resources:
         for claimed in claim.claim_resources:
-            yield claimed_device(claimed.driver_name, claimed.device_name)
+            # NVIDIA's driver names a GPU after its minor number: `gpu-0` is /dev/nvidia0. The name of a MIG device
+            # (`gpu-0-mig-1g10gb-19-0`) has the profile and the placement instead of a uuid, and matches no device.
+            if claimed.driver_name == "gpu.nvidia.com":
+                yield claimed.device_name
 
 
 def _response_class() -> Any:

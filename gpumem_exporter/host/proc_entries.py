@@ -69,6 +69,11 @@ class ProcEntries:
         uids, pids = rows.get("Uid:", []), rows.get("NSpid:", [])
         return ProcStatus(int(uids[2]), tuple(map(int, pids[1:]))) if len(uids) > 2 else None
 
+    def uid(self, pid: int | str) -> int | None:
+        """Return the effective uid; None if it is hidden or the process does not exist."""
+        status = self.status(pid)
+        return status.uid if status is not None else None
+
     def owner(self, pid: int | str) -> os.stat_result | None:
         """Return the status of the folder; None if the process does not exist.
 

@@ -44,7 +44,7 @@ class SocketHolders:
             folder = self._entries.owner(pid)
             if folder is None or (
                 # Root owns the folder of a process that is not dumpable.
-                folder.st_uid not in uids and (folder.st_uid != 0 or self._uid(pid) not in uids)
+                folder.st_uid not in uids and (folder.st_uid != 0 or self._entries.uid(pid) not in uids)
             ):
                 continue
             if None not in cgroup_ids and self._cgroup_ids.of(pid) not in cgroup_ids:
@@ -58,7 +58,7 @@ class SocketHolders:
     def place_of(self, pid: int, owner: SocketOwner) -> Place | None:
         """Return the place of a process that holds a socket; None if it does not, or if the socket may be another's."""
         created_in = self.created_in(owner)
-        if self._uid(pid) != owner.uid or (created_in is not None and self._cgroup_ids.of(pid) != created_in):
+        if self._entries.uid(pid) != owner.uid or (created_in is not None and self._cgroup_ids.of(pid) != created_in):
             return None
         place = self._places.of(pid)
         if place.here and self._places.is_outside_container(pid):
@@ -89,7 +89,3 @@ class SocketHolders:
         finally:
             os.close(folder)
         return found
-
-    def _uid(self, pid: int | str) -> int | None:
-        status = self._entries.status(pid)
-        return status.uid if status is not None else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pynvml
@@ -22,11 +21,6 @@ from gpumem_exporter.errors import (
 from gpumem_exporter.nvml.driver_library import unload_library
 from gpumem_exporter.nvml.provider import DeviceIdentity
 
-NOT_FOUND = 6
-INSUFFICIENT_SIZE = 7
-FUNCTION_NOT_FOUND = 13
-LIB_RM_VERSION_MISMATCH = 18
-ARGUMENT_VERSION_MISMATCH = 25
 # NVML returns NOT_SUPPORTED for the memory of an integrated GPU, which uses the host's memory, and also for some other
 # GPUs (such as a GPU passed to a virtual machine). No call of NVML says that a GPU is integrated, so these are the
 # product names: Grace-Blackwell GB10 (DGX Spark) and the Jetson modules.
@@ -34,62 +28,34 @@ _INTEGRATED = re.compile(r"\b(GB10|Thor|Orin|Xavier)\b", re.IGNORECASE)
 _MEMINFO_LINE = re.compile(r"^(MemTotal|MemAvailable): +(\d+) kB$", re.MULTILINE)
 
 
-class ReturnCode(NamedTuple):
-    """A return code: its name in nvml.h without `NVML_ERROR_`, its error class, and its description."""
-
-    name: str
-    error: type[NvmlError]
-    text: str
-
-
-RETURN_CODES: Mapping[int, ReturnCode] = MappingProxyType(
-    {
-        1: ReturnCode("UNINITIALIZED", NvmlUnavailableError, "NVML is not initialized"),
-        2: ReturnCode("INVALID_ARGUMENT", NvmlError, "invalid argument"),
-        3: ReturnCode("NOT_SUPPORTED", NvmlNotSupportedError, "not supported"),
-        4: ReturnCode("NO_PERMISSION", NvmlPermissionError, "no permission"),
-        5: ReturnCode("ALREADY_INITIALIZED", NvmlError, "already initialized"),
-        NOT_FOUND: ReturnCode("NOT_FOUND", NvmlError, "not found"),
-        INSUFFICIENT_SIZE: ReturnCode("INSUFFICIENT_SIZE", NvmlError, "the answer did not fit"),
-        8: ReturnCode("INSUFFICIENT_POWER", NvmlError, "external power cables are not attached"),
-        9: ReturnCode("DRIVER_NOT_LOADED", NvmlUnavailableError, "the NVIDIA driver is not loaded"),
-        10: ReturnCode("TIMEOUT", NvmlError, "timeout in the driver"),
-        11: ReturnCode("IRQ_ISSUE", NvmlError, "the kernel reports an interrupt problem with the GPU"),
-        12: ReturnCode("LIBRARY_NOT_FOUND", NvmlUnavailableError, "libnvidia-ml.so.1 is not found"),
-        FUNCTION_NOT_FOUND: ReturnCode("FUNCTION_NOT_FOUND", NvmlNotSupportedError, "this driver lacks the function"),
-        14: ReturnCode("CORRUPTED_INFOROM", NvmlError, "corrupted infoROM"),
-        15: ReturnCode("GPU_IS_LOST", NvmlDeviceLostError, "GPU is lost"),
-        16: ReturnCode("RESET_REQUIRED", NvmlDeviceLostError, "the GPU needs a reset"),
-        17: ReturnCode("OPERATING_SYSTEM", NvmlPermissionError, "the operating system has blocked the request"),
-        LIB_RM_VERSION_MISMATCH: ReturnCode(
-            "LIB_RM_VERSION_MISMATCH", NvmlUnavailableError, "libnvidia-ml.so.1 and the loaded driver differ in version"
-        ),
-        19: ReturnCode("IN_USE", NvmlError, "the GPU is in use"),
-        20: ReturnCode("MEMORY", NvmlError, "the driver is out of memory"),
-        21: ReturnCode("NO_DATA", NvmlNotSupportedError, "no data"),
-        22: ReturnCode("VGPU_ECC_NOT_SUPPORTED", NvmlNotSupportedError, "not supported on a vGPU with ECC"),
-        23: ReturnCode("INSUFFICIENT_RESOURCES", NvmlError, "the driver is out of resources"),
-        24: ReturnCode("FREQ_NOT_SUPPORTED", NvmlNotSupportedError, "the frequency is not supported"),
-        ARGUMENT_VERSION_MISMATCH: ReturnCode(
-            "ARGUMENT_VERSION_MISMATCH", NvmlNotSupportedError, "this driver lacks this version of the structure"
-        ),
-        26: ReturnCode("DEPRECATED", NvmlNotSupportedError, "this driver no longer has the function"),
-        27: ReturnCode("NOT_READY", NvmlError, "the system is not ready"),
-        28: ReturnCode("GPU_NOT_FOUND", NvmlDeviceLostError, "the GPU is not found"),
-        29: ReturnCode("INVALID_STATE", NvmlError, "the GPU is in the wrong state"),
-        30: ReturnCode("RESET_TYPE_NOT_SUPPORTED", NvmlNotSupportedError, "the kind of reset is not supported"),
-        999: ReturnCode("UNKNOWN", NvmlError, "unknown error in the driver"),
-    }
-)
-"""The codes are part of NVML's binary interface and do not change. A test fails if pynvml has another one."""
+# The codes are part of NVML's binary interface and do not change. Every other code is an NvmlError with its name.
+RETURN_CODES: Mapping[int, tuple[type[NvmlError], str]] = {
+    1: (NvmlUnavailableError, "NVML is not initialized"),
+    3: (NvmlNotSupportedError, "not supported"),
+    4: (NvmlPermissionError, "no permission"),
+    9: (NvmlUnavailableError, "the NVIDIA driver is not loaded"),
+    12: (NvmlUnavailableError, "libnvidia-ml.so.1 is not found"),
+    13: (NvmlNotSupportedError, "this driver lacks the function"),
+    15: (NvmlDeviceLostError, "GPU is lost"),
+    16: (NvmlDeviceLostError, "the GPU needs a reset"),
+    17: (NvmlPermissionError, "the operating system has blocked the request"),
+    18: (NvmlUnavailableError, "libnvidia-ml.so.1 and the loaded driver differ in version"),
+    21: (NvmlNotSupportedError, "no data"),
+    22: (NvmlNotSupportedError, "not supported on a vGPU with ECC"),
+    24: (NvmlNotSupportedError, "the frequency is not supported"),
+    25: (NvmlNotSupportedError, "this driver lacks this version of the structure"),
+    26: (NvmlNotSupportedError, "this driver no longer has the function"),
+    28: (NvmlDeviceLostError, "the GPU is not found"),
+    30: (NvmlNotSupportedError, "the kind of reset is not supported"),
+    999: (NvmlError, "unknown error in the driver"),
+}
+_NAMES = {value: name for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
 
 
 def error_for_code(code: int, call: str) -> NvmlError:
-    """Return the error for a return code; its text has the call, the description and the code."""
-    known = RETURN_CODES.get(code)
-    if known is None:
-        return NvmlError(f"{call}: NVML return code {code}")
-    return known.error(f"{call}: {known.text} (NVML_ERROR_{known.name})")
+    """Return the error for a return code; its text has the call, the description and the name of the code."""
+    error, text = RETURN_CODES.get(code, (NvmlError, "the call failed"))
+    return error(f"{call}: {text} ({_NAMES.get(code, f'return code {code}')})")
 
 
 class _Description(NamedTuple):
@@ -121,7 +87,7 @@ class PynvmlProvider:
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
-            if error.value == LIB_RM_VERSION_MISMATCH:
+            if error.value == self._nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
                 unload_library(self._nvml)
             raise NvmlUnavailableError(str(error_for_code(error.value, "nvmlInit"))) from error
         self._open = True
@@ -266,7 +232,7 @@ class PynvmlProvider:
                 yield instance, self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, instance)
             except self._nvml.NVMLError as error:
                 # Slots are not filled in order: an empty one is not the end.
-                if error.value != NOT_FOUND:
+                if error.value != self._nvml.NVML_ERROR_NOT_FOUND:
                     raise error_for_code(error.value, "nvmlDeviceGetMigDeviceHandleByIndex") from error
 
     def _describe(self, uuid: str, handle: Any, parent: Any) -> _Description:

@@ -9,37 +9,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from gpumem_exporter.profiles.lines import PATH_KINDS, Line, Moment, lines_of, summed, without_numbers
-from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.lines import PATH_KINDS, Line, Moment, summed, without_numbers
+from gpumem_exporter.profiles.model import SavedProfile, StoredProfile
+
+Comparable: TypeAlias = StoredProfile | SavedProfile
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """Two profiles, and the lines that differ."""
 
-    before: StoredProfile
-    after: StoredProfile
+    before: Comparable
+    after: Comparable
     moment: Moment
     lines: tuple[Line, ...]
     """The lines of both profiles, also the lines that are equal."""
-    devices: tuple[str, ...]
-    """The UUIDs of the devices: of `after`, then the others of `before`."""
+    uuids: tuple[str, ...]
+    """The devices: of `after`, then the others of `before`."""
     notes: tuple[str, ...]
 
+    @property
+    def gpus(self) -> dict[str, str]:
+        """The NVML index of each device by UUID; a device whose index is unknown is left out."""
+        return self.before.gpus | self.after.gpus
 
-def difference(before: StoredProfile, after: StoredProfile, moment: Moment = "live") -> Difference:
+
+def difference(before: Comparable, after: Comparable, moment: Moment = "live") -> Difference:
     """Return what grew and what shrank from one profile to another.
 
     Raises NoPeakError for the highest moment if one of the profiles was taken without a recording.
     """
-    old, new = lines_of(before.profile, moment), lines_of(after.profile, moment)
+    old, new = before.lines(moment), after.lines(moment)
     notes = []
     with_stacks = [any(line.stack for line in lines) for lines in (old, new)]
     if any(with_stacks) and not all(with_stacks):
         notes.append("One of the profiles has no stacks, so only owners are compared.")
         old, new = ([line._replace(stack=()) for line in lines] for lines in (old, new))
-    uuids, places = _devices(before, after)
+    uuids, places = _devices(before.uuids, after.uuids)
     moved = [
         line._replace(device=places[line.device], bytes=0, blocks=0, before_bytes=line.bytes, before_blocks=line.blocks)
         for line in old
@@ -50,12 +58,11 @@ def difference(before: StoredProfile, after: StoredProfile, moment: Moment = "li
     return Difference(before, after, moment, tuple(lines), uuids, tuple(notes))
 
 
-def _devices(before: StoredProfile, after: StoredProfile) -> tuple[tuple[str, ...], list[int]]:
+def _devices(old: Sequence[str], new: Sequence[str]) -> tuple[tuple[str, ...], list[int]]:
     """Return the devices of a difference, and the index of each device of the earlier profile in them.
 
     A job that started again may have another device: without one in common, the devices are paired in their order.
     """
-    old, new = ([device.uuid for device in each.profile.devices] for each in (before, after))
     if not set(old) & set(new):
         return (*new, *old[len(new) :]), list(range(len(old)))
     uuids = tuple(dict.fromkeys((*new, *old)))
@@ -93,17 +100,3 @@ def _with_moved_code(lines: Sequence[Line]) -> list[Line]:
     later = [line for line in lines if not line.before_bytes]
     earlier = [line for line in lines if not line.bytes]
     return [*in_both, *_joined((*later, *earlier), _without_line_numbers)]
-
-
-def device_names(profile: StoredProfile | Difference) -> list[str]:
-    """Return `GPU 0` for each device of a profile or a difference, or the UUID if the device has no index."""
-    if isinstance(profile, Difference):
-        gpus, uuids = gpu_indices(profile.before) | gpu_indices(profile.after), profile.devices
-    else:
-        gpus, uuids = gpu_indices(profile), tuple(device.uuid for device in profile.profile.devices)
-    return [f"GPU {gpus[uuid]}" if uuid in gpus else uuid for uuid in uuids]
-
-
-def gpu_indices(stored: StoredProfile) -> dict[str, str]:
-    """Return the NVML index of each device of a profile by UUID; a device whose index is unknown is left out."""
-    return {device.uuid: device.gpu for device in stored.devices if device.gpu}

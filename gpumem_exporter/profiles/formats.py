@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from typing import Any, Literal
 
 from gpumem_client.profile.model import Owner
 from gpumem_exporter.profiles import page, pprof
-from gpumem_exporter.profiles.diff import Difference, device_names, gpu_indices
+from gpumem_exporter.profiles.diff import Difference
 from gpumem_exporter.profiles.lines import (
     Group,
     Line,
@@ -22,14 +23,13 @@ from gpumem_exporter.profiles.lines import (
     caller,
     forget_names,
     frames,
-    lines_of,
     owner_name,
     place,
     stack_names,
     summed,
     user_frame,
 )
-from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.model import ProfileFacts, StoredProfile, device_names
 
 Format = Literal["json", "folded", "pprof", "html"]
 SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "folded", "json": "json"}
@@ -38,7 +38,8 @@ SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "f
 LARGEST = 100
 """How many owners and lines of code a JSON document has. Its rows are complete."""
 _MAX_TEXT_LENGTH = 16 << 20
-"""The length of all rows as text. Each is written in full, so a compressed profile of 1 MiB could become gigabytes."""
+"""The length of all rows as text. Each is written in full, so a compressed profile of 1 MiB could become gigabytes.
+A reply of this size keeps the exporter well below the memory limit of the chart's pod."""
 _ROW_LENGTH = 200
 """The length of a row without its names."""
 _SEPARATORS = re.compile(r"[;\x00-\x1f\x7f\u2028\u2029]+")
@@ -60,7 +61,7 @@ def _rendered(profile: StoredProfile | Difference, form: Format, moment: Moment)
     if form == "html":
         return page.render(profile), "text/html; charset=utf-8"
     differs = isinstance(profile, Difference)
-    lines = list(profile.lines) if isinstance(profile, Difference) else lines_of(profile.profile, moment)
+    lines = profile.lines if isinstance(profile, Difference) else profile.lines(moment)
     changed = sorted((line for line in lines if line.change_bytes), key=lambda line: -abs(line.change_bytes))
     if form == "pprof":
         return _pprof(profile, changed), "application/octet-stream"
@@ -72,7 +73,7 @@ def _rendered(profile: StoredProfile | Difference, form: Format, moment: Moment)
 
 
 def _profile_head(stored: StoredProfile, moment: Moment) -> dict[str, Any]:
-    profile, gpus = stored.profile, gpu_indices(stored)
+    profile, gpus = stored.profile, stored.gpus
     return {
         **_identity(stored),
         "recorded_seconds": profile.recorded_seconds,
@@ -80,38 +81,27 @@ def _profile_head(stored: StoredProfile, moment: Moment) -> dict[str, Any]:
         "step": profile.step,
         "moment": moment,
         "notes": list(profile.notes),
-        "devices": [
-            {
-                "gpu": gpus.get(device.uuid),
-                "uuid": device.uuid,
-                "allocated_bytes": device.allocated_bytes,
-                "peak_bytes": device.peak_bytes,
-                "reserved_bytes": device.reserved_bytes,
-                "fragmented_bytes": device.fragmented_bytes,
-                "segments": device.segments,
-            }
-            for device in profile.devices
-        ],
+        "devices": [{"gpu": gpus.get(device.uuid), **asdict(device)} for device in profile.devices],
     }
 
 
 def _difference_head(change: Difference) -> dict[str, Any]:
-    gpus = gpu_indices(change.before) | gpu_indices(change.after)
+    gpus = change.gpus
     return {
         "before": _identity(change.before),
         "after": _identity(change.after),
         "moment": change.moment,
         "notes": list(change.notes),
-        "devices": [{"gpu": gpus.get(uuid), "uuid": uuid} for uuid in change.devices],
+        "devices": [{"gpu": gpus.get(uuid), "uuid": uuid} for uuid in change.uuids],
     }
 
 
-def _identity(stored: StoredProfile) -> dict[str, Any]:
+def _identity(stored: ProfileFacts) -> dict[str, Any]:
     return {
         "id": stored.id,
         "time": datetime.fromtimestamp(stored.time_unix_seconds, timezone.utc).isoformat(),
         "unix_seconds": stored.time_unix_seconds,
-        "cause": stored.profile.cause,
+        "cause": stored.cause,
         "pid": stored.pid,
         "workload": stored.workload,
         "rank": stored.rank,
@@ -195,7 +185,7 @@ def _bounded(lines: Iterable[Line]) -> Iterator[Line]:
 
 def _folded(profile: StoredProfile | Difference, changed: Sequence[Line]) -> bytes:
     """Return a line for each stack, the outermost frame first: `GPU 0;main (train.py:12);… BYTES`."""
-    devices = device_names(profile)
+    devices = device_names(profile.uuids, profile.gpus)
     paths = OwnerPaths()
     sums: dict[str, int] = {}
     for line in _bounded(changed):
@@ -209,8 +199,8 @@ def _pprof(profile: StoredProfile | Difference, changed: Sequence[Line]) -> byte
     stored = profile.after if isinstance(profile, Difference) else profile
     return pprof.encode(
         changed,
-        device_names(profile),
+        device_names(profile.uuids, profile.gpus),
         time_unix_seconds=stored.time_unix_seconds,
-        duration_seconds=stored.profile.recorded_seconds,
-        comments=profile.notes if isinstance(profile, Difference) else profile.profile.notes,
+        duration_seconds=stored.recorded_seconds,
+        comments=profile.notes,
     )

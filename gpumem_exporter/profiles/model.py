@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpumem_client.profile.model import CAUSES as CAUSES
 from gpumem_client.profile.model import Profile as Profile
 from gpumem_exporter.core.place import Place
+from gpumem_exporter.profiles.lines import Line, Moment, lines_of
 
 ACTION, INTERVAL, OUT_OF_MEMORY = CAUSES
 """Why a profile was taken: a caller requested it, `--profile.interval`, or an out-of-memory error."""
@@ -74,9 +76,44 @@ class ProfileFacts:
         """The process, which no other process has in common."""
         return self.owner_uid, self.place, self.pid_namespace, self.reported_pid, self.start_time_ticks
 
+    @property
+    def uuids(self) -> tuple[str, ...]:
+        """The devices, in the order of the profile."""
+        return tuple(device.uuid for device in self.devices)
+
+    @property
+    def gpus(self) -> dict[str, str]:
+        """The NVML index of each device by UUID; a device whose index is unknown is left out."""
+        return {device.uuid: device.gpu for device in self.devices if device.gpu}
+
 
 @dataclass(frozen=True)
 class StoredProfile(ProfileFacts):
     """A profile with its rows."""
 
     profile: Profile
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is missing and why, for people."""
+        return self.profile.notes
+
+    def lines(self, moment: Moment) -> Sequence[Line]:
+        """Return the lines at the end, or at the highest moment; see `lines_of`."""
+        return lines_of(self.profile, moment)
+
+
+@dataclass(frozen=True)
+class SavedProfile(ProfileFacts):
+    """A profile from a document, which has the lines of one moment."""
+
+    saved_lines: tuple[Line, ...]
+
+    def lines(self, moment: Moment) -> Sequence[Line]:  # noqa: ARG002 - as StoredProfile
+        """Return the lines."""
+        return self.saved_lines
+
+
+def device_names(uuids: Iterable[str], gpus: Mapping[str, str]) -> list[str]:
+    """Return `GPU 0` for each device, or its UUID if its index is unknown."""
+    return [f"GPU {gpus[uuid]}" if uuid in gpus else uuid for uuid in uuids]

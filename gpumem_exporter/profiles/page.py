@@ -17,9 +17,9 @@ from importlib.resources import files
 from typing import Any
 
 from gpumem_client.profile.model import Owner
-from gpumem_exporter.profiles.diff import Difference, device_names
-from gpumem_exporter.profiles.lines import OwnerPaths, has_peak, is_torch, kind_text, lines_of
-from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.diff import Difference
+from gpumem_exporter.profiles.lines import OwnerPaths, has_peak, is_torch, kind_text
+from gpumem_exporter.profiles.model import StoredProfile, device_names
 from gpumem_exporter.profiles.tables import View, difference_head, profile_head, text, title, view_tables
 
 _SCRIPTS = (  # .ci/fetch-flame-graph fetches the libraries again
@@ -36,7 +36,7 @@ def render(profile: StoredProfile | Difference) -> bytes:
     """Return the page."""
     views = tuple(_views(profile))
     differs = isinstance(profile, Difference)
-    devices = device_names(profile)
+    devices = device_names(profile.uuids, profile.gpus)
     parts = (
         *(difference_head(profile) if isinstance(profile, Difference) else profile_head(profile, devices)),
         _buttons(views),
@@ -82,9 +82,9 @@ def _views(profile: StoredProfile | Difference) -> Iterator[View]:
         yield View("shrank", "What shrank", profile.lines, lambda each: -each.change_bytes)
         yield View("after", "Everything afterwards", profile.lines, lambda each: each.bytes)
         return
-    yield View("live", "At the end", lines_of(profile.profile), lambda each: each.bytes)
+    yield View("live", "At the end", profile.lines("live"), lambda each: each.bytes)
     if has_peak(profile.profile):
-        yield View("peak", "At the highest moment", lines_of(profile.profile, "peak"), lambda each: each.bytes)
+        yield View("peak", "At the highest moment", profile.lines("peak"), lambda each: each.bytes)
 
 
 def _buttons(views: Sequence[View]) -> str:

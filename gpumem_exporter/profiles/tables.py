@@ -26,7 +26,7 @@ from gpumem_exporter.profiles.lines import (
     place,
     user_frame,
 )
-from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.model import ProfileFacts, StoredProfile
 
 _SHOWN = 15
 """The rows of a table. The page's data has the others."""
@@ -209,7 +209,7 @@ def _bar(device: ProfiledDevice) -> _Cell:
     return _Cell("", "reserved: allocated, fragmented, other", bar=f'<svg class="bar">{"".join(parts)}</svg>')
 
 
-def _time(stored: StoredProfile) -> str:
+def _time(stored: ProfileFacts) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(stored.time_unix_seconds))
 
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from gpumem_client.wire.protocol import REPORTS_PATH, Reply
-from gpumem_exporter.server.api.alert_schema import AlertsBody
+from gpumem_exporter.server.api.alerts import AlertsBody
 from gpumem_exporter.server.api.report_schema import report_core_schema
 from gpumem_exporter.server.http.problems import Problem, problems
 from gpumem_exporter.server.http.replies import REPLY_MODELS

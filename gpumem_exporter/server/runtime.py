@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpumem_exporter import __version__
+from gpumem_exporter.actions.caller import RateLimits
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.engines import Engines
-from gpumem_exporter.actions.registry import RateLimits
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import EventLog, Recorder, Storage, last_ooms
+from gpumem_exporter.events.log import EventLog
+from gpumem_exporter.events.ooms import last_ooms
+from gpumem_exporter.events.recorder import Recorder
+from gpumem_exporter.events.storage import Storage
 from gpumem_exporter.history.history import History
 from gpumem_exporter.history.recorder import HistoryRecorder
 from gpumem_exporter.host import Host
@@ -114,7 +117,7 @@ class Runtime:
             limits=RateLimits(
                 per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock
             ),
-            record=self.audit.record,
+            record=self.audit.record if self.audit.durable else None,
             wake=self.held_requests.wake,
             hide_identities=settings.web_hide_identities,
             engines=engines,

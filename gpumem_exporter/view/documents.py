@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller, Rights
@@ -32,9 +32,10 @@ from gpumem_exporter.core.samples import (
 _SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes", "component_unmapped_bytes", "kv_cache_bytes")
 _SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("uuid", *_SAMPLE_MAPPINGS))
 _DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")
-_IDENTITY = ("workload", "rank", "world_size", "torch_version", "allocator_settings", "client_version")
-_REPORT = ("step", "step_seconds", "pinned_host_bytes")
-_FACTS = tuple(name for name in IDENTITY_FIELDS if name != "command")
+_IDENTITY = ("world_size", "torch_version", "allocator_settings", "client_version")
+_REPORT = ("step_seconds", "pinned_host_bytes")
+_FACTS_ALWAYS = ("user", "k8s_namespace", "k8s_pod")
+_FACTS = tuple(name for name in IDENTITY_FIELDS if name not in ("command", *_FACTS_ALWAYS))
 JOB_NUMBERS = ("slurm_job_id", "ray_job_id")
 
 
@@ -127,6 +128,24 @@ class SeenProcess:
         return self.silent.last_report_unix_seconds if self.silent is not None else None
 
 
+class Part(NamedTuple):
+    """One process on one device."""
+
+    process: SeenProcess
+    uuid: str
+    share: ProcessShare | None
+    """The driver's values; None if the driver does not list the process on the device."""
+    sample: DeviceSample | None
+    """The reporter's values."""
+
+
+def parts_of(process: SeenProcess) -> Iterator[Part]:
+    """Yield a process on each of its devices."""
+    samples = {sample.uuid: sample for sample in process.reporter.report.devices} if process.reporter else {}
+    for uuid in dict.fromkeys([*samples, *process.shares]):
+        yield Part(process, uuid, process.shares.get(uuid), samples.get(uuid))
+
+
 def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = None) -> dict[str, Any]:
     """Return every process that reports, that is silent, or that the driver lists.
 
@@ -169,33 +188,44 @@ def _knows(viewer: Caller, process: SeenProcess) -> bool:
     return process.reporter is not None and viewer.may_act_on(process.reporter)
 
 
-def process_document(process: SeenProcess, snapshot: Snapshot) -> dict[str, Any]:
-    """Return a process with its values for each device."""
-    reporter, facts = process.reporter, process.facts
+def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool = True) -> dict[str, Any]:
+    """Return a process with its values for each device: all of them, or the ones that every reader needs."""
+    # The shorter form is built by hand: a node has hundreds of processes, each second, and reports wait meanwhile.
+    reporter = process.reporter
     report = reporter.report if reporter else None
     identity = report.process if report else process.silent
     known = reporter or process.silent
-    return {
+    parts = list(parts_of(process))
+    document = {
         "pid": process.pid,
         "own_pid": known.key.pid if known else None,
-        "host_pid": process.host_pid,
-        "pid_namespace": known.key.pid_namespace if known else None,
-        "attested": reporter.attested if reporter else None,
-        "reporting": reporter is not None,
         "state": process.state,
+        "rank": process.rank,
+        "workload": identity.workload if identity else None,
         "command": process.command,
-        **{name: getattr(identity, name, None) for name in _IDENTITY},
-        **{name: process.identity(name) for name in _FACTS},
-        **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in JOB_NUMBERS},
-        **{name: getattr(report, name, None) for name in _REPORT},
-        "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
+        **{name: process.identity(name) for name in _FACTS_ALWAYS},
         "last_report_unix_seconds": process.last_report_unix_seconds,
         "started_unix_seconds": process.started_unix_seconds(snapshot.node),
         "orphan": orphan_document(process, snapshot.node),
         "clears": reporter.clears if reporter else False,
+        "step": report.step if report else None,
+    }
+    if not whole:
+        return {**document, "devices": [_process_device(part, snapshot.gpus) for part in parts]}
+    return {
+        **document,
+        "host_pid": process.host_pid,
+        "pid_namespace": known.key.pid_namespace if known else None,
+        "attested": reporter.attested if reporter else None,
+        "reporting": reporter is not None,
+        **{name: getattr(identity, name, None) for name in _IDENTITY},
+        **{name: process.identity(name) for name in _FACTS},
+        **{name: getattr(identity, name, "") or getattr(process.facts, name, None) for name in JOB_NUMBERS},
+        **{name: getattr(report, name, None) for name in _REPORT},
+        "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "uid": reporter.owner_uid if reporter and not process.hidden else None,
         "actions": list(report.actions) if report else [],
-        "devices": _process_devices(process, snapshot.gpus),
+        "devices": [_whole_process_device(part, snapshot.gpus, report.step if report else None) for part in parts],
     }
 
 
@@ -213,23 +243,27 @@ def orphan_document(process: SeenProcess, node: NodeReading | None) -> dict[str,
     }
 
 
-def _process_devices(process: SeenProcess, gpus: Mapping[str, str]) -> list[dict[str, Any]]:
-    report = process.reporter.report if process.reporter else None
-    samples = {sample.uuid: sample for sample in report.devices} if report else {}
-    step = report.step if report else None
-    uuids = [*samples, *(uuid for uuid in process.shares if uuid not in samples)]
-    return [_process_device(uuid, gpus.get(uuid), samples.get(uuid), process.shares.get(uuid), step) for uuid in uuids]
-
-
-def _process_device(
-    uuid: str, gpu: str | None, sample: DeviceSample | None, share: ProcessShare | None, step: int | None
-) -> dict[str, Any]:
+def _process_device(part: Part, gpus: Mapping[str, str]) -> dict[str, Any]:
+    share, sample = part.share, part.sample
     return {
-        "gpu": gpu,
-        "uuid": uuid,
+        "gpu": gpus.get(part.uuid),
+        "uuid": part.uuid,
         "used_bytes": share.used_bytes if share else None,
         "non_torch_bytes": share.non_torch_bytes if share else None,
+        "allocated_bytes": sample.allocated_bytes if sample else None,
+        "reserved_bytes": sample.reserved_bytes if sample else None,
+        "idle_cache_bytes": sample.idle_cache_bytes if sample else None,
+        "reclaimable_bytes": sample.reclaimable_bytes if sample else None,
         "fragmented_bytes": fragmented_bytes(sample) if sample else None,
+        "unmapped_bytes": sample.unmapped_bytes if sample else None,
+        "nccl_bytes": sample.nccl_bytes if sample else None,
+    }
+
+
+def _whole_process_device(part: Part, gpus: Mapping[str, str], step: int | None) -> dict[str, Any]:
+    sample = part.sample
+    return {
+        **_process_device(part, gpus),
         "plan_error_ratio": plan_error_ratio(sample, step) if sample else None,
         **{name: getattr(sample, name, None) for name in _SAMPLE_NUMBERS},
         **{name: dict(getattr(sample, name, ())) for name in _SAMPLE_MAPPINGS},

@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 
 from gpumem_client.wire.units import counted, human_bytes, human_seconds
 from gpumem_exporter.core.last_ooms import LastOom
-from gpumem_exporter.core.ledger import DeviceLedger, sum_of_known
+from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, sum_of_known
 from gpumem_exporter.core.samples import DeviceReading, Snapshot
+from gpumem_exporter.view.documents import Part
 from gpumem_exporter.view.engines import ENOUGH_SECONDS, smaller_cache
 from gpumem_exporter.view.growth import Growth
-from gpumem_exporter.view.jobs import Job, Part, job_uuids, parts_by_device
+from gpumem_exporter.view.jobs import Job, job_uuids, jobs_by_device
 from gpumem_exporter.view.orphans import left_behind
 
 SEVERITIES = ("critical", "warning", "info")
+# By age alone, readers missed an error behind three older warnings: the page shows a few findings at first.
 _URGENT = ("driver", "device_lost", "oom", "growth", "check", "orphan", "idle_cache")
 """Of one severity, these kinds come first: what failed, what will fail, and what a termination or a clear helps."""
 SEVERITY = {
@@ -109,13 +111,13 @@ def find(
     the use of a key-value cache must be known before a smaller one is proposed.
     """
     devices = snapshot.node.devices if snapshot.node is not None and snapshot.node.up else ()
-    parts = parts_by_device(jobs)
+    there = jobs_by_device(jobs)
     found = [
         *_checks(failed_checks),
         *(_lost(device) for device in devices if not device.up),
         *_ooms(snapshot, jobs),
         *_growing(jobs, devices, growths or {}),
-        *_idle_caches(snapshot, jobs, devices, ledgers, parts),
+        *_idle_caches(snapshot, devices, ledgers, there),
         *_orphans(jobs, snapshot.gpus, ledgers),
         *_silent(jobs),
         *(_unreported(jobs, client_directory) if client_directory is not None else ()),
@@ -124,7 +126,7 @@ def find(
     ]
     for device in devices:
         if device.uuid in ledgers:
-            found += _in_ledger(device, ledgers[device.uuid], parts.get(device.uuid, ()))
+            found += _in_ledger(device, ledgers[device.uuid], there.get(device.uuid, ()))
     return found
 
 
@@ -183,23 +185,27 @@ def called(job: Job) -> str:
     return f"{job.name} ({user})" if user else job.name
 
 
+def _finding(kind: str, subject: str, title: str, sentence: str, *, severity: str = "", **more: Any) -> Finding:
+    """Return a finding about a subject, which is a part of its id; `severity` is for kinds with several."""
+    return Finding(f"{kind} {subject}".strip(), kind, severity or SEVERITY[kind], title, sentence, **more)
+
+
 def _checks(failed: Iterable[Mapping[str, str]]) -> Iterator[Finding]:
     for check in failed:
         part, detail = check["part"], check["detail"]
         if part == "devices":
             continue  # each lost device is a finding
         if part == "nvml":
-            yield Finding("driver", "driver", SEVERITY["driver"], "No driver", f"The driver does not answer: {detail}.")
+            yield _finding("driver", "", "No driver", f"The driver does not answer: {detail}.")
         else:
             severity = SEVERITY["check_failing" if check["status"] == "failing" else "check_degraded"]
-            yield Finding(f"check {part}", "check", severity, "Exporter", f"{part}: {detail}.")
+            yield _finding("check", part, "Exporter", f"{part}: {detail}.", severity=severity)
 
 
 def _lost(device: DeviceReading) -> Finding:
     name = f"GPU {device.gpu}" if device.gpu else device.uuid
-    sentence = f"{name} does not answer: {device.error}."
-    key, kind = f"device_lost {device.uuid or device.gpu}", "device_lost"
-    return Finding(key, kind, SEVERITY[kind], "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
+    sentence, subject = f"{name} does not answer: {device.error}.", device.uuid or device.gpu
+    return _finding("device_lost", subject, "Lost device", sentence, gpu=device.gpu, uuid=device.uuid)
 
 
 def _ooms(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -218,9 +224,9 @@ def _ooms(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
         fate = "; the process ended" if oom.ended_process else "; the process continues" if job is not None else ""
         severity = SEVERITY["oom_ended_process" if oom.ended_process else "oom_caught"]
         sentence = f"{name}{rank} {_request(oom)}{fate}."
-        key = f"oom {oom.uuid} {oom.session} {oom.number}"
-        yield Finding(
-            *(key, "oom", severity, "Out of memory", sentence),
+        yield _finding(
+            *("oom", f"{oom.uuid} {oom.session} {oom.number}", "Out of memory", sentence),
+            severity=severity,
             job=job,
             gpu=oom.gpu or None,
             uuid=oom.uuid,
@@ -256,8 +262,7 @@ def _growing(jobs: Sequence[Job], devices: Iterable[DeviceReading], growths: Map
         soon = left is not None and left < _FAILS_SOON_SECONDS
         fate = f"; it will be out of memory in {human_seconds(left)}" if left is not None and soon else ""
         sentence = f"{called(job)} grows by {human_bytes(grows.bytes_per_hour)} an hour{fate}."
-        key, kind = f"growth {job.id}", "growth"
-        yield Finding(key, kind, SEVERITY[kind], "Growing", sentence, job=job, since_seconds=grows.since_seconds)
+        yield _finding("growth", job.id, "Growing", sentence, job=job, since_seconds=grows.since_seconds)
 
 
 def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float | None:
@@ -282,47 +287,43 @@ def full_in_seconds(job: Job, grows: Growth, free: Mapping[str, int]) -> float |
 
 def _idle_caches(
     snapshot: Snapshot,
-    jobs: Sequence[Job],
     devices: Iterable[DeviceReading],
     ledgers: Mapping[str, DeviceLedger],
-    of_device: Mapping[str, Sequence[tuple[Job, Part]]],
+    jobs: Mapping[str, Sequence[tuple[Job, Sequence[Part]]]],
 ) -> Iterator[Finding]:
-    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache."""
-    found: dict[str, list[tuple[DeviceReading, int, str]]] = {}
-    """For each job, its idle cache on each device, and why others lack it."""
-    by_id = {job.id: job for job in jobs}
+    """Yield the jobs whose idle cache others lack, and the jobs with much idle cache. `jobs` are by device."""
+    found: dict[str, tuple[Job, list[tuple[DeviceReading, int, str]]]] = {}
+    """Each job by id, with its idle cache on each device, and why others lack it."""
     for device in devices:
         ledger = ledgers.get(device.uuid)
         if ledger is None:
             continue
-        there = of_device.get(device.uuid, ())
-        free = ledger.categories["free"]
-        full = free < (1 - _FULL) * ledger.total_bytes
+        there = jobs.get(device.uuid, ())
+        full = ledger.categories["free"] < (1 - _FULL) * ledger.total_bytes
         failed = {
-            (oom.workload or None, oom.owner)
+            oom.workload or None
             for oom in snapshot.ooms
             if oom.uuid == device.uuid and snapshot.taken_seconds - oom.happened_seconds < _CAUGHT_SECONDS
         }
-        idle: dict[str, int] = {}
-        for job, part in there:
-            if part.process.reporter is not None and part.process.reporter.clears and part.sample is not None:
-                idle[job.id] = idle.get(job.id, 0) + (part.sample.idle_cache_bytes or 0)
-        for key, size in idle.items():
-            others = len({job.id for job, _ in there}) > 1
-            beside = any(workload != by_id[key].workload for workload, _ in failed)
-            lacking = (_LITTLE_FREE if full else _OTHER_FAILED if beside else "") if others else ""
-            if size >= (_IDLE_BESIDE_FULL if lacking else _MUCH_IDLE) * ledger.total_bytes:
-                found.setdefault(key, []).append((device, size, lacking))
-    for key, places in found.items():
-        job = by_id[key]
+        for job, parts in there:
+            size = sum(
+                part.sample.idle_cache_bytes or 0
+                for part in parts
+                if part.process.reporter is not None and part.process.reporter.clears and part.sample is not None
+            )
+            beside = bool(failed - {job.workload})
+            lacking = (_LITTLE_FREE if full else _OTHER_FAILED if beside else "") if len(there) > 1 else ""
+            if size and size >= (_IDLE_BESIDE_FULL if lacking else _MUCH_IDLE) * ledger.total_bytes:
+                found.setdefault(job.id, (job, []))[1].append((device, size, lacking))
+    for job, places in found.values():
         size, lacked = sum(size for _, size, _ in places), [device for device, _, lacking in places if lacking]
         where = gpus_in_words([device.gpu for device in lacked or [device for device, _, _ in places]])
         why = next((lacking for _, _, lacking in places if lacking), "")
         sentence = f"{called(job)} holds {human_bytes(size)} of idle cache on {where}{why}."
         device = (lacked or [places[0][0]])[0]
-        severity = SEVERITY["idle_cache_lacked" if lacked else "idle_cache"]
-        yield Finding(
-            *(f"idle_cache {key}", "idle_cache", severity, "Idle cache", sentence),
+        yield _finding(
+            *("idle_cache", job.id, "Idle cache", sentence),
+            severity=SEVERITY["idle_cache_lacked" if lacked else "idle_cache"],
             job=job,
             gpu=device.gpu,
             uuid=device.uuid,
@@ -349,12 +350,9 @@ def _orphans(jobs: Sequence[Job], gpus: Mapping[str, str], ledgers: Mapping[str,
         amount = "memory" if size is None else human_bytes(size)
         where = gpus_in_words([gpus.get(uuid) or uuid for uuid in left.sizes] or ["?"])
         sentence = f"{name} {'holds' if len(left.processes) == 1 else 'hold'} {amount} on {where}; {left.fate}."
-        kind = "orphan" if left.may_be_needed(ledgers) else "orphan_small"
-        yield Finding(
-            *(f"orphan {left.job.id}", "orphan", SEVERITY[kind], "Orphan", sentence),
-            job=left.job,
-            since_seconds=left.lost.ended_seconds,
-        )
+        severity = SEVERITY["orphan" if left.may_be_needed(ledgers) else "orphan_small"]
+        since = left.lost.ended_seconds
+        yield _finding("orphan", left.job.id, "Orphan", sentence, severity=severity, job=left.job, since_seconds=since)
 
 
 def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -363,7 +361,7 @@ def _silent(jobs: Sequence[Job]) -> Iterator[Finding]:
         if silent:
             many = f" ({len(silent)} of {len(job.processes)} processes)" if len(job.processes) > 1 else ""
             sentence = f"No recent report from {called(job)}{many}: its allocated memory is unknown."
-            yield Finding(f"silent {job.id}", "silent", SEVERITY["silent"], "Silent", sentence, job=job)
+            yield _finding("silent", job.id, "Silent", sentence, job=job)
 
 
 def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]:
@@ -384,7 +382,7 @@ def _unreported(jobs: Sequence[Job], client_directory: str) -> Iterator[Finding]
         how = f"Start PyTorch jobs with PYTHONPATH={client_directory}"
     do = "does" if len(unreported) == 1 else "do"
     sentence = f"{len(unreported)} of {every} {do} not report{size}. {how}."
-    yield Finding("unreported", "unreported", "info", "Not reporting", sentence)
+    yield _finding("unreported", "", "Not reporting", sentence, severity="info")
 
 
 def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
@@ -402,7 +400,7 @@ def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
             f"{called(job)} starts on {gpus_in_words(gpus)}. Clears there wait until it has started: memory that is "
             "released meanwhile can end its start."
         )
-        yield Finding(f"starting {job.id}", "starting", SEVERITY["starting"], "Engine starts", sentence, job=job)
+        yield _finding("starting", job.id, "Engine starts", sentence, job=job)
     for gpu, together in by_gpu.items():
         if len(together) > 1:
             first, *others = map(called, together.values())
@@ -410,8 +408,7 @@ def _starting(snapshot: Snapshot, jobs: Sequence[Job]) -> Iterator[Finding]:
                 f"{first} and {', '.join(others)} start on GPU {gpu} at the same time. Each measures what the other "
                 "takes, so their caches get wrong sizes. Start them one after another."
             )
-            key, kind = f"starting_together {gpu}", "starting_together"
-            yield Finding(key, kind, SEVERITY[kind], "Engines start", sentence, gpu=gpu)
+            yield _finding("starting_together", gpu, "Engines start", sentence, gpu=gpu)
 
 
 def _unused_kv_caches(
@@ -425,36 +422,31 @@ def _unused_kv_caches(
         uuids = [uuid for uuid in job_uuids(job, snapshot.gpus) if uuid in smaller.uuids]
         who = [job.owner()["user"], smaller.engine, gpus_in_words([snapshot.gpus[uuid] for uuid in uuids])]
         sentence = f"{job.name} ({', '.join(filter(None, who))}): {smaller.sentence}"
-        key, kind = f"kv_cache {job.id}", "kv_cache"
         gpu, uuid = snapshot.gpus[uuids[0]], uuids[0]
-        yield Finding(key, kind, SEVERITY[kind], "Unused KV cache", sentence, job=job, gpu=gpu, uuid=uuid)
+        yield _finding("kv_cache", job.id, "Unused KV cache", sentence, job=job, gpu=gpu, uuid=uuid)
 
 
-def _in_ledger(device: DeviceReading, ledger: DeviceLedger, parts: Sequence[tuple[Job, Part]]) -> Iterator[Finding]:
+def _in_ledger(
+    device: DeviceReading, ledger: DeviceLedger, jobs: Sequence[tuple[Job, Sequence[Part]]]
+) -> Iterator[Finding]:
     place: dict[str, Any] = {"gpu": device.gpu, "uuid": device.uuid}
-    # If the reclaimable part of a cache is unknown, the ledger counts the whole cache as fragmented.
-    sizes: dict[str, int] = {}
-    for job, part in parts:
-        sample = part.sample
-        if sample is not None and None not in (sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes):
-            size = sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes  # type: ignore[operator]
-            sizes[job.id] = sizes.get(job.id, 0) + size
-    if 0 < sum(sizes.values()) >= _FRAGMENTED * ledger.total_bytes:
-        worst = max((job for job, _ in parts), key=lambda job: sizes.get(job.id, 0))
+    # Not from the ledger: if the reclaimable part of a cache is unknown, it counts the whole cache as fragmented.
+    sizes = [sum(fragmented_bytes(part.sample) or 0 for part in parts if part.sample is not None) for _, parts in jobs]
+    if 0 < sum(sizes) >= _FRAGMENTED * ledger.total_bytes:
+        size = max(sizes)
+        worst, _ = jobs[sizes.index(size)]
         sentence = (
-            f"{called(worst)} holds {human_bytes(sizes[worst.id])} of fragmented cache on GPU {device.gpu}. "
+            f"{called(worst)} holds {human_bytes(size)} of fragmented cache on GPU {device.gpu}. "
             "A clear cannot free it."
         )
-        key = f"fragmented {device.uuid}"
-        yield Finding(key, "fragmented", SEVERITY["fragmented"], "Fragmented", sentence, job=worst, **place)
+        yield _finding("fragmented", device.uuid, "Fragmented", sentence, job=worst, **place)
     # Not if the memory of a process may be unattributed, or if the memory is the host's.
     known = "other_processes" in ledger.categories and not (device.memory is not None and device.memory.of_host)
-    hidden = any(_used_is_unknown(part) for _, part in parts)
+    hidden = any(_used_is_unknown(part) for _, parts in jobs for part in parts)
     size = ledger.categories["unattributed"]
     if known and not hidden and size >= _UNATTRIBUTED * ledger.total_bytes:
         sentence = f"{human_bytes(size)} on GPU {device.gpu} is used by no process that the driver lists."
-        key = f"unattributed {device.uuid}"
-        yield Finding(key, "unattributed", SEVERITY["unattributed"], "Unattributed", sentence, **place)
+        yield _finding("unattributed", device.uuid, "Unattributed", sentence, **place)
 
 
 def _used_is_unknown(part: Part) -> bool:

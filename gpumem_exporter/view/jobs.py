@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
@@ -17,7 +17,7 @@ from gpumem_exporter.core.ledger import ProcessShare, fragmented_bytes, sum_of_k
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
-from gpumem_exporter.view.documents import JOB_NUMBERS, SeenProcess, seen_processes
+from gpumem_exporter.view.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 """What a URL would have to escape."""
@@ -29,17 +29,6 @@ STATES_OF_ENGINES = {"starting": "starting", "serving": "serving", "idle": "idle
 """The state of a job by the states of its engines; the first one counts."""
 
 Owner = tuple[int | None, Place]
-
-
-class Part(NamedTuple):
-    """One process on one device."""
-
-    process: SeenProcess
-    uuid: str
-    share: ProcessShare | None
-    """The driver's values; None if the driver does not list the process on the device."""
-    sample: DeviceSample | None
-    """The reporter's values."""
 
 
 def _reserved(value: Callable[[DeviceSample], int | None]) -> Callable[[Part], int | None]:
@@ -85,10 +74,10 @@ class Job:
         """The processes on each of their devices."""
         return [part for process in self.processes for part in parts_of(process)]
 
-    @property
-    def reporting(self) -> list[SeenProcess]:
+    @cached_property
+    def reporters(self) -> list[ReportingProcess]:
         """The processes that report."""
-        return [process for process in self.processes if process.reporter is not None]
+        return [process.reporter for process in self.processes if process.reporter is not None]
 
     @property
     def name(self) -> str:
@@ -102,9 +91,8 @@ class Job:
 
     @cached_property
     def sums(self) -> Mapping[str, int | None]:
-        """The sum of each value over the processes and devices where it is known; None where none is."""
-        known = {name: [value(part) for part in self.parts] for name, value in VALUES.items()}
-        return {name: sum_of_known(values or [None]) for name, values in known.items()}
+        """The sum of each value over all parts; see `sums_of`."""
+        return sums_of(self.parts, VALUES)
 
     @property
     def incomplete(self) -> list[str]:
@@ -119,7 +107,7 @@ class Job:
         """Return what the job does now, on the monotonic clock; `starting` are the host pids of starting engines."""
         if all(process.orphan is not None for process in self.processes):
             return "orphan"
-        reporters = [process.reporter for process in self.processes if process.reporter is not None]
+        reporters = self.reporters
         titles = any((process.command or "").startswith(ENGINE_TITLES) for process in self.processes)
         if any(process.host_pid in starting and process.host_pid is not None for process in self.processes):
             return "starting"
@@ -142,7 +130,7 @@ class Job:
     def owner(self) -> dict[str, Any]:
         """Return who runs the job: what all processes have in common."""
         known = {name: self._identity(name) for name in ("user", "k8s_namespace", "k8s_pod")}
-        uids = {process.reporter.owner_uid for process in self.reporting if process.reporter and not process.hidden}
+        uids = {process.reporter.owner_uid for process in self.processes if process.reporter and not process.hidden}
         jobs = {name: self._common(partial(_job_number, name)) for name in JOB_NUMBERS}
         words = [
             known["user"] or "",
@@ -160,11 +148,7 @@ class Job:
 
     def steps(self, snapshot: Snapshot, now_unix_seconds: float) -> dict[str, Any]:
         """Return the last step of the process that is furthest, its duration, and when its end was first seen."""
-        stepping = [
-            process.reporter
-            for process in self.processes
-            if process.reporter is not None and process.reporter.report.step is not None
-        ]
+        stepping = [each for each in self.reporters if each.report.step is not None]
         if not stepping:
             return {"step": None, "step_seconds": None, "last_step_unix_seconds": None}
         last = max(stepping, key=lambda each: (each.report.step or 0, -each.stepped_seconds))
@@ -223,20 +207,21 @@ def _key() -> bytes:
         return os.urandom(16)
 
 
-def parts_of(process: SeenProcess) -> Iterator[Part]:
-    """Yield a process on each of its devices."""
-    samples = {sample.uuid: sample for sample in process.reporter.report.devices} if process.reporter else {}
-    for uuid in dict.fromkeys([*samples, *process.shares]):
-        yield Part(process, uuid, process.shares.get(uuid), samples.get(uuid))
-
-
-def parts_by_device(jobs: Iterable[Job]) -> dict[str, list[tuple[Job, Part]]]:
-    """Return the processes on each device, by uuid, in the order of the jobs."""
-    found: dict[str, list[tuple[Job, Part]]] = {}
+def jobs_by_device(jobs: Iterable[Job]) -> dict[str, list[tuple[Job, list[Part]]]]:
+    """Return the jobs on each device, each with its processes there, by uuid, in the order of the jobs."""
+    found: dict[str, list[tuple[Job, list[Part]]]] = {}
     for job in jobs:
+        there: dict[str, list[Part]] = {}
         for part in job.parts:
-            found.setdefault(part.uuid, []).append((job, part))
+            there.setdefault(part.uuid, []).append(part)
+        for uuid, parts in there.items():
+            found.setdefault(uuid, []).append((job, parts))
     return found
+
+
+def sums_of(parts: Sequence[Part], names: Iterable[str]) -> dict[str, int | None]:
+    """Return the sum of each value over the processes and devices where it is known; None where none is."""
+    return {name: sum_of_known([VALUES[name](part) for part in parts] or [None]) for name in names}
 
 
 def _job_number(name: str, process: SeenProcess) -> str | None:

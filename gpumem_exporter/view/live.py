@@ -8,22 +8,20 @@ from typing import Any
 from gpumem_client.wire.protocol import ENGINE_ACTIONS
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.actions.suggestion import suggested_timing
-from gpumem_exporter.core.ledger import DeviceLedger, fragmented_bytes, node_ledgers, node_shares, sum_of_known
+from gpumem_exporter.core.ledger import DeviceLedger, node_ledgers, node_shares, sum_of_known
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.view.documents import SeenProcess, device_document, orphan_document, process_document
+from gpumem_exporter.view.documents import Part, device_document, process_document
 from gpumem_exporter.view.engines import ENOUGH_SECONDS, component_sums, engine_document
 from gpumem_exporter.view.findings import Finding, Since, find, full_in_seconds
 from gpumem_exporter.view.growth import Growth, growth
-from gpumem_exporter.view.jobs import VALUES, Job, Part, job_uuids, jobs_of, parts_of
-from gpumem_exporter.view.oom import NEAR_SECONDS, DeviceUse, uses_of
+from gpumem_exporter.view.jobs import Job, job_uuids, jobs_by_device, jobs_of, sums_of
+from gpumem_exporter.view.oom import NEAR_SECONDS, OF_DEVICE, DeviceUse, uses_of
 from gpumem_exporter.view.sentences import stays_free
 from gpumem_exporter.view.words import WORDS
 
 ALL_DETAILS = "all"
 _GROWTH_SECONDS = 30.0
 """The minima of minutes change no more often."""
-_OF_USER = ("used_bytes", "idle_cache_bytes")
-"""What a device shows of each job on it."""
 
 Document = dict[str, Any]
 
@@ -91,13 +89,13 @@ class NodeView:
         jobs = jobs_of(snapshot, viewer, shares)
         growths = self._growing(jobs)
         reading = snapshot.node
-        users = _users(jobs)
+        by_device = jobs_by_device(jobs)
         listed = reading is not None and all(device.processes is not None for device in reading.devices)
         devices = [
             {
                 **device_document(device, ledgers.get(device.uuid), shares.get(device.uuid, [])),
                 "pressure_ratio": _pressure(ledgers.get(device.uuid)),
-                "jobs": users.get(device.uuid, []),
+                "jobs": _users(by_device.get(device.uuid, ())),
             }
             for device in (reading.devices if reading is not None else ())
         ]
@@ -165,19 +163,10 @@ def _pressure(ledger: DeviceLedger | None) -> float | None:
     return round(1 - available / usable, 4) if usable > 0 else None
 
 
-def _users(jobs: Iterable[Job]) -> dict[str, list[Document]]:
-    """Return the jobs on each device by uuid, the largest first."""
-    users: dict[str, list[Document]] = {}
-    for job in jobs:
-        there: dict[str, list[Part]] = {}
-        for part in job.parts:
-            there.setdefault(part.uuid, []).append(part)
-        for uuid, parts in there.items():
-            sums = {name: sum_of_known([VALUES[name](part) for part in parts]) for name in _OF_USER}
-            users.setdefault(uuid, []).append({"job": job.id, **sums})
-    for of_device in users.values():
-        of_device.sort(key=lambda each: -(each["used_bytes"] or 0))
-    return users
+def _users(there: Sequence[tuple[Job, Sequence[Part]]]) -> list[Document]:
+    """Return the jobs on a device, the largest first."""
+    users: list[Document] = [{"job": job.id, **sums_of(parts, OF_DEVICE)} for job, parts in there]
+    return sorted(users, key=lambda each: -(each["used_bytes"] or 0))
 
 
 def _totals(devices: Sequence[Document], jobs: Sequence[Job], *, listed: bool) -> Document:
@@ -223,9 +212,7 @@ def _job(
     full = full_in_seconds(job, grows, free) if grows is not None else None
     last_reports = [process.last_report_unix_seconds for process in job.processes]
     ranks = [process.rank for process in job.processes]
-    sizes = {
-        process.reporter.report.process.world_size for process in job.processes if process.reporter is not None
-    } - {None}
+    sizes = {each.report.process.world_size for each in job.reporters} - {None}
     return {
         "id": job.id,
         "name": job.name,
@@ -235,7 +222,7 @@ def _job(
         "gpus": [snapshot.gpus[uuid] for uuid in uuids if uuid in snapshot.gpus],
         "uuids": uuids,
         "process_count": len(job.processes),
-        "reporting_count": len(job.reporting),
+        "reporting_count": len(job.reporters),
         "orphan_count": sum(process.orphan is not None for process in job.processes),
         "ranks": [rank for rank in ranks if rank],
         "world_size": sizes.pop() if len(sizes) == 1 else None,
@@ -253,53 +240,11 @@ def _job(
         "engine_memory": _engine_memory(job),
         "processes": [
             {
-                **(process_document(process, snapshot) if whole else _process(process, snapshot)),
+                **process_document(process, snapshot, whole=whole),
                 "engine": engine_document([process], snapshot),
             }
             for process in job.processes
         ],
-    }
-
-
-def _process(process: SeenProcess, snapshot: Snapshot) -> Document:
-    """Return the values of a process that every reader needs, by the names of `process_document`."""
-    # Built by hand: a node has hundreds of processes, each second, and reports wait meanwhile.
-    reporter = process.reporter
-    report = reporter.report if reporter is not None else None
-    known = reporter or process.silent
-    return {
-        "pid": process.pid,
-        "own_pid": known.key.pid if known is not None else None,
-        "state": process.state,
-        "rank": process.rank,
-        "workload": report.process.workload if report else process.silent.workload if process.silent else None,
-        "command": process.command,
-        "user": process.identity("user"),
-        "k8s_namespace": process.identity("k8s_namespace"),
-        "k8s_pod": process.identity("k8s_pod"),
-        "last_report_unix_seconds": process.last_report_unix_seconds,
-        "started_unix_seconds": process.started_unix_seconds(snapshot.node),
-        "orphan": orphan_document(process, snapshot.node),
-        "clears": reporter.clears if reporter is not None else False,
-        "step": report.step if report else None,
-        "devices": [_process_device(part, snapshot.gpus) for part in parts_of(process)],
-    }
-
-
-def _process_device(part: Part, gpus: Mapping[str, str]) -> Document:
-    share, sample = part.share, part.sample
-    return {
-        "gpu": gpus.get(part.uuid),
-        "uuid": part.uuid,
-        "used_bytes": share.used_bytes if share else None,
-        "non_torch_bytes": share.non_torch_bytes if share else None,
-        "allocated_bytes": sample.allocated_bytes if sample else None,
-        "reserved_bytes": sample.reserved_bytes if sample else None,
-        "idle_cache_bytes": sample.idle_cache_bytes if sample else None,
-        "reclaimable_bytes": sample.reclaimable_bytes if sample else None,
-        "fragmented_bytes": fragmented_bytes(sample) if sample else None,
-        "unmapped_bytes": sample.unmapped_bytes if sample else None,
-        "nccl_bytes": sample.nccl_bytes if sample else None,
     }
 
 
@@ -319,7 +264,6 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
         for sample in samples
         if sample.reclaimable_bytes is not None and sample.idle_cache_bytes is not None
     )
-    pids = [pid for pid, _ in able]
     timing = suggested_timing([reporter for _, reporter in able], now_seconds)
     again = max(0, again)
     at_least = any(sample.idle_cache_bytes is None and sample.reserved_bytes != 0 for sample in samples)
@@ -328,7 +272,7 @@ def _clear(job: Job, now_seconds: float) -> Document | None:
         "again_bytes": again,
         "at_least": at_least,
         "sentence": f"{stays_free(idle, again, at_least=at_least, at_step=timing.mode == 'step')}.",
-        "target": {"pid": pids[0] if len(pids) == 1 else pids},
+        "target": _target([pid for pid, _ in able]),
         **timing._asdict(),
     }
 
@@ -344,9 +288,12 @@ def _engine_memory(job: Job) -> Document | None:
     if not engines:
         return None
     asleep = any(sample.unmapped_bytes for _, report in engines for sample in report.devices)
-    pids = [pid for pid, _ in engines]
     release, resume = ENGINE_ACTIONS
-    return {"action": resume if asleep else release, "target": {"pid": pids[0] if len(pids) == 1 else pids}}
+    return {"action": resume if asleep else release, "target": _target([pid for pid, _ in engines])}
+
+
+def _target(pids: Sequence[int | str]) -> Document:
+    return {"pid": pids[0] if len(pids) == 1 else pids}
 
 
 def _finding(finding: Finding, snapshot: Snapshot, now_unix_seconds: float) -> Document:

@@ -26,11 +26,7 @@ WORDS: dict[str, dict[str, str]] = {
         ("engine", "Engine", "The inference engine, its version and its model."),
         ("kv_cache", "KV cache", "The key-value cache of an inference engine, of a fixed size."),
         ("kv_used", "Used", "Key-value cache of running requests."),
-        (
-            "kv_evictable",
-            "Prefix cache",
-            "Key-value cache of ended requests, kept for similar ones; usable at once.",
-        ),
+        ("kv_evictable", "Evictable", "Prefix cache: of ended requests, kept for similar ones, usable at once."),
         ("kv_free", "Free", "Key-value cache that no request uses."),
         ("weights", "Weights", "The parameters of the model that an engine serves."),
         ("cuda_graphs", "CUDA graphs", "Memory of captured CUDA graphs."),

@@ -18,7 +18,7 @@ COMPONENTS = (
 )
 _STATES = (
     ("used", "used", "dark-blue"),
-    ("evictable", "prefix cache", "green"),
+    ("evictable", "evictable", "green"),
     ("free", "free", "#80808030"),
 )
 _WHERE = "cluster, instance, gpu, uuid, pid, workload"
@@ -73,9 +73,9 @@ def of_workload(selector: str) -> list[Any]:
 
     cache = graph(
         "KV cache by use",
-        "The key-value cache of all engines of the workload: used by running requests, kept for later requests with the"
-        " same start (prefix cache, usable at once), and free. The dashed line is the sum of the highest uses of each"
-        " process in 24 hours; a cache of 1.5 times that would be enough.",
+        "The key-value cache of all engines of the workload: used by running requests, evictable (prefix cache: kept"
+        " for later requests with the same start, usable at once), and free. The dashed line is the sum of the highest"
+        " uses of each process in 24 hours; a cache of 1.5 times that would be enough.",
         units.BytesIEC,
         [
             *((total("gpumem_engine_kv_cache_bytes", "state", state), name) for state, name, _ in _STATES),

@@ -36,7 +36,7 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.events import Event
+from gpumem_exporter.events.model import Event
 from tests.support.paths import DATA
 from tests.support.running_command import run_tool
 

@@ -13,7 +13,7 @@ import pytest
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
-from gpumem_exporter.server.api.alert_schema import ALERT_KEYS
+from gpumem_exporter.server.api.alerts import ALERT_KEYS
 from tests.support.packages import PACKAGES
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool

@@ -20,7 +20,7 @@ import yaml
 
 from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
-from gpumem_exporter.events import EVENT_TYPES
+from gpumem_exporter.events.model import EVENT_TYPES
 from gpumem_exporter.view.findings import SEVERITIES, SEVERITY
 from tests.support.alert_path import Receiver, alertmanager, receiving
 from tests.support.dashboard_rules import nodes

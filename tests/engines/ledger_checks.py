@@ -156,12 +156,6 @@ facts = process_engine().read()
 result = [facts.name, facts.version, facts.model, facts.measures, facts.ready, facts.requests]
 """
 
-CACHE_BLOCKS = """
-for number, block in enumerate(blocks):
-    pool._insert_block_hash(number.to_bytes(36, "big"), block, num_tokens=16)
-pool.free_blocks(blocks)
-"""
-
 
 def test_an_engine_in_the_program_sleeps_releases_its_cache_and_shows_its_blocks(
     exporter: ExporterProcess, start_torch: StartTorch, tmp_path: Path

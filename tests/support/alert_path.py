@@ -1,4 +1,4 @@
-"""Prometheus and Alertmanager with the project's configurations and shorter durations, and a webhook receiver."""
+"""Alertmanager with the project's configuration and shorter durations, and a webhook receiver."""
 
 from __future__ import annotations
 
@@ -21,19 +21,11 @@ from tests.support.waiting import patient, wait_for
 
 DEPLOY = REPOSITORY / "deploy"
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-INTERVAL = "250ms"
-"""The interval of scrapes and evaluations, long enough for a slow machine."""
-_DURATION = r"(?:\d+(?:ms|[smhd]))+"
-# Durations are in range and subquery brackets, after `offset`, and the values of these keys.
-_IN_RULES = re.compile(rf"(?<=\[){_DURATION}(?=[\]:])|(?<=\d[smhd]:){_DURATION}(?=\])|(?<=offset ){_DURATION}\b")
-_KEYS = (
-    *("for", "keep_firing_for", "interval", "scrape_interval", "scrape_timeout", "evaluation_interval"),
-    *("group_wait", "group_interval", "repeat_interval"),
-)
+_KEYS = ("group_wait", "group_interval", "repeat_interval")
 
 
 def hastened(document: Any, times: float) -> Any:
-    """Divide every duration in a YAML document of Prometheus or Alertmanager by a factor."""
+    """Divide every duration in a YAML document of Alertmanager by a factor."""
 
     def shorter(text: str) -> str:
         seconds = sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)(ms|[smhd])", text))
@@ -43,15 +35,7 @@ def hastened(document: Any, times: float) -> Any:
         return [hastened(each, times) for each in document]
     if not isinstance(document, dict):
         return document
-    out = {}
-    for key, value in document.items():
-        if key in _KEYS:
-            out[key] = shorter(value)
-        elif key == "expr":
-            out[key] = _IN_RULES.sub(lambda match: shorter(match.group()), value)
-        else:
-            out[key] = hastened(value, times)
-    return out
+    return {key: shorter(value) if key in _KEYS else hastened(value, times) for key, value in document.items()}
 
 
 @dataclass
@@ -60,26 +44,6 @@ class Receiver:
 
     url: str
     notifications: list[Mapping[str, Any]] = field(default_factory=list)
-
-    def wait_for_alert(
-        self, status: str, timeout_seconds: float, *, since: int = 0, **labels: str
-    ) -> Mapping[str, Any]:
-        """Wait for the first alert with this status and these labels, and return it.
-
-        `status` is firing or resolved; the first `since` notifications are skipped.
-        """
-
-        def find() -> Mapping[str, Any] | None:
-            for notification in self.notifications[since:]:
-                for alert in notification["alerts"]:
-                    if alert["status"] == status and labels.items() <= alert["labels"].items():
-                        found: Mapping[str, Any] = alert
-                        return found
-            return None
-
-        found = wait_for(find, f"{labels} {status}", timeout_seconds)
-        assert found is not None
-        return found
 
 
 @contextmanager
@@ -128,33 +92,6 @@ def running_alertmanager(folder: Path, configuration: Mapping[str, Any]) -> Iter
     with _running(command, folder / "alertmanager.log") as log:
         yield wait_for(lambda: _first(r'msg="Listening on" address=(\S+)', log()), "Alertmanager")
         log()  # it still runs
-
-
-@contextmanager
-def prometheus(folder: Path, *, exporter: str, alerts_to: str, times: float) -> Iterator[None]:
-    """Run Prometheus with the project's configuration and rules; it scrapes one exporter every 250 ms."""
-    source = DEPLOY / "prometheus"
-    configuration = hastened(yaml.safe_load((source / "prometheus.yml").read_text()), times)
-    (scraping,) = [job for job in configuration["scrape_configs"] if job["job_name"] == "gpumem"]
-    scraping["static_configs"] = [{"targets": [exporter]}]
-    configuration["scrape_configs"] = [scraping]
-    configuration["global"] |= {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL}
-    configuration["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alerts_to]}]}]}
-    rules = sorted(path for pattern in configuration["rule_files"] for path in source.glob(pattern))
-    assert rules
-    for path in rules:
-        _written(folder / path.relative_to(source), hastened(yaml.safe_load(path.read_text()), times))
-    file = _written(folder / "prometheus.yml", configuration)
-    command = [
-        *("prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'prometheus'}"),
-        "--web.listen-address=127.0.0.1:0",
-    ]
-    with _running(command, folder / "prometheus.log") as log:
-        wait_for(lambda: "Server is ready to receive web requests" in log(), "Prometheus")
-        yield
-        # A machine that is too slow for the interval evaluates a group again at the time of a missed evaluation.
-        logged = re.sub(r".*different value but same timestamp.*\n", "", log())
-        assert _first(r"(level=(?:warn|error).*)", logged) == "", logged
 
 
 def _written(path: Path, document: Any) -> Path:

@@ -64,6 +64,7 @@ class ScriptedExporter:
     later: list[Mapping[str, Any] | ExporterError] = field(default_factory=list)
     cancels: list[Mapping[str, Any] | ExporterError] = field(default_factory=list)
     document: Mapping[str, Any] | ExporterError = field(default_factory=dict)
+    url: str = "http://node2:9844"
     on_submit: Callable[[], None] = lambda: None
 
     def get(self, path: str) -> Any:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from gpumem_exporter.core.ledger import sum_of_known
-from gpumem_exporter.events import Event, Page
+from gpumem_exporter.events.model import Event, Page
 from gpumem_exporter.server.api.events import events_document
 from gpumem_exporter.view.sentences import stays_free
 from gpumem_exporter.view.words import WORDS

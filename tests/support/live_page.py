@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, Route, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
@@ -86,13 +84,6 @@ class LivePage:
         """Return the visible text of an element, with plain spaces."""
         return self.page.locator(selector).first.inner_text().replace(NBSP, " ")
 
-    def ledger(self, card: int) -> dict[str, int | None]:
-        """Return the bytes of each part of a card's bar."""
-        read = """(card) => Object.fromEntries([...document.querySelectorAll('.device')[card]
-            .querySelectorAll('.part')].map((part) => [part.classList[1], part.dataset.bytes]))"""
-        parts = self.page.evaluate(read, card)
-        return {name: None if value == "unknown" else int(value) for name, value in parts.items()}
-
     def violations_of_access(self) -> list[str]:
         """Return axe's violations of accessibility rules by element."""
         found = Axe().run(self.page).response["violations"]
@@ -125,9 +116,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Return a function that opens a page: `open_page(exporter, path="", expects=(), script="", answer=None)`.
+    """Return a function that opens a page: `open_page(exporter, path="", expects=(), script="")`.
 
-    `script` runs before the page's script; `answer` replaces the exporter's state; `now`, in Unix seconds, stops the
+    `script` runs before the page's script; `now`, in Unix seconds, stops the
     page's time, which then passes in `pass_second`. The other options are of the context.
     """
     opened: list[LivePage] = []
@@ -138,7 +129,6 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         path: str = "",
         expects: tuple[str, ...] = (),
         script: str = "",
-        answer: Callable[[], dict[str, Any]] | None = None,
         now: float | None = None,
         **options: Any,
     ) -> LivePage:
@@ -149,12 +139,6 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
             live.page.clock.pause_at(now + 1)
         if script:
             live.page.add_init_script(script)
-        if answer is not None:
-
-            def fulfill(route: Route) -> None:
-                route.fulfill(body=json.dumps(answer()), content_type="application/json")
-
-            live.page.route("**/api/v1/live*", fulfill)
         live.goto()
         return live
 
@@ -179,11 +163,8 @@ def serving(folder: Path, *flags: str, **options: Any) -> Iterator[ExporterProce
         exporter.close()
 
 
-def send(
-    exporter: ExporterProcess, pid: int, allocated: int, *, reclaimable_known: bool = True, **changes: Any
-) -> None:
+def send(exporter: ExporterProcess, pid: int, allocated: int, **changes: Any) -> None:
     """Send a report of a process with 1 MiB reclaimable."""
     changes = {"session": f"of {pid}", **changes}
-    known = sample(UUIDS[0], allocated, reclaimable=MIB, fragmented=2 * MIB)
-    device = known if reclaimable_known else replace(known, reclaimable_bytes=None)
+    device = sample(UUIDS[0], allocated, reclaimable=MIB, fragmented=2 * MIB)
     assert exporter.request("POST", REPORTS_PATH, to_wire(report(pid, devices=(device,), **changes))).status == 200

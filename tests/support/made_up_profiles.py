@@ -53,53 +53,28 @@ def made_up(blocks: Iterable[Block], *, recorded: bool = True, pool: str = "defa
     )
 
 
-def training(*, leaked: int = 300, layers: int = 12, devices: int = 1) -> Profile:
+def training(*, leaked: int = 300, layers: int = 12) -> Profile:
     """Return the profile of a training with a list that keeps `leaked` outputs, of 1 MiB each."""
     blocks: list[Block] = []
-    for device in range(devices):
-        for i in range(layers):
-            for name, size in (
-                ("attn.qkv.weight", 24),
-                ("attn.proj.weight", 8),
-                ("mlp.fc.weight", 32),
-                ("norm.weight", 1),
-            ):
-                path, shape = f"model.layers.{i}.{name}", f"{size * 256}x2048"
-                size *= MIB
-                blocks += [
-                    (device, (), Owner("parameters", path, shape, "bfloat16"), size, size),
-                    (device, (), Owner("gradients", path, shape, "bfloat16"), 0 if i % 2 else size, size),
-                    (
-                        device,
-                        (),
-                        Owner("optimizer_state", f"AdamW.exp_avg {path}", shape, "float32"),
-                        2 * size,
-                        2 * size,
-                    ),
-                    (
-                        device,
-                        (),
-                        Owner("optimizer_state", f"AdamW.exp_avg_sq {path}", shape, "float32"),
-                        2 * size,
-                        2 * size,
-                    ),
-                ]
-            activation = (LINEAR, CALL, FORWARD._replace(line=12 + i), CALL, STEP, MAIN)
-            blocks.append((device, activation, None, 0, 96 * MIB))
-        keeps = Owner("tensors", "list of 300 in outputs, a global of __main__", "256x1024", "float32")
-        leak = (LINEAR, CALL, FORWARD._replace(line=30), CALL, STEP, MAIN)
-        blocks.append((device, leak, keeps, leaked * MIB, leaked * MIB))
-        blocks.append(
-            (
-                device,
-                (Frame("load", "/src/data.py", 77), MAIN),
-                Owner("tensors", "local variable batch at train.py:40 in main", "64x1024", "int64"),
-                5 * MIB,
-                5 * MIB,
-            )
-        )
-        blocks.append((device, (), Owner("backward"), 12 * MIB, 120 * MIB))
-        blocks.append((device, (), Owner("unseen"), 3 * MIB, 3 * MIB))
+    for i in range(layers):
+        for name, mib in (("attn.qkv.weight", 24), ("attn.proj.weight", 8), ("mlp.fc.weight", 32), ("norm.weight", 1)):
+            path, shape, size = f"model.layers.{i}.{name}", f"{mib * 256}x2048", mib * MIB
+            blocks += [
+                (0, (), Owner("parameters", path, shape, "bfloat16"), size, size),
+                (0, (), Owner("gradients", path, shape, "bfloat16"), 0 if i % 2 else size, size),
+                (0, (), Owner("optimizer_state", f"AdamW.exp_avg {path}", shape, "float32"), 2 * size, 2 * size),
+                (0, (), Owner("optimizer_state", f"AdamW.exp_avg_sq {path}", shape, "float32"), 2 * size, 2 * size),
+            ]
+        blocks.append((0, (LINEAR, CALL, FORWARD._replace(line=12 + i), CALL, STEP, MAIN), None, 0, 96 * MIB))
+    keeps = Owner("tensors", "list of 300 in outputs, a global of __main__", "256x1024", "float32")
+    batch = Owner("tensors", "local variable batch at train.py:40 in main", "64x1024", "int64")
+    leak = (LINEAR, CALL, FORWARD._replace(line=30), CALL, STEP, MAIN)
+    blocks += [
+        (0, leak, keeps, leaked * MIB, leaked * MIB),
+        (0, (Frame("load", "/src/data.py", 77), MAIN), batch, 5 * MIB, 5 * MIB),
+        (0, (), Owner("backward"), 12 * MIB, 120 * MIB),
+        (0, (), Owner("unseen"), 3 * MIB, 3 * MIB),
+    ]
     return made_up(blocks, step=1200, pause_seconds=0.012)
 
 

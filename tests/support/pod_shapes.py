@@ -72,6 +72,16 @@ def _of_manifest(name: str) -> Pod:
     return {**made, "spec": template["spec"]}
 
 
+def _of_jobset(job: str, *, replicas: int, index: int) -> Pod:
+    labels = {
+        "jobset.sigs.k8s.io/jobset-name": "llm",
+        "jobset.sigs.k8s.io/global-replicas": str(replicas),
+        "batch.kubernetes.io/job-name": job,
+        "batch.kubernetes.io/job-completion-index": str(index),
+    }
+    return pod(labels=labels, owner=("Job", job))
+
+
 def _volume(name: str, **source: Any) -> Pod:
     return {"name": name, **source}
 
@@ -102,33 +112,8 @@ SHAPES: dict[str, Shape] = {
         "train",
         "0",
     ),
-    "jobset with one job": Shape(
-        pod(
-            labels={
-                "jobset.sigs.k8s.io/jobset-name": "llm",
-                "jobset.sigs.k8s.io/global-replicas": "1",
-                "batch.kubernetes.io/job-name": "llm-node-0",
-                "batch.kubernetes.io/job-completion-index": "5",
-            },
-            owner=("Job", "llm-node-0"),
-        ),
-        _TRAINER,
-        "llm",
-        "5",
-    ),
-    "jobset with two jobs": Shape(
-        pod(
-            labels={
-                "jobset.sigs.k8s.io/jobset-name": "llm",
-                "jobset.sigs.k8s.io/global-replicas": "2",
-                "batch.kubernetes.io/job-name": "llm-node-1",
-                "batch.kubernetes.io/job-completion-index": "0",
-            },
-            owner=("Job", "llm-node-1"),
-        ),
-        _TRAINER,
-        "llm",
-    ),
+    "jobset with one job": Shape(_of_jobset("llm-node-0", replicas=1, index=5), _TRAINER, "llm", "5"),
+    "jobset with two jobs": Shape(_of_jobset("llm-node-1", replicas=2, index=0), _TRAINER, "llm"),
     "pytorchjob": Shape(
         pod(
             container("pytorch", 8, env=[{"name": "RANK", "value": "1"}, {"name": "PYTHONPATH", "value": "/app:"}]),

@@ -10,7 +10,9 @@ from typing import Any
 from gpumem_client.wire.protocol import OutOfMemory
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import Event, Recorder, last_ooms
+from gpumem_exporter.events.model import Event
+from gpumem_exporter.events.ooms import last_ooms
+from gpumem_exporter.events.recorder import Recorder
 from tests.support.builders import UUIDS, node, report
 
 

@@ -33,6 +33,8 @@ _RESULT = {
 class TopScreen:
     """A node and its exporter, which also is the API that `top` opens."""
 
+    warnings: tuple[str, ...] = ()
+
     def __init__(self, document: dict[str, Any] | None = None, *, nodes: list[Node] | None = None, **view: Any) -> None:
         self.nodes = nodes or [Node(document or full_node(), URL)]
         self.requests: list[Mapping[str, Any]] = []
@@ -46,10 +48,10 @@ class TopScreen:
         self.hangs = threading.Event()
         self.hangs.set()
         self.app = Top(
-            self.read,
+            self,
             self.nodes,
             View(**view),
-            interval_seconds=0.1,
+            interval_seconds=0.5,
             open_api=lambda _: self,  # type: ignore[arg-type,return-value]
         )
 

@@ -16,6 +16,8 @@ from gpumem_client.commands.executor import Executor
 from gpumem_client.commands.profiling import Profiling
 from gpumem_client.commands.scheduler import Scheduler
 from gpumem_client.engines.facts import EngineFacts
+from gpumem_client.engines.reader import process_engine
+from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.engines.state import EngineClock
 from gpumem_client.guest_safety import ErrorLog, log
 from gpumem_client.hooks.out_of_memory import OutOfMemoryLog
@@ -67,6 +69,7 @@ class ReportLoop:
         planned_bytes: int | None = None,
         idle_cache_seconds: float = IDLE_CACHE_SECONDS,
         collect_garbage: Callable[[], object] = gc.collect,
+        engine: Callable[[], CoreMemory | None] = lambda: process_engine().memory(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.identity = identity
@@ -83,7 +86,7 @@ class ReportLoop:
             idle_cache_seconds=idle_cache_seconds,
             clock=clock,
         )
-        self._executor = Executor(allocator, self.sampler, collect_garbage=collect_garbage, clock=clock)
+        self._executor = Executor(allocator, self.sampler, collect_garbage=collect_garbage, engine=engine, clock=clock)
         self._scheduler = Scheduler(self._executor, allocator, self.sampler, wake=wake, clock=clock)
         self.oom_moments: OomMoments | None = None
         """The errors that get a profile, if that is set."""

@@ -1,4 +1,4 @@
 """Policies: rules that request actions by themselves.
 
-Other folders import: `engine`, `rule_state`, `rules`, `values`.
+Other folders import: `engine`, `rules`, `values`.
 """

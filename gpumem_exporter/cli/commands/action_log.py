@@ -6,23 +6,21 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import click
 
-from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.units import human_bytes
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended
 from gpumem_exporter.cli.completion import ACTION_IDS, JOBS
-from gpumem_exporter.cli.options import connection_options, list_option, open_api
+from gpumem_exporter.cli.options import api_options, list_option
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import action_tables
-from gpumem_exporter.cli.render.event_table import local_time
+from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
 from gpumem_exporter.cli.usage import CommandGroup
-from gpumem_exporter.errors import TargetNotFoundError
 from gpumem_exporter.events.entries import ACTION_NAMES, caller_text
 
 _EXAMPLES = """\b
@@ -41,7 +39,6 @@ _STATES = {state.value: state.value for state in ActionState}
 _SHOWN_ID = 8
 _FREEING = ("empty_cache", "terminate", "release_memory")
 """The actions that release memory to the driver."""
-_FULL_ID = 32
 _CANCEL_SECONDS = 5.0
 """How long `cancel` waits for processes that have received their command."""
 _POLL_SECONDS = 0.25
@@ -62,10 +59,8 @@ def actions() -> None:
 @click.option(
     "--job", metavar="JOB", shell_complete=JOBS, help="Only actions on processes of this job: its workload or its id."
 )
-@connection_options
-def list_actions(
-    *, names: list[str], states: list[str], job: str | None, url: str | None, token_file: str | None, as_json: bool
-) -> int:
+@api_options
+def list_actions(api: ExporterApi, *, names: list[str], states: list[str], job: str | None, as_json: bool) -> int:
     """Show the last 100 actions, the newest first, without dry runs.
 
     What was requested, by whom, the outcome, the memory that was freed, and how much of it stayed free if the request
@@ -73,8 +68,7 @@ def list_actions(
     """
     given = {"action": ",".join(names), "state": ",".join(states), "job": job}
     query = {name: value for name, value in given.items() if value} | {"dry_run": "false"}
-    with open_api(url, token_file) as api:
-        document = api.get(f"/api/v1/actions?{urlencode(query)}")
+    document = api.get(f"/api/v1/actions?{urlencode(query)}")
     if as_json:
         print_json(document)
     elif document["actions"]:
@@ -86,11 +80,10 @@ def list_actions(
 
 @actions.command("show")
 @click.argument("action_id", metavar="ID", shell_complete=ACTION_IDS)
-@connection_options
-def show_action(action_id: str, url: str | None, token_file: str | None, as_json: bool) -> int:
+@api_options
+def show_action(api: ExporterApi, action_id: str, as_json: bool) -> int:
     """Show one action with the result of each process."""
-    with open_api(url, token_file) as api:
-        action = api.action(_full_id(api, action_id))
+    action = api.action(api.full_id("action", action_id))
     if as_json:
         print_json(action)
     else:
@@ -100,20 +93,19 @@ def show_action(action_id: str, url: str | None, token_file: str | None, as_json
 
 @actions.command("cancel")
 @click.argument("action_id", metavar="ID", shell_complete=ACTION_IDS)
-@connection_options
-def cancel_action(action_id: str, url: str | None, token_file: str | None, as_json: bool) -> int:
+@api_options
+def cancel_action(api: ExporterApi, action_id: str, as_json: bool) -> int:
     """Cancel an action in the processes that have not started it.
 
     The exit code is 1 if nothing was canceled, because the action had ended.
     """
-    with open_api(url, token_file) as api:
-        full_id = _full_id(api, action_id)
-        had_ended = has_ended(api.action(full_id))
-        action = api.cancel(full_id)
-        end = time.monotonic() + _CANCEL_SECONDS
-        while not has_ended(action) and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
-            action = api.action(full_id)
+    full_id = api.full_id("action", action_id)
+    had_ended = has_ended(api.action(full_id))
+    action = api.cancel(full_id)
+    end = time.monotonic() + _CANCEL_SECONDS
+    while not has_ended(action) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+        action = api.action(full_id)
     if as_json:
         print_json(action)
     else:
@@ -121,21 +113,6 @@ def cancel_action(action_id: str, url: str | None, token_file: str | None, as_js
         if had_ended:
             print("The action had ended. Nothing was canceled.")
     return FAILED if had_ended else 0
-
-
-def _full_id(api: ExporterApi, given: str) -> str:
-    """Return the id that a shortened one stands for."""
-    if not given.strip():
-        raise ConfigurationError("the ID is empty; see gpumem-exporter actions list")
-    if len(given) >= _FULL_ID:
-        return quote(given, safe="")
-    known = [action["id"] for action in api.get("/api/v1/actions?limit=1000")["actions"]]
-    matching = [each for each in known if each.startswith(given)]
-    if len(matching) > 1:
-        raise ConfigurationError(f"{given!r} stands for {len(matching)} actions; give more of the ID")
-    if not matching:
-        raise TargetNotFoundError(f"no action {given!r}; it is unknown, or too old to be kept")
-    return str(matching[0])
 
 
 def _row(action: Document) -> Sequence[Any]:

@@ -11,21 +11,21 @@ import click
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.model import is_done
-from gpumem_exporter.cli.api_client import read_rights, rights_line
+from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
 from gpumem_exporter.cli.clear import Plan, act, can_ask, confirmed, confirmed_termination, plan_clear
 from gpumem_exporter.cli.options import (
     action_options,
     action_request,
-    connection_options,
+    api_options,
     is_quiet,
     note,
-    open_api,
     option_group,
     pop_action_target,
     target_options,
 )
 from gpumem_exporter.cli.program import FAILED
-from gpumem_exporter.cli.render.terminal import print_json
+from gpumem_exporter.cli.render.action_tables import action_tables
+from gpumem_exporter.cli.render.terminal import open_console, print_json, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +171,9 @@ def _click_command(command: ActionCommand) -> click.Command:
         help=f"{command.summary}\n\n{command.description}",
         epilog=f"\b\nExamples:\n{command.examples}",
     )
-    @option_group(*own, _wait_option, target_options, action_options(command.action), connection_options)
-    def run(**values: Any) -> int:
-        return _run(command.action, **values)
+    @option_group(*own, _wait_option, target_options, action_options(command.action), api_options)
+    def run(api: ExporterApi, **values: Any) -> int:
+        return _run(api, command.action, **values)
 
     return run
 
@@ -182,14 +182,7 @@ clear, gc, reset_peak, snapshot, fraction, sleep, wake, terminate = map(_click_c
 
 
 def _run(
-    action: str,
-    *,
-    url: str | None,
-    token_file: str | None,
-    as_json: bool,
-    wait_seconds: float | None,
-    yes: bool = False,
-    **values: Any,
+    api: ExporterApi, action: str, *, as_json: bool, wait_seconds: float | None, yes: bool = False, **values: Any
 ) -> int:
     """Request an action, print its results, and return the exit code."""
     on_terminal = sys.stdout.isatty() and not as_json
@@ -202,27 +195,23 @@ def _run(
     asks_to_end = action == "terminate" and "orphans" in target and able and not body["dry_run"]
     # The exporter suggests a mode for each process, unless --mode or --group is given.
     free_mode = asks and values["mode"] is None and not values["group"]
-    with open_api(url, token_file) as api:
-        plan: Plan | None = Plan(body)
-        if asks and not body["dry_run"]:
-            plan = confirmed(api, body, free_mode=free_mode)
-        elif asks_to_end:
-            plan = confirmed_termination(api, body)
-        if plan is None:
-            return FAILED
-        if free_mode and body["dry_run"]:
-            document = plan_clear(api, body).expected
-        else:
-            document = act(api, plan, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else _print_new())
-        rights = {} if as_json or is_quiet() else read_rights(api)
+    plan: Plan | None = Plan(body)
+    if asks and not body["dry_run"]:
+        plan = confirmed(api, body, free_mode=free_mode)
+    elif asks_to_end:
+        plan = confirmed_termination(api, body)
+    if plan is None:
+        return FAILED
+    if free_mode and body["dry_run"]:
+        document = plan_clear(api, body).expected
+    else:
+        document = act(api, plan, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else _print_new())
     if as_json:
         print_json(document)
     else:
-        from gpumem_exporter.cli.render.action_tables import action_tables
-        from gpumem_exporter.cli.render.terminal import open_console, show
-
         show(open_console(), action_tables(document))
-        if rights.get("rights") == "own":
+        # The table of a user with rights to its own processes lacks the processes of others.
+        if not is_quiet() and (rights := read_rights(api)).get("rights") == "own":
             print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds != 0)
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_exporter.cli.api_client import ExporterApi, read_rights
+from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
-from gpumem_exporter.cli.doctor.exporter import (
-    check_actions,
-    check_auth,
-    check_clock,
-    check_health,
-    check_jobs,
-    check_pid_namespace,
-    check_reporters,
-    check_trust,
-    check_version,
-    reach,
-)
+from gpumem_exporter.cli.doctor.exporter import check_exporter, check_trust, reach
 from gpumem_exporter.cli.doctor.machine import (
     check_driver,
     check_driver_elsewhere,
@@ -87,30 +75,7 @@ def diagnose(url: str | None, token_file: str | None = None) -> Iterator[Finding
             yield from run_check("socket", lambda: check_socket(path, required=len(urls) == 1))
         if health is not None:
             yield check_trust(api.objection, nearby=nearby)
-            yield from _check_exporter(api, health, has_token=bool(token))
-
-
-def _check_exporter(api: ExporterApi, health: dict[str, Any], *, has_token: bool) -> Iterator[Finding]:
-    @cache
-    def live() -> dict[str, Any]:
-        return api.get("/api/v1/live?details=all")
-
-    def processes() -> list[dict[str, Any]]:
-        return [process for job in live()["jobs"] for process in job["processes"]]
-
-    driver_up = bool((health.get("nvml") or {}).get("up"))
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "version": lambda: check_version(health),
-        "health": lambda: check_health(health),
-        "auth": lambda: check_auth(api, has_token=has_token),
-        "actions": lambda: check_actions(read_rights(api)),
-        "clock": lambda: check_clock(live()["node"]),
-        "reporters": lambda: check_reporters(processes(), live()["findings"]),
-        "pid namespace": lambda: check_pid_namespace(processes(), mode=health.get("mode"), driver_up=driver_up),
-        "jobs": lambda: check_jobs(live()["findings"]),
-    }
-    for name, check in checks.items():
-        yield from run_check(name, check)
+            yield from check_exporter(api, health, has_token=bool(token))
 
 
 def _driver() -> Provider:

@@ -15,9 +15,9 @@ import click
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.completion import JOBS
-from gpumem_exporter.cli.options import connection_options, list_option, note, open_api
-from gpumem_exporter.cli.render.event_table import event_line
-from gpumem_exporter.cli.render.terminal import open_console, print_json, print_json_line
+from gpumem_exporter.cli.options import api_options, list_option, note
+from gpumem_exporter.cli.render.columns import event_line
+from gpumem_exporter.cli.render.terminal import open_console, print_json
 from gpumem_exporter.events.model import EVENT_TYPES
 
 _EXAMPLES = f"""\b
@@ -69,16 +69,15 @@ def _since(_context: click.Context, _option: click.Parameter, text: str | None) 
 @list_option("--type", "types", dict(zip(EVENT_TYPES, EVENT_TYPES, strict=True)), "Only events of these types.")
 @click.option("--job", metavar="JOB", shell_complete=JOBS, help="Only events about this job: its workload or its id.")
 @click.option("--pid", metavar="PID", help="Only events about this process.")
-@connection_options
+@api_options
 def events(
+    api: ExporterApi,
     *,
     follow: bool,
     since: float | None,
     types: list[str],
     job: str | None,
     pid: str | None,
-    url: str | None,
-    token_file: str | None,
     as_json: bool,
 ) -> int:
     """Show what happened on the node, oldest first.
@@ -88,24 +87,23 @@ def events(
     """
     filters = {"type": ",".join(types), "job": job, "pid": pid}
     query = {name: value for name, value in filters.items() if value} | {"fold": "true"}
-    with open_api(url, token_file) as api:
-        pages = _pages(api, query, since, follow=follow)
-        if as_json and not follow:
-            print_json({"events": [event for page in pages for event in page]})
-            return 0
-        console = open_console()
-        try:
-            for page in pages:
-                now = time.time()
-                for event in page:
-                    if as_json:
-                        print_json_line(event)
-                    else:
-                        console.print(event_line(event, now, console.width), soft_wrap=True)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            if not follow:
-                raise
+    pages = _pages(api, query, since, follow=follow)
+    if as_json and not follow:
+        print_json({"events": [event for page in pages for event in page]})
+        return 0
+    console = open_console()
+    try:
+        for page in pages:
+            now = time.time()
+            for event in page:
+                if as_json:
+                    print_json(event, indent=None)
+                else:
+                    console.print(event_line(event, now, console.width), soft_wrap=True)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        if not follow:
+            raise
     return 0
 
 

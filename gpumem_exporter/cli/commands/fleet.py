@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import click
@@ -76,13 +75,12 @@ def fleet() -> None:
 @wide_option
 @overview_options
 @fleet_options
-def info(query: str, wide: bool, **values: Any) -> int:
+def info(options: FleetOptions, query: str, wide: bool, **values: Any) -> int:
     """Show findings, jobs and devices of many nodes.
 
     Prometheus lists the exporters. Each exporter then reports its current values.
     """
     view = pop_view(values)
-    options = FleetOptions(**values)
     source = FleetSource(options.connect(), query, options)
     nodes = source.read()
     if options.as_json:
@@ -98,7 +96,7 @@ def info(query: str, wide: bool, **values: Any) -> int:
 @interval_option(5.0)
 @overview_options
 @fleet_options
-def top(interval_seconds: float, query: str, **values: Any) -> int:
+def top(options: FleetOptions, interval_seconds: float, query: str, **values: Any) -> int:
     """Show findings, jobs and devices of many nodes, live: `top` with a column for the node.
 
     The last values of a node that does not answer stay, dimmed.
@@ -107,17 +105,9 @@ def top(interval_seconds: float, query: str, **values: Any) -> int:
 
     require_terminal("fleet info")
     view = pop_view(values)
-    options = FleetOptions(**values)
     source = FleetSource(options.connect(), query, options)
-    app = Top(
-        source.read,
-        source.read(),
-        view,
-        interval_seconds=interval_seconds,
-        open_api=options.api,
-        warnings=lambda: source.warnings,
-    )
-    return app.run_to_end()
+    nodes = source.read()
+    return Top(source, nodes, view, interval_seconds=interval_seconds, open_api=options.api).run_to_end()
 
 
 def _add_action(command: ActionCommand) -> None:
@@ -135,8 +125,7 @@ def _add_action(command: ActionCommand) -> None:
     @action_options(command.action)
     @selection_options
     @fleet_options
-    def run(query: str, max_processes: int, **values: Any) -> int:
-        options = FleetOptions(**{item.name: values.pop(item.name) for item in fields(FleetOptions) if item.init})
+    def run(options: FleetOptions, query: str, max_processes: int, **values: Any) -> int:
         return act(command.action, query, max_processes, values, options)
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import click
 
-from gpumem_exporter.cli.api_client import read_rights, rights_line
+from gpumem_exporter.cli.api_client import ExporterApi, read_rights, rights_line
 from gpumem_exporter.cli.node import Node, node_document, read_live, require_known, selected
 from gpumem_exporter.cli.options import (
-    connection_options,
-    open_api,
+    api_options,
     pop_target,
     pop_view,
     target_options,
@@ -37,24 +36,24 @@ A dash is a value that is not known, and ≥ a lower bound. K, M and G are KiB, 
 @view_options
 @wide_option
 @target_options
-@connection_options
-def info(url: str | None, token_file: str | None, as_json: bool, wide: bool, **values: Any) -> int:
+@api_options
+def info(api: ExporterApi, as_json: bool, wide: bool, **values: Any) -> int:
     """Show jobs, devices and where every byte is.
 
     The values are the latest of the driver and the reporters. `info` takes the same target options as actions: each is
     repeatable and takes a list. It shows the jobs of the selected processes, and the devices that they use.
     """
     view, target = pop_view(values), pop_target(values)
-    with open_api(url, token_file) as api:
-        live = read_live(api, "all" if as_json else "none")
-        rights = {} if as_json else read_rights(api)
+    live = read_live(api, "all" if as_json else "none")
     require_known(live, target)
     shown = selected(live, target)
     if as_json:
         print_json(node_document(shown))
         return 0
+    rights = read_rights(api)
     console = open_console(wide=wide)
-    show(console, node_tables([Node(shown)], view, console.width, wide=wide, ledger=True))
+    none = ("No orphan matches." if target.given() else "There are no orphans.") if target.orphans else ""
+    show(console, node_tables([Node(shown)], view, console.width, wide=wide, ledger=True, without_jobs=none))
     if line := rights_line(rights, "clear"):
         print(f"\n{line}")
     return 0

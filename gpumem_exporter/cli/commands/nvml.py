@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import click
 
 from gpumem_client.wire.errors import ConfigurationError
-from gpumem_exporter.cli.options import connection_options, open_api, option_group
+from gpumem_exporter.cli.api_client import Document, ExporterApi
+from gpumem_exporter.cli.options import api_options, option_group
 from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.terminal import print_json
 
@@ -35,20 +33,20 @@ _nvml_options = option_group(
         help=f"How long to wait, at most {_LONGEST_WAIT_SECONDS:g}; 0 does not wait.",
     ),
     click.option("--reason", metavar="TEXT", default="", help="Recorded in the audit log."),
-    connection_options,
+    api_options,
 )
 
 
 @click.command(epilog=_RELEASE_EXAMPLES)
 @_nvml_options
-def release_nvml(wait_seconds: float, as_json: bool, **request: Any) -> int:
+def release_nvml(api: ExporterApi, wait_seconds: float, reason: str, as_json: bool) -> int:
     """Release NVML for maintenance of the driver.
 
     The exporter shuts NVML down and unloads its library, so that the driver can be unloaded or a GPU reset. The
     exporter keeps running, and processes keep reporting. Device metrics are absent until attach-nvml or a restart of
     the exporter. Jobs on the GPUs are not touched: they keep the driver in use.
     """
-    answer = _post("release", wait_seconds, as_json=as_json, **request)
+    answer = _post(api, "release", wait_seconds, reason, as_json=as_json)
     open_files = answer.get("held") or ()
     released = answer.get("state") == "released"
     if not as_json:
@@ -64,12 +62,12 @@ def release_nvml(wait_seconds: float, as_json: bool, **request: Any) -> int:
 
 @click.command(epilog=_ATTACH_EXAMPLES)
 @_nvml_options
-def attach_nvml(wait_seconds: float, as_json: bool, **request: Any) -> int:
+def attach_nvml(api: ExporterApi, wait_seconds: float, reason: str, as_json: bool) -> int:
     """Attach NVML again after release-nvml.
 
     The exporter tries the driver at once. If the driver does not answer yet, the exporter attaches as soon as it does.
     """
-    answer = _post("attach", wait_seconds, as_json=as_json, **request)
+    answer = _post(api, "attach", wait_seconds, reason, as_json=as_json)
     state = answer.get("state")
     if not as_json:
         if state == "attached":
@@ -80,15 +78,12 @@ def attach_nvml(wait_seconds: float, as_json: bool, **request: Any) -> int:
     return 0 if state == "attached" or (state == "attaching" and wait_seconds == 0) else FAILED
 
 
-def _post(
-    operation: str, wait_seconds: float, *, reason: str, url: str | None, token_file: str | None, as_json: bool
-) -> Mapping[str, Any]:
+def _post(api: ExporterApi, operation: str, wait_seconds: float, reason: str, *, as_json: bool) -> Document:
     """Request `release` or `attach`, print the answer with --json, and return it."""
     if not 0 <= wait_seconds <= _LONGEST_WAIT_SECONDS:
         raise ConfigurationError(f"--wait {wait_seconds:g}: must be 0 to {_LONGEST_WAIT_SECONDS:g} seconds")
     body = {"reason": reason, "wait_seconds": wait_seconds}
-    with open_api(url, token_file) as api:
-        answer = api.post(f"/api/v1/nvml/{operation}", body, hold_seconds=wait_seconds)
+    answer = api.post(f"/api/v1/nvml/{operation}", body, hold_seconds=wait_seconds)
     if as_json:
         print_json(answer)
     return answer

@@ -7,9 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import click
 
@@ -22,23 +23,22 @@ from gpumem_exporter.cli.completion import JOBS, PROFILE_IDS, SELECTORS
 from gpumem_exporter.cli.options import (
     action_options,
     action_request,
-    connection_options,
+    api_options,
     note,
-    open_api,
     option_group,
     pop_action_target,
     target_options,
 )
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import reasons
-from gpumem_exporter.cli.render.event_table import local_time
+from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.profile_tables import profile_tables
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show, table
 from gpumem_exporter.cli.usage import CommandGroup
-from gpumem_exporter.errors import ProfileInvalidError, TargetNotFoundError
+from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.profiles.diff import difference
 from gpumem_exporter.profiles.formats import SUFFIXES, Format, render
-from gpumem_exporter.profiles.model import StoredProfile
+from gpumem_exporter.profiles.model import SavedProfile
 from gpumem_exporter.profiles.saved import read_saved
 
 _EXAMPLES = """\b
@@ -56,7 +56,6 @@ the list.
 """
 _PATH = "/api/v1/profiles"
 _SHOWN_ID = 8
-_FULL_ID = 32
 _BINARY: tuple[Format, ...] = ("html", "pprof")
 """The formats that a terminal does not show: without -o, they become a file in the current folder."""
 _COLUMNS = (
@@ -106,14 +105,8 @@ def profile() -> None:
 
 @profile.command("take")
 @click.argument("pids", nargs=-1, metavar="[PID]...", shell_complete=SELECTORS["pid"])
-@option_group(_output_options, target_options, action_options("profile"), connection_options)
-def take(
-    *,
-    pids: Sequence[str],
-    url: str | None,
-    token_file: str | None,
-    **values: Any,
-) -> int:
+@option_group(_output_options, target_options, action_options("profile"), api_options)
+def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
     """Take profiles of processes.
 
     Without --duration: the allocated memory now, by owner: parameters, gradients, optimizer state, other tensors by
@@ -123,21 +116,21 @@ def take(
     values["pid"] = (*values["pid"], *pids)
     file, target = _Output.pop(values), pop_action_target(values)
     body = {**action_request("profile", values, on_terminal=False), "target": target}
-    with open_api(url, token_file) as api:
-        expected = api.submit({**body, "dry_run": True})
-        processes = {result["pid"] for result in expected["results"] if is_done(result["outcome"])}
-        if file.path is not None and len(processes) > 1:
-            raise ConfigurationError(
-                f"-o {file.path}: the target has {len(processes)} processes; without -o, each has a file"
-            )
-        if body["dry_run"] or not processes:
-            document = expected
-        else:
-            note(_cost(body["duration_seconds"], len(processes)))
-            document = act(api, Plan(body))
-        taken = dict.fromkeys(result["profile"] for result in document["results"] if result.get("profile"))
-        for profile_id in taken:
-            file.write(api, f"{_PATH}/{profile_id}", one=len(taken) == 1)
+    # First, because what a profile costs is said before it starts, and -o is for one process.
+    expected = api.submit({**body, "dry_run": True})
+    processes = {result["pid"] for result in expected["results"] if is_done(result["outcome"])}
+    if file.path is not None and len(processes) > 1:
+        raise ConfigurationError(
+            f"-o {file.path}: the target has {len(processes)} processes; without -o, each has a file"
+        )
+    if body["dry_run"] or not processes:
+        document = expected
+    else:
+        note(_cost(body["duration_seconds"], len(processes)))
+        document = act(api, Plan(body))
+    taken = dict.fromkeys(result["profile"] for result in document["results"] if result.get("profile"))
+    for profile_id in taken:
+        file.write(api, f"{_PATH}/{profile_id}", one=len(taken) == 1)
     if taken and file.form == "text":
         ids = ", ".join(each[:_SHOWN_ID] for each in taken)
         note(f"kept as {ids}; a page with a flame graph: gpumem-exporter profile show ID -o profile.html")
@@ -164,24 +157,15 @@ def _cost(duration_seconds: float, processes: int) -> str:
 @click.option("--pid", metavar="PID", shell_complete=SELECTORS["pid"], help="Only profiles of this process.")
 @click.option("--workload", metavar="NAME", shell_complete=SELECTORS["workload"], help="Only of this workload.")
 @click.option("--job", metavar="JOB", shell_complete=JOBS, help="Only of this job: its workload or its id.")
-@connection_options
-def list_profiles(
-    *,
-    pid: str | None,
-    workload: str | None,
-    job: str | None,
-    url: str | None,
-    token_file: str | None,
-    as_json: bool,
-) -> int:
+@api_options
+def list_profiles(api: ExporterApi, as_json: bool, **filters: str | None) -> int:
     """List the profiles that the exporter keeps.
 
     The newest is first. Without serve --storage.path, it keeps the last eight. You see the profiles of the processes
     that you may act on.
     """
-    query = {name: value for name, value in (("pid", pid), ("workload", workload), ("job", job)) if value}
-    with open_api(url, token_file) as api:
-        document = api.get(f"{_PATH}?{urlencode(query)}")
+    query = {name: value for name, value in filters.items() if value}
+    document = api.get(f"{_PATH}?{urlencode(query)}")
     if as_json:
         print_json(document)
     elif document["profiles"]:
@@ -207,33 +191,19 @@ def _row(kept: Document) -> Sequence[Any]:
 
 @profile.command("show")
 @click.argument("profile_id", metavar="ID", shell_complete=PROFILE_IDS)
-@option_group(_output_options, connection_options)
-def show_profile(
-    *,
-    profile_id: str,
-    url: str | None,
-    token_file: str | None,
-    **values: Any,
-) -> int:
+@option_group(_output_options, api_options)
+def show_profile(api: ExporterApi, profile_id: str, **values: Any) -> int:
     """Show a profile that the exporter keeps."""
     file = _Output.pop(values)
-    with open_api(url, token_file) as api:
-        file.write(api, f"{_PATH}/{_full_id(api, profile_id)}")
+    file.write(api, f"{_PATH}/{api.full_id('profile', profile_id)}")
     return 0
 
 
 @profile.command("diff")
 @click.argument("before", metavar="A", shell_complete=PROFILE_IDS)
 @click.argument("after", metavar="B", shell_complete=PROFILE_IDS)
-@option_group(_output_options, connection_options)
-def diff_profiles(
-    *,
-    before: str,
-    after: str,
-    url: str | None,
-    token_file: str | None,
-    **values: Any,
-) -> int:
+@option_group(_output_options, api_options)
+def diff_profiles(api: ExporterApi, before: str, after: str, **values: Any) -> int:
     """Show what grew from profile A to profile B.
 
     A and B are ids, or files that --format json wrote. Stacks and owners are compared by what they show. In two
@@ -241,23 +211,22 @@ def diff_profiles(
     lines may have moved.
     """
     file = _Output.pop(values)
-    with open_api(url, token_file) as api:
-        given = (before, after)
-        if not any(Path(each).is_file() for each in given):
-            old, new = (_full_id(api, each) for each in given)
-            file.write(api, f"{_PATH}/{old}/diff/{new}")
-        else:
-            old_profile, new_profile = (_read(api, each, file.moment) for each in given)
-            change = difference(old_profile, new_profile)
-            wanted: Format = "json" if file.form == "text" else cast(Format, file.form)
-            file.put(render(change, wanted)[0], f"{old_profile.id[:_SHOWN_ID]}-{new_profile.id[:_SHOWN_ID]}")
+    given = (before, after)
+    if not any(Path(each).is_file() for each in given):
+        old, new = (api.full_id("profile", each) for each in given)
+        file.write(api, f"{_PATH}/{old}/diff/{new}")
+    else:
+        old_profile, new_profile = (_read(api, each, file.moment) for each in given)
+        change = difference(old_profile, new_profile)
+        wanted: Format = "json" if file.form == "text" else cast(Format, file.form)
+        file.put(render(change, wanted)[0], f"{old_profile.id[:_SHOWN_ID]}-{new_profile.id[:_SHOWN_ID]}")
     return 0
 
 
-def _read(api: ExporterApi, given: str, moment: str) -> StoredProfile:
+def _read(api: ExporterApi, given: str, moment: str) -> SavedProfile:
     """Return the profile in a file, or the profile with an id."""
     if not Path(given).is_file():
-        return read_saved(json.loads(api.get_bytes(f"{_PATH}/{_full_id(api, given)}?moment={moment}")))
+        return read_saved(json.loads(api.get_bytes(f"{_PATH}/{api.full_id('profile', given)}?moment={moment}")))
     try:
         return read_saved(json.loads(Path(given).read_bytes()))
     except OSError as error:
@@ -266,46 +235,26 @@ def _read(api: ExporterApi, given: str, moment: str) -> StoredProfile:
         raise ConfigurationError(f"{given}: {error}; give a file that --format json wrote") from error
 
 
-def _full_id(api: ExporterApi, given: str) -> str:
-    """Return the id that a shortened one stands for."""
-    if len(given) >= _FULL_ID:
-        return quote(given, safe="")
-    known = [kept["id"] for kept in api.get(f"{_PATH}?limit=1000")["profiles"]]
-    matching = [each for each in known if given and each.startswith(given)]
-    if len(matching) > 1:
-        raise ConfigurationError(f"{given!r} stands for {len(matching)} profiles; give more of the ID")
-    if not matching:
-        raise TargetNotFoundError(f"no profile {given!r}; see gpumem-exporter profile list")
-    return str(matching[0])
-
-
-def _format(form: str | None, output: str | None, *, as_json: bool) -> str:
-    """Return the format of the options, otherwise the format that the file's name ends with."""
-    if as_json and form not in (None, "json"):
-        raise ConfigurationError(f"--json and --format {form}: give one of them")
-    if form or as_json:
-        return form or "json"
-    ends = {f".{suffix}": name for name, suffix in SUFFIXES.items()} | {".pprof": "pprof"}
-    return next((name for end, name in ends.items() if (output or "").endswith(end)), "text")
-
-
+@dataclass(frozen=True, slots=True)
 class _Output:
     """Where profiles are written, and in which format."""
 
-    def __init__(self, form: str, moment: str, path: str | None) -> None:
-        # Before a recording that would be lost.
-        if path is not None and not os.access(Path(path).parent, os.W_OK):
-            raise ConfigurationError(f"-o {path}: cannot write to this folder")
-        self.form = form
-        self.moment = moment
-        self.path = path
+    form: str
+    moment: str
+    path: str | None
 
     @classmethod
     def pop(cls, values: dict[str, Any]) -> _Output:
         """Remove the values of `_output_options` and --json from `values`, and return where they write."""
-        path = values.pop("output")
-        form = _format(values.pop("form"), path, as_json=values.pop("as_json"))
-        return cls(form, values.pop("moment"), path)
+        form, path, as_json = values.pop("form"), values.pop("output"), values.pop("as_json")
+        if as_json and form not in (None, "json"):
+            raise ConfigurationError(f"--json and --format {form}: give one of them")
+        # Before a recording that would be lost.
+        if path is not None and not os.access(Path(path).parent, os.W_OK):
+            raise ConfigurationError(f"-o {path}: cannot write to this folder")
+        ends = {f".{suffix}": name for name, suffix in SUFFIXES.items()} | {".pprof": "pprof"}
+        by_name = next((name for end, name in ends.items() if (path or "").endswith(end)), "text")
+        return cls(form or ("json" if as_json else by_name), values.pop("moment"), path)
 
     def write(self, api: ExporterApi, path: str, *, one: bool = True) -> None:
         """Write the profile of a path of the API; if it is not the only one, to a file of its own."""

@@ -10,8 +10,9 @@ from urllib.parse import quote
 import click
 
 from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_seconds
-from gpumem_exporter.cli.options import connection_options, open_api
-from gpumem_exporter.cli.render.event_table import local_time
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.options import api_options
+from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
 
 if TYPE_CHECKING:
@@ -31,16 +32,15 @@ _COLUMNS = (
 
 @click.command(epilog=_EXAMPLES)
 @click.option("--job", metavar="ID", required=True, help="The Slurm or Ray job id.")
-@connection_options
-def report(job: str, url: str | None, token_file: str | None, as_json: bool) -> int:
+@api_options
+def report(api: ExporterApi, job: str, as_json: bool) -> int:
     """Show the memory of a job, even after it has ended.
 
     The exporter records the values of each reporting process, from its first report or from the exporter's start if
     that is later. With --storage.path, the values of ended processes survive a restart of the exporter. Peak and mean
     are the driver's values, read once a second. The reserved peak is PyTorch's own, which is exact.
     """
-    with open_api(url, token_file) as api:
-        document = api.get(f"/api/v1/jobs/{quote(job, safe='')}")
+    document = api.get(f"/api/v1/jobs/{quote(job, safe='')}")
     if as_json:
         print_json(document)
     else:

@@ -91,24 +91,24 @@ def top(
         details="all" if as_json else "none",
     )
     with contextlib.closing(source) if once else contextlib.nullcontext():
-        node = source.read()
+        nodes = source.read()
     if as_json:
+        (node,) = nodes
         described = node_document(node.live or {})
         del described["processes"]
         exporter = shown_url(node.url) if node.url else None
-        print_json({"exporter": exporter, **described, "rows": process_documents([node], view)})
+        print_json({"exporter": exporter, **described, "rows": process_documents(nodes, view)})
         return 0
     if once:
         console = open_console()
-        show(console, node_tables([node], view, console.width))
+        show(console, node_tables(nodes, view, console.width))
         return 0
     from gpumem_exporter.cli.top.app import Top
 
     def open_api(address: str) -> ExporterApi:
         return ExporterApi((address,), token=token, trust=trust)
 
-    app = Top(lambda: [source.read()], [node], view, interval_seconds=interval_seconds, open_api=open_api)
-    return app.run_to_end()
+    return Top(source, nodes, view, interval_seconds=interval_seconds, open_api=open_api).run_to_end()
 
 
 def _open_driver() -> DriverReader:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
@@ -11,8 +12,8 @@ from gpumem_client.wire.http import shown_url
 from gpumem_client.wire.units import counted
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.request import ACTIONS, OUTSIDE_ACTIONS
-from gpumem_exporter.cli.api_client import Document, ExporterApi
-from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding
+from gpumem_exporter.cli.api_client import Document, ExporterApi, read_rights
+from gpumem_exporter.cli.doctor import FAIL, PASS, WARN, Finding, run_check
 
 _STALE_POLL_SECONDS = 15.0
 _CLOCKS_APART_SECONDS = 1.0
@@ -43,6 +44,32 @@ def check_trust(objection: str, *, nearby: bool) -> Finding:
         fix = "commands send it no token and reporters no report: find out whose process it is"
         return Finding("trust", FAIL if nearby else WARN, f"the server is not trusted: {objection}", fix)
     return Finding("trust", PASS, "the server receives tokens and reports")
+
+
+def check_exporter(api: ExporterApi, health: Document, *, has_token: bool) -> Iterator[Finding]:
+    """Run every check of an exporter that answers."""
+
+    @cache
+    def live() -> dict[str, Any]:
+        return api.get("/api/v1/live?details=all")
+
+    @cache
+    def processes() -> list[dict[str, Any]]:
+        return [process for job in live()["jobs"] for process in job["processes"]]
+
+    driver_up = bool((health.get("nvml") or {}).get("up"))
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "version": lambda: check_version(health),
+        "health": lambda: check_health(health),
+        "auth": lambda: check_auth(api, has_token=has_token),
+        "actions": lambda: check_actions(read_rights(api)),
+        "clock": lambda: check_clock(live()["node"]),
+        "reporters": lambda: check_reporters(processes(), live()["findings"]),
+        "pid namespace": lambda: check_pid_namespace(processes(), mode=health.get("mode"), driver_up=driver_up),
+        "jobs": lambda: check_jobs(live()["findings"]),
+    }
+    for name, check in checks.items():
+        yield from run_check(name, check)
 
 
 def check_version(health: Document) -> Iterator[Finding]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,6 +17,7 @@ from gpumem_client.wire.units import UNKNOWN, counted
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, StepRate, first_common_step, require_in_time
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.actions.suggestion import long_enough_seconds
+from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess, target_process
 from gpumem_exporter.errors import GroupIncompleteError
@@ -30,7 +31,7 @@ _LOOK_BACK = "15m"
 """An exporter that had ranks in this time may still have them, although their series have expired."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """All ranks of a workload, and the step after which they act."""
 
@@ -39,9 +40,6 @@ class Group:
     deadline_seconds: float
     compared_seconds: float
     """When the ranks' steps were compared, by the monotonic clock."""
-    cancel_reason: str = ""
-    """Empty unless the group was canceled."""
-    _requests: list[ExporterRequest] = field(default_factory=list)
 
     def added(self, selected: Iterable[TargetProcess]) -> str:
         """Describe the ranks of the group besides the selected processes; empty if there are none."""
@@ -54,34 +52,36 @@ class Group:
 
     def act(
         self, fleet: Fleet, body: Mapping[str, Any], *, wait_seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> list[ExporterRequest]:
-        """Submit the action to every exporter and wait. The first failure cancels the group."""
+    ) -> tuple[list[ExporterRequest], str]:
+        """Submit the action to every exporter and wait. The first failure cancels the group.
+
+        Returns the requests, and why the group was canceled; empty if it was not.
+        """
         by_exporter: dict[Exporter, list[TargetProcess]] = {}
         for process in self.processes:
             by_exporter.setdefault(process.exporter, []).append(process)
-        self._requests = [
+        requests = [
             ExporterRequest(exporter, tuple(processes), {"workload": processes[0].workload})
             for exporter, processes in by_exporter.items()
         ]
+        cancel_reason = ""
+
+        def cancel(reason: str) -> None:
+            nonlocal cancel_reason
+            if reason and not cancel_reason:
+                cancel_reason = reason
+                fleet.cancel(requests)
+
         try:
-            fleet.submit(self._requests, {**body, "at_step": self.at_step})
+            fleet.submit(requests, {**body, "at_step": self.at_step})
             took = clock() - self.compared_seconds
             if took > SUBMIT_SECONDS:
-                self._cancel(fleet, f"submitting took {took:.1f} s, which is too long for step {self.at_step}")
-            fleet.wait(self._requests, wait_seconds=wait_seconds, observe=lambda: self._cancel_after_failure(fleet))
+                cancel(f"submitting took {took:.1f} s, which is too long for step {self.at_step}")
+            fleet.wait(requests, wait_seconds=wait_seconds, observe=lambda: cancel(_first_failure(requests)))
         except KeyboardInterrupt:
-            fleet.cancel(self._requests)
+            fleet.cancel(requests)
             raise
-        return self._requests
-
-    def _cancel_after_failure(self, fleet: Fleet) -> None:
-        failure = next(filter(None, map(_failure_of, self._requests)), "")
-        if failure and not self.cancel_reason:
-            self._cancel(fleet, failure)
-
-    def _cancel(self, fleet: Fleet, reason: str) -> None:
-        self.cancel_reason = reason
-        fleet.cancel(self._requests)
+        return requests, cancel_reason
 
 
 def ranks_query(workload: str) -> str:
@@ -91,7 +91,7 @@ def ranks_query(workload: str) -> str:
 
 def form_group(
     workload: str,
-    readings: Mapping[Exporter, Mapping[str, Any] | Failure],
+    readings: Mapping[Exporter, Sequence[Document] | Failure],
     requested_seconds: float,
     *,
     deadline_seconds: float | None,
@@ -113,7 +113,7 @@ def form_group(
         if isinstance(reading, Failure):
             problems.append(f"{exporter.instance}, which recently had ranks, does not answer: {reading.reason}")
             continue
-        for process in reading["processes"]:
+        for process in reading:
             if process["workload"] != workload:
                 continue
             rank = f" (rank {process['rank']})" if process["rank"] else ""
@@ -152,6 +152,10 @@ def _missing_ranks(world_size: int, known: Collection[str]) -> str:
     missing = (str(number) for number in range(world_size) if str(number) not in known)
     named = list(islice(missing, _NAMED_RANKS_MAX + 1))
     return ", ".join(named[:_NAMED_RANKS_MAX]) + (", …" if len(named) > _NAMED_RANKS_MAX else "")
+
+
+def _first_failure(requests: Iterable[ExporterRequest]) -> str:
+    return next(filter(None, map(_failure_of, requests)), "")
 
 
 def _failure_of(request: ExporterRequest) -> str:

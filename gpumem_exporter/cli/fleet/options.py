@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial, wraps
+from typing import Any
 
 import click
 
@@ -22,7 +23,7 @@ _EVERY_EXPORTER = 'up{job="gpumem"}'
 _HEADER_NAME_PUNCTUATION = "!#$%&'*+-.^_`|~"
 
 
-fleet_options = option_group(
+_connections = option_group(
     click.option(
         "--prometheus",
         metavar="URL",
@@ -111,18 +112,14 @@ class FleetOptions:
             context.call_on_close(self.forwards.close)
 
     def fleet(self, exporters: Iterable[Exporter], *, timeout_seconds: float = 5.0) -> Fleet:
-        """Return the APIs of exporters.
-
-        Raises ConfigurationError if an address or the token is invalid, GPUMEM_EXPORTER_USER is not a user, or more
-        ports would be forwarded than `kube.MAX_FORWARDS`, and ExporterUnreachableError if kubectl lists no pods.
-        """
+        """Return the APIs of exporters."""
         exporters = list(exporters)
         if self.instance_url.startswith(SCHEME):
             self.forwards.open(exporter.url.removeprefix(SCHEME) for exporter in exporters)
         return Fleet(exporters, partial(self.api, timeout_seconds=timeout_seconds), parallel=self.parallel)
 
     def api(self, url: str, timeout_seconds: float = 5.0) -> ExporterApi:
-        """Return the API of one exporter. Raises ConfigurationError as `fleet` does."""
+        """Return the API of one exporter."""
         urls: tuple[str, ...] = (url,)
         advice = ""
         if url.startswith(SCHEME):
@@ -146,7 +143,7 @@ class FleetOptions:
         return replace(trust, insecure=trust.insecure or self.insecure, own_tunnel=tunnel)
 
     def connect(self, environ: Mapping[str, str] = os.environ) -> Prometheus:
-        """Return the API to query. Raises ConfigurationError if there is no URL, or an option is invalid."""
+        """Return the API to query."""
         action_token(self.token_file)  # wrong usage is an error before anything is sent
         url = self.prometheus or environ.get("GPUMEM_PROMETHEUS_URL", "").strip()
         if not url:
@@ -154,6 +151,18 @@ class FleetOptions:
         path = self.prometheus_token_file or environ.get("GPUMEM_PROMETHEUS_TOKEN_FILE", "").strip()
         headers = dict(_header(text) for text in self.prometheus_headers)
         return Prometheus(url, token=read_token(path) if path else "", headers=headers)
+
+
+def fleet_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add the options of every command of a fleet to a command, which receives them as `options`."""
+
+    @_connections
+    @wraps(command)
+    def run(**values: Any) -> int:
+        given = {item.name: values.pop(item.name) for item in fields(FleetOptions) if item.init}
+        return command(options=FleetOptions(**given), **values)
+
+    return run
 
 
 def _header(text: str) -> tuple[str, str]:

@@ -24,17 +24,13 @@ class FleetSource:
         """The warnings of the last query."""
 
     def read(self) -> list[Node]:
-        """Query Prometheus for exporters, and each exporter for its node. A node that does not answer keeps its values.
-
-        Raises ConfigurationError if the query is invalid, or its series do not give addresses of exporters, and
-        PrometheusError if the query could not be evaluated.
-        """
+        """Query Prometheus for exporters, and each exporter for its node. One that is silent keeps its values."""
         found = self._prometheus.query(self._query)
         exporters = exporters_of(found.series, self._options.instance_url)
         self.warnings = found.warnings
         before = {node.name: node for node in self._last}
         with self._options.fleet(exporters) as fleet:
-            answers = fleet.ask(exporters, _read)
+            answers = fleet.ask(_read)
         self._last = [
             Node(answer, exporter.url, exporter.instance)
             if not isinstance(answer, ExporterError)

@@ -32,8 +32,7 @@ class QueryResult:
 class Prometheus:
     """A query API. HTTPS_PROXY and SSL_CERT_FILE in the environment apply.
 
-    `url` is the URL before `/api/v1`, in which `user:password@` is basic auth. `token` is a bearer token. Raises
-    ConfigurationError if the URL is invalid, or it has a password and there is also a token.
+    `url` is the URL before `/api/v1`, in which `user:password@` is basic auth. `token` is a bearer token.
     """
 
     def __init__(self, url: str, *, token: str = "", headers: Mapping[str, str] | None = None) -> None:
@@ -109,7 +108,7 @@ def print_warnings(warnings: Sequence[str]) -> None:
 
 
 def query_result(document: Mapping[str, Any], expression: str) -> QueryResult:
-    """Return the series in a successful answer. Raises the errors of `Prometheus.query`."""
+    """Return the series in a successful answer."""
     try:
         kind = document["data"]["resultType"]
         if kind != "vector":

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterError, ExporterUntrustedError
 from gpumem_client.wire.http import shown_url
-from gpumem_exporter.cli.api_client import ExporterApi, has_ended, has_settled
+from gpumem_exporter.cli.api_client import Document, ExporterApi, has_ended, has_settled
 from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess
 
 T = TypeVar("T")
@@ -56,7 +56,8 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._apis = {exporter.url: connect(exporter.url) for exporter in exporters}
+        self._exporters = tuple(exporters)
+        self._apis = {exporter.url: connect(exporter.url) for exporter in self._exporters}
         self._parallel, self._clock, self._sleep = parallel, clock, sleep
 
     def __enter__(self) -> Fleet:
@@ -66,23 +67,14 @@ class Fleet:
         for api in self._apis.values():
             api.close()
 
-    def read(self, exporters: Sequence[Exporter], resource: str) -> dict[Exporter, Mapping[str, Any] | Failure]:
-        """Return the document `processes` or `devices` of each exporter, or the failure."""
-
-        def read_one(exporter: Exporter) -> Mapping[str, Any] | Failure:
-            try:
-                document = self._apis[exporter.url].get(f"/api/v1/{resource}")
-            except ExporterError as error:
-                return _failure(error)
-            if isinstance(document.get(resource), list):
-                return document
-            return Failure("failed", f"the server at {shown_url(exporter.url)} is not a gpumem-exporter")
-
-        return dict(zip(exporters, self._run(read_one, exporters), strict=True))
-
-    def ask(self, exporters: Sequence[Exporter], question: Callable[[ExporterApi], R]) -> dict[Exporter, R]:
+    def ask(self, question: Callable[[ExporterApi], R]) -> dict[Exporter, R]:
         """Return the answer of each exporter."""
-        return dict(zip(exporters, self._run(lambda one: question(self._apis[one.url]), exporters), strict=True))
+        answers = self._run(lambda one: question(self._apis[one.url]), self._exporters)
+        return dict(zip(self._exporters, answers, strict=True))
+
+    def processes(self) -> dict[Exporter, list[Document] | Failure]:
+        """Return the processes of each exporter, or why they are unknown."""
+        return self.ask(_processes)
 
     def submit(self, requests: Sequence[ExporterRequest], body: Mapping[str, Any]) -> None:
         """Submit requests without waiting for their end."""
@@ -170,6 +162,16 @@ def failed_row(exporter: Exporter, failure: Failure, **identity: Any) -> dict[st
         "reason": failure.reason,
         "freed_bytes": None,
     }
+
+
+def _processes(api: ExporterApi) -> list[Document] | Failure:
+    try:
+        processes = api.get("/api/v1/processes").get("processes")
+    except ExporterError as error:
+        return _failure(error)
+    if isinstance(processes, list):
+        return processes
+    return Failure("failed", f"the server at {shown_url(api.url)} is not a gpumem-exporter")
 
 
 def _submit(request: ExporterRequest, api: ExporterApi, body: Mapping[str, Any]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
-
-Document = Mapping[str, Any]
+from gpumem_exporter.cli.api_client import Document
 
 _PLACEHOLDER = re.compile(r"\{([a-zA-Z_][a-zA-Z0-9_]*)\}")
 _SAFE_IN_URL = re.compile(r"[A-Za-z0-9._:\[\]-]+")
@@ -84,19 +83,14 @@ class TargetProcess:
 
 
 def exporters_of(series: Iterable[Mapping[str, str]], template: str) -> list[Exporter]:
-    """Return the exporters of some series, each once, in natural order.
-
-    Raises ConfigurationError if a series lacks a label of the template, or the label's value is not an address.
-    """
+    """Return the exporters of some series, each once, in natural order."""
     exporters = [_exporter(labels, template) for labels in series]
+    # Of several instances at one URL, the first one names the exporter.
     return sorted({exporter.url: exporter for exporter in reversed(exporters)}.values(), key=natural_order)
 
 
 def selectors_of(series: Iterable[Mapping[str, str]], template: str) -> dict[Exporter, list[Selector]]:
-    """Return the selectors of some series by exporter, each once.
-
-    Raises ConfigurationError as `exporters_of` does, and if a series has no label that selects a process.
-    """
+    """Return the selectors of some series by exporter, each once."""
     found: dict[str, dict[Selector, None]] = {}
     names = [f.name for f in fields(Selector)]
     series = list(series)

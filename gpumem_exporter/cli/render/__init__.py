@@ -1,5 +1,5 @@
 """What commands print: tables, bars and sizes.
 
-Other folders import: `action_tables`, `columns`, `event_table`, `layout`, `node_tables`, `profile_tables`, `rows`,
+Other folders import: `action_tables`, `columns`, `layout`, `node_tables`, `profile_tables`, `rows`,
 `terminal`.
 """

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_seconds
 from gpumem_exporter.actions.model import is_done
+from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.view.sentences import job_name, sentence, subject
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-Document = Mapping[str, Any]
 _Column = tuple[str, str, Callable[[Document], "str | Text"]]
 
 _NAMED_PROCESSES_MAX = 8

@@ -1,4 +1,4 @@
-"""The columns of jobs, devices, ledgers and findings, which `info`, `top` and `fleet` share."""
+"""The columns of jobs, devices, ledgers and findings, and the lines of events. `info`, `top` and `fleet` share them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ Row = Mapping[str, Any]
 
 SEVERITIES = {"critical": ("!!", "bold red"), "warning": ("!", "bold yellow")}
 """The mark and the style of each severity that has one."""
+_TITLE_WIDTH = 13
+_LONGEST_TITLE = 20
+"""A newer exporter may have longer titles."""
+_WORTH_SAYING_SECONDS = 60.0
+"""Several events within this time, such as the starts of ranks, happened at once for people."""
 _DAY_SECONDS = 86400.0
 _OTHER, _IDLE, _FREE = "░", "▒", "·"
 _INK = "color(16)"
@@ -40,6 +45,13 @@ def clock(unix_seconds: float | None, now_unix_seconds: float | None = None, *, 
     return time.strftime("%b %d" if is_old else form, time.localtime(unix_seconds))
 
 
+def local_time(unix_seconds: float, now_unix_seconds: float | None) -> str:
+    """Return a time of today as `03:42:04`, and of another day with its date."""
+    then = time.localtime(unix_seconds)
+    today = now_unix_seconds is not None and time.localtime(now_unix_seconds)[:3] == then[:3]
+    return time.strftime("%H:%M:%S" if today else "%m-%d %H:%M:%S", then)
+
+
 def device_ranges(gpus: Iterable[str | None]) -> str:
     """Return the indexes of devices, with ranges: `0-3,6`. A MIG device is no part of a range."""
     runs: list[list[str]] = []
@@ -49,6 +61,21 @@ def device_ranges(gpus: Iterable[str | None]) -> str:
         else:
             runs.append([gpu])
     return ",".join(run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def event_line(event: Row, now_unix_seconds: float, width: int) -> Text:
+    """Return an event as one line, which is cut to a width, with an ellipsis. The exporter has written its words."""
+    at, folded = event["unix_seconds"], event.get("folded")
+    first = folded["first_unix_seconds"] if folded else at
+    since = f", since {local_time(first, now_unix_seconds)}" if at - first >= _WORTH_SAYING_SECONDS else ""
+    # An exporter of version 0.2 sends neither title nor text.
+    title = plain(str(event.get("title") or event.get("type"))[:_LONGEST_TITLE])
+    title.stylize(SEVERITIES.get(str(event.get("severity")), ("", ""))[1])
+    title.pad_right(_TITLE_WIDTH - title.cell_len)
+    when = plain(local_time(at, now_unix_seconds), "dim")
+    line = plain(" ").join((when, title, plain(f"{event.get('text') or ''}{since}")))
+    line.truncate(width, overflow="ellipsis")
+    return line
 
 
 def draw_strip(device: Row, width: int) -> Text:

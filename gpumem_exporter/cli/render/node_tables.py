@@ -27,8 +27,12 @@ def node_tables(
     wide: bool = False,
     ledger: bool = False,
     warnings: Sequence[str] = (),
+    without_jobs: str = "",
 ) -> Iterator[Text]:
-    """Yield the nodes for a terminal of `width` columns. `wide` adds the processes and all columns."""
+    """Yield the nodes for a terminal of `width` columns. `wide` adds the processes and all columns.
+
+    `without_jobs` is shown in place of jobs, if there are none; by default the reason.
+    """
     yield heading(nodes)
     findings, devices, jobs = rows_of(nodes, view.text, warnings=warnings)
     parts: tuple[tuple[str, Sequence[Column], Sequence[Row], Order | None], ...] = (
@@ -45,7 +49,7 @@ def node_tables(
             layout = Layout(columns, rows, width, words=words_of(nodes), order=order)
             yield from layout.lines(rows, heading=columns is not FINDINGS)
     if not jobs:
-        yield from (plain(""), plain(no_job(nodes, view.text)))
+        yield from (plain(""), plain(without_jobs or no_job(nodes, view.text)))
 
 
 def words_of(nodes: Sequence[Node]) -> Mapping[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_growth, human_seconds
+from gpumem_exporter.cli.api_client import Document
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.profiles.formats import LARGEST
 from gpumem_exporter.profiles.lines import kind_text
@@ -13,7 +14,6 @@ from gpumem_exporter.profiles.lines import kind_text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Document = Mapping[str, Any]
 
 _SHOWN = 10
 

@@ -102,11 +102,6 @@ def plain(value: object, style: str = "") -> Text:
     return Text("".join(c if c.isprintable() else "?" for c in str(value)), style=style)
 
 
-def print_json(document: Any) -> None:
-    """Print a JSON document: ASCII, indented, keys in the exporter's order."""
-    print(json.dumps(document, indent=2))
-
-
-def print_json_line(document: Any) -> None:
-    """Print a JSON document as one line."""
-    print(json.dumps(document))
+def print_json(document: Any, indent: int | None = 2) -> None:
+    """Print a JSON document: ASCII, keys in the exporter's order; without `indent`, as one line."""
+    print(json.dumps(document, indent=indent))

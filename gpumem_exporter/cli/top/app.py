@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 from rich.table import Table
 from rich.text import Text
+from rich.traceback import Traceback
 from textual import events
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import ModalScreen
 from textual.widgets import Footer, Input, Static
 
+from gpumem_client.wire.errors import GpumemError
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.live import LiveApp
+from gpumem_exporter.cli.clear import Plan, act
 from gpumem_exporter.cli.node import Node
+from gpumem_exporter.cli.program import INTERRUPTED, one_line
+from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import DEVICES, FINDINGS, JOBS
 from gpumem_exporter.cli.render.node_tables import heading, no_job, words_of
 from gpumem_exporter.cli.render.rows import BY_GPU, Key, Row, View, called, matches, rows_of
-from gpumem_exporter.cli.render.terminal import plain, table
-from gpumem_exporter.cli.top.clearing import Clearing
-from gpumem_exporter.cli.top.detail import DetailScreen
-from gpumem_exporter.cli.top.device import DeviceScreen
-from gpumem_exporter.cli.top.job import JobScreen
+from gpumem_exporter.cli.render.terminal import open_console, plain, table
+from gpumem_exporter.cli.top.detail import DetailScreen, DeviceScreen, JobScreen
+from gpumem_exporter.cli.top.source import NodeSource, in_daemon_thread
 from gpumem_exporter.cli.top.tables import RowTable
+from gpumem_exporter.view.sentences import sentence
 
 _KEYS = (
     ("arrows, j k", "select a row, which stays selected when the order changes"),
@@ -40,9 +50,14 @@ _KEYS = (
     ("-  ≥", "unknown; a lower bound. K, M and G are KiB, MiB and GiB"),
     ("█ ▒ ░ ·", "a device: used by a job, its idle cache, used by no job, free"),
 )
+_LATE_SECONDS = 4.0
+"""If a reading takes longer than this, its values are no longer current."""
+_TICK_SECONDS = 1.0
+"""Without a new reading, the screen is drawn this often, because the values may no longer be current."""
 _QUESTION_SECONDS = 30.0
 """After this time the sizes in the question are too old for an answer."""
 _SHOWN_SECONDS = 5.0
+_RESULT_SECONDS = 15.0
 _SCROLLBAR_WIDTH = 1
 _TALL = 30
 """The number of lines from which more findings are shown."""
@@ -74,9 +89,13 @@ class Question(ModalScreen[bool]):
         self.dismiss(event.key in ("y", "Y"))
 
 
-class Top(LiveApp):
-    """Findings, jobs and devices of nodes. `open_api` returns the API of the exporter at an address."""
+class Top(App[None]):
+    """Findings, jobs and devices of nodes, which a thread reads again and again, because a reading may block.
 
+    `open_api` returns the API of the exporter at an address.
+    """
+
+    ENABLE_COMMAND_PALETTE = False
     CSS = """
     * { scrollbar-size-vertical: 1; }
     #header, #note { text-wrap: nowrap; text-overflow: ellipsis; height: 1; }
@@ -88,6 +107,9 @@ class Top(LiveApp):
     #words { height: 1; border: none; padding: 0; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "interrupt", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", show=False, priority=True),
         Binding("slash", "ask_words('search')", "search"),
         Binding("n", "search_next(1)", show=False),
         Binding("N", "search_next(-1)", show=False),
@@ -99,17 +121,23 @@ class Top(LiveApp):
 
     def __init__(
         self,
-        read: Callable[[], list[Node]],
+        source: NodeSource,
         first: list[Node],
         view: View,
         *,
         interval_seconds: float,
         open_api: Callable[[str], ExporterApi],
-        warnings: Callable[[], tuple[str, ...]] = lambda: (),
     ) -> None:
-        super().__init__(read, first, interval_seconds=interval_seconds)
+        super().__init__()
+        self.theme = "ansi-dark"  # the terminal's own colors
+        self.interval_seconds = interval_seconds
+        self.ended: int | None = None
+        """The signal that ended the program; None for `q`."""
+        self._source, self._last_nodes = source, first
+        self._answered_seconds = time.monotonic()
+        self._failure = ""
         self.filter = view.text
-        self._open_api, self._warnings = open_api, warnings
+        self._open_api = open_api
         self._colors: dict[Key, str] = {}
         self._header = Static(id="header")
         self._findings = RowTable(FINDINGS, id="findings")
@@ -122,7 +150,8 @@ class Top(LiveApp):
         self._searched, self._old_filter = "", self.filter
         self._found = self._jobs
         """The table with the row that was found last."""
-        self._clearing = Clearing(open_api, self._ask, self.note)
+        self._stopped: threading.Event | None = None
+        """Cancels the clear that runs; None while none does."""
 
     def compose(self) -> ComposeResult:
         yield from (self._header, self._findings, self._devices, self._jobs, self._words, self._note, Footer())
@@ -130,13 +159,75 @@ class Top(LiveApp):
     def on_mount(self) -> None:
         self._words.display = False
         self._jobs.focus()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._end, number)
+        # After Ctrl-Z the terminal's screen is empty, and Textual draws only what changes.
+        self.app_resume_signal.subscribe(self, lambda _: self.screen.refresh(layout=True))
+        self.set_interval(_TICK_SECONDS, self._tick)
+        self.run_worker(self._watch())
+        self.call_after_refresh(self.show)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.show)
+
+    def action_interrupt(self) -> None:  # Textual reads Ctrl-C as a key, not as a signal
+        self._end(signal.SIGINT)
+
+    def run_to_end(self) -> int:
+        """Run until the user quits, and return the exit code. SIGTERM and SIGHUP end this process."""
+        for name in ("COLUMNS", "LINES"):
+            # Textual prefers them to the terminal's size, and they do not change with the window.
+            os.environ.pop(name, None)
+        open_console(sys.stderr)  # Textual writes to stderr; a terminal without a character gets a similar one
+        self.run()
+        if self.ended is None:
+            return self.return_code or 0
+        if self.ended == signal.SIGINT:
+            return INTERRUPTED
+        _die(self.ended)
+        return 128 + self.ended
+
+    def _fatal_error(self) -> None:
+        # Textual would print the local variables of each frame, and a token may be among them.
+        self.panic(Traceback(width=None))
+
+    def _end(self, number: int) -> None:
+        if number == signal.SIGHUP and not os.isatty(0):
+            _die(number)  # the terminal is closed: Textual would wait for its output
+        self.ended = number
+        self.exit()
+
+    def _tick(self) -> None:
+        if time.monotonic() - self._answered_seconds > _TICK_SECONDS:
+            self.show()
+
+    async def _watch(self) -> None:
+        due = self._answered_seconds
+        while True:
+            due = max(due + self.interval_seconds, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
+            try:
+                self._last_nodes = await in_daemon_thread(self._source.read)
+                self._failure, self._answered_seconds = "", time.monotonic()
+            except GpumemError as error:
+                self._failure = str(error)
+            self.show()
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes, each with the reason why its values are no longer current."""
+        late_seconds = time.monotonic() - self._answered_seconds
+        failure = self._failure
+        if late_seconds > self.interval_seconds + _LATE_SECONDS:
+            failure = failure or f"no answer for {late_seconds:.0f} s"
+        return [replace(node, error=failure) for node in self._last_nodes] if failure else self._last_nodes
 
     def show(self) -> None:
         """Draw the last values; dimmed where they are no longer current."""
         nodes, width = self.nodes, self.size.width - _SCROLLBAR_WIDTH
         words = words_of(nodes)
         self._header.update(heading(nodes))
-        findings, devices, jobs = rows_of(nodes, self.filter, self._colors, self._warnings())
+        findings, devices, jobs = rows_of(nodes, self.filter, self._colors, self._source.warnings)
         # The slot keeps its height, so that nothing below moves when a finding comes or goes.
         self._findings.styles.height = 6 if self.size.height >= _TALL else 4
         self._findings.show(findings, words, width)
@@ -157,9 +248,6 @@ class Top(LiveApp):
                 screen.note(text)
         if seconds is not None:
             self.set_timer(seconds, lambda: self.note("") if self._noted == text else None)
-
-    async def _ask(self, text: str) -> bool:
-        return await self.push_screen_wait(Question(plain(text, "bold reverse"), _QUESTION_SECONDS))
 
     @property
     def _table(self) -> RowTable:
@@ -237,8 +325,52 @@ class Top(LiveApp):
             self._clear(called(row["job"]), row["job"]["clear"], row["from"])
 
     def _clear(self, name: str, clear: Row | None, node: Node) -> None:
-        place = f" on {node.name}" if node.name else ""
-        self.run_worker(self._clearing.clear_or_cancel(f"{name}{place}", clear, "" if node.error else node.url))
+        """Ask whether to clear a job, and clear it after a yes, one job at a time. `clear` is the exporter's proposal.
+
+        If a clear waits for the end of a step or for an engine, cancel that clear instead.
+        """
+        if self._stopped is not None:
+            self._stopped.set()
+            return
+        stopped = self._stopped = threading.Event()
+        named = one_line(f"{name} on {node.name}" if node.name else name)
+
+        async def run() -> None:
+            try:
+                self.note(await self._cleared(named, clear, "" if node.error else node.url, stopped), _RESULT_SECONDS)
+            finally:
+                self._stopped = None
+
+        self.run_worker(run())
+
+    async def _cleared(self, name: str, clear: Row | None, url: str, stopped: threading.Event) -> str:
+        """Ask and clear. Return the note about the result; empty if the answer is no."""
+        if not url:
+            return "A clear needs an exporter, and no exporter answers."
+        if clear is None:
+            return f"{name} has no idle cache that a clear frees for good."
+        ranks = "Its ranks clear together" if clear["group"] else "It clears"
+        timing = f" {ranks} at the end of a step." if clear["mode"] == "step" else ""
+        question = plain(f"Clear {name}? {clear['sentence']}{timing} y/n", "bold reverse")
+        if not await self.push_screen_wait(Question(question, _QUESTION_SECONDS)):
+            return ""
+        self.note(f"Clearing {name} …")
+        body = {name: clear[name] for name in ("target", "mode", "group", "deadline_seconds")}
+        body |= {"action": "empty_cache", "reason": "requested in top"}
+        loop = asyncio.get_running_loop()
+
+        def say(text: str) -> None:
+            loop.call_soon_threadsafe(self.note, f"{one_line(text)} c cancels.")
+
+        def run() -> str:
+            with self._open_api(url) as api:
+                action = act(api, Plan(body), say=say, stopped=stopped.is_set)
+            return one_line(" ".join(reasons(action["results"])) or sentence(action))
+
+        try:
+            return await in_daemon_thread(run)
+        except GpumemError as error:
+            return one_line(str(error))
 
     def _search(self, step: int) -> None:
         """Select the next row with the words, from the selected one on; also a process of a folded job."""
@@ -255,3 +387,9 @@ class Top(LiveApp):
                 table.select(row["key"])
                 return
         self.note(f"No row has {self._searched}.", _SHOWN_SECONDS)
+
+
+def _die(number: int) -> None:
+    """End this process by a signal, so that the sender sees that the signal ended it."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)

@@ -1,10 +1,13 @@
-"""The source of `top`: an exporter, or the driver if no exporter answers and no address was given."""
+"""The sources of `top`: an exporter, or the driver if no exporter answers and no address was given; or a fleet."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from gpumem_client.wire.errors import ExporterError, ExporterUnreachableError
 from gpumem_exporter.actions.request import Target
@@ -15,8 +18,19 @@ from gpumem_exporter.errors import NvmlError
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader
 
+T = TypeVar("T")
+
 _RETRY_SECONDS = 3.0
 """Seconds between attempts to reach an exporter while NVML is the fallback source."""
+
+
+class NodeSource(Protocol):
+    """One exporter, or the exporters of a fleet."""
+
+    warnings: tuple[str, ...]
+
+    def read(self) -> list[Node]:
+        """Read the nodes. Raises GpumemError if there is nothing to read."""
 
 
 class Source:
@@ -24,6 +38,9 @@ class Source:
 
     `open_driver` is None if the user chose an exporter, because then the driver is no substitute.
     """
+
+    warnings: tuple[str, ...] = ()
+    """A single node has none."""
 
     def __init__(
         self,
@@ -43,7 +60,7 @@ class Source:
         self._next_attempt = -float("inf")
         self._target_checked = False
 
-    def read(self) -> Node:
+    def read(self) -> list[Node]:
         """Read the exporter. If it does not answer, read the driver, unless the user chose an exporter.
 
         Raises ExporterError if the exporter does not answer, and the driver cannot replace it. The first reading raises
@@ -53,7 +70,7 @@ class Source:
         if not self._target_checked:
             require_known(live, self._target)
             self._target_checked = True
-        return Node(selected(live, self._target), url)
+        return [Node(selected(live, self._target), url)]
 
     def close(self) -> None:
         """Close the API and the driver."""
@@ -93,3 +110,25 @@ class Source:
         if self._driver is not None:
             self._driver.release()
             self._driver = None
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """Return the result of `work`. Unlike `asyncio.to_thread`, it does not delay the exit while `work` hangs."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if not done.cancelled():
+            done.set_exception(error) if error else done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # noqa: BLE001 - the waiting task raises it
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the program has ended
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=run, name="gpumem-live", daemon=True).start()
+    return await done

@@ -20,9 +20,8 @@ from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
-from gpumem_exporter.events import Event, Query, Recorder
-from gpumem_exporter.events.model import ACTION_REQUESTED
-from gpumem_exporter.events.recorder import read_action, read_requested
+from gpumem_exporter.events.model import ACTION_REQUESTED, Event, Query
+from gpumem_exporter.events.recorder import Recorder, read_action, read_requested
 
 T = TypeVar("T")
 
@@ -58,9 +57,8 @@ class Audit:
         self._restored = asyncio.Event()
 
     async def record(self, submitted: SubmittedAction) -> None:
-        """Record a new action; return when it is on disk, or when the disk fails. Without a disk, nothing reads it."""
-        if self.durable:
-            await self._events.log.wait_until_kept(self._events.action_requested(submitted))
+        """Record a new action; return when it is on disk, or when the disk fails."""
+        await self._events.log.wait_until_kept(self._events.action_requested(submitted))
 
     def finished(self, action: Action) -> None:
         """Count, log and record the end of an action, and poll the driver."""

@@ -16,10 +16,12 @@ from gpumem_client.wire.errors import StorageError
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import IDENTITY_FIELDS
-from gpumem_exporter.events import AUDIT_TYPES, EVENT_TYPES, Event, EventLog, Page, Query, Recorder
 from gpumem_exporter.events.entries import Entry, fold
+from gpumem_exporter.events.log import EventLog
+from gpumem_exporter.events.model import AUDIT_TYPES, EVENT_TYPES, Event, Page, Query
+from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.profiles.model import OUT_OF_MEMORY, ProfileFacts
-from gpumem_exporter.server.api.action_schema import KnownFields, words
+from gpumem_exporter.server.api.actions import KnownFields, words
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH, JOBS_PATH

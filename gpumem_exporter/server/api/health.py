@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from gpumem_client.wire.units import counted
 from gpumem_exporter.core.samples import NodeReading, Snapshot
-from gpumem_exporter.events import EventLog, EventLogStatus
+from gpumem_exporter.events.log import EventLog, EventLogStatus
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.http.listeners import SocketFile

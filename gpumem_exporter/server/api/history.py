@@ -13,7 +13,7 @@ from typing_extensions import NotRequired, TypedDict
 from gpumem_exporter.actions.caller import Caller, Rights
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.history.history import History
-from gpumem_exporter.server.api.action_schema import KnownFields
+from gpumem_exporter.server.api.actions import KnownFields
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, json_reply, json_response
 from gpumem_exporter.server.security.request_guard import HISTORY_PATH, Callers

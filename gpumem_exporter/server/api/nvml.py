@@ -19,7 +19,7 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.nvml.driver_library import open_driver_files
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
-from gpumem_exporter.server.api.action_schema import MAX_WAIT_SECONDS
+from gpumem_exporter.server.api.actions import MAX_WAIT_SECONDS
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.http.problems import problems
 from gpumem_exporter.server.http.replies import iso_time, json_reply, json_response

@@ -17,14 +17,13 @@ from uuid import uuid4
 from fastapi import Request, Response
 
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.actions.caller import CallerKind
+from gpumem_exporter.actions.caller import CallerKind, RateLimits, retry_after
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.registry import RateLimits, retry_after
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
-from gpumem_exporter.events import Recorder
+from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.profiles.document import read_profile
 from gpumem_exporter.profiles.model import (
     ACTION,

@@ -18,7 +18,7 @@ from gpumem_exporter.actions.request import ActionRequest, Target, invalid_field
 from gpumem_exporter.core.samples import ProcessKey
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import NoPeakError
-from gpumem_exporter.events import Event
+from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.ooms import session_of
 from gpumem_exporter.profiles.diff import Difference, difference
 from gpumem_exporter.profiles.formats import Format, render
@@ -26,8 +26,7 @@ from gpumem_exporter.profiles.lines import Moment
 from gpumem_exporter.profiles.model import CAUSES, ProfileFacts, StoredProfile
 from gpumem_exporter.profiles.page import policy
 from gpumem_exporter.profiles.store import Profiles, stored_profile
-from gpumem_exporter.server.api.action_schema import KnownFields
-from gpumem_exporter.server.api.actions import refusals_as_problems
+from gpumem_exporter.server.api.actions import KnownFields, refusals_as_problems
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response

@@ -25,7 +25,7 @@ from gpumem_exporter.errors import (
     TooManyProcessesError,
     UnknownDeviceError,
 )
-from gpumem_exporter.events import Recorder
+from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.server.api.report_schema import ReportReader, shortened
 from gpumem_exporter.server.background.cache_use import CacheUse
 from gpumem_exporter.server.background.presence import Presence

@@ -14,7 +14,9 @@ from typing import Any
 from gpumem_client.wire.errors import StorageError
 from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import EventLog, Query, last_ooms
+from gpumem_exporter.events.log import EventLog
+from gpumem_exporter.events.model import Query
+from gpumem_exporter.events.ooms import last_ooms
 
 INTERVAL_SECONDS = 1.0
 RETRY_SECONDS = 1.0

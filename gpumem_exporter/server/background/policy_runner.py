@@ -15,13 +15,12 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.engine import Engine
-from gpumem_exporter.actions.policy.rule_state import Decision
+from gpumem_exporter.actions.policy.engine import Decision, Engine
 from gpumem_exporter.actions.policy.rules import Rule, read_policy
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.errors import ActionRefusedError
-from gpumem_exporter.events import EventLog
+from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.recorder import policy_stopped_event
 
 _log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gpumem_exporter.core.samples import NodeReading
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import Recorder
+from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
 

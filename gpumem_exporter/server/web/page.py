@@ -24,17 +24,8 @@ LIBRARY = "uplot/uPlot.iife.min.js"
 """The chart library as it is published; `.ci/fetch-uplot` fetches it again."""
 SCRIPTS = (
     *("main.js", "route.js", "connection.js", "api.js", "dom.js", "format.js", "hues.js", "findings.js", "devices.js"),
-    *(
-        "jobs.js",
-        "dialog.js",
-        "clear.js",
-        "events.js",
-        "detail.js",
-        "processes.js",
-        "profiles.js",
-        "oom.js",
-        "timeline.js",
-    ),
+    *("jobs.js", "dialog.js", "actions.js", "events.js", "detail.js", "processes.js", "profiles.js", "oom.js"),
+    "timeline.js",
 )
 """The modules; the first one starts the page."""
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.actions.registry import RateLimits, retry_after
+from gpumem_exporter.actions.caller import RateLimits, retry_after
 from gpumem_exporter.errors import TooManyActionsError
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from gpumem_client.wire.protocol import CommandResult, StillFree
 from gpumem_client.wire.reason_codes import ReasonCode
-from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.caller import Caller, CallerKind, RateLimits, Rights
 from gpumem_exporter.actions.dispatcher import SILENT_GRACE_SECONDS
 from gpumem_exporter.actions.model import Action, SubmittedAction
-from gpumem_exporter.actions.registry import SETTLING_GRACE_SECONDS, RateLimits
 from gpumem_exporter.actions.request import ANSWER_GRACE_SECONDS, ActionRequest, Target
 from gpumem_exporter.actions.selection import OutsideTarget, select_listed
+from gpumem_exporter.actions.settling import SETTLING_GRACE_SECONDS
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import IdempotencyConflictError, TooManyActionsError
@@ -221,14 +221,6 @@ def test_an_action_that_a_reporter_does_not_support_ends_at_once(bench: Bench) -
     assert row.outcome == "unsupported"
     assert "empty_cache" in row.reason
     assert bench.finished == [action]
-
-
-def test_a_process_without_support_does_not_end_the_action_for_the_others(bench: Bench) -> None:
-    bench.put(1, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
-    action = bench.ask("reset_peak")
-    assert action.state == "queued"
-    bench.answer(bench.second, action)
-    assert bench.finished[0].state == "failed"
 
 
 def test_the_last_actions_are_listed_newest_first() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from gpumem_client.wire.protocol import Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
-from gpumem_exporter.actions.engines import NoEngines
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import ACTIONS, Target
-from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.core.starting_engines import GROWTH_PAUSE_SECONDS, TITLED_START_SECONDS
 from gpumem_exporter.errors import ActionForbiddenError
@@ -105,18 +104,11 @@ def test_a_clear_is_refused_at_its_deadline_with_what_it_waited_for() -> None:
         assert name in reason
 
 
-class AnyEngine(NoEngines):
-    """Takes every process for an engine."""
-
-    def is_engine(self, _target: OutsideTarget) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("action", ACTIONS)
 def test_only_actions_that_release_or_take_memory_wait(action: str) -> None:
     bench = EngineBench()
     fraction = {"fraction": 0.5, "force": True} if action == "set_memory_fraction" else {}
-    bench.dispatcher = bench.build(allowed=frozenset(ACTIONS), engines=AnyEngine())
+    bench.dispatcher = bench.build(allowed=frozenset(ACTIONS), engines=Mock())  # takes every process for an engine
     caller = Caller(CallerKind.UNIX, Rights.ALL, uid=0)
     asked = bench.ask(action, target=Target(pid=2), dry_run=True, caller=caller, **fraction)
     codes = {result.reason_code for result in asked.results}

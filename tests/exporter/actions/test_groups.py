@@ -1,14 +1,19 @@
-"""Actions on all ranks of a workload at the same step, and commands that a rank keeps."""
+"""Actions on all ranks of a workload at the same step, commands that a rank keeps, and commands that are cancelled."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from gpumem_client.wire.protocol import CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import GROUP_ANSWER_SECONDS
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
 from tests.support.dispatching import EVERYBODY, Ranks
 
@@ -42,6 +47,8 @@ def test_a_group_step_is_two_steps_ahead_and_before_the_deadline(ranks: Ranks) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"at_step": 50}, r"pid 1 \(rank 0\).*\b50\b.*\b50\b"),
+        ({"at_step": 10_000}, r"\b10000\b.*\b995\.2 s.*\b30 s"),
         ({"modes": ("now",)}, r"pid 2 \(rank 1\).*\bnow\b"),
         ({"actions": ("reset_peak",)}, r"pid 2 \(rank 1\).*\breset_peak\b"),
         ({"step": None}, r"pid 2 \(rank 1\).*\bsteps"),
@@ -52,9 +59,10 @@ def test_a_group_step_is_two_steps_ahead_and_before_the_deadline(ranks: Ranks) -
 def test_a_group_with_a_rank_that_cannot_take_part_does_not_start(
     ranks: Ranks, changes: dict[str, Any], message: str
 ) -> None:
+    group = {"at_step": changes.pop("at_step")} if "at_step" in changes else {}
     ranks.rank(2, "1", **{"step": 48, **changes})
     with pytest.raises(GroupIncompleteError, match=message):
-        ranks.ask_group(target=EVERYBODY)
+        ranks.ask_group(target=EVERYBODY, **group)
     assert ranks.dispatcher.recent() == ()
 
 
@@ -111,3 +119,69 @@ async def test_each_late_rank_of_a_group_has_one_result(ranks: Ranks) -> None:
     ranks.answer(held, action, "refused")
     (finished,) = ranks.finished
     assert sorted(row.rank for row in finished.results) == ["0", "1", "2"]
+
+
+def refuse(ranks: Ranks, process: ReportingProcess, action: Action, code: ReasonCode) -> None:
+    result = CommandResult(action.id, "refused", f"because of {code}", code)
+    ranks.dispatcher.take_results(replace(process, report=replace(process.report, results=(result,))))
+
+
+def test_a_command_that_was_not_fetched_is_cancelled_at_once_and_names_the_caller(ranks: Ranks) -> None:
+    action = ranks.ask(mode="step")
+    cancelled = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
+    assert cancelled is not None
+    assert cancelled.state == "cancelled"
+    assert {(row.outcome, row.reason) for row in cancelled.results} == {("refused", "cancelled by policy:alice")}
+    assert ranks.finished == [cancelled]
+    assert ranks.dispatcher.commands(ranks.first) == ()
+
+
+async def test_a_waiting_command_is_recalled_and_its_result_names_the_caller(ranks: Ranks) -> None:
+    action = ranks.ask_group()
+    for process in (ranks.first, ranks.second):
+        ranks.dispatcher.commands(process)
+    waiting = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
+    ranks.woken.clear()
+    under_way = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
+    assert under_way is not None
+    assert not under_way.finished
+    assert ranks.woken == [ranks.first.key, ranks.second.key]
+    for process in waiting:
+        assert ranks.dispatcher.cancelled(process) == (action.id,)
+        refuse(ranks, process, action, ReasonCode.CANCELLED)
+    (finished,) = ranks.finished
+    assert {(row.rank, row.outcome, row.reason) for row in finished.results} == {
+        ("0", "refused", "cancelled by policy:alice"),
+        ("1", "refused", "cancelled by policy:alice"),
+    }
+
+
+async def test_a_result_from_before_the_cancellation_is_kept(ranks: Ranks) -> None:
+    action = ranks.ask(mode="step")
+    for process in (ranks.first, ranks.second):
+        ranks.dispatcher.commands(process)
+    ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
+    refuse(ranks, ranks.first, action, ReasonCode.CUDA_GRAPH_CAPTURE)
+    ranks.answer(ranks.second, action, "done", freed=7)
+    (finished,) = ranks.finished
+    assert {(row.outcome, row.reason) for row in finished.results} == {
+        ("refused", "because of cuda_graph_capture"),
+        ("done", ""),
+    }
+    assert (finished.state, finished.freed_bytes) == ("cancelled", 7)
+
+
+def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None:
+    action = ranks.ask(dry_run=True)
+    assert ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice")) == action
+    again = ranks.ask(mode="step")
+    first = ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("alice"))
+    assert ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("bob")) == first
+    assert ranks.dispatcher.cancel("unknown", requested_by=Caller.policy("alice")) is None
+
+
+def test_a_requested_step_is_used(ranks: Ranks) -> None:
+    action = ranks.ask_group(at_step=123)
+    assert action.at_step == 123
+    (command,) = ranks.dispatcher.commands(ranks.first)
+    assert command.at_step == 123

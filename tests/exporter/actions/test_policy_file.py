@@ -9,7 +9,7 @@ import pytest
 
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.policy.rules import MAX_RULES, Condition, Rule, StopAfter, read_policy
-from gpumem_exporter.actions.policy.values import FIELDS
+from gpumem_exporter.actions.policy.values import FIELDS, read_quantity, shown_quantity
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
 from gpumem_exporter.server.settings import load_settings
@@ -103,15 +103,6 @@ def test_a_cooldown_may_be_as_short_as_the_settling_time(tmp_path: Path) -> None
     assert [rule.request.settle_seconds for rule in (equal, off, never)] == [2.0, 0.0, 0.0]
 
 
-def test_a_group_acts_at_a_step(tmp_path: Path) -> None:
-    (rule,) = read(tmp_path, MINIMAL.replace("empty_cache}", "empty_cache, group: true}"))
-    assert (rule.request.mode, rule.request.group) == ("step", True)
-
-
-def test_a_policy_may_have_no_rules(tmp_path: Path) -> None:
-    assert read(tmp_path, "rules: []\n") == ()
-
-
 def test_the_example_is_valid_and_every_rule_in_it_is_a_dry_run() -> None:
     rules = read_policy(EXAMPLE, allowed=DEFAULT_ACTIONS)
     assert len(rules) >= 3
@@ -139,7 +130,6 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
     ("spoil", "line", "named"),
     [
         (lambda text: text + "    cooldwon: 5m\n", 6, ("'cooldwon'", "name, workloads, when")),
-        (lambda text: text + "    name: s\n", 6, ("'name'",)),
         (lambda text: text + "    cooldown:\n", 6, ("cooldown",)),
         (lambda text: text + "    cooldown: 0\n", 6, ("cooldown: '0'", " 1 s")),
         (lambda text: text + "    cooldown: 2s\n", 6, ("cooldown: '2 s'", "still_free_after", "10 s")),
@@ -150,21 +140,15 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
             6,
             ("still_free_after", "empty_cache"),
         ),
-        (lambda text: text + "    cooldown: 2d\n", 6, ("cooldown: '2d'", "86400 s")),
         (lambda text: text + "    cooldown: soon\n", 6, ("cooldown: 'soon'", "60s, 5m or 1h")),
         (lambda text: text + "    for: 5GiB\n", 6, ("for: '5GiB'", "60s")),
         (lambda text: text + "    max_per_hour: 0\n", 6, ("max_per_hour: '0'", "equal to 1")),
-        (lambda text: text + "    max_per_hour: 601\n", 6, ("max_per_hour: '601'", "equal to 600")),
-        (lambda text: text + "    max_per_hour: 1.5\n", 6, ("max_per_hour: '1.5'", "integer")),
         (lambda text: text + "    dry_run: yes\n", 6, ("dry_run: 'yes'", "true", "false")),
         (lambda text: text + "    stop_after: {clear: 3}\n", 6, ("'clear'", "clears, freed_under")),
-        (lambda text: text + "    stop_after: 3\n", 6, ("stop_after:", "keys")),
         (lambda text: text.replace("slack_bytes", "slack"), 4, ("'slack'", ", ".join(FIELDS))),
         (lambda text: text.replace("{over: 1}", "{above: 1}"), 4, ("'above'", "over, under")),
         (lambda text: text.replace("{over: 1}", "{}"), 4, ("slack_bytes:", "over, under")),
-        (lambda text: text.replace("{over: 1}", "3"), 4, ("slack_bytes:", "over, under")),
         (lambda text: text.replace("{over: 1}", "{over: -1}"), 4, ("4GiB",)),
-        (lambda text: text.replace("{over: 1}", "{over: 1e999}"), 4, ("4GiB",)),
         (lambda text: text.replace("{over: 1}", "{over: [1]}"), 4, ("slack_bytes", "string")),
         (lambda text: text.replace("{over: 1}", "{over: 2GiB, under: 1GiB}"), 4, ("2.0 GiB", "1.0 GiB")),
         (
@@ -174,21 +158,16 @@ def test_a_rule_lets_only_idle_engines_sleep(tmp_path: Path) -> None:
         ),
         (lambda text: text.replace("slack_bytes: {over: 1}", ""), 4, ("when:", "slack_bytes")),
         (lambda text: text.replace("[a]", "[]"), 3, ("workloads:", "patterns")),
-        (lambda text: text.replace("[a]", "a"), 3, ("workloads:", "list")),
         (lambda text: text.replace("workloads: [a]", "for: 1"), 2, ("'workloads'",)),
         (lambda text: text.replace("name: r", "name: 'a rule'"), 2, ("name: 'a rule'", "letters")),
         (lambda text: text.replace("empty_cache", "clear"), 5, ("action: 'clear'", ", ".join(ACTIONS))),
         (lambda text: text.replace("empty_cache", "terminate"), 5, ("terminate", "--action.allow", "empty_cache")),
-        (lambda text: text.replace("empty_cache", "empty_cache, mode: later"), 5, ("mode: 'later'", "now, step, idle")),
         (lambda text: text.replace("empty_cache", "empty_cache, mode: now, group: true"), 5, ("mode", "group")),
         (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction: is missing",)),
         (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
-        (lambda text: text.replace("action: empty_cache", "mode: now"), 5, ("'action'",)),
         (lambda text: text + text.removeprefix("rules:\n"), 6, ("'r'", "line 2")),
         (lambda _: "rules: [" + ", ".join([ONE_LINE] * 2) + "]\n", 1, ("'r'", "line 1")),
-        (lambda text: text + "rule: 1\n", 6, ("'rule'", "rules")),
         (lambda text: text.replace("rules:", "rules: x #"), 2, ("YAML",)),
-        (lambda text: "rules: 3\n", 1, ("rules:", "list")),
         (lambda text: "- 1\n", 1, ("keys", "rules")),
         (lambda text: "? [a]\n: 1\n", 1, ("key", "text")),
         (lambda text: text.replace("name: r", "name: !!python/object/apply:os.system [id]"), 2, ("name", "tag")),
@@ -253,3 +232,52 @@ def test_a_rule_concerns_the_workloads_that_match_its_patterns(
 ) -> None:
     (rule,) = read(tmp_path, MINIMAL.replace("[a]", str(list(patterns))))
     assert rule.concerns(workload) is concerned
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("4GiB", "bytes", 4 << 30),
+        ("1.5 MiB", "bytes", 3 << 19),
+        ("8e9", "bytes", 8e9),
+        ("2GB", "bytes", 2e9),
+        ("5%", "ratio", 0.05),
+        ("0.3", "ratio", 0.3),
+        ("5m", "seconds", 300),
+        ("1.5h", "seconds", 5400),
+    ],
+)
+def test_a_quantity_is_read_with_its_unit(text: str, unit: str, value: float) -> None:
+    assert read_quantity(text, unit) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("", "bytes"),
+        ("4 gib", "bytes"),
+        ("-1", "bytes"),
+        ("1e400", "bytes"),
+        ("1.01", "ratio"),
+        ("5m", "ratio"),
+        ("４", "seconds"),
+    ],
+)
+def test_an_invalid_quantity_is_an_error_with_what_is_accepted(text: str, unit: str) -> None:
+    with pytest.raises(ValueError, match=r"^(bytes|a ratio|a time), such as "):
+        read_quantity(text, unit)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (0, "bytes", "0 bytes"),
+        (64 << 20, "bytes", "64.0 MiB"),
+        (int(4.24 * 2**30), "bytes", "4.2 GiB"),
+        (0.0312, "ratio", "3.12 %"),
+        (61.4, "seconds", "61 s"),
+        (0.25, "seconds", "0.25 s"),
+    ],
+)
+def test_a_quantity_is_shown_with_its_unit(value: float, unit: str, shown: str) -> None:
+    assert shown_quantity(value, unit) == shown

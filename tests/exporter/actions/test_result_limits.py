@@ -8,8 +8,8 @@ import pytest
 
 from gpumem_client.wire.protocol import CommandResult, DeviceResult, SnapshotBlock, SnapshotFile
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
+from gpumem_exporter.actions.lifecycle import MAX_BYTES, MAX_UNDER_WAY, ActionRegistry
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.registry import MAX_BYTES, MAX_UNDER_WAY, ActionRegistry
 from gpumem_exporter.actions.request import ActionRequest, Target, invalid_fields
 from gpumem_exporter.errors import TooManyActionsError
 from gpumem_exporter.server.api.report_schema import shortened

@@ -8,8 +8,8 @@ import pytest
 from gpumem_client.wire.protocol import MODES
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.results import NodeFacts, dry_run_results
-from gpumem_exporter.actions.selection import select, select_reporting
+from gpumem_exporter.actions.results import dry_run_results
+from gpumem_exporter.actions.selection import NodeFacts, select, select_reporting
 from gpumem_exporter.actions.suggestion import Suggestion, suggest_clears, suggested_timing
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.commands import action_log
+from gpumem_exporter.cli import options
+from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.main import main
 from tests.support.fleet_builders import row
 
@@ -38,19 +39,15 @@ def _action(number: int, **changes: Any) -> dict[str, Any]:
     }
 
 
-class _Api:
+class _Api(ExporterApi):
     def __init__(self) -> None:
+        super().__init__(("http://a",))
         queued: dict[str, Any] = {"state": "queued", "freed_bytes": None, "still_free_bytes": None, "results": []}
         peak = {"action": "reset_peak", "still_free_bytes": None}
         self.actions = [_action(0), _action(1, **queued, target={"all": True}), _action(2, **peak)]
         self.paths: list[str] = []
 
-    def __enter__(self) -> _Api:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str, **_: Any) -> dict[str, Any]:
         self.paths.append(path)
         return {"actions": self.actions}
 
@@ -67,7 +64,7 @@ class _Api:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> _Api:
     scripted = _Api()
-    monkeypatch.setattr(action_log, "open_api", lambda *_: scripted)
+    monkeypatch.setattr(options, "ExporterApi", lambda *_, **__: scripted)
     return scripted
 
 
@@ -97,9 +94,10 @@ def test_an_action_is_found_by_the_start_of_its_id(api: _Api, capsys: pytest.Cap
     assert "make room" in out
     assert main(["actions", "show", "aa"]) == 2
     assert "2 actions" in capsys.readouterr().err
-    assert main(["actions", "show", "cc"]) == 1
-    assert "'cc'" in capsys.readouterr().err
-    assert len(api.paths) == 3
+    for unknown in ("cc", ""):
+        assert main(["actions", "cancel", unknown]) == 1
+        assert repr(unknown) in capsys.readouterr().err
+    assert len(api.paths) == 4
 
 
 @pytest.mark.parametrize(("given", "state", "code"), [("aa22", "cancelled", 0), ("aa11", "done", 1)])

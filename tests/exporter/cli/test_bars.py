@@ -45,10 +45,6 @@ def test_a_short_part_has_no_name_and_a_long_name_is_cut() -> None:
     assert strip.cell_len == 40
 
 
-def test_a_device_without_a_reading_shows_its_error() -> None:
-    assert draw_strip({"memory": None, "error": "GPU is lost", "strip": []}, 20).plain == "GPU is lost"
-
-
 def _flat(*points: int | None, step: int = 1) -> dict[str, Any]:
     """The history of a job that has nothing but tensors."""
     past = history("a", step=step, points=[0] * len(points))

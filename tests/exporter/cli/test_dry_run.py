@@ -9,7 +9,7 @@ from gpumem_client.wire.protocol import MODES, DeviceSample
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.cli.render.action_tables import action_tables
-from gpumem_exporter.server.api.action_schema import action_document
+from gpumem_exporter.server.api.actions import action_document
 from tests.support.builders import UUIDS, sample
 from tests.support.dispatching import Bench
 from tests.support.golden import assert_golden, printed

@@ -3,8 +3,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from gpumem_exporter.cli.render.event_table import event_line
-from gpumem_exporter.events import Event, Page
+from gpumem_exporter.cli.render.columns import event_line
+from gpumem_exporter.events.model import Event, Page
 from gpumem_exporter.server.api.events import events_document
 from tests.support.golden import assert_golden
 from tests.support.live_documents import GIB, event

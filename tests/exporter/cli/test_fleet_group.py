@@ -15,15 +15,15 @@ from tests.support.builders import Clock
 from tests.support.fleet_builders import A, B, C, ScriptedExporter, action, fleet_of, process, row
 
 LEAD = SUBMIT_SECONDS + GROUP_LEAD_SECONDS
-Readings = dict[Exporter, dict[str, Any] | Failure]
+Readings = dict[Exporter, list[dict[str, Any]] | Failure]
 
 
 def rank(pid: int, number: int, **changes: Any) -> dict[str, Any]:
     return process(pid, **{"rank": str(number), "step": 50, "step_seconds": 0.1, **changes})
 
 
-def of(*processes: dict[str, Any]) -> dict[str, Any]:
-    return {"processes": list(processes)}
+def of(*processes: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(processes)
 
 
 def group(
@@ -97,10 +97,10 @@ BODY = {"action": "empty_cache", "dry_run": False, "mode": "step", "group": True
 RUNNING = action(state="running")
 
 
-def run(exporters: dict[Exporter, ScriptedExporter], clock: Clock | None = None) -> tuple[Group, list[ExporterRequest]]:
+def run(exporters: dict[Exporter, ScriptedExporter], clock: Clock | None = None) -> tuple[list[ExporterRequest], str]:
     clock = clock or Clock()
     found = group({exporter: two_nodes()[exporter] for exporter in exporters})
-    return found, found.act(fleet_of(exporters, clock), BODY, wait_seconds=40.0, clock=clock)
+    return found.act(fleet_of(exporters, clock), BODY, wait_seconds=40.0, clock=clock)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_the_first_failure_cancels_the_other_exporters(submits: list[Any], later
     canceled = action(row(1, "refused", reason="canceled"), state="failed")
     first = ScriptedExporter(submits=[RUNNING], later=[RUNNING], cancels=[canceled])
     second = ScriptedExporter(submits=submits, later=later, cancels=[RUNNING])
-    found, (one, _) = run({A: first, B: second})
-    assert found.cancel_reason.startswith(reason)
+    (one, _), cancel_reason = run({A: first, B: second})
+    assert cancel_reason.startswith(reason)
     assert first.requests_of("cancel") == ["a1"]
     assert one.action == canceled
     assert len(second.requests_of("cancel")) <= 1
@@ -132,8 +132,8 @@ def test_submitting_that_takes_too_long_for_the_step_cancels_the_group() -> None
     slow = ScriptedExporter(
         submits=[RUNNING], cancels=[action(state="failed")], on_submit=lambda: clock.sleep(SUBMIT_SECONDS + 0.1)
     )
-    found, _ = run({A: slow}, clock)
-    assert re.search(r"\b3\.1 s\b.*\bstep 130\b", found.cancel_reason)
+    _, cancel_reason = run({A: slow}, clock)
+    assert re.search(r"\b3\.1 s\b.*\bstep 130\b", cancel_reason)
     assert slow.requests_of("cancel") == ["a1"]
 
 

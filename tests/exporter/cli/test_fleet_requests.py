@@ -135,7 +135,7 @@ def test_a_result_of_another_device_is_a_failure() -> None:
 
 def test_reading_reports_silence_and_servers_that_are_no_exporters() -> None:
     silent, other = ScriptedExporter(document=SILENCE), ScriptedExporter(document={"hello": "world"})
-    read = fleet_of({A: silent, B: other}, Clock()).read([A, B], "devices")
+    read = fleet_of({A: silent, B: other}, Clock()).processes()
     assert read[A] == Failure("failed", "silent-x")
     refusal = read[B]
     assert isinstance(refusal, Failure)

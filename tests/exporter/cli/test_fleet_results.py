@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.fleet.action import FleetResult
+from gpumem_exporter.cli.fleet.action import fleet_document, fleet_tables
+from gpumem_exporter.cli.fleet.prometheus import print_warnings
 from tests.support.fleet_builders import row
-from tests.support.golden import assert_golden
+from tests.support.golden import assert_golden, printed
 
 
 def on(instance: str, pid: int | None = 1, outcome: str = "done", **changes: Any) -> dict[str, Any]:
@@ -33,18 +33,9 @@ MANY_REFUSED = [
 HALF_DONE = [on("node1", rank="0"), refused("node2", 1, "cancelled", rank="1")]
 
 
-def test_warnings_of_prometheus_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    FleetResult(CLEAR, []).print(["store b\nis down"], query="q", as_json=False)
-    captured = capsys.readouterr()
-    assert "store b" not in captured.out
-    assert captured.err.startswith("warning: ")
-    assert captured.err.endswith(": store b is down\n")
-
-
-def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_row_and_the_sum() -> None:
     rows = [on("node1"), refused("node2", None, "no")]
-    FleetResult(CLEAR, rows, 7, "why").print(["w"], query="q > 1", as_json=True)
-    assert json.loads(capsys.readouterr().out) == {
+    assert fleet_document(CLEAR, rows, 7, "why", query="q > 1", warnings=["w"]) == {
         "action": "empty_cache",
         "query": "q > 1",
         "mode": "now",
@@ -60,23 +51,22 @@ def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> N
         "subject": "train (2 ranks)",
         "sentence": "Freed 2.0 GiB in train rank 0. 1 of 2 processes acted.",
     }
-    FleetResult(CLEAR, [], 7, "why").print([], query="q > 1", as_json=True)
-    assert json.loads(capsys.readouterr().out)["freed_bytes"] is None
+    assert fleet_document(CLEAR, [])["freed_bytes"] is None
 
 
 def test_the_output_of_fleet_commands(capsys: pytest.CaptureFixture[str]) -> None:
     actions = {
-        "clear": FleetResult(CLEAR, [on("node1"), on("node2"), on("node2", gpu="1")]),
-        "clear, refused": FleetResult(CLEAR, MANY_REFUSED),
-        "clear, nothing selected": FleetResult(CLEAR, []),
-        "clear of a group": FleetResult(CLEAR, HALF_DONE[:1], 90),
-        "clear of a group, dry run": FleetResult({**CLEAR, "dry_run": True}, HALF_DONE[:1], 90),
-        "clear of a group, half done": FleetResult(CLEAR, HALF_DONE, 90, "node2: refused: no-token"),
-        "clear of a group, not done": FleetResult(CLEAR, HALF_DONE[1:], 90, "node2: refused: no-token"),
+        "clear": fleet_document(CLEAR, [on("node1"), on("node2"), on("node2", gpu="1")]),
+        "clear, refused": fleet_document(CLEAR, MANY_REFUSED),
+        "clear, nothing selected": fleet_document(CLEAR, []),
+        "clear of a group": fleet_document(CLEAR, HALF_DONE[:1], 90),
+        "clear of a group, dry run": fleet_document({**CLEAR, "dry_run": True}, HALF_DONE[:1], 90),
+        "clear of a group, half done": fleet_document(CLEAR, HALF_DONE, 90, "node2: refused: no-token"),
+        "clear of a group, not done": fleet_document(CLEAR, HALF_DONE[1:], 90, "node2: refused: no-token"),
     }
     parts = []
-    for name, result in actions.items():
-        result.print(["store b is down"] if name == "clear" else [], query="q", as_json=False)
-        captured = capsys.readouterr()
-        parts.append(f"== {name}\n{captured.err}{captured.out}")
+    for name, document in actions.items():
+        print_warnings(["store b\nis down"] if name == "clear" else [])
+        lines = printed(*fleet_tables(document), width=10_000)
+        parts.append("\n".join([f"== {name}", *capsys.readouterr().err.splitlines(), *lines, ""]))
     assert_golden("fleet.txt", "\n".join(parts))

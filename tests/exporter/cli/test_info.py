@@ -10,7 +10,7 @@ from gpumem_exporter.cli.render.node_tables import node_tables
 from gpumem_exporter.cli.render.rows import View
 from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.golden import assert_golden, printed
-from tests.support.live_documents import GIB, device, finding, full_node, job, live, process
+from tests.support.live_documents import GIB, device, full_node, job, live, process
 
 
 def _lines(document: dict[str, Any], width: int = 80, **options: Any) -> list[str]:
@@ -29,27 +29,12 @@ def test_every_size_of_a_full_node_is_readable_at_any_width(width: int) -> None:
     assert "…" not in "".join(line for line in lines if "G" in line and long_name[:4] not in line)
 
 
-def test_an_unknown_category_is_a_dash() -> None:
-    lost = device("0")
-    del lost["ledger"]["non_torch"]
-    *_, line = _lines(live([lost], []), 200, ledger=True)[:-2]
-    assert line.split()[4] == "-"
-
-
 def test_an_ascii_terminal_gets_an_ascii_strip() -> None:
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
     show(open_console(out), node_tables([Node(full_node())], View(), 80))
     out.seek(0)
     (line,) = [line for line in out.read().splitlines() if line.startswith("5 ")]
     assert line.split()[1].strip("#%.") == "chat-70b"
-
-
-def test_text_of_a_process_cannot_control_the_terminal() -> None:
-    one = job("\x1b[2Jw\n[b]x[/b]", process(7, workload="x"))
-    told = finding("oom", "warning", "x", "\x1b[2Jw\n[b]x[/b] requested")
-    lines = _lines(live([], [one], [told]), 200)
-    assert sum("?[2Jw?[b]x[/b]" in line for line in lines) == 2
-    assert "\x1b" not in "\n".join(lines)
 
 
 def test_the_output_of_info() -> None:

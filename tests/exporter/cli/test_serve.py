@@ -28,11 +28,6 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
     return calls
 
 
-def test_without_flags_the_defaults_apply(served: list[tuple[Settings, bool]]) -> None:
-    assert main(["serve"]) == 0
-    assert served == [(Settings(), False)]
-
-
 def test_every_flag_reaches_its_setting(served: list[tuple[Settings, bool]]) -> None:
     flags = {
         "--web.listen-socket": "/s",

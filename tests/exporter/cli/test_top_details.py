@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli.node import Node
 from tests.support.live_documents import GIB, NOW, device, event, finding, full_node, job, live, process
 from tests.support.top_screen import URL, TopScreen, query_value, until
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read a job or a device again without a pause of seconds."""
+    monkeypatch.setattr("gpumem_exporter.cli.top.detail._REFRESH_SECONDS", 0.2)
 
 
 async def test_the_job_screen_has_timeline_ranks_memory_and_events() -> None:
@@ -59,13 +67,6 @@ async def test_text_of_a_job_cannot_control_the_terminal() -> None:
         await until(lambda: "last 10 min" in world.text, "the job")
         assert world.text.count("[bold]x[/bold]") >= 3
         assert all(line.isprintable() for line in world.text.split("\n"))
-
-
-async def test_a_finding_opens_its_job() -> None:
-    world = TopScreen()
-    async with world.on_screen() as pilot:
-        await pilot.press("shift+tab", "shift+tab", "enter")
-        await until(lambda: world.text.startswith("rag-indexer"), "the job of the first finding")
 
 
 async def test_the_device_screen_has_timeline_ledger_processes_and_events() -> None:

@@ -18,15 +18,27 @@ from gpumem_exporter.errors import NvmlUnavailableError, PrometheusError, Target
 from tests.support.live_documents import device, full_node, job, live, process
 
 
-class _Api:
-    """An exporter that answers or raises an error."""
+class _World:
+    """An exporter and a driver, each of which answers or raises an error, and a clock that the test moves."""
 
     url = "unix:///e.sock"
 
-    def __init__(self) -> None:
+    def __init__(self, *, named: bool = False, **target: Any) -> None:
         self.error: Exception | None = None
+        self.driver_error: Exception | None = None
         self.live: Any = live([device("0")], [job("llm", process(7, "0", workload="llm"))])
         self.paths: list[str] = []
+        self.opened = self.released = 0
+        self.now = 100.0
+        source: Any = Source
+        self.source = source(
+            lambda: self, Target(**target), open_driver=None if named else self.open, clock=lambda: self.now
+        )
+
+    def address(self) -> str:
+        """Read the node, and return its address; empty if the driver was read."""
+        (node,) = self.source.read()
+        return str(node.url)
 
     def get(self, path: str) -> Any:
         self.paths.append(path)
@@ -37,91 +49,52 @@ class _Api:
     def close(self) -> None:
         return None
 
-
-class _Driver:
-    """A driver that answers or raises an error."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.opened = self.released = 0
-
-    def open(self) -> _Driver:
+    def open(self) -> _World:
         self.opened += 1
         return self
 
     def read(self, reason: str) -> Any:
-        if self.error is not None:
-            raise self.error
+        if self.driver_error is not None:
+            raise self.driver_error
         return live([device("0")], [], host=reason)
 
     def release(self) -> None:
         self.released += 1
 
 
-class _World:
-    """A source with a clock that the test moves."""
-
-    def __init__(self, *, named: bool = False, **target: Any) -> None:
-        self.api, self.driver, self.now = _Api(), _Driver(), 100.0
-        self.source = Source(
-            lambda: self.api,  # type: ignore[arg-type,return-value]
-            Target(**target),
-            open_driver=None if named else self.driver.open,  # type: ignore[arg-type]
-            clock=lambda: self.now,
-        )
-
-    def read(self) -> tuple[str, str]:
-        """The address that was read, and the error."""
-        node = self.source.read()
-        return node.url, node.error
-
-
-def test_a_reading_is_one_request_to_the_exporter_and_the_driver_is_not_opened() -> None:
-    world = _World()
-    assert world.read() == ("unix:///e.sock", "")
-    assert world.api.paths == ["/api/v1/live?details=none"]
-    assert world.driver.opened == 0
-
-
 @pytest.mark.parametrize("error", [ExporterUnreachableError("no-answer"), ExporterAnswerError(404, "no-answer")])
-def test_the_driver_replaces_an_exporter_that_does_not_answer(error: ExporterError) -> None:
+def test_the_driver_replaces_the_exporter_until_it_answers(error: ExporterError) -> None:
     world = _World()
-    world.api.error = error
-    node = world.source.read()
-    assert (node.url, node.error) == ("", "")
-    assert node.live is not None
-    assert "no-answer" in node.live["node"]["host"], "the reason"
-
-
-def test_the_exporter_is_tried_again_and_replaces_the_driver() -> None:
-    world = _World()
-    world.api.error = ExporterUnreachableError("no-answer")
-    world.read()
-    world.api.error = None
+    assert world.address() == world.url
+    assert (world.paths, world.opened) == (["/api/v1/live?details=none"], 0)
+    world.error = error
+    (node,) = world.source.read()
+    assert (node.url, node.live["node"]["host"]) == ("", str(error)), "the reason"
+    world.error = None
     world.now += 2.9
-    assert world.read() == ("", "")
-    assert len(world.api.paths) == 1
+    assert world.address() == ""
+    assert len(world.paths) == 2
     world.now += 0.1
-    assert world.read() == ("unix:///e.sock", "")
-    assert (world.driver.opened, world.driver.released) == (1, 1)
+    assert world.address() == world.url
+    assert (world.opened, world.released) == (1, 1)
 
 
 def test_the_driver_does_not_replace_a_named_exporter() -> None:
     world = _World(named=True)
-    world.api.error = ExporterUnreachableError("no-answer")
+    world.error = ExporterUnreachableError("no-answer")
     with pytest.raises(ExporterUnreachableError, match="no-answer"):
-        world.source.read()
-    world.api.error = None
-    assert world.read() == ("unix:///e.sock", "")
+        world.address()
+    world.error = None
+    assert world.address() == world.url
 
 
 def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
     world = _World()
-    world.api.error = ExporterUnreachableError("no-answer")
-    world.driver.error = NvmlUnavailableError("no library")
+    world.error = ExporterUnreachableError("no-answer")
+    world.driver_error = NvmlUnavailableError("no library")
     with pytest.raises(ExporterUnreachableError, match=r"no-answer.*no library"):
-        world.source.read()
-    assert world.driver.released == 1
+        world.address()
+    assert world.released == 1
 
 
 @pytest.mark.parametrize(
@@ -130,22 +103,21 @@ def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
 )
 def test_another_server_and_an_old_exporter_are_errors(document: Any, message: str) -> None:
     world = _World(named=True)
-    world.api.live = document
+    world.live = document
     with pytest.raises(ExporterUnreachableError, match=message):
-        world.source.read()
+        world.address()
 
 
 def test_a_name_must_exist_in_the_first_reading_only() -> None:
     world = _World(named=True, workload="llm")
-    running, world.api.live = world.api.live, live([device("0")], [job("eval", process(7, "0", workload="eval"))])
+    running, world.live = world.live, live([device("0")], [job("eval", process(7, "0", workload="eval"))])
     with pytest.raises(TargetNotFoundError, match="no such workload 'llm'"):
-        world.source.read()
-    world.api.live = running
-    world.source.read()
-    world.api.live = live([], [])
-    later = world.source.read().live
-    assert later is not None
-    assert later["jobs"] == []
+        world.address()
+    world.live = running
+    world.address()
+    world.live = live([], [])
+    (later,) = world.source.read()
+    assert later.live["jobs"] == []
 
 
 class _Fleet:

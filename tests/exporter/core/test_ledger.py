@@ -79,13 +79,6 @@ def test_unattributed_is_negative_when_a_report_is_ahead_of_the_driver() -> None
     assert ledger.categories["unattributed"] == -200
 
 
-def test_non_torch_is_signed() -> None:
-    reading = device(total=1000, used=300, processes={1: 300})
-    ahead = reporting(1, devices=(sample(allocated=500),))
-    ledger = device_ledger(reading, [ahead])
-    assert ledger.categories["non_torch"] == -200
-
-
 def test_bytes_freed_between_report_and_reading_are_unattributed() -> None:
     context, tensors, freed = 50, 300, 200
     total, driver = 1000, 10
@@ -142,14 +135,6 @@ def test_memory_that_the_driver_hides_is_unattributed() -> None:
     assert owned(pid1=None, pid4=None) == {"non_torch": 30, "other_processes": 40, "unattributed": 130}
     assert owned(pid1=None, pid2=None) == {"other_processes": 100, "unattributed": 100}
     assert owned(pid3=None, pid4=None) == {"non_torch": 50, "unattributed": 150}
-
-
-def test_a_device_whose_memory_is_unknown_has_no_ledger() -> None:
-    unknown = dataclasses.replace(device(), memory=None)
-    known = device(UUIDS[1], gpu="1")
-    ledgers = node_ledgers(Snapshot(taken_seconds=0.0, node=node(unknown, known)))
-    assert list(ledgers) == [UUIDS[1]]
-    assert node_ledgers(Snapshot(taken_seconds=0.0, node=None)) == {}
 
 
 def test_a_device_whose_memory_is_unknown_has_its_processes() -> None:

@@ -26,7 +26,8 @@ from gpumem_exporter.actions.selection import OutsideTarget
 from gpumem_exporter.core.place import HERE
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.engines import adapter
-from gpumem_exporter.engines.control import EngineControl, HttpEngine
+from gpumem_exporter.engines.adapter import Engine
+from gpumem_exporter.engines.control import EngineControl
 from tests.support.builders import report
 from tests.support.engine_servers import Served, engine_servers
 from tests.support.waiting import wait_for
@@ -47,7 +48,7 @@ def serve() -> Iterator[Any]:
         yield start
 
 
-def find(served: Served, title: str, *samples: DeviceSample, pid: int | None = None) -> HttpEngine:
+def find(served: Served, title: str, *samples: DeviceSample, pid: int | None = None) -> Engine:
     """Find the engine of the process on the device, as the exporter does."""
     pid = served.worker if pid is None else pid
     reporter = None
@@ -227,8 +228,8 @@ def test_the_use_of_vllms_cache_is_the_only_sample_of_its_metric(serve: Any) -> 
 
 def test_only_the_port_of_the_process_or_its_parent_is_taken(serve: Any) -> None:
     served, other = serve("vllm", {}), serve("vllm", {})
-    assert find(served, "VLLM::EngineCore").server.listener.address[1] == served.port
-    assert find(other, "VLLM::EngineCore").server.listener.address[1] == other.port
+    assert find(served, "VLLM::EngineCore").listener.address[1] == served.port
+    assert find(other, "VLLM::EngineCore").listener.address[1] == other.port
     refused(lambda: find(served, "VLLM::EngineCore", pid=os.getpid()), ReasonCode.ENGINE_UNREACHABLE)
     refused(lambda: find(served, "python train.py"), ReasonCode.NO_ENGINE)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.events import EVENT_TYPES, Event
 from gpumem_exporter.events.entries import FOLD_SECONDS, Entry, fold
+from gpumem_exporter.events.model import EVENT_TYPES, Event
 
 GIB = 1 << 30
 OOM = {
@@ -86,11 +86,6 @@ def test_an_event_has_a_title_a_severity_and_a_text(
     assert [part for part in parts if part not in entry.text] == []
 
 
-def test_fragmentation_is_named_only_if_the_memory_would_have_been_enough() -> None:
-    few = {**OOM, "allocator": {"reserved_bytes": 30 * GIB, "fragmented_bytes": 1 << 20}}
-    assert "fragmented" not in Entry(event("oom", detail=few)).text
-
-
 def test_a_clear_of_several_processes_names_their_workload_once() -> None:
     results = [{"pid": pid, "workload": "llm"} for pid in (7, 7, 8)]
     assert Entry(event("action", pid=None, detail={**ACTION, "results": results})).text.startswith("llm (2 processes):")
@@ -115,6 +110,8 @@ def test_short_jobs_are_one_entry_at_their_last_end() -> None:
     assert (ran.first_unix_seconds, ran.event.time_unix_seconds) == (1e9, 1e9 + 13 * 60 + 5)
     assert (ran.event.workload, ran.event.gpu, ran.event.pid) == ("llm", "3", None)
     assert re.search(r"llm\b.*\b14\b", ran.text)
+    assert fold(runs(1))[0].text == "llm (pid 0)"
+    assert re.findall(r"\d+", fold(runs(3)[:-1])[0].text) == ["3", "2"], "one still runs"
 
 
 def test_the_starts_of_ranks_are_one_entry_and_their_ends_another() -> None:
@@ -123,16 +120,6 @@ def test_the_starts_of_ranks_are_one_entry_and_their_ends_another() -> None:
     started, ended = fold([*starts, *ends])
     assert [(each.title, each.starts, each.ends) for each in (started, ended)] == [("started", 4, 0), ("ended", 0, 4)]
     assert [re.findall(r"\d+", each.text) for each in (started, ended)] == [["4"], ["4"]]
-
-
-def test_one_short_process_is_named_with_its_pid() -> None:
-    (ran,) = fold(runs(1))
-    assert (ran.title, ran.text) == ("ran", "llm (pid 0)")
-
-
-def test_a_process_that_still_runs_is_counted_as_started() -> None:
-    (ran,) = fold(runs(3)[:-1])
-    assert re.findall(r"\d+", ran.text) == ["3", "2"]
 
 
 @pytest.mark.parametrize(

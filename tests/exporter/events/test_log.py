@@ -9,7 +9,9 @@ from concurrent.futures import Future
 import pytest
 
 from gpumem_client.wire.errors import StorageError
-from gpumem_exporter.events import Event, EventLog, Page, Query, Storage
+from gpumem_exporter.events.log import EventLog
+from gpumem_exporter.events.model import Event, Page, Query
+from gpumem_exporter.events.storage import Storage
 from tests.support.waiting import patient, wait_for
 
 WAIT = patient(30.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.host.pod_resources import Container, DeviceAssignments, PodResources, device_uuid, name_containers
+from gpumem_exporter.host.pod_resources import Container, DeviceAssignments, PodResources, name_containers
 from tests.support.builders import UUIDS, device, node
 from tests.support.waiting import wait_for
 
@@ -109,20 +109,6 @@ def test_a_container_newer_than_the_list_is_detected() -> None:
     for started, unknown in ((QUERIED - 1, False), (QUERIED, True)):
         _, found = name_containers(reading(facts(1, "c1", "p1", started=started), on={1: (0,)}), given(d0=(TRAINER,)))
         assert found is unknown
-
-
-@pytest.mark.parametrize(
-    ("device_id", "uuid"),
-    [
-        (UUIDS[0], UUIDS[0]),
-        (f"{UUIDS[0]}::3", UUIDS[0]),
-        ("MIG-4f2a9c0d-0000-1111-2222-333344445555", "MIG-4f2a9c0d-0000-1111-2222-333344445555"),
-        ("nvidia0", None),
-        ("0", None),
-    ],
-)
-def test_the_uuid_is_read_from_the_device_id_of_the_plugin(device_id: str, uuid: str | None) -> None:
-    assert device_uuid(device_id) == uuid
 
 
 def test_an_expired_answer_of_the_kubelet_is_not_used(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading
-from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from tests.support.builders import NobodyHost
@@ -136,23 +135,6 @@ def test_a_hung_driver_shows_as_stuck_and_does_not_block_status_or_stop(start: S
     release.set()
     assert poller.stop(SOON)
     assert published.readings == []
-
-
-def test_an_attach_request_for_a_missing_driver_skips_the_backoff(start: Start) -> None:
-    missing = True
-
-    def no_driver() -> None:
-        if missing:
-            raise NvmlUnavailableError("no driver")
-
-    published = Published()
-    poller = start(OneGpu(no_driver), published, interval_seconds=0.5, clock=lambda: 0.0)
-    published.wait_for(1)
-    missing = False
-    poller.attach()
-    while not poller.status(0.0).request_applied:
-        published.wait_for(len(published.readings) + 1)
-    assert published.readings[-1].up
 
 
 def test_a_poll_can_be_requested_before_the_interval_ends(start: Start) -> None:

@@ -68,7 +68,7 @@ def test_the_sums_are_those_of_the_profiles_on_every_device() -> None:
     before = of((0, at(1), None, 1, 1), (1, at(2), None, 2, 2), (1, (), Owner("unseen"), 4, 4))
     after = of((0, at(1), None, 8, 8), (0, at(3), WEIGHT, 16, 16), (1, at(2), None, 32, 32), start=2000)
     change = difference(before, after)
-    assert change.devices == UUIDS[:2]
+    assert change.uuids == UUIDS[:2]
     for index in (0, 1):
         lines = [line for line in change.lines if line.device == index]
         assert sum(line.before_bytes for line in lines) == before.profile.devices[index].allocated_bytes
@@ -79,5 +79,5 @@ def test_a_job_that_moved_to_another_device_is_compared_by_the_order_of_devices(
     before = of((0, (), WEIGHT, MIB, MIB), (1, (), WEIGHT, 2 * MIB, 2 * MIB))
     moved = replace(made_up([(0, (), WEIGHT, MIB, MIB)]), devices=(ProfiledDevice("GPU-other", MIB),))
     change = difference(before, stored(moved, start_time_ticks=2000))
-    assert change.devices == ("GPU-other", UUIDS[1])
+    assert change.uuids == ("GPU-other", UUIDS[1])
     assert [line.change_bytes for line in change.lines if line.change_bytes] == [-2 * MIB]

@@ -151,7 +151,8 @@ def test_any_other_value_is_read_or_refused(key: str, value: Any, deep: bool) ->
 
 def test_the_facts_of_a_file_are_read_as_they_were_written() -> None:
     written = facts(pid="1@4026532007:1001", rank="ü", oom_number=2)
-    assert read_facts(facts_line(written)) == written
-    for other in (b"", b"{}", b"SQLite format 3\0", facts_line(written).replace(b'"pid"', b'"pi"')):
+    line = facts_line(written)
+    assert read_facts(line) == written
+    for other in (b"", b"{}", b"SQLite format 3\0", line.replace(b'"pid"', b'"pi"'), line.replace(b":2,", b':"2",')):
         with pytest.raises(ProfileInvalidError):
             read_facts(other)

@@ -127,16 +127,6 @@ def test_json_has_names_and_the_largest_first() -> None:
     assert document["lines"][0]["line"] == "model.py:12 in forward"
 
 
-def test_the_tensors_of_repeated_layers_are_one_owner_in_the_list() -> None:
-    owners = json.loads(render(stored(training()), "json")[0])["owners"]
-    first = owners[0]
-    assert (first["owner"], first["blocks"], first["bytes"]) == (
-        "AdamW.exp_avg model.layers.*.mlp.fc.weight",
-        12,
-        768 * MIB,
-    )
-
-
 def test_a_long_profile_keeps_its_sum_and_merges_its_smallest_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = stored(many_stacks(stacks=200))
     total = sum(device.allocated_bytes for device in profile.profile.devices)

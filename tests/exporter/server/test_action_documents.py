@@ -11,8 +11,7 @@ import pytest
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.request import Target
 from gpumem_exporter.server.api import actions as module
-from gpumem_exporter.server.api.action_schema import action_document
-from gpumem_exporter.server.api.actions import INLINE_RESULTS, ActionRoutes
+from gpumem_exporter.server.api.actions import INLINE_RESULTS, ActionRoutes, action_document
 from gpumem_exporter.server.http.replies import Renderer
 
 

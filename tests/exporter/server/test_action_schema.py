@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.server.api.action_schema import ActionBody
+from gpumem_exporter.server.api.actions import ActionBody
 from gpumem_exporter.server.http.problems import ProblemError
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.server.api import alerts
-from gpumem_exporter.server.api.alert_schema import AlertBody
+from gpumem_exporter.server.api.alerts import AlertBody
 from tests.support.dispatching import Bench
 
 ROOT = Caller(CallerKind.UNIX, Rights.ALL, uid=0)

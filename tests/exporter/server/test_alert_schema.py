@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.server.api.alert_schema import (
+from gpumem_exporter.server.api.alerts import (
     ALERT_KEYS,
     MAX_ALERTS,
     AlertBody,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.events import Event, Query
+from gpumem_exporter.events.model import Event, Query
 from gpumem_exporter.server.api.audit import Audit
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
-from gpumem_exporter.events import Event, Page, Query
+from gpumem_exporter.events.model import Event, Page, Query
 from gpumem_exporter.server.api.events import EventParameters, events_document, events_for_user, one_event_document
 
 

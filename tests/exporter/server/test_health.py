@@ -12,7 +12,7 @@ import pytest
 import trustme
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
-from gpumem_exporter.events import EventLogStatus
+from gpumem_exporter.events.log import EventLogStatus
 from gpumem_exporter.nvml.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.server.api.health import Health, HealthDocument
 from gpumem_exporter.server.security.web_access import WebAccess

@@ -89,14 +89,6 @@ def test_unknown_values_are_null() -> None:
     assert processes[200]["devices"][0]["used_bytes"] == 100 * MIB
 
 
-def test_the_ledger_of_a_device_adds_up_to_its_memory() -> None:
-    document = devices_document(one_of_each(), "demo")
-    assert document["source"] == "demo"
-    first, lost = document["devices"]
-    assert sum(first["ledger"].values()) == first["memory"]["total_bytes"]
-    assert (lost["up"], lost["error"], lost["memory"], lost["ledger"]) == (False, "lost", None, None)
-
-
 def test_without_a_driver_the_reporting_processes_are_listed() -> None:
     snapshot = dataclasses.replace(one_of_each(), node=None)
     document = devices_document(snapshot, "nvml")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from gpumem_exporter.actions.caller import Caller, CallerKind, Rights
 from gpumem_exporter.actions.group import whole_group
@@ -110,10 +111,10 @@ def test_the_growth_of_a_job_says_when_it_will_fail_and_since_when_it_grows() ->
     assert growing["since_unix_seconds"] == 1e9 - 1800
 
 
-@given(SNAPSHOTS)
-def test_the_document_agrees_with_itself_on_any_node(snapshot: Snapshot) -> None:
+@given(SNAPSHOTS, st.sampled_from([None, Caller(CallerKind.TCP, Rights.NONE)]))
+def test_the_document_agrees_with_itself_on_any_node(snapshot: Snapshot, viewer: Caller | None) -> None:
     view = node_view()
-    live = view.document(snapshot, {"failed_checks": []}, 1e9, details="all")
+    live = view.document(snapshot, {"failed_checks": []}, 1e9, details="all", viewer=viewer)
     assert live["node"]["totals"]["processes"] == sum(job["process_count"] for job in live["jobs"])
     pids = [process["pid"] for job in live["jobs"] for process in job["processes"]]
     assert len(set(pids)) == len(pids)
@@ -127,7 +128,7 @@ def test_the_document_agrees_with_itself_on_any_node(snapshot: Snapshot) -> None
     for finding in live["findings"]:
         assert finding["job"] is None or finding["job"] in known
         assert finding["sentence"].endswith(".")
-    short = view.document(snapshot, {"failed_checks": []}, 1e9)
+    short = view.document(snapshot, {"failed_checks": []}, 1e9, viewer=viewer)
     for job, whole in zip(short["jobs"], live["jobs"], strict=True):
         for process, details in zip(job["processes"], whole["processes"], strict=True):
             on_devices = zip(process.pop("devices"), details["devices"], strict=True)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.model import DRY_RUN_OUTCOMES
-from gpumem_exporter.view.sentences import sentence, stays_free, subject, when
+from gpumem_exporter.view.sentences import sentence, subject, when
 from tests.support.fleet_builders import action, row
 
 GIB = 1 << 30
@@ -28,24 +28,6 @@ OTHERS = [result(1, 4, 4, "notebook"), result(2, 1, 1)]
 
 def expected(*results: dict[str, Any], suggested: list[dict[str, Any]]) -> dict[str, Any]:
     return action(*results, dry_run=True, suggested=suggested)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        (
-            (2 * GIB, 18 * GIB, False, True),
-            "Stays free 2.0 GiB; 18.0 GiB more would be reserved again in the next step",
-        ),
-        ((2 * GIB, 18 * GIB, True, False), "Stays free at least 2.0 GiB; 18.0 GiB more would be reserved again"),
-        ((96 * GIB, 4 * GIB, False, True), "Stays free 96.0 GiB"),
-        ((0, GIB, False, False), "Stays free 0 B; 1.0 GiB more would be reserved again"),
-        ((0, 0, False, False), "Stays free 0 B"),
-    ],
-)
-def test_what_stays_free_is_first(sizes: tuple[int, int, bool, bool], text: str) -> None:
-    stays, again, at_least, at_step = sizes
-    assert stays_free(stays, again, at_least=at_least, at_step=at_step) == text
 
 
 @pytest.mark.parametrize(

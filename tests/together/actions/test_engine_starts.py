@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,42 +134,6 @@ def test_a_refused_clear_names_the_engine_and_a_forced_one_ends_its_start(
     engine.go()
     assert engine.finish() == 1
     assert "Error in memory profiling" in engine.stderr()
-
-
-def test_a_policy_holds_back(
-    node: EmulatedNode,
-    start_exporter: StartExporter,
-    hoard: Callable[..., TorchProcess],
-    engine: Program,
-    tmp_path: Path,
-) -> None:
-    policy = tmp_path / "policy.yml"
-    rule = {
-        "name": "tidy",
-        "workloads": ["hoard"],
-        "when": {"reclaimable_bytes": {"over": "1GiB"}},
-        "do": {"action": "empty_cache"},
-        "max_per_hour": 1,
-        "dry_run": False,
-    }
-    policy.write_text(json.dumps({"rules": [rule]}))
-    exporter = start_exporter(node, *QUICK, "--policy.file", str(policy))
-    begun(engine, exporter)  # before the hoard: the rule would clear it at once
-    process = hoard(exporter)
-    before = node.books().used_by(process.pid)
-
-    def evaluations(result: str) -> float:
-        found: float = exporter.metrics().value("gpumem_policy_evaluations_total", rule="tidy", result=result)
-        return found
-
-    wait_for(lambda: evaluations("held_back") >= 2, "the rule to hold back")
-    assert (evaluations("acted"), node.books().used_by(process.pid)) == (0, before)
-    serves(engine)
-    engine.go()
-    assert engine.finish() == 0
-    wait_for(lambda: evaluations("acted") == 1, "the rule to act")
-    wait_for(lambda: node.books().used_by(process.pid) == before - CACHE, "the clear")
-    assert TITLE in exporter.log()
 
 
 def test_a_reporting_engine_says_when_it_has_started(

@@ -130,13 +130,6 @@ def test_a_process_that_does_not_report_is_not_called_unknown(exporter: RunningE
     assert exporter.document(ACTIONS)["actions"] == []
 
 
-def test_a_target_has_several_values_and_numbers(exporter: RunningExporter) -> None:
-    answer = exporter.act(action="empty_cache", target={"gpu": [0, "1"], "rank": 0}, dry_run=True)
-    document = json.loads(answer.body)
-    assert {result["pid"] for result in document["results"]} == {1, 2}
-    assert document["target"] == {"gpu": ["0", "1"], "rank": "0"}
-
-
 def test_an_action_that_is_not_allowed_is_403_and_names_the_setting() -> None:
     with running_exporter(action_allow=["reset_peak"]) as exporter:
         exporter.report(report(1, devices=(sample(),)))
@@ -176,23 +169,6 @@ def test_the_audit_log_is_newest_first_and_has_a_limit(exporter: RunningExporter
     assert [action["id"] for action in exporter.document(f"{ACTIONS}?limit=1")["actions"]] == ids[-1:]
     problem(exporter.get(f"{ACTIONS}?limit=0"), 422)
     problem(exporter.get(f"{ACTIONS}/no-such-action"), 404)
-
-
-def test_an_action_ends_when_its_process_exits(exporter: RunningExporter) -> None:
-    with ThreadPoolExecutor() as pool:
-        pending = pool.submit(exporter.act, action="empty_cache", target={"pid": 1})
-        eventually(lambda: len(exporter.runtime.held_requests))
-        exporter.report(report(1, devices=(sample(),), workload="w1", sequence=9, final=True))
-        answer = pending.result(patient(30))
-    action = json.loads(answer.body)
-    assert (answer.status, action["state"]) == (200, "failed")
-    assert [result["outcome"] for result in action["results"]] == ["gone"]
-
-
-def test_an_action_expires_if_its_process_does_not_report(exporter: RunningExporter) -> None:
-    answer = exporter.act(action="empty_cache", target={"pid": 1}, deadline_seconds=0.1, wait_seconds=10)
-    action = json.loads(answer.body)
-    assert (answer.status, action["state"]) == (200, "expired")
 
 
 def test_an_exporter_that_stops_ends_waiting_requests() -> None:

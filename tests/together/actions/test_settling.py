@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.waiting import eventually, patient, wait_for
+from tests.support.waiting import patient, wait_for
 
 SETTLE_SECONDS = 0.5
 TRAINING = """
@@ -133,42 +132,3 @@ def on_terminal(*command: str) -> str:
         assert running.wait(patient(30)) == 0
     os.close(terminal)
     return b"".join(pieces).decode()
-
-
-def test_a_rule_stops_where_the_job_reserves_the_memory_again(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
-) -> None:
-    """Although its cooldown is short: it does not act again before the first clear has settled."""
-    rule = {
-        "name": "eager",
-        "workloads": ["*"],
-        "when": {"slack_bytes": {"over": "100MiB"}},
-        "do": {"action": "empty_cache"},
-        "cooldown": "1s",
-        "stop_after": {"clears": 2, "still_free_after": "1s"},
-        "dry_run": False,
-    }
-    policy = tmp_path / "policy.yml"
-    policy.write_text(json.dumps({"rules": [rule]}))
-    exporter = start_exporter(node, *QUICK, "--policy.file", str(policy))
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.call("start_client", workload="job", rank=0)
-    with training(process, tmp_path):
-        (event,) = eventually(lambda: exporter.get("/api/v1/events?type=policy_stopped")["events"])
-    assert "0 bytes of it were still free after 1 s" in event["detail"]["reason"]
-    actions = [action for action in exporter.get("/api/v1/actions")["actions"] if action["outcomes"]]
-    assert [(action["freed_bytes"], action["still_free_bytes"]) for action in actions] == [(400 * MIB, 0)] * 2
-
-
-@pytest.mark.parametrize("mode", ["now", "step"])
-def test_an_action_on_a_stopped_process_expires_with_its_deadline(
-    mode: str, exporter: ExporterProcess, process: TorchProcess
-) -> None:
-    os.kill(process.pid, signal.SIGSTOP)
-    try:
-        action = exporter.act(
-            "empty_cache", target={"pid": process.pid}, mode=mode, deadline_seconds=0.5, wait_seconds=8
-        )
-    finally:
-        os.kill(process.pid, signal.SIGCONT)
-    assert action["state"] == "expired"

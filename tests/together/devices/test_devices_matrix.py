@@ -86,29 +86,6 @@ def test_series_of_mig_devices_follow_their_creation_and_removal(
     assert (info["uuid"], info["mig_profile"], info["parent_uuid"]) == (node.uuid(third), "2g.20gb", node.uuid(1))
 
 
-def test_switching_mig_on_and_off_replaces_the_gpu_by_its_instances_and_back(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_reporting(start_torch, node, exporter)
-    wait_until_right(exporter, node, (0, 1), {0: [process]})
-    node.set_mig(1, True)
-    metrics = wait_for_devices(exporter, node.uuid(0))
-    assert series_of(metrics, uuid=node.uuid(1)) == []
-    part = node.create_mig(1, MigSlice("1g.10gb", GIB))
-    inside = start_reporting(start_torch, node, exporter, CUDA_VISIBLE_DEVICES=node.uuid(part))
-    wait_until_right(exporter, node, (0, part), {0: [process], part: [inside]})
-    inside.kill()
-    wait_until_right(exporter, node, (part,), {})
-    metrics = scrape(exporter)
-    assert series_of(metrics, uuid=node.uuid(part), pid=str(inside.pid)) == []
-    node.destroy_mig(part)
-    node.set_mig(1, False)
-    metrics = wait_for_devices(exporter, node.uuid(0), node.uuid(1))
-    assert series_of(metrics, uuid=node.uuid(part)) == []
-    wait_until_right(exporter, node, (0, 1), {0: [process]})
-
-
 def test_a_lost_gpu_and_its_mig_devices_disappear_and_return_together(
     make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:

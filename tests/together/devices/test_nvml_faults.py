@@ -9,7 +9,6 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,19 +128,6 @@ def test_without_a_driver_the_exporter_runs_and_attaches_later(node: EmulatedNod
     assert watched.wait_for_health(200, "ok")["nvml"] == {"up": True, "error": "", "released": False}
 
 
-def test_a_driver_installed_after_the_start_is_found(node: EmulatedNode, watch: Any, tmp_path: Path) -> None:
-    libraries = tmp_path / "libraries"
-    libraries.mkdir()
-    watched = watch(node, environment={"LD_LIBRARY_PATH": str(libraries)})
-    health = watched.wait_for_health(200, "degraded")
-    assert health["nvml"]["up"] is False
-    watched.assert_torch_series_flow(0, gpu="")
-    (libraries / "libnvidia-ml.so.1").symlink_to(node.libraries / "libnvidia-ml.so.1")
-    wait_until_equal(watched.devices_up, [1, 1], "devices that answer", ATTACH_SECONDS)
-    watched.wait_until_all_is_right(0, 1)
-    watched.wait_for_health(200, "ok")
-
-
 @pytest.mark.timeout(patient(240))
 def test_one_lost_device_among_eight_affects_no_other_and_returns(make_node: MakeNode, watch: Any) -> None:
     node = make_node(devices=8, total_bytes=[(8 + device) * GIB + device for device in range(8)])
@@ -222,35 +208,6 @@ def test_a_hung_driver_call_delays_no_page_and_keeps_no_old_value(node: Emulated
     watched.wait_until_all_is_right(0, 1)
     watched.wait_for_health(200, "ok")
     watched.assert_torch_series_flow(0, gpu="0")
-
-
-def test_a_driver_that_restarts_is_attached_again_with_exact_values(node: EmulatedNode, watch: Any) -> None:
-    watched = watch(node)
-    watched.wait_until_all_is_right(0, 1)
-    init = node.slow("nvmlInit*", 0)
-    node.restart_driver()
-    init.wait_for_hits(1, timeout_seconds=patient(30))
-    watched.assert_torch_series_flow(0, gpu="0")
-    node.set_process(FOREIGN_PID, 1, 300 * MIB)
-    watched.wait_until_all_is_right(0, 1)
-    assert watched.scrape().value("gpumem_nvml_up") == 1
-    watched.wait_for_health(200, "ok")
-
-
-def test_hidden_process_memory_is_unattributed(node: EmulatedNode, watch: Any) -> None:
-    node.set_process(FOREIGN_PID, 0, GIB)
-    watched = watch(node)
-    watched.wait_until_all_is_right(0)
-    node.hide_process_memory(0)
-    uuid = node.uuid(0)
-    wait_for(lambda: not watched.scrape().values("gpumem_process_memory_used_bytes", uuid=uuid), "the series to end")
-    watched.assert_torch_series_flow(0, gpu="0")
-    whole = watched.expected_ledger(0)
-    whole["unattributed"] += whole.pop("other_processes") + whole.pop("non_torch")
-    wait_until_equal(lambda: watched.scrape().ledgers()[uuid], whole, "a ledger without owners")
-    assert watched.scrape().values("gpumem_torch_non_torch_bytes", uuid=uuid) == []
-    node.hide_process_memory(0, False)
-    watched.wait_until_all_is_right(0, 1)
 
 
 def test_sigterm_ends_the_exporter_while_the_driver_hangs(node: EmulatedNode, watch: Any) -> None:

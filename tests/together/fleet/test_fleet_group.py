@@ -57,40 +57,33 @@ class Ranks:
     pids: tuple[int, ...]
     prometheus: str
 
-    def clear(self, *, code: int, stopped: int | None = None, **environ: str) -> Any:
-        """Run `fleet clear --group`, with a process stopped meanwhile, and return its document.
+    def clear(self, *, code: int, token: str = "right") -> Any:
+        """Run `fleet clear --group`, and return its document.
 
         The command runs again if the ranks of a busy machine were too slow for a group.
         """
         for _ in range(5):
-            if stopped is not None:
-                os.kill(stopped, signal.SIGSTOP)
-            try:
-                ended = self._clear(**environ)
-            finally:
-                if stopped is not None:
-                    os.kill(stopped, signal.SIGCONT)
+            ended = run_command(
+                *("fleet", "clear", "--group", "--query", ONE_RANK, "--prometheus", self.prometheus),
+                *("--deadline", str(patient(60)), "--json"),
+                GPUMEM_ACTION_TOKEN=token,
+            )
             if ended.stdout:
                 break
-            self._wait_for_steps()
+            for rank in (0, 1):
+                self.wait_for_step(rank)
         assert ended.returncode == code, ended
         assert ended.stdout, ended.stderr
         return json.loads(ended.stdout)
 
-    def _wait_for_steps(self) -> None:
-        before = [self.step(rank) for rank in (0, 1)]
-        wait_for(lambda: all(self.step(rank) > before[rank] for rank in (0, 1)), "both ranks' steps")
+    def wait_for_step(self, rank: int, step: int | None = None) -> None:
+        """Wait until a rank reports a later step than this one, or than its last one."""
 
-    def _clear(self, **environ: str) -> subprocess.CompletedProcess[str]:
-        return run_command(
-            *("fleet", "clear", "--group", "--query", ONE_RANK, "--prometheus", self.prometheus),
-            *("--deadline", str(patient(60)), "--json"),
-            **{"GPUMEM_ACTION_TOKEN": "right", **environ},
-        )
+        def last() -> int:
+            return int(self.exporters[rank].processes()[self.pids[rank]]["step"] or 0)
 
-    def step(self, rank: int) -> int:
-        """The last step that a rank reported; 0 before the first."""
-        return int(self.exporters[rank].processes()[self.pids[rank]]["step"] or 0)
+        after = last() if step is None else step
+        wait_for(lambda: last() > after, f"a step after {after}")
 
 
 @pytest.fixture(scope="module")
@@ -172,23 +165,12 @@ def test_all_ranks_clear_after_the_same_step_if_the_query_selects_one(ranks: Ran
 
 
 def test_a_refusal_of_one_exporter_cancels_the_other_ranks(ranks: Ranks) -> None:
-    document = ranks.clear(code=1, GPUMEM_ACTION_TOKEN="wrong")
+    document = ranks.clear(code=1, token="wrong")
     assert re.search(r"\brefused\b.*--action\.token-file\b", document["called_off"])
     assert {row["rank"]: row["outcome"] for row in document["results"]} == {"0": "refused", "1": "refused"}
     cancelled = next(row for row in document["results"] if row["rank"] == "0")
     assert "cancelled" in cancelled["reason"]
     step = document["at_step"]
-    wait_for(lambda: ranks.step(0) > step, "the step to pass")
+    ranks.wait_for_step(0, step)
     (action,) = [one for one in ranks.exporters[0].get("/api/v1/actions")["actions"] if one["at_step"] == step]
     assert action["outcomes"] == {"refused": 1}
-
-
-def test_a_stopped_rank_is_named_and_cancels_the_other_ranks(ranks: Ranks) -> None:
-    document = ranks.clear(code=1, stopped=ranks.pids[1])
-    found = {row["rank"]: row for row in document["results"]}
-    assert found["1"]["outcome"] == "expired"
-    assert found["0"]["outcome"] in ("refused", "expired")  # on a busy machine it may expire, too
-    assert found["1"]["reason"]
-    assert re.search(f"expired: pid ({ranks.pids[0]}|{ranks.pids[1]})", document["called_off"])
-    step = ranks.step(0)
-    wait_for(lambda: ranks.step(0) > step + 5, "more steps of both ranks")

@@ -12,7 +12,7 @@ import pytest
 
 from gpumem_client.wire.http import Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
-from gpumem_exporter.events import EVENT_TYPES
+from gpumem_exporter.events.model import EVENT_TYPES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode

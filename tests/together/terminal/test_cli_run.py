@@ -59,14 +59,12 @@ def test_the_command_gets_the_original_locale(locale: dict[str, str]) -> None:
     assert {name: value for name, value in variables.items() if name.startswith("LC_")} == locale
 
 
-@pytest.mark.parametrize("code", [0, 77])
-def test_the_exit_code_is_that_of_the_command(code: int) -> None:
-    assert _run("--", sys.executable, "-c", f"raise SystemExit({code})").returncode == code
-
-
-def test_the_command_replaces_the_process_and_gets_its_signals() -> None:
-    ended = _run("--", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
-    assert ended.returncode == -signal.SIGTERM
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("raise SystemExit(77)", 77), ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM)],
+)
+def test_the_command_replaces_the_process(code: str, status: int) -> None:
+    assert _run("--", sys.executable, "-c", code).returncode == status
 
 
 def test_run_changes_no_signal_handling() -> None:
@@ -77,27 +75,21 @@ def test_run_changes_no_signal_handling() -> None:
     assert _run("--", *tell).stdout == direct.stdout
 
 
-def test_a_command_that_is_not_found_exits_with_127() -> None:
-    for program in ("no-such-program-anywhere", "/nonexistent/program"):
-        ended = _run("--", program)
-        assert ended.returncode == 127
-        assert ended.stderr.count("\n") == 1
-        assert program in ended.stderr
-
-
-def test_a_command_that_cannot_be_executed_exits_with_126(tmp_path: Path) -> None:
+def test_a_command_that_cannot_start_exits_with_126_or_127(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("echo hello\n")
     headless = tmp_path / "headless"
     headless.write_text("#!/nonexistent/interpreter\n")
     headless.chmod(0o755)
+    missing = dict.fromkeys(("no-such-program-anywhere", "/nonexistent/program"), 127)
     errors = {}
-    for program in (plain, headless, tmp_path):
-        ended = _run("--", str(program))
-        assert (ended.returncode, ended.stderr.count("\n")) == (126, 1), ended.stderr
-        assert str(program) in ended.stderr
-        errors[program] = ended.stderr.replace(str(program), "")
-    assert errors[plain] == errors[tmp_path] != errors[headless], "a program's permission and its missing interpreter"
+    for program, code in {**missing, **dict.fromkeys(map(str, (plain, headless, tmp_path)), 126)}.items():
+        ended = _run("--", program)
+        assert (ended.returncode, ended.stderr.count("\n")) == (code, 1), ended.stderr
+        assert program in ended.stderr
+        errors[program] = ended.stderr.replace(program, "")
+    found = [errors[str(path)] for path in (plain, tmp_path, headless)]
+    assert found[0] == found[1] != found[2], "a program's permission and its missing interpreter"
 
 
 def test_run_works_with_the_standard_library_alone() -> None:

@@ -87,11 +87,6 @@ def test_bash_completes(exporter: ExporterProcess, home: Path, line: str, comple
     assert in_bash(home, line, exporter.url) == completed
 
 
-def test_bash_completes_pids(exporter: ExporterProcess, home: Path) -> None:
-    (pid,) = in_bash(home, "gpumem-exporter info --pid 4711", exporter.url)
-    assert pid.startswith("4711@")  # the exporter does not see the process, so its name has its namespace
-
-
 def test_a_list_completes_its_last_name_and_repeats_none() -> None:
     assert [item.value for item in of_list(["0", "1", "10"], "0,1")] == ["0,1", "0,10"]
     assert [item.value for item in of_list(["0", "1"], "0,")] == ["0,1"]
@@ -134,10 +129,3 @@ def test_a_tab_completes_names_with_colons_and_quotes_others(
             program.until(lambda: "gpumem-exporter" not in program.lines[program.screen.cursor.y], "an empty line")
     finally:
         program.close()
-
-
-@pytest.mark.parametrize("shell", ["fish", "/bin/sh"])
-def test_another_shell_is_wrong_usage(shell: str, tmp_path: Path) -> None:
-    ended = run_command("--install-completion", HOME=str(tmp_path), SHELL=shell)
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert not list(tmp_path.iterdir())

@@ -6,40 +6,26 @@ import pytest
 
 from gpumem_exporter.cli.commands import doctor
 from gpumem_exporter.cli.commands.doctor import diagnose
-from gpumem_exporter.cli.doctor import FAIL, Finding
+from gpumem_exporter.cli.doctor import FAIL
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 from tests.support.running_exporter import ScriptedProvider, running_exporter
 from tests.support.waiting import eventually
 
 
-@pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exporters_driver_error_is_shown_and_the_local_driver_is_not_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def opened(_: PynvmlProvider) -> None:
         raise AssertionError("opened-here")
 
     monkeypatch.setattr(doctor, "is_on_this_machine", lambda url: False)
     monkeypatch.setattr(PynvmlProvider, "open", opened)
-
-
-def _found(url: str) -> dict[str, Finding]:
-    return {finding.check: finding for finding in diagnose(url)}
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_the_exporters_driver_error_is_shown_and_the_local_driver_is_not_opened() -> None:
     provider = ScriptedProvider()
     provider.error = "driver-not-loaded"
     with running_exporter(provider=provider) as exporter:
         eventually(lambda: exporter.document("/health")["nvml"]["error"], lambda error: "driver-not-loaded" in error)
-        found = _found(exporter.url)
+        found = {finding.check: finding for finding in diagnose(exporter.url)}
     assert found["driver"].verdict == FAIL
     assert "driver-not-loaded" in found["driver"].detail
     assert "opened-here" not in found["driver"].detail
     assert "devices" not in found
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_without_an_answer_the_local_driver_is_not_checked() -> None:
-    found = _found("http://127.0.0.1:1")
-    assert found.keys() == {"exporter"}
-    assert found["exporter"].verdict == FAIL

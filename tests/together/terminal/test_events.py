@@ -92,21 +92,6 @@ def test_follow_survives_a_restart_and_ends_with_ctrl_c(exporter: ExporterProces
     assert "waiting for the exporter" in errors.read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("--type", "ooms"), "oom, device_lost"),
-        (("--type", "oom,"), "--type ''"),
-        (("--since", "yesterday"), "--since 'yesterday'"),
-        (("--since", "3"), "3h"),
-    ],
-)
-def test_wrong_usage_is_one_line_with_what_is_accepted(words: tuple[str, ...], named: str) -> None:
-    ended = run_command("events", *words)
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert named in ended.stderr
-
-
 def test_since_is_an_age_or_a_local_time(exporter: ExporterProcess) -> None:
     run(exporter, 700, "now")
     wait_for(lambda: exporter.events(type="process_ended"), "the end")

@@ -15,7 +15,6 @@ from gpumem_client.wire.units import short_bytes
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.still_demo import still_demo
 from tests.support.terminal_program import TerminalProgram
 from tests.support.top_program import (
     FOREIGN,
@@ -82,6 +81,9 @@ def test_the_sizes_on_the_screen_are_those_of_the_exporter(demo: ExporterProcess
     assert "DEMO" in terminal.lines[0]
     terminal.until(lambda: "q quit" in terminal.lines[-1], "the keys")
     assert max(map(len, terminal.lines)) <= 80
+    terminal.resize(110, 50)
+    terminal.type("\r")
+    terminal.until_shows("last 10 min", "Peaks of phases", "Events")
 
 
 def _assert_restored(terminal: TerminalProgram) -> None:
@@ -156,25 +158,6 @@ def test_ctrl_z_restores_the_terminal_and_fg_continues(demo: ExporterProcess, op
     terminal.type("q")
     terminal.until(lambda: terminal.output.endswith(b"ready> "), "the shell")
     assert terminal.output.count(b"\x1b[?1049l") == 3
-
-
-def test_without_an_exporter_the_last_values_stay_with_their_time(
-    node: EmulatedNode, start_exporter: StartExporter, open_top: OpenTop
-) -> None:
-    node.set_process(FOREIGN, 0, 3 * GIB)
-    exporter = start_exporter(node, *QUICK)
-    terminal = open_top("--url", exporter.url, "--interval", "0.2", columns=200)
-    terminal.until_shows(f"pid {FOREIGN}", "3.0G")
-    for stop, start in (
-        (lambda: exporter.stop(signal.SIGKILL), exporter.start),
-        (lambda: exporter.signal(signal.SIGSTOP), lambda: exporter.signal(signal.SIGCONT)),
-    ):
-        stop()
-        terminal.until_shows("as of ", "No answer", exporter.url)
-        assert "3.0G" in terminal.text
-        start()
-        terminal.until(lambda: "as of " not in terminal.text, "current values")
-        assert "3.0G" in terminal.text
 
 
 def test_the_driver_replaces_the_exporter_until_it_answers(
@@ -266,17 +249,6 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     terminal.type("y")
     terminal.until(lambda: not asks() and "300 MiB" in note(), "the result")
     terminal.until(lambda: {"612M", "0B"} <= row_of_process(), "the row without what was freed")
-
-
-def test_the_screen_of_a_job_has_its_memory_and_its_events(open_top: OpenTop) -> None:
-    with still_demo() as demo:
-        terminal = open_top("--url", demo.url, "--filter", "demo-asr-varlen", columns=110, lines=50)
-        _until_rows(terminal)
-        terminal.type("\r")
-        terminal.until_shows("last 10 min", "Components", "Peaks of phases", "Events", "out of memory")
-        assert terminal.lines[0].startswith("demo-asr-varlen")
-        terminal.type("q")
-        terminal.until_shows("filter: demo-asr-varlen")
 
 
 def test_a_dumb_terminal_is_wrong_usage(demo: ExporterProcess, open_top: OpenTop) -> None:

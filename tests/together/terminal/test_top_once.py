@@ -7,13 +7,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.emulation.node import GIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
+from tests.emulation.node import GIB, EmulatedNode
 from tests.support.exporter_process import ExporterProcess
+from tests.support.running_command import run_command
 from tests.support.top_program import (
     FOREIGN,
     demo,
@@ -61,26 +61,10 @@ def test_info_and_top_select_with_the_options_of_the_actions(demo: ExporterProce
     target = ("--workload", "demo-llm-pretrain", "--rank", "0,1", "--rank", "2")
     chosen = json.loads(top_once("--json", "--url", demo.url, "--sort", "devices", *target).stdout)
     assert [(row["gpu"], row["rank"]) for row in chosen["rows"]] == [("0", "0"), ("1", "1"), ("2", "2")]
-    shown = json.loads(_info("--json", "--url", demo.url, *target).stdout)
+    shown = json.loads(run_command("info", "--json", "--url", demo.url, *target).stdout)
     for document in (chosen, shown):
         assert [device["gpu"] for device in document["devices"]] == ["0", "1", "2"]
     assert sorted(process["pid"] for process in shown["processes"]) == sorted(row["pid"] for row in chosen["rows"])
-
-
-def test_an_unknown_name_is_answered_with_the_nearest_one_as_by_an_action(demo: ExporterProcess) -> None:
-    target = ("--url", demo.url, "--workload", "demo-notebok", "--gpu", "99")
-    answers = [top_once(*target), _info(*target)]
-    assert {(ended.returncode, ended.stdout) for ended in answers} == {(1, "")}
-    for ended in answers:
-        (line,) = ended.stderr.splitlines()
-        assert "no such GPU '99'; known GPUs: 0, 1, 2, 3, 4, 5, 6, 7; " in line
-        assert "no such workload 'demo-notebok'; did you mean demo-notebook?" in line
-
-
-def _info(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gpumem_exporter", "info", *arguments]
-    environment = top_environment()
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(60), check=False)
 
 
 def test_once_with_the_driver_alone_has_null_for_unknown_values(node: EmulatedNode, tmp_path: Path) -> None:
@@ -115,21 +99,6 @@ def test_once_with_the_driver_alone_has_null_for_unknown_values(node: EmulatedNo
         assert "unix:///nonexistent.sock" in named.stderr
 
 
-def test_without_exporter_and_driver_both_errors_are_in_one_line(node: EmulatedNode, tmp_path: Path) -> None:
-    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
-    ended = subprocess.run(
-        top_without_default_exporter(tmp_path / "none.sock", "--once"),
-        env=top_environment(node.environment()),
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
-    assert "none.sock" in ended.stderr
-    assert "NVML_ERROR_DRIVER_NOT_LOADED" in ended.stderr
-
-
 @pytest.mark.parametrize(
     ("output", "status", "error"),
     [(">&-", 0, ""), (">/dev/full", 1, f"{os.strerror(errno.ENOSPC)}\n")],
@@ -143,26 +112,3 @@ def test_closed_or_full_output_causes_no_traceback(demo: ExporterProcess, output
         assert (ended.returncode, ended.stdout) == (status, "")
         assert ended.stderr.count("\n") == (status != 0)
         assert ended.stderr.endswith(error)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--once", "--sort", "size"), r"--sort\b.*\bsize\b.*\bused\b.*\breclaimable\b"),
-        (("--once", "--interval", "0"), r"--interval 0\b.*\b0\.2\b.*\b3600\b"),
-        (("--json",), "--once"),
-        ((), "top --once"),
-    ],
-)
-def test_wrong_usage_exits_with_2_and_one_line(arguments: tuple[str, ...], named: str) -> None:
-    ended = subprocess.run(
-        top_command(*arguments),
-        env=top_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert re.search(named, ended.stderr)

@@ -72,10 +72,6 @@ def test_any_range_has_at_most_the_requested_points(exporter: RunningExporter) -
         assert all(len(series["used"]["max"]) == len(document["unix_seconds"]) for series in document["series"])
 
 
-def test_another_sites_page_is_refused(exporter: RunningExporter) -> None:
-    problem(exporter.get(HISTORY, Sec_Fetch_Site="cross-site"), 403)
-
-
 def test_hidden_commands_are_shown_with_the_token_only(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a-long-token\n")

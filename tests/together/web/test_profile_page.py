@@ -92,15 +92,6 @@ def test_the_graph_is_used_with_the_keyboard(open_profile: Open) -> None:
     assert page.locator("#found").inner_text() == "300 MiB, 6.5 %"
 
 
-def test_the_graph_by_owner(open_profile: Open) -> None:
-    page = open_profile(stored(training()))
-    page.get_by_label("Show").select_option("by owner")
-    second = page.locator("g.frame").evaluate_all(
-        "all => all.filter((g) => g.__data__.depth === 1).map((g) => g.__data__.data.name)"
-    )
-    assert second == ["optimizer state", "parameters", "gradients", "other tensors", "allocated in backward"]
-
-
 def test_names_of_another_users_process_are_text(open_profile: Open) -> None:
     hostile = made_up(
         [

@@ -5,7 +5,6 @@ import json
 import re
 import urllib.request
 from base64 import b64encode
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,10 @@ from tests.support.running_exporter import RunningExporter, ScriptedProvider, pr
 from tests.support.waiting import eventually
 
 
-class Page(HTMLParser):
-    """The links and the text of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.text = ""
-        self._silent = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._silent = tag in ("script", "style")
-        self.links += [value or "" for name, value in attrs if name == "href" and tag == "a"]
-
-    def handle_endtag(self, tag: str) -> None:
-        self._silent = False
-
-    def handle_data(self, data: str) -> None:
-        if not self._silent:
-            self.text += data
-
-
 def test_all_links_of_the_page_work(exporter: RunningExporter) -> None:
     answer = exporter.get("/")
     assert answer.headers["content-type"].startswith("text/html")
-    links = [link for link in Page(answer.body.decode()).links if not link.startswith(("#", "?"))]
+    links = re.findall(r'<a [^>]*?href="([^"#?]+)', answer.body.decode())
     assert {"metrics", "health", "api/v1/events", "docs"} <= set(links)
     paths = [f"/{link.lstrip('/')}" for link in links]
     assert {path: exporter.get(path).status for path in paths} == dict.fromkeys(paths, 200)
@@ -62,45 +39,13 @@ def test_an_unchanged_page_is_not_sent_again(exporter: RunningExporter) -> None:
 
 
 def test_only_a_demo_is_labeled_as_a_demo(exporter: RunningExporter) -> None:
-    assert "demo" not in Page(exporter.get("/").body.decode()).text.lower()
+    assert "demo" not in exporter.get("/").body.decode().lower()
     provider = ScriptedProvider()
     provider.source = "demo"
     with running_exporter(provider=provider) as demo:
-        assert "demo" in Page(demo.get("/").body.decode()).text.lower()
+        assert "Demo<" in demo.get("/").body.decode()
         assert demo.document("/health")["source"] == "demo"
         assert demo.sample("gpumem_exporter_build_info", source="demo") == 1
-
-
-def test_the_openapi_document_has_every_route(exporter: RunningExporter) -> None:
-    document = exporter.document("/openapi.json")
-    assert {(path, method) for path, methods in document["paths"].items() for method in methods} == {
-        ("/metrics", "get"),
-        ("/health", "get"),
-        ("/-/healthy", "get"),
-        ("/-/ready", "get"),
-        ("/api/v1/devices", "get"),
-        ("/api/v1/processes", "get"),
-        ("/api/v1/caller", "get"),
-        ("/api/v1/jobs/{job_id}", "get"),
-        ("/api/v1/reports", "post"),
-        ("/api/v1/actions", "get"),
-        ("/api/v1/actions", "post"),
-        ("/api/v1/actions/{action_id}", "get"),
-        ("/api/v1/actions/{action_id}", "delete"),
-        ("/api/v1/alerts", "post"),
-        ("/-/reload", "post"),
-        ("/api/v1/profiles", "get"),
-        ("/api/v1/profiles", "post"),
-        ("/api/v1/profiles/{profile_id}", "get"),
-        ("/api/v1/profiles/{profile_id}/diff/{later_id}", "get"),
-        ("/api/v1/processes/{pid}/profile", "get"),
-        ("/api/v1/nvml/release", "post"),
-        ("/api/v1/nvml/attach", "post"),
-        ("/api/v1/events", "get"),
-        ("/api/v1/events/{number}", "get"),
-        ("/api/v1/history", "get"),
-        ("/api/v1/live", "get"),
-    }
 
 
 @pytest.mark.parametrize(

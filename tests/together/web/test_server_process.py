@@ -22,19 +22,6 @@ from tests.support.ports import free_port
 from tests.support.waiting import eventually, patient
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
-HANGING_DRIVER = """
-import sys
-from tests.support.running_exporter import ScriptedHost, ScriptedProvider
-from gpumem_exporter.server import settings
-from gpumem_exporter.server import serve
-from gpumem_exporter.server.http import listeners
-provider = ScriptedProvider()
-provider.hanging.set()
-loaded = settings.load_settings({"web.listen-address": "127.0.0.1:0"}, {})
-serve.configure_logging("info", "json")
-with listeners.bind(loaded.web_listen_address) as listeners:
-    sys.exit(serve.serve(loaded, listeners, provider=provider, host=ScriptedHost()))
-"""
 
 
 @dataclass
@@ -107,13 +94,6 @@ def test_a_signal_stops_the_exporter_while_reports_wait(number: signal.Signals, 
         assert [line for line in said if not line["logger"].startswith("gpumem_exporter.nvml")] == []
 
 
-def test_a_signal_stops_the_exporter_while_the_driver_hangs() -> None:
-    with started([sys.executable, "-c", HANGING_DRIVER]) as exporter:
-        assert exporter.get("/-/ready") == 503
-        exporter.process.send_signal(signal.SIGTERM)
-        assert exporter.process.wait(patient(30)) == 0
-
-
 def test_an_address_in_use_is_a_one_line_error_with_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
@@ -134,16 +114,6 @@ def test_an_invalid_configuration_is_a_one_line_error_with_exit_code_2(tmp_path:
     (line,) = ended.stderr.splitlines()
     assert "'web.listen-adress'" in line
     assert str(file) in line
-
-
-def test_the_exporter_runs_without_a_driver() -> None:
-    port = free_port()
-    command = [*SERVE, "--web.listen-address", f"127.0.0.1:{port}", "--log.format", "json"]
-    with started(command) as exporter:
-        assert exporter.url == f"http://127.0.0.1:{port}"
-        eventually(lambda: exporter.get("/-/ready"), lambda status: status == 200)
-        assert exporter.get("/health") == 200
-        assert exporter.get("/metrics") == 200
 
 
 def test_every_address_of_the_machine_is_ipv4_and_ipv6() -> None:

@@ -112,17 +112,6 @@ def test_a_renewed_certificate_is_served_without_a_restart(folder: Path, authori
         assert ssl.DER_cert_to_PEM_cert(renewed) in (folder / "tls.crt").read_text()
 
 
-def test_a_renewed_client_authority_is_used_without_a_restart(folder: Path, authority: trustme.CA) -> None:
-    (folder / "clients.crt").write_bytes((folder / "authority.crt").read_bytes())
-    renewed = trustme.CA()
-    with serving(folder, {**VERIFIED, "client_ca_file": "clients.crt"}) as server:
-        old, new = (server.client(issuer.issue_cert("client.example")) for issuer in (authority, renewed))
-        assert (is_admitted(server, old), is_admitted(server, new)) == (True, False)
-        trust(renewed, folder, "clients.crt")
-        eventually(lambda: is_admitted(server, new), bool)
-        assert not is_admitted(server, old)
-
-
 def test_a_client_of_a_removed_authority_cannot_resume_its_session(folder: Path, authority: trustme.CA) -> None:
     (folder / "clients.crt").write_bytes((folder / "authority.crt").read_bytes())
     renewed = trustme.CA()

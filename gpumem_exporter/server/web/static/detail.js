@@ -1,6 +1,6 @@
 // The page of a job or of a device: its memory, its timeline, where its memory is, its events.
 
-import { engineVerb, openClear, openEngine } from "./clear.js";
+import { clearButton, engineVerb, openEngine } from "./actions.js";
 import { Bar, stripOf } from "./devices.js";
 import { $, arrange, h, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { EventList, happened, jobFinder, typeFilter } from "./events.js";
@@ -24,8 +24,7 @@ class Detail {
     this.back = h("a", { href: "?", class: "button back" }, "‹ Jobs");
     this.title = h("h2", { id: "detail-title", tabindex: "-1" });
     this.owner = h("p", { class: "faint" });
-    this.clear = h("button", { type: "button", class: "act" }, "Clear…");
-    this.clear.addEventListener("click", () => openClear(this.job.name, this.job.clear));
+    this.clear = clearButton(() => this.job, "Clear…");
     this.engine = h("button", { type: "button", class: "act" });
     this.engine.addEventListener("click", () => openEngine(this.job.name, this.job.engine_memory));
     this.keeps = h("p", { class: "keeps" });
@@ -213,8 +212,7 @@ class JobOfDevice {
     this.used = h("span", { class: "number" });
     this.idle = h("span", { class: "number" });
     this.since = h("span", { class: "number faint" });
-    this.clear = h("button", { type: "button", class: "act" }, "Clear…");
-    this.clear.addEventListener("click", () => openClear(this.of.name, this.of.clear));
+    this.clear = clearButton(() => this.of, "Clear…");
     this.element = h("li", {}, this.link, this.owner, this.used, this.idle, this.since, this.clear);
   }
 

@@ -1,6 +1,6 @@
 // What needs attention, in one slot of fixed height: a new finding moves nothing below it.
 
-import { openClear } from "./clear.js";
+import { clearButton } from "./actions.js";
 import { $, arrange, h, isInUse, setAttribute, setHidden, setText, Views } from "./dom.js";
 import { bytes, duration, safe } from "./format.js";
 import { hueOf } from "./hues.js";
@@ -14,8 +14,7 @@ class Finding {
     this.title = h("a", {});
     this.sentence = h("span", { class: "sentence" });
     this.since = h("span", { class: "since faint" });
-    this.clear = h("button", { type: "button", class: "act" });
-    this.clear.addEventListener("click", () => openClear(this.finding.clear.name, this.finding.clear));
+    this.clear = clearButton(() => ({ name: this.finding.clear.name, clear: this.finding.clear }));
     this.why = h("a", { class: "button why" }, "Why");
     this.element = h("li", {}, this.severity, h("p", {}, this.title, " ", this.sentence), this.since, this.why, this.clear);
   }

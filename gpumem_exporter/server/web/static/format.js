@@ -76,6 +76,11 @@ export function gpuName({ gpu, uuid }) {
   return gpu ? `GPU ${gpu}` : uuid || "an unknown device";
 }
 
+/** Return the name of a process in a list: `rank 3, pid 4711`. */
+export function processName({ rank, pid }) {
+  return `${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`;
+}
+
 // Control characters, and those that reverse the direction of the text that follows, such as a pid.
 const UNSAFE = /[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu;
 

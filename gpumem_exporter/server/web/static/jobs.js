@@ -1,8 +1,8 @@
 // The jobs, one row each; the ranks of a job on demand. Rows are reused, and only changed cells are written.
 
-import { openClear } from "./clear.js";
+import { clearButton } from "./actions.js";
 import { $, arrange, h, isInUse, refill, setAttribute, setHidden, setText, Views } from "./dom.js";
-import { bytes, count, dayAndTime, duration, gpuList, integer, safe, UNKNOWN } from "./format.js";
+import { bytes, count, dayAndTime, duration, gpuList, integer, processName, safe, UNKNOWN } from "./format.js";
 import { hueOf } from "./hues.js";
 import { go, jobHref, onRoute, param } from "./route.js";
 
@@ -42,8 +42,7 @@ class JobRow {
     this.owner = h("span", { class: "owner faint" });
     this.name = h("th", { role: "rowheader", scope: "row", "data-column": "job" }, h("div", {}, this.link, this.owner, this.fold));
     this.size = h("span", { class: "size" });
-    this.clear = h("button", { type: "button", class: "act" }, "Clear", this.size, "…");
-    this.clear.addEventListener("click", () => openClear(this.job.name, this.job.clear));
+    this.clear = clearButton(() => this.job, "Clear", this.size, "…");
     const { job: _, ...cells } = this.cells;
     this.row = h("tr", { role: "row", class: "job" }, this.name, ...Object.values(cells), h("td", { role: "cell", "data-column": "clear" }, this.clear));
     this.element = h("tbody", { role: "rowgroup" }, this.row);
@@ -127,7 +126,7 @@ class RankRow {
 
   update({ process, device }) {
     const { cells } = this;
-    setText(cells.job, `${process.rank ? `rank ${safe(process.rank)} · ` : ""}pid ${process.pid}`);
+    setText(cells.job, processName(process));
     setText(cells.devices, device.gpu ?? UNKNOWN);
     setText(cells.state, process.orphan ? "orphan" : process.state === "reporting" ? "" : process.state === "silent" ? `silent for ${duration(now - process.last_report_unix_seconds)}` : "no reporter");
     for (const key of SIZES) setText(cells[key], bytes(device[`${key}_bytes`]));

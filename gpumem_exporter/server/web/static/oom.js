@@ -2,11 +2,11 @@
 // The exporter has computed the cause and written the words.
 
 import { Refusal, request } from "./api.js";
-import { openClear } from "./clear.js";
+import { clearButton } from "./actions.js";
 import { Bar } from "./devices.js";
 import { h, refill, setHidden, setText } from "./dom.js";
 import { EventList } from "./events.js";
-import { bytes, dayAndTime, duration, gpuName, safe } from "./format.js";
+import { bytes, dayAndTime, duration, gpuName, processName, safe } from "./format.js";
 import { hueOf } from "./hues.js";
 import { profileLink } from "./profiles.js";
 import { go, jobHref, LAST_OOM, showAgain } from "./route.js";
@@ -99,17 +99,11 @@ function contentOf({ refusal, event, explanation, clears, running }) {
   return [
     text,
     h("p", { class: "verdict" }, safe(verdict)),
-    h("p", { class: "advice" }, safe(advice), ...clears.map(clearButton)),
+    h("p", { class: "advice" }, safe(advice), ...clears.map((job) => clearButton(() => job, `Clear ${safe(job.name)}: ${bytes(job.clear.stays_free_bytes)}…`))),
     ...(event.detail.profile ? [h("p", {}, profileLink(event.detail.profile, "Memory profile of this moment"))] : []),
     ...(parts.length > 0 ? [h("h4", {}, `Memory of ${gpuName(event)} at that moment`), barOf(parts), h("dl", { class: "parts" }, ...parts.map((part) => amountOf(part, running)))] : []),
     h("dl", { class: "facts" }, ...factsOf(event).map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
   ];
-}
-
-function clearButton({ name, clear }) {
-  const button = h("button", { type: "button", class: "act" }, `Clear ${safe(name)}: ${bytes(clear.stays_free_bytes)}…`);
-  button.addEventListener("click", () => openClear(name, clear));
-  return button;
 }
 
 const CLASSES = { job: "job", rest: "rest", free: "free" };
@@ -126,10 +120,11 @@ function amountOf({ key, label, bytes: size, job, idle }, running) {
   return h("div", {}, h("dt", {}, swatch, name), h("dd", {}, bytes(size)), ...(idle ? [h("dd", { class: "faint" }, `of it idle cache ${bytes(idle)}`)] : []));
 }
 
-function factsOf({ pid, rank, detail }) {
+function factsOf(event) {
+  const { detail } = event;
   const limit = detail.limit_bytes;
   return [
-    ["Process", `${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`],
+    ["Process", processName(event)],
     ["Requested", bytes(detail.requested_bytes)],
     ["Limit of the process", limit < detail.device?.total_bytes * 0.98 ? bytes(limit) : null],
     ["Reserved by PyTorch", detail.allocator ? bytes(detail.allocator.reserved_bytes) : null],

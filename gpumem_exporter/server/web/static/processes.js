@@ -2,7 +2,7 @@
 
 import { Bar } from "./devices.js";
 import { arrange, h, refill, setAttribute, setText, Views } from "./dom.js";
-import { bytes, dayAndTime, duration, safe, UNKNOWN } from "./format.js";
+import { bytes, dayAndTime, duration, processName, safe, UNKNOWN } from "./format.js";
 
 const COLUMNS = ["used", "allocated", "idle_cache", "reclaimable", "fragmented", "non_torch"];
 
@@ -42,7 +42,7 @@ class ProcessPart {
   }
 
   update({ process, device, now, titles, words }) {
-    setText(this.fold, `${process.rank ? `rank ${safe(process.rank)} · ` : ""}pid ${process.pid}`);
+    setText(this.fold, processName(process));
     const last = process.last_report_unix_seconds;
     const report = process.state === "unreported" ? "no reporter" : last === null ? UNKNOWN : `${duration(now - last)} ago`;
     const texts = [device.gpu ?? UNKNOWN, ...COLUMNS.map((name) => bytes(device[`${name}_bytes`])), process.state === "silent" ? `silent, ${report}` : report];

@@ -5,7 +5,7 @@ import { hasToken, Refusal, request, save } from "./api.js";
 import { explain, openDialog, runAction, show, staysOpen } from "./dialog.js";
 import { $, h, refill, setHidden, setText } from "./dom.js";
 import { happened } from "./events.js";
-import { bytes, dayAndTime, safe } from "./format.js";
+import { bytes, dayAndTime, processName, safe } from "./format.js";
 
 const RECORDED_SECONDS = 30;
 const EVERY_SECONDS = 10;
@@ -35,8 +35,6 @@ const pathOf = (id) => `api/v1/profiles/${encodeURIComponent(id)}`;
 export function profileLink(id, text) {
   return fileLink(`${pathOf(id)}?format=html`, `profile-${id}.html`, text);
 }
-
-const nameOf = ({ rank, pid }) => `${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`;
 
 export class ProfileList {
   constructor() {
@@ -83,7 +81,7 @@ function row(profile, older) {
     "li",
     {},
     profileLink(id, dayAndTime(time)),
-    ` ${nameOf(profile)}, ${how}: ${bytes(sum("allocated_bytes"))}${peak} · `,
+    ` ${processName(profile)}, ${how}: ${bytes(sum("allocated_bytes"))}${peak} · `,
     fileLink(`${pathOf(id)}?format=pprof`, `profile-${id}.pb.gz`, "pprof"),
     ...(before ? [" · ", fileLink(`${pathOf(before.id)}/diff/${encodeURIComponent(id)}?format=html`, `difference-${id}.html`, `what changed since ${dayAndTime(before.unix_seconds)}`)] : []),
   );
@@ -97,7 +95,7 @@ function question(job, taken) {
     radio.addEventListener("change", () => setText($("dialog-when"), COSTS[seconds]));
     return h("label", {}, radio, " ", text);
   };
-  const select = h("select", { "aria-label": "Process" }, ...processes.map((each) => h("option", { value: each.pid }, nameOf(each))));
+  const select = h("select", { "aria-label": "Process" }, ...processes.map((each) => h("option", { value: each.pid }, processName(each))));
   const form = h(
     "form",
     { class: "profile" },
@@ -115,7 +113,7 @@ async function take(process, seconds, taken) {
   const isShown = staysOpen();
   const started = performance.now();
   const left = () => Math.ceil(seconds - (performance.now() - started) / 1000);
-  const progress = (_, cancel) => show({ status: left() > 0 ? `Recording ${nameOf(process)}: ${left()} s left…` : `Waiting for ${nameOf(process)}…`, confirm: "Cancel the profile", cancel: "Close", then: cancel });
+  const progress = (_, cancel) => show({ status: left() > 0 ? `Recording ${processName(process)}: ${left()} s left…` : `Waiting for ${processName(process)}…`, confirm: "Cancel the profile", cancel: "Close", then: cancel });
   show({ status: "Starting…", cancel: "Close" });
   $("dialog-title").focus();
   try {

@@ -5,7 +5,7 @@ import { ACTIONS, request } from "./api.js";
 import { explain, isRunning, openDialog, runAction, show, staysOpen } from "./dialog.js";
 import { $, h } from "./dom.js";
 import { happened } from "./events.js";
-import { bytes, safe, UNKNOWN } from "./format.js";
+import { bytes, processName, safe, UNKNOWN } from "./format.js";
 
 const WAIT_SECONDS = 10;
 const SETTLE_SECONDS = 10;
@@ -26,9 +26,15 @@ const ENGINE = {
   resume_memory: { verb: "Wake", doing: "Resuming the engine's memory…", settles: false, when: "", head: () => ["Before", "After"], sizes: resident },
 };
 
-/** Open the dialog for a job's `clear`. */
-export function openClear(name, choice) {
+function openClear(name, choice) {
   open(name, { ...CLEAR, ...choice });
+}
+
+/** Return a button that opens the dialog; `job` returns the present name and clear. */
+export function clearButton(job, ...children) {
+  const button = h("button", { type: "button", class: "act" }, ...children);
+  button.addEventListener("click", () => openClear(job().name, job().clear));
+  return button;
 }
 
 /** Open the dialog for a job's `engine_memory`. */
@@ -98,8 +104,8 @@ function showProgress(action, cancel) {
 function resultsTable({ results, dry_run: dry }) {
   const head = ["Process", "GPU", ...chosen.head(dry), "Outcome"];
   const row = (result) => {
-    const { pid, rank, gpu, outcome: end, reason } = result;
-    return [`${rank ? `rank ${safe(rank)}, ` : ""}pid ${pid}`, gpu ?? UNKNOWN, ...chosen.sizes(result).map(bytes), `${end.replaceAll("_", " ")}${reason ? `: ${safe(reason)}` : ""}`];
+    const { gpu, outcome: end, reason } = result;
+    return [processName(result), gpu ?? UNKNOWN, ...chosen.sizes(result).map(bytes), `${end.replaceAll("_", " ")}${reason ? `: ${safe(reason)}` : ""}`];
   };
   return h(
     "table",
