@@ -132,11 +132,6 @@ def thread_seconds(pid: int, tid: int) -> float:
     return int(Path(f"/proc/{pid}/task/{tid}/schedstat").read_text().split()[0]) / 1e9
 
 
-def open_files(pid: int) -> int:
-    """Return the number of file descriptors of a process; connections are among them."""
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-
-
 def resident_bytes(pid: int) -> int:
     """Return the RSS of a process, as ps and top show it."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

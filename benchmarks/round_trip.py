@@ -1,4 +1,4 @@
-"""What a request costs the exporter, how long an action takes to its measured result, and what if its reporter dies.
+"""What a request costs the exporter, and how long an action takes to its measured result.
 
     python -m benchmarks.round_trip [--quick] [--json] [--real-gpu]
 
@@ -29,17 +29,14 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
 from benchmarks.constant import ConstantServer
-from benchmarks.place import Http, Place, cpu_seconds, open_files
-from benchmarks.relay import Relay
-from benchmarks.reporters import Stand, report_bodies, report_body
+from benchmarks.place import Http, Place, cpu_seconds
+from benchmarks.reporters import Stand, report_bodies
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 LOOPBACK_RATIO = 2.0
@@ -48,10 +45,6 @@ UNIX_RATIO = 2.5
 REPORT_CPU_RATIO = 3.0
 IDLE_RATIO = 12.0
 BUSY_RATIO = 5.0
-GONE_RATIO = 0.2
-HOLD_SECONDS = 30.0
-"""The time for which the exporter holds a request if it does not notice that the client disconnected."""
-CLIENTS = 20
 BATCH = 20
 """The number of requests of one kind, until it is the turn of the next kind."""
 BUSY_SECONDS, BUSY_REST_SECONDS = 0.9, 0.2
@@ -64,7 +57,7 @@ def main() -> int:
     options.amount("--batches", 100, 40, f"batches of {BATCH} requests of each kind")
     given = options.read()
     transports = ("unix socket",) if given.quick else ("unix socket", "TCP")
-    progress = Progress("round_trip", 2 * len(transports) + 5)
+    progress = Progress("round_trip", 2 * len(transports) + 2)
     rows = []
     with Place(real_gpu=given.real_gpu, devices=1) as place:
         rows += requests(given, progress, place)
@@ -81,12 +74,6 @@ def main() -> int:
                 rows += round_trips(given, progress, process, url, transport, busy=busy)
             process.close()
             wait_for(lambda: not exporter.processes(), "the process to be forgotten")
-    with Place(real_gpu=given.real_gpu, devices=1) as place:
-        progress.part(f"{CLIENTS} clients that are killed")
-        exporter = place.exporter("--report.interval", str(HOLD_SECONDS), "--report.expiry", str(10 * HOLD_SECONDS))
-        rows += gone_clients(exporter)
-    with Place(real_gpu=given.real_gpu, devices=1) as place:
-        rows += lost_replies(given, progress, place)
     return show("round trip", rows, as_json=given.json)
 
 
@@ -242,75 +229,6 @@ def _act(client: Http, pid: int, *, dry_run: bool) -> tuple[float, dict[str, Any
     body = {"action": "empty_cache", "target": {"pid": pid}, "wait_seconds": 10, "dry_run": dry_run}
     took, answer = client.timed("POST", "/api/v1/actions", json.dumps(body).encode())
     return took, json.loads(answer)
-
-
-def gone_clients(exporter: ExporterProcess) -> list[Row]:
-    """Reporters that are killed while their requests are held, and clients that do not wait for their action's end."""
-    port = urlsplit(exporter.tcp_url).port or 80
-    uuids = [device["uuid"] for device in exporter.get("/api/v1/devices")["devices"]]
-    before = open_files(exporter.pid)
-    with Stand(CLIENTS) as stand:
-        held = [
-            _ask(port, "/api/v1/reports", report_body(pid, uuids[:1], hold_seconds=HOLD_SECONDS)) for pid in stand.pids
-        ]
-        wait_for(lambda: len(exporter.processes()) == CLIENTS, "the reports")
-        waiting = {"action": "reset_peak", "target": {"pid": stand.pids[0]}, "wait_seconds": HOLD_SECONDS}
-        held[0].close()  # no client receives the command of this process
-        held += [_ask(port, "/api/v1/actions", json.dumps(waiting).encode()) for _ in range(CLIENTS)]
-        wait_for(lambda: len(exporter.get("/api/v1/actions")["actions"]) == CLIENTS, "the actions")
-    started = time.perf_counter()
-    for client in held:
-        client.close()
-    wait_for(lambda: open_files(exporter.pid) <= before, "the connections to be closed")
-    closed = time.perf_counter() - started
-    wait_for(lambda: not exporter.processes(), "the processes to be forgotten")
-    forgotten = time.perf_counter() - started
-    beside = "the time for which they would be held"
-    what = f"{CLIENTS} reporters killed in their long poll: all forgotten after"
-    return [
-        compared(what, forgotten, "s", beside, HOLD_SECONDS, GONE_RATIO),
-        compared(f"their connections and {CLIENTS} others closed after", closed, "s", beside, HOLD_SECONDS, GONE_RATIO),
-    ]
-
-
-def lost_replies(given: argparse.Namespace, progress: Progress, place: Place) -> list[Row]:
-    """Commands to a client that died with them, and commands requested just after a client died."""
-    exporter = place.exporter()
-    count = max(5, given.actions // 10)
-    rows = []
-    with Relay(place.folder, exporter.socket) as relay:
-        process = place.torch(GPUMEM_EXPORTER_URL=relay.url)
-        process.call("random_heap")
-        process.call("start_client")
-        exporter.wait_for_processes(process.pid)
-        client = Http(exporter.url)
-        for dies, what in ((True, "whose first client dies with it"), (False, "requested just after its client died")):
-            progress.part(f"commands {what}")
-            lost, took = 0, []
-            for _ in progress.turns(count):
-                time.sleep(random.uniform(0.05, 0.1))
-                if dies:
-                    relay.lose_next(lambda answer: b'"commands"' in answer)
-                else:
-                    relay.cut()
-                seconds, action = _act(client, process.pid, dry_run=False)
-                lost += action["state"] != "done"
-                took.append(seconds)
-                if dies and not relay.lost.is_set():
-                    raise RuntimeError("the relay lost no reply: nothing was measured")
-            rows.append(Row(f"commands lost, of {count} {what}", lost, "", limit=1))
-            rows.append(Row(f"round trip of a command {what}, median", 1e3 * statistics.median(took), "ms"))
-        client.close()
-        process.close()
-    return rows
-
-
-def _ask(port: int, path: str, body: bytes) -> socket.socket:
-    """Send a request without reading its reply."""
-    client = socket.create_connection(("127.0.0.1", port))
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    return client
 
 
 if __name__ == "__main__":

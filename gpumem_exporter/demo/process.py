@@ -6,7 +6,7 @@ Callers hold the simulation's lock.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -306,6 +306,8 @@ class SimulatedProcess:
         self.program: Iterator[None] | None = None
         self.script = next((word for word in identity.command.split() if word.endswith(".py")), "main.py")
         self._stacks: dict[int, _Stack] = {}
+        self._owned: Counter[str] = Counter()
+        """The living tensors of each kind that Python objects hold."""
         self.loop = ReportLoop(
             identity,
             self,
@@ -378,6 +380,8 @@ class SimulatedProcess:
         """Free all tensors of a list, the newest first, and empty the list."""
         while tensors:
             tensor = tensors.pop()
+            if tensor.owner is not None:
+                self._owned[tensor.owner.kind] -= 1
             tensor.slot.free(tensor, used_by_other_stream=used_by_other_stream)
 
     @contextmanager
@@ -393,7 +397,8 @@ class SimulatedProcess:
 
     def _owner(self, component: str, tensor: Tensor) -> Owner:
         kind, name, shape, elements, dtype = _OWNERS[component]
-        same = sum(each.owner is not None and each.owner.kind == kind for slot in self.slots for each in slot.live)
+        same = self._owned[kind]
+        self._owned[kind] += 1
         length = tensor.block.requested_bytes // (_ITEM_BYTES[dtype] * elements)
         return Owner(kind, name.format(same), shape.format(length), dtype)
 

@@ -22,7 +22,7 @@ from gpumem_exporter.profiles.lines import OwnerPaths, has_peak, is_torch, kind_
 from gpumem_exporter.profiles.model import StoredProfile, device_names
 from gpumem_exporter.profiles.tables import View, difference_head, profile_head, text, title, view_tables
 
-_SCRIPTS = (  # .ci/fetch-flame-graph fetches the libraries again
+_SCRIPTS = (  # .ci/fetch-libraries fetches the libraries again
     "d3-flame-graph/d3.min.js",
     "d3-flame-graph/d3-flamegraph.umd.min.js",
     "page.js",

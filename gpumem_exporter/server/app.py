@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI
@@ -27,12 +27,12 @@ from gpumem_exporter.server.api.live import live_router
 from gpumem_exporter.server.api.metrics import MetricsRoute
 from gpumem_exporter.server.api.nvml import nvml_router
 from gpumem_exporter.server.api.policy import policy_router
-from gpumem_exporter.server.api.profiles import ProfileAccess, profiles_router
+from gpumem_exporter.server.api.profiles import ProfileAccess, ProfileRoutes, profiles_router
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.housekeeping import (
     keep_house,
     release_free_memory,
-    reloading_on_hangup,
+    reload_on_hangup,
     restore_ooms,
 )
 from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
@@ -179,12 +179,8 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
         ),
         policy_router(runtime.policies),
         profiles_router(
-            access=access,
-            intake=runtime.profile_intake,
-            waiting=runtime.profile_requests,
-            dispatcher=dispatcher,
-            held_requests=held_requests,
-            renderer=runtime.renderer,
+            runtime.profile_intake,
+            ProfileRoutes(access, runtime.scraped_profiles, dispatcher, held_requests, runtime.renderer),
         ),
         events_router(
             runtime.events.log, runtime.renderer, profile_of=access.of_error, hide_identities=hide_identities
@@ -230,7 +226,7 @@ def _add_guard(app: FastAPI, runtime: Runtime) -> None:
 
 def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
     rules = (runtime.reports_rule, runtime.callers.rule)
-    files = FileRefresher([part for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
+    files = FileRefresher([part.refresh for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -242,7 +238,7 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
         runtime.history_recorder.start()
         runtime.cache_use.start()
         tasks = [
-            asyncio.ensure_future(keep_house(_chores(runtime), {"notice_findings": runtime.live.notice})),
+            asyncio.ensure_future(keep_house(_chores(runtime), {"note_health": lambda: _note_health(runtime)})),
             asyncio.ensure_future(release_free_memory()),
             asyncio.ensure_future(
                 restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
@@ -251,8 +247,8 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             asyncio.ensure_future(asyncio.to_thread(runtime.profiles.load)),
         ]
         try:
-            with reloading_on_hangup(_reloads(runtime)):
-                yield
+            reload_on_hangup([part.reload_on_hangup for part in (runtime.policies, runtime.web) if part is not None])
+            yield
         finally:
             runtime.held_requests.stop()
             runtime.presence.close()
@@ -271,6 +267,14 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
     return lifespan
 
 
+def _note_health(runtime: Runtime) -> None:
+    """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
+    snapshot = runtime.snapshot()
+    health = runtime.health.document(snapshot)
+    runtime.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
+    runtime.live.notice(snapshot, health)
+
+
 def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
     """Return the work that is due once a second, by name."""
     chores: dict[str, Callable[[], None]] = {
@@ -278,7 +282,6 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
         "remove_ended_processes": runtime.presence.sweep,
         "delete_unconfirmed_profiles": runtime.profile_intake.expire,
         "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
-        "show_health": lambda: runtime.instruments.show_health(runtime.health.passed(runtime.snapshot())),
     }
     if runtime.settings.profile_interval:
         chores["take_interval_profiles"] = runtime.interval_profiles.tick
@@ -287,8 +290,3 @@ def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
     if runtime.socket_file is not None:
         chores["check_socket"] = runtime.socket_file.check
     return chores
-
-
-def _reloads(runtime: Runtime) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-    """Return the functions that read a configuration file again on SIGHUP."""
-    return [part.reload_on_hangup for part in (runtime.policies, runtime.web) if part is not None]

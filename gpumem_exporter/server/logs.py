@@ -9,16 +9,24 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-class _Fields(logging.Formatter):
-    """Lists the keys and values of a record, for both formats. Times are ISO 8601 in UTC with milliseconds."""
+class LogFormatter(logging.Formatter):
+    """Renders a record as logfmt or JSON on one line. Times are ISO 8601 in UTC with milliseconds."""
 
     converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
+
+    def __init__(self, log_format: str = "logfmt") -> None:
+        super().__init__()
+        self._line = _json_line if log_format == "json" else _logfmt_line
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Render one record."""
+        return self._line(dict(self._items(record)))
 
     def _items(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
         yield "ts", self.formatTime(record)
@@ -30,27 +38,10 @@ class _Fields(logging.Formatter):
             yield "exception", self.formatException(record.exc_info)
 
 
-class LogfmtFormatter(_Fields):
-    """`ts=… level=info logger=… msg=…` on one line; a value is quoted if needed."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Render one record."""
-        return " ".join(f"{key}={_quoted(value)}" for key, value in self._items(record))
-
-
-class JsonFormatter(_Fields):
-    """One JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Render one record."""
-        line = json.dumps(dict(self._items(record)), default=str, ensure_ascii=False)
-        return line if line.isprintable() else "".join(map(_escaped, line))
-
-
 def configure_logging(level: str, log_format: str) -> None:
     """Send the records of every logger to stderr; replaces the handlers of the root logger."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else LogfmtFormatter())
+    handler.setFormatter(LogFormatter(log_format))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -58,6 +49,16 @@ def configure_logging(level: str, log_format: str) -> None:
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _logfmt_line(items: Mapping[str, Any]) -> str:
+    """Return `ts=… level=info logger=… msg=…`; a value is quoted if needed."""
+    return " ".join(f"{key}={_quoted(value)}" for key, value in items.items())
+
+
+def _json_line(items: Mapping[str, Any]) -> str:
+    line = json.dumps(items, default=str, ensure_ascii=False)
+    return line if line.isprintable() else "".join(map(_escaped, line))
 
 
 def _quoted(value: Any) -> str:

@@ -32,7 +32,7 @@ from gpumem_exporter.profiles.store import SHARE_OF_STORAGE, Profiles
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.api.live import LiveNode
-from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
+from gpumem_exporter.server.api.profile_intake import ProfileIntake, ScrapedProfiles
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.background.cache_use import CacheUse
 from gpumem_exporter.server.background.interval_profiles import IntervalProfiles
@@ -161,10 +161,10 @@ class Runtime:
             lambda history: self.store.put_kv_cache_peaks(history.kv_cache_peaks),
         )
         self.profiles = Profiles(_storage_folder(settings), max_bytes=settings.storage_max_bytes)
-        self.profile_requests = WaitingRequests()
+        self.scraped_profiles: ScrapedProfiles = {}
         self.profile_intake = ProfileIntake(
             self.profiles,
-            self.profile_requests,
+            self.scraped_profiles,
             self.store,
             senders,
             self.dispatcher,

@@ -90,7 +90,7 @@ def run(options: Options) -> int:
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=_STOP_SECONDS,
         )
-        files = FileRefresher([certificate])
+        files = FileRefresher([certificate.refresh])
         files.start()
         try:
             return server.run_until_signal(listeners.sockets)

@@ -6,7 +6,7 @@ from typing import Any
 
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards.panels import colored, dashed, graph, stacked
+from gpumem_dashboards.panels import dashed, graph, stacked
 from gpumem_dashboards.promql import NODE, ON_PROCESS
 from gpumem_dashboards.tables import Column, table
 
@@ -39,7 +39,6 @@ def listed(selector: str, links: list[tuple[str, str]], node: tuple[str, str]) -
         "The inference engines that report, one row for each process and device. Their key-value cache has a fixed"
         " size; peak is the highest use by requests in 24 hours, as far as it was observed. Unused is what no request"
         " needed in that time. Sleeping memory is not on the device.",
-        units.BytesIEC,
         [
             Column("workload", heading="Workload", links=links),
             Column("Engine", joined, hidden=True),
@@ -76,20 +75,13 @@ def of_workload(selector: str) -> list[Any]:
         "The key-value cache of all engines of the workload: used by running requests, evictable (prefix cache: kept"
         " for later requests with the same start, usable at once), and free. The dashed line is the sum of the highest"
         " uses of each process in 24 hours; a cache of 1.5 times that would be enough.",
-        units.BytesIEC,
-        [
-            *((total("gpumem_engine_kv_cache_bytes", "state", state), name) for state, name, _ in _STATES),
-            (total("gpumem_engine_kv_cache_used_peak_bytes", "window", "24h"), "peak of 24 h"),
-        ],
+        *((total("gpumem_engine_kv_cache_bytes", "state", state), name, shade) for state, name, shade in _STATES),
+        (total("gpumem_engine_kv_cache_used_peak_bytes", "window", "24h"), "peak of 24 h"),
     )
     asleep = graph(
         "Unmapped, by component",
         "Memory that sleeping engines have released to the driver and map again when they wake. It is not on the"
         " device.",
-        units.BytesIEC,
-        [(f"sum by (component) (gpumem_torch_component_unmapped_bytes{{{selector}}})", "{{component}}")],
+        (f"sum by (component) (gpumem_torch_component_unmapped_bytes{{{selector}}})", "{{component}}"),
     )
-    return [
-        colored(stacked(cache), _STATES).override_by_name(*dashed("peak of 24 h", "red")).min(0),
-        stacked(asleep).min(0),
-    ]
+    return [stacked(cache).override_by_name(*dashed("peak of 24 h", "red")), stacked(asleep)]

@@ -24,9 +24,7 @@ def exporter() -> Any:
         " results of actions; and the exporter's own resources.",
         time="now-1h",
         refresh="30s",
-        variables=[
-            ("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance"),
-        ],
+        variables=[("node", "Node", f"gpumem_exporter_build_info{{{CLUSTER}}}", "instance")],
         first=[("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance")],
         actions=NODE,
     )
@@ -60,8 +58,8 @@ def _overview() -> list[Any]:
         number(
             "Oldest reading",
             "The age of the oldest driver reading. If it is more than a few seconds, the driver is slow or hangs.",
-            units.Seconds,
             f"max(time() - gpumem_poll_timestamp_seconds{{{NODE}}})",
+            unit=units.Seconds,
             limits=((None, "green"), (30, "yellow"), (60, "orange")),
         ),
         count(
@@ -100,7 +98,6 @@ def _exporters() -> Any:
         "Exporters",
         "One row per exporter: its version, the state of its driver, its series and its resources. Up says"
         " whether Prometheus can scrape it; if not, the other cells are empty.",
-        units.Short,
         [
             Column("cluster", heading="Cluster"),
             Column("instance", heading="Node", links=[TO_PAGE]),
@@ -123,6 +120,7 @@ def _exporters() -> Any:
                 width=100,
             ),
         ],
+        unit=units.Short,
         sort_by="Node",
         descending=False,
         height=7,
@@ -134,36 +132,36 @@ def _polls_and_scrapes() -> list[Any]:
         graph(
             "Poll of the driver",
             "The duration of the last poll of all devices. Absent while the driver does not answer.",
-            units.Seconds,
-            [(f"gpumem_poll_duration_seconds{{{NODE}}}", "{{instance}}")],
-        ).min(0),
+            (f"gpumem_poll_duration_seconds{{{NODE}}}", "{{instance}}"),
+            unit=units.Seconds,
+        ),
         graph(
             "Scrape duration",
             "The time from Prometheus's request to the last byte of the page. Scrapes start to fail near the"
             " scrape timeout.",
-            units.Seconds,
-            [(f"scrape_duration_seconds{{{NODE}}} {IS_EXPORTER}", "{{instance}}")],
-        ).min(0),
+            (f"scrape_duration_seconds{{{NODE}}} {IS_EXPORTER}", "{{instance}}"),
+            unit=units.Seconds,
+        ),
         graph(
             "Collector duration",
             "The duration of each collector in the slowest exporter. It does not include the preparation of"
             " reports when they arrive.",
-            units.Seconds,
-            [(f"max by (collector) (gpumem_scrape_collector_duration_seconds{{{NODE}}})", "{{collector}}")],
-        ).min(0),
+            (f"max by (collector) (gpumem_scrape_collector_duration_seconds{{{NODE}}})", "{{collector}}"),
+            unit=units.Seconds,
+        ),
         graph(
             "Series on the page",
             "The number of series in each scrape. It follows the number of processes and devices.",
-            units.Short,
-            [(f"scrape_samples_scraped{{{NODE}}} {IS_EXPORTER}", "{{instance}}")],
-        ).min(0),
+            (f"scrape_samples_scraped{{{NODE}}} {IS_EXPORTER}", "{{instance}}"),
+            unit=units.Short,
+        ),
         history(
             "Collector success",
             "Green: the collector succeeded. Red: it failed, its series are absent, and the exporter's log has"
             " the reason.",
-            units.Short,
-            [(f"min by (collector) (gpumem_scrape_collector_success{{{NODE}}})", "{{collector}}")],
-            UP,
+            (f"min by (collector) (gpumem_scrape_collector_success{{{NODE}}})", "{{collector}}"),
+            unit=units.Short,
+            limits=UP,
             height=7,
         ),
     ]
@@ -175,53 +173,46 @@ def _reports_and_events() -> list[Any]:
         "Events, by type",
         "Events that the exporters recorded: errors, lost devices, processes that started and exited, actions."
         " /api/v1/events lists them.",
-        units.Short,
-        [(f"sum by (type) (increase(gpumem_events_total{{{NODE}}}[$__rate_interval]))", "{{type}}")],
+        (f"sum by (type) (increase(gpumem_events_total{{{NODE}}}[$__rate_interval]))", "{{type}}"),
+        unit=units.Short,
     )
     return [
         graph(
             "Reports, by outcome",
             "Reports per second that the exporters accepted or rejected. Each process sends about one per second.",
-            units.CountsPerSecond,
-            [(f"sum by (outcome) (rate(gpumem_reports_total{{{NODE}}}[$__rate_interval]))", "{{outcome}}")],
-        ).min(0),
+            (f"sum by (outcome) (rate(gpumem_reports_total{{{NODE}}}[$__rate_interval]))", "{{outcome}}"),
+            unit=units.CountsPerSecond,
+        ),
         graph(
             "Rejected and lost",
             "Reports per second of processes above the maximum number, and events per second that could not be"
             " stored. Both should be 0.",
-            units.CountsPerSecond,
-            [
-                (f"sum({dropped})", "processes"),
-                (f"sum(rate(gpumem_events_dropped_total{{{NODE}}}[$__rate_interval]))", "events"),
-            ],
-        ).min(0),
-        columns(events, "1m").min(0),
+            (f"sum({dropped})", "processes"),
+            (f"sum(rate(gpumem_events_dropped_total{{{NODE}}}[$__rate_interval]))", "events"),
+            unit=units.CountsPerSecond,
+        ),
+        columns(events, "1m"),
         graph(
             "Age of the last report, by workload",
             "The age of the oldest last report in each workload. It increases when a process hangs or cannot"
             " reach its exporter.",
-            units.Seconds,
-            [
-                (
-                    f"max by (workload) (time() - gpumem_reporter_last_report_timestamp_seconds{{{NODE}}})",
-                    "{{workload}}",
-                )
-            ],
-        ).min(0),
+            (f"max by (workload) (time() - gpumem_reporter_last_report_timestamp_seconds{{{NODE}}})", "{{workload}}"),
+            unit=units.Seconds,
+        ),
         graph(
             "Sample age, by workload",
             "The age of the values in the scrape. During training a sample is taken at the end of a step, so"
             " with long steps this is a sawtooth with the height of a step.",
-            units.Seconds,
-            [(f"max by (workload) (time() - gpumem_reporter_sample_timestamp_seconds{{{NODE}}})", "{{workload}}")],
-        ).min(0),
+            (f"max by (workload) (time() - gpumem_reporter_sample_timestamp_seconds{{{NODE}}})", "{{workload}}"),
+            unit=units.Seconds,
+        ),
         graph(
             "Held requests",
             "Requests that the exporters keep open: reports that wait for commands, actions that wait for their"
             " results, live pages. About one for each process.",
-            units.Short,
-            [(f"gpumem_held_requests{{{NODE}}}", "{{instance}}")],
-        ).min(0),
+            (f"gpumem_held_requests{{{NODE}}}", "{{instance}}"),
+            unit=units.Short,
+        ),
     ]
 
 
@@ -233,20 +224,17 @@ def _actions() -> list[Any]:
     outcomes = graph(
         "Actions, by outcome",
         "Actions by outcome, counted once per target process, without dry runs.",
-        units.Short,
-        [
-            (
-                f"sum by (action, outcome) (increase(gpumem_actions_total{{{NODE}}}[$__rate_interval])) > 0",
-                "{{action}} {{outcome}}",
-            )
-        ],
+        (
+            f"sum by (action, outcome) (increase(gpumem_actions_total{{{NODE}}}[$__rate_interval])) > 0",
+            "{{action}} {{outcome}}",
+        ),
+        unit=units.Short,
         span=8,
     )
     freed = graph(
         "Freed by actions",
         "Bytes that actions released to the driver, measured in the processes.",
-        units.BytesIEC,
-        [(f"sum by (action) (increase(gpumem_action_freed_bytes_total{{{NODE}}}[$__rate_interval]))", "{{action}}")],
+        (f"sum by (action) (increase(gpumem_action_freed_bytes_total{{{NODE}}}[$__rate_interval]))", "{{action}}"),
         span=8,
     )
     evaluations = f'gpumem_policy_evaluations_total{{{NODE}, result!="unmet"}}'
@@ -255,25 +243,24 @@ def _actions() -> list[Any]:
         "Evaluations per second of a rule for a process on a device, without the evaluations whose conditions were"
         " not met. Dry runs appear only here. A rule with only the results stopped, limited, held_back or cooling is"
         " met and is held back.",
-        units.CountsPerSecond,
-        [(f"sum by (rule, result) (rate({evaluations}[$__rate_interval])) > 0", "{{rule}} {{result}}")],
+        (f"sum by (rule, result) (rate({evaluations}[$__rate_interval])) > 0", "{{rule}} {{result}}"),
+        unit=units.CountsPerSecond,
     ).no_value("No rule, or no rule whose conditions were met.")
     alerts = graph(
         "Alerts as action requests, by outcome",
         "Alerts that Alertmanager sent to the exporters, by outcome. For refused alerts, the exporter's log has"
         " the reason. If it stays at zero while alerts fire, Alertmanager has no such receiver or is not"
         " authorized.",
-        units.Short,
-        [(f"sum by (outcome) (increase(gpumem_alerts_total{{{NODE}}}[$__rate_interval]))", "{{outcome}}")],
+        (f"sum by (outcome) (increase(gpumem_alerts_total{{{NODE}}}[$__rate_interval]))", "{{outcome}}"),
+        unit=units.Short,
     )
     return [
-        columns(outcomes, "1m").min(0),
-        columns(freed, "1m").min(0),
+        columns(outcomes, "1m"),
+        columns(freed, "1m"),
         table(
             "Action duration",
             "The time from the request to the last result of the actions in the time range: the median and the"
             " 95th percentile. Long actions waited for a process that was busy or had exited.",
-            units.Seconds,
             [
                 Column("action", heading="Action"),
                 Column("Median", seconds(0.5)),
@@ -284,12 +271,13 @@ def _actions() -> list[Any]:
                     units.Short,
                 ),
             ],
+            unit=units.Seconds,
             sort_by="Actions",
             span=8,
             height=8,
         ),
-        rules.min(0),
-        columns(alerts, "1m").min(0),
+        rules,
+        columns(alerts, "1m"),
     ]
 
 
@@ -298,22 +286,21 @@ def _itself() -> list[Any]:
         graph(
             "Memory of the exporter",
             "Resident bytes of each exporter. They are constant, and depend on the number of reporting processes.",
-            units.BytesIEC,
-            [(f"process_resident_memory_bytes{{{NODE}}} {IS_EXPORTER}", "{{instance}}")],
+            (f"process_resident_memory_bytes{{{NODE}}} {IS_EXPORTER}", "{{instance}}"),
             span=8,
-        ).min(0),
+        ),
         graph(
             "CPU of the exporter",
             "The share of one core that each exporter uses.",
-            units.PercentUnit,
-            [(f"rate(process_cpu_seconds_total{{{NODE}}}[$__rate_interval]) {IS_EXPORTER}", "{{instance}}")],
+            (f"rate(process_cpu_seconds_total{{{NODE}}}[$__rate_interval]) {IS_EXPORTER}", "{{instance}}"),
+            unit=units.PercentUnit,
             span=8,
-        ).min(0),
+        ),
         graph(
             "Open files of the exporter",
             "The open files and sockets of each exporter. Each reporter uses one.",
-            units.Short,
-            [(f"process_open_fds{{{NODE}}} {IS_EXPORTER}", "{{instance}}")],
+            (f"process_open_fds{{{NODE}}} {IS_EXPORTER}", "{{instance}}"),
+            unit=units.Short,
             span=8,
-        ).min(0),
+        ),
     ]

@@ -10,17 +10,7 @@ from grafana_foundation_sdk.models import units
 from gpumem_dashboards import engines, oom_list
 from gpumem_dashboards.frame import board, link, live_page, with_rows
 from gpumem_dashboards.palette import PRESSURE, ledger_words, none_is_good
-from gpumem_dashboards.panels import (
-    colored,
-    columns,
-    count,
-    graph,
-    history,
-    idle_cache,
-    number,
-    share_reported,
-    stacked,
-)
+from gpumem_dashboards.panels import columns, count, graph, history, idle_cache, number, share_reported, stacked
 from gpumem_dashboards.promql import (
     ABOVE,
     CLUSTER,
@@ -50,10 +40,7 @@ TO_NODE = ("This node", link("gpumem-node", **CELL))
 TO_DEVICE = ("This device", link("gpumem-node", **CELL, gpu="__data.fields.gpu"))
 TO_DEVICE_PAGE = ("This device on the live page", live_page(CELL["node"], gpu="__data.fields.gpu"))
 TO_EXPORTERS = link("gpumem-exporter", "cluster", "node")
-TO_WORKLOAD = (
-    "This workload",
-    link("gpumem-workload", cluster=CELL["cluster"], workload="__data.fields.workload"),
-)
+TO_WORKLOAD = ("This workload", link("gpumem-workload", cluster=CELL["cluster"], workload="__data.fields.workload"))
 TO_JOB = ("This job on the live page", live_page(CELL["node"], workload="__data.fields.workload"))
 
 
@@ -113,8 +100,9 @@ def _overview() -> list[Any]:
             "Devices above 90 %",
             "Devices with less than a tenth of their memory free or reclaimable: the next large allocation"
             " fails there. Some jobs fill a device on purpose. The table below lists them.",
-            units.Short,
-            [(f"sum({nearly_full})", "devices"), (f"count({hard_used_ratio(GPU)})", "of")],
+            (f"sum({nearly_full})", "devices"),
+            (f"count({hard_used_ratio(GPU)})", "of"),
+            unit=units.Short,
         ),
         share_reported(NODE),
         idle_cache("reporting process", WORKLOAD, f'gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}}'),
@@ -141,12 +129,10 @@ def _overview() -> list[Any]:
             "Down",
             "Devices that the driver cannot read, exporters whose driver does not answer, and exporters that"
             " Prometheus knew in the time range and cannot scrape now. Click to see which.",
-            units.Short,
-            [
-                (f"sum(1 - gpumem_device_up{{{GPU}}})", "devices"),
-                (f"sum(1 - gpumem_nvml_up{{{NODE}}})", "drivers"),
-                (f"sum(1 - ({EXPORTER_UP}))", "exporters"),
-            ],
+            (f"sum(1 - gpumem_device_up{{{GPU}}})", "devices"),
+            (f"sum(1 - gpumem_nvml_up{{{NODE}}})", "drivers"),
+            (f"sum(1 - ({EXPORTER_UP}))", "exporters"),
+            unit=units.Short,
             limits=none_is_good(),
             decimals=0,
         ).data_links([dashboard.DashboardLink("Which ones").url(TO_EXPORTERS)]),
@@ -163,7 +149,6 @@ def _devices() -> Any:
         " largest category say where the memory is. Full in is the time until the device is full at the growth"
         " rate of the time range. Allocatable is the free memory and the idle cache: the space for another process."
         " Click a node to see the device.",
-        units.BytesIEC,
         [
             Column("cluster", heading="Cluster"),
             Column("instance", heading="Node", links=[TO_DEVICE, TO_DEVICE_PAGE]),
@@ -208,9 +193,9 @@ def _history() -> Any:
             "Pressure over time",
             f"One row per device, for the {SHOWN} devices with the highest pressure. A row that turns orange and stays"
             " orange is a leak or a job that does not fit; stripes are steps.",
-            units.PercentUnit,
-            [(f"({pressure}) and on ({DEVICE}) {worst}", "{{instance}} GPU {{gpu}}")],
-            PRESSURE,
+            (f"({pressure}) and on ({DEVICE}) {worst}", "{{instance}} GPU {{gpu}}"),
+            unit=units.PercentUnit,
+            limits=PRESSURE,
         )
         .min(0)
         .max(1)
@@ -250,7 +235,6 @@ def _jobs() -> Any:
         f"The {SHOWN} jobs with the most used memory: the processes of one workload and one user on one node. A clear"
         " releases the idle cache for good; the job reserves the rest of the reclaimable bytes again. The processes of"
         " a user without a workload are one row. Click a workload to see its ranks, or its page on the node.",
-        units.BytesIEC,
         [
             Column("workload", heading="Workload", links=[TO_WORKLOAD, TO_JOB]),
             Column("user", heading="User"),
@@ -268,7 +252,6 @@ def _owners(title: str, label: str, name: str, unnamed: str) -> Any:
     return table(
         title,
         f"The memory that processes use, and their cache, by {name}. {unnamed} Click a name to see its jobs.",
-        units.BytesIEC,
         [Column(label, heading=title[:-1], links=[("Its jobs", here)]), *_counts_and_bytes(label)],
         sort_by="Used",
         span=12,
@@ -281,11 +264,10 @@ def _users_over_time() -> Any:
         "Used over time, by user",
         "The memory that the processes of each user use, stacked. The line without a name has the processes of unknown"
         " or hidden users.",
-        units.BytesIEC,
-        [(_of_owners(process_used(GPU), "user"), "{{user}}")],
+        (_of_owners(process_used(GPU), "user"), "{{user}}"),
         height=9,
     )
-    return stacked(panel, 50).min(0)
+    return stacked(panel, 50)
 
 
 def _wasted_over_time() -> Any:
@@ -297,11 +279,10 @@ def _wasted_over_time() -> Any:
         "Cache over time",
         "Bytes of the selected workloads that PyTorch reserved and no tensor uses. Reclaimable bytes increase"
         " after a peak; fragmented bytes that keep growing show that fragmentation builds up.",
-        units.BytesIEC,
-        [(expression, name) for expression, name, _ in series],
+        *series,
         height=9,
-    ).min(0)
-    return colored(stacked(panel), series)
+    )
+    return stacked(panel)
 
 
 def _errors_over_the_day() -> Any:
@@ -309,10 +290,10 @@ def _errors_over_the_day() -> Any:
     panel = graph(
         "Out-of-memory errors in the last day, by node",
         "Errors per ten minutes in the last day, independent of the time range of the dashboard.",
-        units.Short,
-        [(f"sum by (cluster, instance) ({increase})", "{{instance}}")],
+        (f"sum by (cluster, instance) ({increase})", "{{instance}}"),
+        unit=units.Short,
     )
-    return columns(panel, "10m").time_from("24h").min(0)
+    return columns(panel, "10m").time_from("24h")
 
 
 def _retries_over_the_day() -> Any:
@@ -321,10 +302,10 @@ def _retries_over_the_day() -> Any:
         "Allocation retries in the last day, by workload",
         "Allocations per ten minutes in the last day that succeeded only after PyTorch flushed its cache."
         " Retries precede out-of-memory errors.",
-        units.Short,
-        [(f"sum by (workload) ({increase})", "{{workload}}")],
+        (f"sum by (workload) ({increase})", "{{workload}}"),
+        unit=units.Short,
     )
-    return columns(panel, "10m").time_from("24h").min(0)
+    return columns(panel, "10m").time_from("24h")
 
 
 def _silent() -> Any:
@@ -339,7 +320,6 @@ def _silent() -> Any:
         "Silent processes",
         "Processes that stopped reporting and are not known to have exited: they hang, are stopped, or cannot"
         " reach the exporter. Their memory counts as other processes until they report again.",
-        units.Seconds,
         [
             Column("cluster", heading="Cluster"),
             Column("instance", heading="Node", links=[TO_NODE]),
@@ -351,6 +331,7 @@ def _silent() -> Any:
             Column("command"),
             Column("Last report", with_info(silent, "command, user, k8s_pod"), heading="Silent for"),
         ],
+        unit=units.Seconds,
         sort_by="Silent for",
         no_value="No process is silent.",
         span=12,
@@ -367,7 +348,6 @@ def _idle() -> Any:
         "Never used: bytes that were free during the whole time range. Used while idle: the average of the used"
         " bytes multiplied by the share of time without a kernel. A device that is high in both columns could"
         " take another job.",
-        units.BytesIEC,
         [
             Column("cluster", heading="Cluster"),
             Column("instance", heading="Node", links=[TO_DEVICE, TO_DEVICE_PAGE]),
@@ -375,13 +355,7 @@ def _idle() -> Any:
             Column("Never used", never),
             Column("Used while idle", f"{held} * (1 - {busy})"),
             Column("Used", held),
-            Column(
-                "Utilization",
-                busy,
-                units.PercentUnit,
-                gauge=True,
-                limits=((None, "yellow"), (0.5, "green")),
-            ),
+            Column("Utilization", busy, units.PercentUnit, gauge=True, limits=((None, "yellow"), (0.5, "green"))),
         ],
         sort_by="Never used",
         drop=("uuid",),

@@ -7,14 +7,7 @@ from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.dashboard import (
-    DashboardCursorSync,
-    DashboardLinkType,
-    VariableHide,
-    VariableOption,
-    VariableRefresh,
-    VariableSort,
-)
+from grafana_foundation_sdk.models import dashboard as models
 
 from gpumem_dashboards.panels import SOURCE
 
@@ -57,19 +50,9 @@ def board(
 ) -> Any:
     """Build a dashboard without panels: with its variables and annotations, and links to the others.
 
-    The links keep time range and variables. The URL of a node's live page is `live_page`, the label `instance` and
-    `live_page_end`.
-
-    Args:
-        title: the title.
-        uid: one of `BOARDS`, which has the variables with multiple values.
-        description: what it shows.
-        time: the start of the time range.
-        refresh: the time between two refreshes.
-        variables: name, label, metric and the metric's label of each variable after the cluster.
-        first: name, metric and the metric's label of each hidden variable `one_NAME`: see `_first_of`.
-        ooms: the selector of the errors that are marked; empty for none.
-        actions: the selector of the nodes whose actions are marked; empty for none.
+    The links keep time range and variables. `variables` are name, label, metric and the metric's label of each
+    variable after the cluster; `first` are name, metric and the metric's label of each hidden variable `one_NAME`. The
+    errors and actions of the selectors `ooms` and `actions` are marked; an empty one marks none.
     """
     made = (
         dashboard.Dashboard(title)
@@ -77,7 +60,7 @@ def board(
         .description(description)
         .tags(TAGS)
         .editable()
-        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
         .time(time, "now")
         .refresh(refresh)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
@@ -124,7 +107,12 @@ def collapsed_row(title: str, panels: Iterable[Any]) -> Any:
 
 def with_live_page(made: Any) -> Any:
     """Add a link to the live page of the dashboard's node."""
-    link_ = dashboard.DashboardLink("Live page").type(DashboardLinkType.LINK).icon("external link").target_blank(True)
+    link_ = (
+        dashboard.DashboardLink("Live page")
+        .type(models.DashboardLinkType.LINK)
+        .icon("external link")
+        .target_blank(True)
+    )
     return made.link(link_.url(live_page("node")))
 
 
@@ -140,7 +128,7 @@ def _first_of(name: str, metric: str, value_of: str) -> Any:
     Links to a dashboard with a single value use it, because Grafana would pass "all" as "a,b,c".
     """
     made = _variable(f"one_{name}", f"First {name}", metric, value_of, several=False)
-    return made.hide(VariableHide.HIDE_VARIABLE)
+    return made.hide(models.VariableHide.HIDE_VARIABLE)
 
 
 def _variable(name: str, label: str, metric: str, value_of: str, *, several: bool = True) -> Any:
@@ -155,12 +143,12 @@ def _variable(name: str, label: str, metric: str, value_of: str, *, several: boo
         .datasource(SOURCE)
         .query(query)
         .definition(query)
-        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
-        .sort(VariableSort.NATURAL_ASC)
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(models.VariableSort.NATURAL_ASC)
     )
     if not several:
         return made
-    everything = VariableOption(selected=True, text=["All"], value=["$__all"])
+    everything = models.VariableOption(selected=True, text=["All"], value=["$__all"])
     return made.multi(True).include_all(True).all_value(".*").current(everything)
 
 
@@ -177,10 +165,7 @@ def link(uid: str, *kept: str, **values: str) -> str:
 
 def post_mortem_times(timestamp: str) -> tuple[str, str]:
     """Return the time range of a post-mortem in milliseconds: from ten minutes before the error to one after it."""
-    return (
-        f"floor({timestamp} - {_BEFORE_SECONDS}) * 1000",
-        f"ceil({timestamp} + {_AFTER_SECONDS}) * 1000",
-    )
+    return (f"floor({timestamp} - {_BEFORE_SECONDS}) * 1000", f"ceil({timestamp} + {_AFTER_SECONDS}) * 1000")
 
 
 def _ooms_annotation(selector: str) -> Any:
@@ -219,7 +204,7 @@ def encoded(made: Any) -> str:
     model = made.build()
     model.annotations.list_val = model.annotations.list_val or []
     for hidden in model.templating.list_val:
-        if hidden.hide is VariableHide.HIDE_VARIABLE:
+        if hidden.hide is models.VariableHide.HIDE_VARIABLE:
             hidden.skip_url_sync = True  # must not be kept longer than the variable it follows; no builder sets it
     panels = [one for panel in model.panels or [] for one in (panel, *(getattr(panel, "panels", None) or ()))]
     for number, panel in enumerate(panels, start=1):
@@ -240,7 +225,7 @@ def _link_to(uid: str, here: str) -> Any:
             chosen.append(f"var-{name}=${{one_{name}:percentencode}}")
     return (
         dashboard.DashboardLink(title)
-        .type(DashboardLinkType.LINK)
+        .type(models.DashboardLinkType.LINK)
         .icon("dashboard")
         .url(f"/d/{uid}?{'&'.join(chosen)}")
         .keep_time(True)

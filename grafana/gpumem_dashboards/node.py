@@ -66,15 +66,16 @@ def _overview() -> list[Any]:
             "Devices up and down",
             "Devices that the driver can read (up) and devices that it cannot read (down). A device that is"
             " down has no memory values.",
-            units.Short,
-            [(f"sum(gpumem_device_up{{{GPU}}})", "up"), (f"sum(1 - gpumem_device_up{{{GPU}}})", "down")],
+            (f"sum(gpumem_device_up{{{GPU}}})", "up"),
+            (f"sum(1 - gpumem_device_up{{{GPU}}})", "down"),
+            unit=units.Short,
             span=3,
         ),
         number(
             "Highest pressure",
             "The pressure of the fullest device: the share of its memory that is neither free nor reclaimable.",
-            units.PercentUnit,
             f"max({hard_used_ratio(GPU)})",
+            unit=units.PercentUnit,
             limits=PRESSURE,
             span=3,
         ),
@@ -83,7 +84,6 @@ def _overview() -> list[Any]:
         number(
             "Fragmented",
             "Bytes of PyTorch's cache that torch.cuda.empty_cache() cannot release.",
-            units.BytesIEC,
             f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_fragmented"}})',
         ),
         count(
@@ -96,8 +96,8 @@ def _overview() -> list[Any]:
         number(
             "Source",
             "nvml: real devices. demo: simulated devices and processes.",
-            units.NoUnit,
-            [(f"gpumem_exporter_build_info{{{ONE_NODE}}}", "{{source}} {{version}}")],
+            (f"gpumem_exporter_build_info{{{ONE_NODE}}}", "{{source}} {{version}}"),
+            unit=units.NoUnit,
         ).text_mode(BigValueTextMode.NAME),
     ]
 
@@ -117,7 +117,6 @@ def _devices() -> Any:
         " reserved are the driver's values and add up to the total. Allocatable is free plus the idle cache that a"
         " clear makes free. Unattributed is used memory of no listed"
         " process: it is signed, and near zero on a healthy node. An empty cell means unknown, not zero.",
-        units.BytesIEC,
         [
             Column("gpu", heading="GPU", width=60),
             Column("name", heading="Device", links=[TO_DEVICE]),
@@ -168,7 +167,6 @@ def _processes() -> Any:
         " value is known; an empty cell means unknown, not zero. Non-torch is the driver's value minus PyTorch's"
         " reserved bytes: CUDA context, NCCL, libraries; the column NCCL is NCCL's part. Unmapped is what PyTorch"
         " counts and no device has: the engine sleeps. Click a workload to see its ranks.",
-        units.BytesIEC,
         [
             Column("gpu", heading="GPU", width=60),
             Column("workload", heading="Workload", links=[TO_WORKLOAD, TO_JOB]),
@@ -176,14 +174,8 @@ def _processes() -> Any:
             Column("user", heading="User"),
             Column("k8s_pod", heading="Pod"),
             Column("Who", f"{listed} * {ON_PROCESS} group_left ({shown}) {known}", hidden=True),
-            Column(
-                "Used",
-                f"sum by ({by}) (gpumem_process_memory_used_bytes{{{GPU}}}) and {ON_PROCESS} {known}",
-            ),
-            Column(
-                "Limit",
-                f"sum by ({by}) (gpumem_process_memory_limit_bytes{{{GPU}}}) and {ON_PROCESS} {known}",
-            ),
+            Column("Used", f"sum by ({by}) (gpumem_process_memory_used_bytes{{{GPU}}}) and {ON_PROCESS} {known}"),
+            Column("Limit", f"sum by ({by}) (gpumem_process_memory_limit_bytes{{{GPU}}}) and {ON_PROCESS} {known}"),
             Column("Allocated", value_of("allocated_bytes")),
             Column("Reserved", value_of("reserved_bytes")),
             Column("Idle cache", value_of("idle_cache_bytes")),
@@ -224,8 +216,7 @@ def _clear() -> Any:
         "Idle cache on GPU $gpu",
         "The bytes of each process that torch.cuda.empty_cache() would release for good: the cache that it did not"
         " need in the last minute. The fifteen largest processes.",
-        units.BytesIEC,
-        [(f"sort_desc(topk(15, gpumem_torch_idle_cache_bytes{{{GPU}}}))", "{{workload}} {{rank}} (pid {{pid}})")],
+        (f"sort_desc(topk(15, gpumem_torch_idle_cache_bytes{{{GPU}}}))", "{{workload}} {{rank}} (pid {{pid}})"),
         no_value="no process reports",
         height=10,
     ).data_links([dashboard.DashboardLink("This workload").url(TO_THIS_WORKLOAD)])
@@ -237,87 +228,73 @@ def _holders() -> Any:
         "Used on GPU $gpu, by process",
         "The driver's value of each process, stacked. A process without a reporter is shown with its command."
         " The upper edge is the used memory of the device without the unattributed bytes.",
-        units.BytesIEC,
-        [(held, "{{workload}} {{rank}} {{command}} (pid {{pid}})")],
+        (held, "{{workload}} {{rank}} {{command}} (pid {{pid}})"),
         span=24,
     )
-    return stacked(panel, 50).min(0)
+    return stacked(panel, 50)
 
 
 def _over_time() -> list[Any]:
-    def of_torch(name: str) -> list[tuple[str, str]]:
-        return [(f"gpumem_torch_{name}{{{TORCH}}}", LEGEND)]
-
-    def by_rate(name: str) -> list[tuple[str, str]]:
-        return [(f"rate(gpumem_torch_{name}{{{TORCH}}}[$__rate_interval])", LEGEND)]
+    def of_torch(name: str) -> tuple[str, str]:
+        return f"gpumem_torch_{name}{{{TORCH}}}", LEGEND
 
     return [
         graph(
             "Pressure, by device",
             "The share of the device's memory that is neither free nor reclaimable.",
-            units.PercentUnit,
-            [(hard_used_ratio(GPU), "GPU {{gpu}}")],
-        )
-        .min(0)
-        .max(1),
+            (hard_used_ratio(GPU), "GPU {{gpu}}"),
+            unit=units.PercentUnit,
+            high=1,
+        ),
         graph(
             "Utilization, by device",
             "The share of time in which at least one kernel ran. It does not say how much of the chip the"
             " kernels used.",
-            units.PercentUnit,
-            [(f"gpumem_device_utilization_ratio{{{GPU}}}", "GPU {{gpu}}")],
-        )
-        .min(0)
-        .max(1),
+            (f"gpumem_device_utilization_ratio{{{GPU}}}", "GPU {{gpu}}"),
+            unit=units.PercentUnit,
+            high=1,
+        ),
         graph(
             "Allocated, by process",
             "Bytes in tensors. In steady training the band is level. A band that rises from step to step shows"
             " tensors that the program no longer needs.",
-            units.BytesIEC,
             of_torch("allocated_bytes"),
-        ).min(0),
+        ),
         graph(
             "Non-torch, by process",
             "The driver's value of a process minus PyTorch's reserved bytes: CUDA context, NCCL, libraries. It"
             " is constant after the start; growth is a leak outside PyTorch. It is negative while the report is"
             " newer than the driver's reading.",
-            units.BytesIEC,
-            [*of_torch("non_torch_bytes"), (f"gpumem_torch_nccl_bytes{{{TORCH}}}", f"NCCL of {LEGEND}")],
+            of_torch("non_torch_bytes"),
+            (f"gpumem_torch_nccl_bytes{{{TORCH}}}", f"NCCL of {LEGEND}"),
+            low=None,
         ),
         graph(
             "Fragmentation, by process",
             "The share of the reserved bytes that is in no tensor and that torch.cuda.empty_cache() cannot release.",
-            units.PercentUnit,
             of_torch("fragmentation_ratio"),
-        )
-        .min(0)
-        .max(1),
+            unit=units.PercentUnit,
+            high=1,
+        ),
         graph(
             "Slack, by process",
             "The share of the reserved bytes that is in no tensor: reclaimable and fragmented cache. It is high"
             " after a peak, and harmless until another process on the device needs the memory.",
-            units.PercentUnit,
             of_torch("slack_ratio"),
-        )
-        .min(0)
-        .max(1),
+            unit=units.PercentUnit,
+            high=1,
+        ),
         graph(
             "Allocation retries, by process",
             "Allocations per second that failed at first, so that PyTorch flushed its cache and retried. Each"
             " retry stalls the program and often precedes an out-of-memory error.",
-            units.CountsPerSecond,
-            by_rate("alloc_retries_total"),
-        ).min(0),
+            (f"rate(gpumem_torch_alloc_retries_total{{{TORCH}}}[$__rate_interval])", LEGEND),
+            unit=units.CountsPerSecond,
+        ),
         graph(
             "Pinned host memory, by process",
             "Host memory that PyTorch keeps pinned for copies. It is on no device, and not available to other"
             " programs on the node.",
-            units.BytesIEC,
-            [
-                (
-                    f"gpumem_torch_pinned_host_bytes{{{ONE_NODE}, {OF_PROCESSES}}}",
-                    "{{workload}} {{rank}} (pid {{pid}})",
-                )
-            ],
-        ).min(0),
+            (f"gpumem_torch_pinned_host_bytes{{{ONE_NODE}, {OF_PROCESSES}}}", "{{workload}} {{rank}} (pid {{pid}})"),
+        ),
     ]

@@ -10,8 +10,8 @@ from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from gpumem_dashboards import oom_list
 from gpumem_dashboards.frame import board, link, live_page, with_live_page, with_rows
-from gpumem_dashboards.palette import LEDGER, color, words
-from gpumem_dashboards.panels import bars, colored, dashed, graph, ledger, number, stacked
+from gpumem_dashboards.palette import LEDGER, words
+from gpumem_dashboards.panels import bars, dashed, graph, ledger, number, stacked
 from gpumem_dashboards.promql import CLUSTER, ON_DEVICE, ON_PROCESS, ONE_NODE, filled, info
 from gpumem_dashboards.tables import Column, table
 
@@ -67,10 +67,7 @@ def verdict() -> str:
     # An allocation must fit on the device and below the process's limit. A clear of others helps only on the device.
     cases = (
         (f"({FREE} >= {ASKED}) and ({RESERVED} + {ASKED} <= {LIMIT})", 1),
-        (
-            f"({FREE} + {OWN_CACHE} + {OTHERS_CACHE} >= {ASKED}) and ({RESERVED} - {OWN_CACHE} + {ASKED} <= {LIMIT})",
-            2,
-        ),
+        (f"({FREE} + {OWN_CACHE} + {OTHERS_CACHE} >= {ASKED}) and ({RESERVED} - {OWN_CACHE} + {ASKED} <= {LIMIT})", 2),
         (f"({FREE} + {OWN_CACHE} + {FRAGMENTED} >= {ASKED}) and ({TENSORS} + {ASKED} <= {LIMIT})", 3),
         (f"({FREE} + {OWN_CACHE} + {FRAGMENTED} < {ASKED}) and ({TENSORS} + {ASKED} <= {LIMIT})", 4),
         (f"({FREE} >= {ASKED}) and ({TENSORS} + {ASKED} > {LIMIT})", 5),
@@ -119,8 +116,8 @@ def _verdict() -> Any:
             " order is: a retry; a clear of this or another process on the device; expandable segments; fewer"
             " processes on the device; a higher limit (set_per_process_memory_fraction). Otherwise use a smaller"
             " batch, a smaller model or a larger device.",
-            units.NoUnit,
             verdict(),
+            unit=units.NoUnit,
             limits=((None, "text"),),
             no_value="No error is selected",
             span=12,
@@ -135,8 +132,8 @@ def _when() -> Any:
     return number(
         "When",
         "The time of the error, on the exporter's clock. The time range must end after it.",
-        units.DatetimeISO,
         f"({HAPPENED}) * 1000",
+        unit=units.DatetimeISO,
         span=6,
         height=5,
     )
@@ -149,8 +146,8 @@ def _who() -> Any:
         number(
             "Process",
             "Workload, rank and process of the error, and its device. Click to see the workload.",
-            units.NoUnit,
-            [(HAPPENED, "{{workload}} {{rank}} (pid {{pid}}), GPU {{gpu}}")],
+            (HAPPENED, "{{workload}} {{rank}} (pid {{pid}}), GPU {{gpu}}"),
+            unit=units.NoUnit,
             span=6,
             height=5,
         )
@@ -174,19 +171,17 @@ def _room() -> Any:
         (ELSEWHERE, "non-torch and other processes", "yellow"),
         (TENSORS, "allocated, of the process", "dark-blue"),
     )
-    panel = bars(
+    return bars(
         "Requested and available memory",
         "The request is rounded up to a segment, as PyTorch requests it from the driver. If the bar of the free"
         " bytes and one other bar together are as long, that memory would have been sufficient. PyTorch flushes"
         " the process's own cache before it raises the error, so its reclaimable bytes are small except with"
         " pools and limits.",
-        units.BytesIEC,
-        [(f"max by (gpu) ({expression})", name) for expression, name, _ in queries],
+        *((f"max by (gpu) ({expression})", name, shade) for expression, name, shade in queries),
         no_value="unknown",
         span=12,
         height=10,
     )
-    return colored(panel, queries)
 
 
 def _overview() -> list[Any]:
@@ -203,26 +198,23 @@ def _overview() -> list[Any]:
         ("Reserved", "Bytes that PyTorch reserved in the process, after it flushed its cache.", RESERVED),
     )
     return [
-        number(title, description, units.BytesIEC, f"max by (gpu) ({expression})", span=4)
-        for title, description, expression in shown
+        number(title, description, f"max by (gpu) ({expression})", span=4) for title, description, expression in shown
     ]
 
 
 def _ledger_then() -> Any:
-    queries = [
-        ("max by (gpu) (" + at_that_moment(f'gpumem_ledger_bytes{{{GPU}, category="{category}"}}') + ")", name)
-        for category, name, _ in LEDGER
-    ]
-    panel = bars(
+    queries = (
+        ("max by (gpu) (" + at_that_moment(f'gpumem_ledger_bytes{{{GPU}, category="{category}"}}') + ")", name, shade)
+        for category, name, shade in LEDGER
+    )
+    return bars(
         "Ledger at the last scrape",
         "The categories of the device's memory at the last scrape before the error.",
-        units.BytesIEC,
-        queries,
+        *queries,
         no_value="no scrape before the error in the time range",
         span=12,
         height=10,
     )
-    return colored(panel, LEDGER)
 
 
 def _processes_then() -> Any:
@@ -240,7 +232,6 @@ def _processes_then() -> Any:
         "Processes at the last scrape",
         "The processes at the last scrape before the error, including processes that have exited since, the"
         " largest first. A clear of the other processes would have released their reclaimable bytes.",
-        units.BytesIEC,
         [
             Column("workload", heading="Workload"),
             Column("rank", heading="Rank", width=70),
@@ -267,22 +258,17 @@ def _before() -> list[Any]:
         "The process before the error",
         "The allocated and reserved bytes of the process and its limit. The annotation marks the error; the red"
         " line is the request on top of the allocated bytes.",
-        units.BytesIEC,
-        [
-            (f"max({own('allocated_bytes')})", "allocated"),
-            (f"max({own('reserved_bytes')})", "reserved"),
-            (f"max({own('fragmented_bytes')})", "fragmented"),
-            (f"max(last_over_time(gpumem_last_oom_limit_bytes{{{CHOSEN}}}[$__range] @ end()))", "limit"),
-            (
-                f"max(last_over_time(gpumem_last_oom_allocated_bytes{{{CHOSEN}}}[$__range] @ end())"
-                f" + last_over_time(gpumem_last_oom_requested_bytes{{{CHOSEN}}}[$__range] @ end()))",
-                "allocated and requested",
-            ),
-        ],
+        (f"max({own('allocated_bytes')})", "allocated", "dark-blue"),
+        (f"max({own('reserved_bytes')})", "reserved", "green"),
+        (f"max({own('fragmented_bytes')})", "fragmented", "orange"),
+        (f"max(last_over_time(gpumem_last_oom_limit_bytes{{{CHOSEN}}}[$__range] @ end()))", "limit"),
+        (
+            f"max(last_over_time(gpumem_last_oom_allocated_bytes{{{CHOSEN}}}[$__range] @ end())"
+            f" + last_over_time(gpumem_last_oom_requested_bytes{{{CHOSEN}}}[$__range] @ end()))",
+            "allocated and requested",
+        ),
         height=10,
-    ).min(0)
-    for name, shade in (("allocated", "dark-blue"), ("reserved", "green"), ("fragmented", "orange")):
-        process = process.override_by_name(name, [color(shade)])
+    )
     for name, shade in (("limit", "text"), ("allocated and requested", "red")):
         process = process.override_by_name(*dashed(name, shade))
     holders = stacked(
@@ -290,14 +276,11 @@ def _before() -> list[Any]:
             "Used on the device, by process",
             "The driver's value of each process on the device, stacked. The process that grew before the error"
             " may be a different one than the process with the error.",
-            units.BytesIEC,
-            [
-                (
-                    f"(sum by (cluster, instance, gpu, pid) (gpumem_process_memory_used_bytes{{{GPU}}}{ON_ITS_DEVICE}))"
-                    f" {info('workload, rank, command', ONE_NODE)}",
-                    "{{workload}} {{rank}} {{command}} (pid {{pid}})",
-                )
-            ],
+            (
+                f"(sum by (cluster, instance, gpu, pid) (gpumem_process_memory_used_bytes{{{GPU}}}{ON_ITS_DEVICE}))"
+                f" {info('workload, rank, command', ONE_NODE)}",
+                "{{workload}} {{rank}} {{command}} (pid {{pid}})",
+            ),
         ),
         50,
     )
@@ -311,17 +294,15 @@ def _before() -> list[Any]:
             span=12,
         ),
         process,
-        holders.min(0),
+        holders,
         graph(
             "Allocation retries on the device",
             "Allocations per second that succeeded only after a flush, of every process on the device: an early"
             " warning.",
-            units.CountsPerSecond,
-            [
-                (
-                    f"rate(gpumem_torch_alloc_retries_total{{{GPU}}}[$__rate_interval]){ON_ITS_DEVICE}",
-                    "{{workload}} {{rank}} (pid {{pid}})",
-                )
-            ],
-        ).min(0),
+            (
+                f"rate(gpumem_torch_alloc_retries_total{{{GPU}}}[$__rate_interval]){ON_ITS_DEVICE}",
+                "{{workload}} {{rank}} (pid {{pid}})",
+            ),
+            unit=units.CountsPerSecond,
+        ),
     ]

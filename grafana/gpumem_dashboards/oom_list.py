@@ -24,7 +24,6 @@ def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
         "The last error of each process on each device in the time range: the bytes that PyTorch requested from"
         " the driver, the free bytes of the device, and the process's own cache. Click an error for its"
         " post-mortem.",
-        units.BytesIEC,
         [
             Column("cluster", heading="Cluster", hidden=not node_shown),
             Column("instance", heading="Node", hidden=not node_shown),

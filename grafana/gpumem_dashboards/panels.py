@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, TypeAlias
 
 from grafana_foundation_sdk.builders import bargauge, common, prometheus, stat, statushistory, timeseries
-from grafana_foundation_sdk.models.common import (
-    BarGaugeDisplayMode,
-    BarGaugeNamePlacement,
-    BarGaugeSizing,
-    BarGaugeValueMode,
-    BigValueColorMode,
-    BigValueGraphMode,
-    BigValueTextMode,
-    GraphDrawStyle,
-    LegendDisplayMode,
-    LegendPlacement,
-    SortOrder,
-    StackingMode,
-    TooltipDisplayMode,
-    VisibilityMode,
-    VizOrientation,
-)
+from grafana_foundation_sdk.models import common as models
+from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, DynamicConfigValue
 
 from gpumem_dashboards.palette import LEDGER, color, none_is_good, steps
@@ -31,8 +16,8 @@ from gpumem_dashboards.promql import coverage
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
-Queries = Sequence[tuple[str, str]]
-"""Pairs of expression and legend."""
+Series: TypeAlias = tuple[str, str] | tuple[str, str, str]
+"""The expression and the legend of a query, and the color of its series if Grafana does not choose it."""
 Limits = Sequence[tuple[float | None, str]]
 
 
@@ -47,43 +32,35 @@ def described(panel: Any, title: str, description: str, unit: str) -> Any:
     return panel.title(title).description(description).unit(unit).datasource(SOURCE)
 
 
-def legend(mode: LegendDisplayMode = LegendDisplayMode.LIST) -> Any:
+def legend(mode: models.LegendDisplayMode = models.LegendDisplayMode.LIST) -> Any:
     """Build a legend below the panel."""
-    return common.VizLegendOptions().show_legend(True).display_mode(mode).placement(LegendPlacement.BOTTOM)
-
-
-def colored(panel: Any, series: Iterable[tuple[Any, str, str]]) -> Any:
-    """Color series; each item ends in the name of a series and its color."""
-    for _, name, shade in series:
-        panel = panel.override_by_name(name, [color(shade)])
-    return panel
+    return common.VizLegendOptions().show_legend(True).display_mode(mode).placement(models.LegendPlacement.BOTTOM)
 
 
 def number(
     title: str,
     description: str,
-    unit: str,
-    queries: Queries | str,
-    *,
+    *queries: Series | str,
+    unit: str = units.BytesIEC,
     limits: Limits = (),
     decimals: int | None = None,
     no_value: str = "unknown",
     span: int = 4,
     height: int = 4,
 ) -> Any:
-    """Build a panel with one or a few values in large type, colored by its limits."""
+    """Build a panel with one value in large type, or a few that have legends, colored by its limits."""
     panel = (
         described(stat.Panel(), title, description, unit)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-        .graph_mode(BigValueGraphMode.NONE)
-        .color_mode(BigValueColorMode.BACKGROUND if limits else BigValueColorMode.NONE)
+        .graph_mode(models.BigValueGraphMode.NONE)
+        .color_mode(models.BigValueColorMode.BACKGROUND if limits else models.BigValueColorMode.NONE)
         .no_value(no_value)
         .height(height)
         .span(span)
     )
-    panel = _asking(panel, [(queries, "")] if isinstance(queries, str) else queries, instant=True)
-    if not isinstance(queries, str):
-        panel = panel.text_mode(BigValueTextMode.VALUE_AND_NAME)
+    panel = _asking(panel, [(each, "") if isinstance(each, str) else each for each in queries], instant=True)
+    if not isinstance(queries[0], str):
+        panel = panel.text_mode(models.BigValueTextMode.VALUE_AND_NAME)
     if limits:
         panel = panel.thresholds(steps(*limits))
     return panel if decimals is None else panel.decimals(decimals)
@@ -91,7 +68,7 @@ def number(
 
 def count(title: str, description: str, expression: str, *, bad: str = "orange", span: int = 4) -> Any:
     """Build a panel with a count that should be zero."""
-    return number(title, description, "short", expression, limits=none_is_good(bad), decimals=0, span=span)
+    return number(title, description, expression, unit="short", limits=none_is_good(bad), decimals=0, span=span)
 
 
 def idle_cache(each: str, selector: str, reclaimable: str, *, span: int = 4) -> Any:
@@ -101,8 +78,8 @@ def idle_cache(each: str, selector: str, reclaimable: str, *, span: int = 4) -> 
         "Idle cache: bytes of PyTorch's caches that no process needed in the last minute. A clear releases them for"
         f" good. A clear now: what torch.cuda.empty_cache() in every {each} would release now. All above the idle cache"
         " would be reserved again.",
-        "bytes",
-        [(f"sum(gpumem_torch_idle_cache_bytes{{{selector}}})", "idle cache"), (f"sum({reclaimable})", "a clear now")],
+        (f"sum(gpumem_torch_idle_cache_bytes{{{selector}}})", "idle cache"),
+        (f"sum({reclaimable})", "a clear now"),
         span=span,
     )
 
@@ -113,35 +90,51 @@ def share_reported(node: str) -> Any:
         "Coverage",
         "Of the memory that processes use, the share of the processes that report. The memory of the other processes is"
         " known only as a sum. Nodes where the driver does not list all processes are left out.",
-        "percentunit",
         coverage(node),
+        unit="percentunit",
         span=3,
     )
 
 
-def graph(title: str, description: str, unit: str, queries: Queries, *, span: int = 12, height: int = 8) -> Any:
-    """Build a graph over time, with a table of the last and the highest values below."""
+def graph(
+    title: str,
+    description: str,
+    *queries: Series,
+    unit: str = units.BytesIEC,
+    low: float | None = 0,
+    high: float | None = None,
+    span: int = 12,
+    height: int = 8,
+) -> Any:
+    """Build a graph over time, with a table of the last and the highest values below.
+
+    `low` and `high` are the ends of its axis; None for values that may be negative, or that have no maximum.
+    """
     panel = (
         described(timeseries.Panel(), title, description, unit)
         .fill_opacity(10)
-        .show_points(VisibilityMode.NEVER)
-        .legend(legend(LegendDisplayMode.TABLE).calcs(["lastNotNull", "max"]))
-        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+        .show_points(models.VisibilityMode.NEVER)
+        .legend(legend(models.LegendDisplayMode.TABLE).calcs(["lastNotNull", "max"]))
+        .tooltip(common.VizTooltipOptions().mode(models.TooltipDisplayMode.MULTI).sort(models.SortOrder.DESCENDING))
         .height(height)
         .span(span)
     )
+    if low is not None:
+        panel = panel.min(low)
+    if high is not None:
+        panel = panel.max(high)
     return _asking(panel, queries)
 
 
 def stacked(panel: Any, fill_opacity: int = 70) -> Any:
     """Turn a graph into a stack."""
-    stack = common.StackingConfig().mode(StackingMode.NORMAL).group("A")
+    stack = common.StackingConfig().mode(models.StackingMode.NORMAL).group("A")
     return panel.stacking(stack).fill_opacity(fill_opacity).line_width(0)
 
 
 def columns(panel: Any, smallest_interval: str) -> Any:
     """Turn a graph into stacked columns, each of at least the given interval."""
-    return stacked(panel.draw_style(GraphDrawStyle.BARS), 80).interval(smallest_interval).line_width(1)
+    return stacked(panel.draw_style(models.GraphDrawStyle.BARS), 80).interval(smallest_interval).line_width(1)
 
 
 def dashed(name: str, shade: str) -> tuple[str, list[DynamicConfigValue]]:
@@ -157,21 +150,20 @@ def dashed(name: str, shade: str) -> tuple[str, list[DynamicConfigValue]]:
 
 def ledger(title: str, description: str, selector: str, only: str = "", *, span: int = 16, height: int = 10) -> Any:
     """Build a graph of the ledger of the selected devices, stacked to their total; `only` restricts them further."""
-    queries = [
-        (f'sum by (category) (gpumem_ledger_bytes{{{selector}, category="{category}"}}{only})', name)
-        for category, name, _ in LEDGER
-    ]
-    queries.append((f"sum(gpumem_device_memory_total_bytes{{{selector}}}{only})", "total"))
-    panel = stacked(graph(title, description, "bytes", queries, span=span, height=height), 80)
-    return colored(panel, LEDGER).override_by_name(*dashed("total", "text"))
+    categories = (
+        (f'sum by (category) (gpumem_ledger_bytes{{{selector}, category="{category}"}}{only})', name, shade)
+        for category, name, shade in LEDGER
+    )
+    total = (f"sum(gpumem_device_memory_total_bytes{{{selector}}}{only})", "total")
+    panel = graph(title, description, *categories, total, low=None, span=span, height=height)
+    return stacked(panel, 80).override_by_name(*dashed("total", "text"))
 
 
 def bars(
     title: str,
     description: str,
-    unit: str,
-    queries: Queries,
-    *,
+    *queries: Series,
+    unit: str = units.BytesIEC,
     limits: Limits = ((None, "green"),),
     no_value: str = "none",
     span: int = 8,
@@ -181,11 +173,11 @@ def bars(
     panel = (
         described(bargauge.Panel(), title, description, unit)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-        .orientation(VizOrientation.HORIZONTAL)
-        .display_mode(BarGaugeDisplayMode.BASIC)
-        .name_placement(BarGaugeNamePlacement.TOP)
-        .value_mode(BarGaugeValueMode.TEXT)
-        .sizing(BarGaugeSizing.AUTO)
+        .orientation(models.VizOrientation.HORIZONTAL)
+        .display_mode(models.BarGaugeDisplayMode.BASIC)
+        .name_placement(models.BarGaugeNamePlacement.TOP)
+        .value_mode(models.BarGaugeValueMode.TEXT)
+        .sizing(models.BarGaugeSizing.AUTO)
         .show_unfilled(True)
         .thresholds(steps(*limits))
         .min(0)
@@ -196,16 +188,16 @@ def bars(
     return _asking(panel, queries, instant=True)
 
 
-def history(title: str, description: str, unit: str, queries: Queries, limits: Limits, *, height: int = 10) -> Any:
+def history(title: str, description: str, *queries: Series, unit: str, limits: Limits, height: int = 10) -> Any:
     """Build a heat map: one row for each series, with the value as color over time."""
     panel = (
         described(statushistory.Panel(), title, description, unit)
         .thresholds(steps(*limits))
-        .show_value(VisibilityMode.NEVER)
+        .show_value(models.VisibilityMode.NEVER)
         .row_height(0.9)
         .col_width(1)
         .legend(legend())
-        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.SINGLE).sort(SortOrder.NONE))
+        .tooltip(common.VizTooltipOptions().mode(models.TooltipDisplayMode.SINGLE).sort(models.SortOrder.NONE))
         .max_data_points(120)
         .height(height)
         .span(24)
@@ -213,8 +205,10 @@ def history(title: str, description: str, unit: str, queries: Queries, limits: L
     return _asking(panel, queries)
 
 
-def _asking(panel: Any, queries: Queries, *, instant: bool = False) -> Any:
+def _asking(panel: Any, queries: Iterable[Series], *, instant: bool = False) -> Any:
     """Add the queries with the letters A, B and so on."""
-    for letter, (expression, legend) in zip(ascii_uppercase, queries, strict=False):
-        panel = panel.with_target(query(expression, legend, letter, instant=instant))
+    for letter, (expression, name, *shade) in zip(ascii_uppercase, queries, strict=False):
+        panel = panel.with_target(query(expression, name, letter, instant=instant))
+        if shade:
+            panel = panel.override_by_name(name, [color(*shade)])
     return panel

@@ -9,6 +9,7 @@ from typing import Any
 
 from grafana_foundation_sdk.builders import common
 from grafana_foundation_sdk.builders import table as tables
+from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, DynamicConfigValue
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
@@ -46,9 +47,9 @@ class Column:
 def table(
     title: str,
     description: str,
-    unit: str,
     listed: Sequence[Column],
     *,
+    unit: str = units.BytesIEC,
     sort_by: str,
     descending: bool = True,
     drop: Sequence[str] = (),
@@ -58,17 +59,8 @@ def table(
 ) -> Any:
     """Build a table of the queries' results at the end of the time range, in the order of `listed`.
 
-    Args:
-        title: the title of the panel.
-        description: how to read it.
-        unit: the unit of columns without one.
-        listed: the columns, both labels and queries.
-        sort_by: the heading of the column of the initial order.
-        descending: whether the largest is first.
-        drop: labels of the queries that are not shown. Without a column of its own, `cluster` is not shown either.
-        no_value: the text of an empty table.
-        span: the width, of 24.
-        height: the height in rows of the grid.
+    `unit` is for columns without one, `sort_by` the heading of the column of the initial order. The labels `drop` of
+    the queries are not shown; without a column of its own, `cluster` is not shown either.
     """
     panel = (
         described(tables.Panel(), title, description, unit)

@@ -50,11 +50,7 @@ def usage() -> Any:
         _workloads(),
         _owners("Slurm accounts", "slurm_account", "account", span=24),
     )
-    return with_rows(
-        made,
-        ("In the time range", [*_overview(), _by_day(), _over_time()]),
-        ("Owners", by_name),
-    )
+    return with_rows(made, ("In the time range", [*_overview(), _by_day(), _over_time()]), ("Owners", by_name))
 
 
 def _gib_hours(metric: str, by: str = "") -> str:
@@ -72,22 +68,26 @@ def _gib_hours(metric: str, by: str = "") -> str:
 def _overview() -> list[Any]:
     return [
         number(
-            "Held", "The memory that processes held in the time range." + _NOTE, GIB_HOURS, _gib_hours(HELD), span=6
+            "Held",
+            "The memory that processes held in the time range." + _NOTE,
+            _gib_hours(HELD),
+            unit=GIB_HOURS,
+            span=6,
         ),
         number(
             "Idle",
             "The memory that processes held without using it. At least: of processes that do not report it is unknown."
             + _NOTE,
-            GIB_HOURS,
             _gib_hours(IDLE),
+            unit=GIB_HOURS,
             span=6,
         ),
         number(
             "Idle share",
             "The idle part of the memory that reporting processes held. A clear, or a policy on idle cache, makes it"
             " available to others.",
-            units.PercentUnit,
             f"{_gib_hours(IDLE)} / ({_gib_hours(REPORTED)})",
+            unit=units.PercentUnit,
             limits=_IDLE_LIMITS,
             span=6,
         ),
@@ -95,8 +95,8 @@ def _overview() -> list[Any]:
             "Reported share",
             "The part of the held memory that belonged to processes that report. What the other processes did is"
             " unknown.",
-            units.PercentUnit,
             f"{_gib_hours(REPORTED)} / ({_gib_hours(HELD)})",
+            unit=units.PercentUnit,
             span=6,
         ),
     ]
@@ -106,11 +106,11 @@ def _by_day() -> Any:
     panel = graph(
         "Held by day, by user",
         "GiB hours of each day, stacked. The column without a name has the processes of unknown or hidden users.",
-        GIB_HOURS,
-        [(f"sum by (user) (sum_over_time({HELD}{{{OWNERS}}}[$__rate_interval])) / {60 * 2**30}", "{{user}}")],
+        (f"sum by (user) (sum_over_time({HELD}{{{OWNERS}}}[$__rate_interval])) / {60 * 2**30}", "{{user}}"),
+        unit=GIB_HOURS,
         height=9,
     )
-    return columns(panel, "1d").min(0)
+    return columns(panel, "1d")
 
 
 def _over_time() -> Any:
@@ -118,11 +118,10 @@ def _over_time() -> Any:
         "Held over time, by user",
         "The memory that each user held, stacked. The line without a name has the processes of unknown or hidden"
         " users.",
-        units.BytesIEC,
-        [(f"sum by (user) ({HELD}{{{OWNERS}}})", "{{user}}")],
+        (f"sum by (user) ({HELD}{{{OWNERS}}})", "{{user}}"),
         height=9,
     )
-    return stacked(panel, 50).min(0)
+    return stacked(panel, 50)
 
 
 def _values(by: str, only: str = "") -> list[Column]:
@@ -148,8 +147,8 @@ def _owners(title: str, label: str, name: str, *, span: int) -> Any:
     return table(
         title,
         f"The memory-hours of the time range by {name}. The row without a name has all processes without one." + _NOTE,
-        GIB_HOURS,
         [Column(label, heading=title[:-1], links=links), *_values(label)],
+        unit=GIB_HOURS,
         sort_by="Held",
         span=span,
         height=9,
@@ -164,7 +163,6 @@ def _workloads() -> Any:
         "Workloads",
         f"The {SHOWN} workloads with the most memory-hours in the time range. The processes of a user without a"
         " workload are one row." + _NOTE,
-        GIB_HOURS,
         [
             Column("workload", heading="Workload", links=[("This workload", to_workload)]),
             Column("user", heading="User"),
@@ -172,6 +170,7 @@ def _workloads() -> Any:
             Column("cluster", heading="Cluster"),
             *_values(by, largest),
         ],
+        unit=GIB_HOURS,
         sort_by="Held",
         height=10,
     )

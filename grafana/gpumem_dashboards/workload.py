@@ -13,19 +13,7 @@ from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, Dynam
 from gpumem_dashboards import engines, oom_list
 from gpumem_dashboards.frame import board, link, live_page, with_rows
 from gpumem_dashboards.palette import PRESSURE, color
-from gpumem_dashboards.panels import (
-    bars,
-    colored,
-    count,
-    dashed,
-    described,
-    graph,
-    idle_cache,
-    legend,
-    number,
-    query,
-    stacked,
-)
+from gpumem_dashboards.panels import bars, count, dashed, described, graph, idle_cache, legend, number, query, stacked
 from gpumem_dashboards.promql import (
     CLUSTER,
     GPU,
@@ -100,18 +88,16 @@ def _overview() -> list[Any]:
             "Processes",
             "Processes of the workload that report, and processes that stopped reporting and are not known to"
             " have exited.",
-            units.Short,
-            [
-                (f"sum(gpumem_reporter_up{{{REPORTER}}})", "report"),
-                (f"sum(1 - gpumem_reporter_up{{{REPORTER}}})", "silent"),
-            ],
+            (f"sum(gpumem_reporter_up{{{REPORTER}}})", "report"),
+            (f"sum(1 - gpumem_reporter_up{{{REPORTER}}})", "silent"),
+            unit=units.Short,
             span=3,
         ),
         number(
             "Pressure",
             "The pressure of the fullest device of the workload: the share that is neither free nor reclaimable.",
-            units.PercentUnit,
             f"max(({hard_used_ratio(GPU)}) and {ON_DEVICE} gpumem_torch_reserved_bytes{{{ONE_WORKLOAD}}})",
+            unit=units.PercentUnit,
             limits=PRESSURE,
             span=3,
         ),
@@ -121,8 +107,8 @@ def _overview() -> list[Any]:
             " use the free bytes of its device and its own cache. Empty if the rank does not grow, varies more"
             " than it grows, or needs more than a week. A start looks like growth, so choose a time range after"
             " it.",
-            units.Seconds,
             f"min({TIME_TO_FULL})",
+            unit=units.Seconds,
             limits=((None, "red"), (3600, "orange"), (4 * 3600, "green")),
             no_value="not within a week",
             span=3,
@@ -132,15 +118,14 @@ def _overview() -> list[Any]:
             "The growth per second of the low mark of the allocated bytes in the time range, in the rank with"
             " the highest growth. The low mark is the memory between the peaks of the steps. Steady training has"
             " no growth.",
-            units.BytesPerSecondIEC,
             f"max({GROWTH})",
+            unit=units.BytesPerSecondIEC,
             span=3,
         ),
         number(
             "Imbalance of ranks",
             "The difference between the ranks with the highest and the lowest peak of allocated bytes. The"
             " fullest rank decides whether the job fits.",
-            units.BytesIEC,
             f"max({HIGHEST}) - min({HIGHEST})",
             span=3,
         ),
@@ -188,7 +173,6 @@ def _ranks() -> Any:
         "One row for each process on each device. A rank whose allocated bytes differ from the others is an"
         " imbalance; a rank with fewer steps delays the others. A peak counts since the last reset. Click a"
         " node to see the device.",
-        units.BytesIEC,
         [
             Column("rank", heading="Rank", width=70),
             Column("cluster", heading="Cluster"),
@@ -226,28 +210,26 @@ def _largest_ranks() -> Any:
         "Peak allocated, by rank",
         "The highest allocated bytes of each rank in the time range, the fullest first. In a balanced job the"
         " bars have the same length.",
-        units.BytesIEC,
-        [(f"sort_desc(topk(24, {peaks}))", LEGEND)],
+        (f"sort_desc(topk(24, {peaks}))", LEGEND),
         limits=((None, "dark-blue"),),
         span=24,
     )
 
 
 def _over_time() -> list[Any]:
-    lines = (
-        ("allocated_bytes", "allocated", "dark-blue"),
-        ("reserved_bytes", "reserved", "green"),
-        ("allocated_peak_bytes", "peak allocated", "orange"),
-        ("reserved_peak_bytes", "peak reserved", "red"),
-    )
-    totals = [(f"max(gpumem_torch_{name}{{{ONE_WORKLOAD}}})", title) for name, title, _ in lines]
+    def highest(name: str) -> str:
+        return f"max(gpumem_torch_{name}{{{ONE_WORKLOAD}}})"
+
     together = graph(
         "Allocated, reserved and peaks of the fullest rank",
         "Allocated and reserved bytes; the difference is cache. The peaks are PyTorch's values since the last"
         " reset, so they include peaks between two scrapes. The gray line counts steps, on the right axis.",
-        units.BytesIEC,
-        [*totals, (f"max(gpumem_torch_step{{{ONE_WORKLOAD}}})", "step")],
-    ).min(0)
+        (highest("allocated_bytes"), "allocated", "dark-blue"),
+        (highest("reserved_bytes"), "reserved", "green"),
+        (highest("allocated_peak_bytes"), "peak allocated", "orange"),
+        (highest("reserved_peak_bytes"), "peak reserved", "red"),
+        (highest("step"), "step"),
+    )
     step = [
         DynamicConfigValue("unit", units.NoUnit),
         DynamicConfigValue("custom.axisPlacement", AxisPlacement.RIGHT),
@@ -255,40 +237,34 @@ def _over_time() -> list[Any]:
         color("#80808080"),
     ]
     return [
-        colored(together, lines).override_by_name("step", step),
+        together.override_by_name("step", step),
         _over_steps(),
         graph(
             "Allocated, by rank",
             "In steady training the band is level. A band that rises from step to step shows tensors that the"
             " program no longer needs.",
-            units.BytesIEC,
-            [(f"gpumem_torch_allocated_bytes{{{ONE_WORKLOAD}}}", LEGEND)],
-        ).min(0),
+            (f"gpumem_torch_allocated_bytes{{{ONE_WORKLOAD}}}", LEGEND),
+        ),
         graph(
             "Imbalance: fullest rank, emptiest rank and difference",
             "The peaks of each interval are compared, so ranks at different points of a step do not look unequal.",
-            units.BytesIEC,
-            [
-                (f"max({HIGHEST})", "fullest"),
-                (f"min({HIGHEST})", "emptiest"),
-                (f"max({HIGHEST}) - min({HIGHEST})", "difference"),
-            ],
-        )
-        .min(0)
-        .override_by_name("difference", [color("red")]),
+            (f"max({HIGHEST})", "fullest"),
+            (f"min({HIGHEST})", "emptiest"),
+            (f"max({HIGHEST}) - min({HIGHEST})", "difference", "red"),
+        ),
         graph(
             "Growth per step, by rank",
             "The growth of the low mark of the allocated bytes per step, over the time range before each point."
             " A leak is constant in this unit. Absent without counted steps.",
-            units.BytesIEC,
-            [(f"({GROWTH}) / ({STEP_RATE} > 0)", LEGEND)],
+            (f"({GROWTH}) / ({STEP_RATE} > 0)", LEGEND),
+            low=None,
         ),
         graph(
             "Steps per second, by rank",
             "The speed of training. It decreases when retries and flushes stall the steps.",
-            units.CountsPerSecond,
-            [(f"deriv(gpumem_torch_step{{{ONE_WORKLOAD}}}[$__rate_interval]) >= 0", LEGEND)],
-        ).min(0),
+            (f"deriv(gpumem_torch_step{{{ONE_WORKLOAD}}}[$__rate_interval]) >= 0", LEGEND),
+            unit=units.CountsPerSecond,
+        ),
     ]
 
 
@@ -337,87 +313,72 @@ def _plan() -> list[Any]:
             "The dashed line is the peak that the plan of the job (gpumem-exporter plan) expects of each"
             " process. The other lines are the measured peaks. A rank above the dashed line needs more than"
             " planned.",
-            units.BytesIEC,
-            [
-                (f"gpumem_torch_reserved_peak_bytes{{{ONE_WORKLOAD}}}", LEGEND),
-                (f"max(gpumem_torch_planned_reserved_peak_bytes{{{ONE_WORKLOAD}}})", "planned"),
-            ],
-        )
-        .min(0)
-        .override_by_name(*dashed("planned", "text")),
+            (f"gpumem_torch_reserved_peak_bytes{{{ONE_WORKLOAD}}}", LEGEND),
+            (f"max(gpumem_torch_planned_reserved_peak_bytes{{{ONE_WORKLOAD}}})", "planned"),
+        ).override_by_name(*dashed("planned", "text")),
         graph(
             "Plan error, by rank",
             "The planned peak relative to the measured peak: above 0, the plan expects more; below 0, less."
             " Absent without a plan and before the second step ends.",
-            units.PercentUnit,
-            [(f"gpumem_torch_plan_error_ratio{{{ONE_WORKLOAD}}}", LEGEND)],
+            (f"gpumem_torch_plan_error_ratio{{{ONE_WORKLOAD}}}", LEGEND),
+            unit=units.PercentUnit,
+            low=None,
         ),
     ]
 
 
 def _wasted() -> list[Any]:
-    def by_rank(name: str) -> list[tuple[str, str]]:
-        return [(f"gpumem_torch_{name}{{{ONE_WORKLOAD}}}", LEGEND)]
+    def by_rank(name: str) -> tuple[str, str]:
+        return f"gpumem_torch_{name}{{{ONE_WORKLOAD}}}", LEGEND
 
     def total(name: str) -> str:
         return f"sum(gpumem_torch_{name}{{{ONE_WORKLOAD}}})"
 
-    parts = (
-        (total("requested_bytes"), "requested", "dark-blue"),
-        (f"{total('allocated_bytes')} - {total('requested_bytes')}", "rounding", "super-light-blue"),
-        (total("reclaimable_bytes"), "cached, a clear releases it", "green"),
-        (total("fragmented_bytes"), "cached, a clear cannot release it", "orange"),
-    )
     anatomy = stacked(
         graph(
             "Reserved bytes by use",
             "All reserved bytes of the workload, stacked up to the dashed line. Rounding is the difference"
             " between the requested size and the size of the block.",
-            units.BytesIEC,
-            [*((expression, name) for expression, name, _ in parts), (total("reserved_bytes"), "reserved")],
+            (total("requested_bytes"), "requested", "dark-blue"),
+            (f"{total('allocated_bytes')} - {total('requested_bytes')}", "rounding", "super-light-blue"),
+            (total("reclaimable_bytes"), "cached, a clear releases it", "green"),
+            (total("fragmented_bytes"), "cached, a clear cannot release it", "orange"),
+            (total("reserved_bytes"), "reserved"),
+            low=None,
             height=9,
         )
     )
     return [
-        colored(anatomy, parts).override_by_name(*dashed("reserved", "text")),
+        anatomy.override_by_name(*dashed("reserved", "text")),
         graph(
             "Fragmentation, by rank",
             "The share of the reserved bytes that is in no tensor and that torch.cuda.empty_cache() cannot"
             " release. Above a quarter, try expandable segments.",
-            units.PercentUnit,
             by_rank("fragmentation_ratio"),
+            unit=units.PercentUnit,
             height=9,
-        )
-        .min(0)
-        .max(1),
+            high=1,
+        ),
         graph(
             "Inactive split, by rank",
             "Free bytes in segments that also have live blocks: the fragmentation of classic segments. Always 0"
             " with expandable segments.",
-            units.BytesIEC,
             by_rank("inactive_split_bytes"),
             span=8,
-        ).min(0),
+        ),
         graph(
             "Private pools, by rank",
             "Memory of CUDA graphs and of the program's own pools. A clear does not release it while they exist.",
-            units.BytesIEC,
             by_rank("private_pools_bytes"),
             span=8,
-        ).min(0),
+        ),
         graph(
             "Freed and used by another stream, by rank",
             "Freed bytes that PyTorch cannot reuse yet, because another CUDA stream still uses them. They are"
             " part of the cache.",
-            units.BytesIEC,
-            [
-                (
-                    f"gpumem_torch_active_bytes{{{ONE_WORKLOAD}}} - gpumem_torch_allocated_bytes{{{ONE_WORKLOAD}}}",
-                    LEGEND,
-                )
-            ],
+            (f"gpumem_torch_active_bytes{{{ONE_WORKLOAD}}} - gpumem_torch_allocated_bytes{{{ONE_WORKLOAD}}}", LEGEND),
             span=8,
-        ).min(0),
+        ),
     ]
 
 
@@ -427,21 +388,19 @@ def _phases_and_components() -> list[Any]:
             "Allocated, by component",
             "Allocated bytes of all ranks by component, if the program names components or runs an inference engine."
             " Parameters and optimizer state are constant; gradients and activations (in other) change in each step.",
-            units.BytesIEC,
-            [
-                (f'sum(gpumem_torch_component_bytes{{{ONE_WORKLOAD}, component="{component}"}})', name)
-                for component, name, _ in COMPONENTS
-            ],
+            *(
+                (f'sum(gpumem_torch_component_bytes{{{ONE_WORKLOAD}, component="{component}"}})', name, shade)
+                for component, name, shade in COMPONENTS
+            ),
         )
     )
     return [
-        colored(components, COMPONENTS).min(0),
+        components,
         bars(
             "Peak of each phase",
             "The highest allocated bytes in each phase that the program names, in the fullest rank. The longest"
             " bar is the phase that decides whether the job fits.",
-            units.BytesIEC,
-            [(f"sort_desc(max by (phase) (gpumem_torch_phase_peak_bytes{{{ONE_WORKLOAD}}}))", "{{phase}}")],
+            (f"sort_desc(max by (phase) (gpumem_torch_phase_peak_bytes{{{ONE_WORKLOAD}}}))", "{{phase}}"),
             limits=((None, "dark-blue"),),
             no_value="the program names no phases",
             span=12,
@@ -457,31 +416,29 @@ def _at_work() -> list[Any]:
         graph(
             "Allocation retries, by rank",
             "Allocations per second that failed at first, so that PyTorch flushed its cache and retried.",
-            units.CountsPerSecond,
-            [(by_rate("alloc_retries_total"), LEGEND)],
-        ).min(0),
+            (by_rate("alloc_retries_total"), LEGEND),
+            unit=units.CountsPerSecond,
+        ),
         graph(
             "Cache flushes, by rank",
             "Cache flushes per second, requested by torch.cuda.empty_cache() or forced by a retry. Each flush"
             " waits for all streams.",
-            units.CountsPerSecond,
-            [(by_rate("cache_flushes_total"), LEGEND)],
-        ).min(0),
+            (by_rate("cache_flushes_total"), LEGEND),
+            unit=units.CountsPerSecond,
+        ),
         graph(
             "Segments allocated and freed",
             "Segments per second of all ranks that PyTorch allocated from the driver and freed. Near zero in a"
             " steady loop; otherwise the cache does not suffice, and each allocation waits for the device.",
-            units.CountsPerSecond,
-            [
-                (f"sum({by_rate('segments_allocated_total')})", "allocated"),
-                (f"sum({by_rate('segments_freed_total')})", "freed"),
-            ],
-        ).min(0),
+            (f"sum({by_rate('segments_allocated_total')})", "allocated"),
+            (f"sum({by_rate('segments_freed_total')})", "freed"),
+            unit=units.CountsPerSecond,
+        ),
         graph(
             "Peak resets, by rank",
             "Resets of the peak statistics per second, by the program, a library or an action. A peak does not"
             " include the time before its reset.",
-            units.CountsPerSecond,
-            [(by_rate("peak_resets_total"), LEGEND)],
-        ).min(0),
+            (by_rate("peak_resets_total"), LEGEND),
+            unit=units.CountsPerSecond,
+        ),
     ]

@@ -8,8 +8,6 @@ from types import ModuleType
 
 import pytest
 
-from gpumem_exporter.cli.program import COMMANDS
-from gpumem_exporter.collectors.catalog import METRICS
 from tests.support.paths import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -35,14 +33,3 @@ def test_a_generated_page_is_up_to_date(name: str) -> None:
     written = (DOCS / name).read_text(encoding="utf-8")
     made = generator().PAGES[name]()
     assert without_types_of_options(made) == without_types_of_options(written), OUTDATED
-
-
-def test_the_metrics_page_has_each_metric_once() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", generator().metrics_page(), flags=re.MULTILINE)
-    assert sorted(rows) == sorted(metric.name for metric in METRICS)
-
-
-def test_the_command_line_page_has_each_command_and_those_below_fleet() -> None:
-    titles = re.findall(r"^## (.*)$", generator().command_line_page(), flags=re.MULTILINE)
-    assert set(COMMANDS) < set(titles)
-    assert {"fleet info", "fleet clear"} <= set(titles)

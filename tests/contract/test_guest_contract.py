@@ -1,4 +1,4 @@
-"""What the client promises about its code: where private torch calls, hooks and process-wide registrations are."""
+"""What the client promises about its code: where its hooks and process-wide registrations are."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_python
 
 CLIENT = Path(gpumem_client.__file__).parent
-TORCH = re.compile(r"torch(?!_access)|cuda|optimizers|serialization|sys\.modules")
-PRIVATE_NAME = re.compile(r"_[a-zA-Z]\w*")
-MAY_USE_PRIVATE_NAMES = {"torch_access.py", "hooks/cuda_start.py"}
 OTHER_HOOKS = {"bootstrap", "model_forward", "profile", "storage_tags", "torch_access"}
 """Modules and folders outside of `hooks` that hook into torch or the interpreter."""
 MODULES_MAX = 5
@@ -24,30 +21,6 @@ MODULES_MAX = 5
 def sources() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(CLIENT.rglob("*.py")):
         yield str(path.relative_to(CLIENT)), ast.parse(path.read_text())
-
-
-def private_torch_uses(tree: ast.AST) -> Iterator[str]:
-    """Attributes of torch that start with an underscore, read directly or by `getattr` and `hasattr`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and PRIVATE_NAME.fullmatch(node.attr) and TORCH.search(_text(node.value)):
-            yield ast.unparse(node)
-        if isinstance(node, ast.Call) and _text(node.func) in ("getattr", "hasattr"):
-            where, name = node.args[:2]
-            if (
-                isinstance(name, ast.Constant)
-                and PRIVATE_NAME.fullmatch(str(name.value))
-                and TORCH.search(_text(where))
-            ):
-                yield ast.unparse(node)
-
-
-def _text(node: ast.expr) -> str:
-    return ast.unparse(node)
-
-
-def test_private_names_of_torch_are_used_in_one_module() -> None:
-    used = {name: list(private_torch_uses(tree)) for name, tree in sources()}
-    assert {name for name, uses in used.items() if uses} == MAY_USE_PRIVATE_NAMES, used
 
 
 def test_only_one_module_registers_for_forks_and_for_the_exit() -> None:

@@ -113,24 +113,6 @@ def test_every_object_is_valid(releases: dict[str, Objects], name: str) -> None:
     assert not pod.get("hostNetwork") or exported["metrics"].get("hostPort", 9844) == 9844
 
 
-def test_there_are_values_for_each_platform(releases: dict[str, Objects]) -> None:
-    assert PLATFORMS == ["aks", "eks", "gke", "gpu-operator", "k3s"]
-    defaults = pod_of(releases["default"])
-    assert pod_of(releases["gpu-operator"]) == {**defaults, "priorityClassName": "system-node-critical"}
-    gke = exporter_of(releases["gke"])
-    (driver,) = (mount["mountPath"] for mount in gke["volumeMounts"] if mount["name"] == "driver")
-    (libraries,) = (item["value"] for item in gke["env"] if item["name"] == "LD_LIBRARY_PATH")
-    assert libraries == f"{driver}/lib64"
-    assert gke["securityContext"] == {
-        "privileged": True,
-        "readOnlyRootFilesystem": True,
-        "runAsUser": 0,
-        "runAsGroup": 0,
-    }
-    for name in ("aks", "eks", "gke"):
-        assert "nvidia.com/gpu.present" not in pod_of(releases[name]).get("nodeSelector", {})
-
-
 def test_a_release_fits_into_a_secret(cluster: Cluster) -> None:
     cluster.install(CHART, {"prometheusRule": {"enabled": True}})
     assert 50 << 10 < len(cluster.stored) < MAX_SECRET_BYTES // 2
@@ -301,18 +283,6 @@ def test_the_chart_accepts_the_settings_that_the_exporter_accepts(cluster: Clust
 def test_values_that_contradict_each_other_are_an_error(cluster: Cluster, values: dict[str, Any], reason: str) -> None:
     with pytest.raises(helm.InstallError, match=reason):
         cluster.install(CHART, values)
-
-
-def test_extra_values_are_parts_of_the_pod(releases: dict[str, Objects]) -> None:
-    given = read(CHART / "ci" / "everything-values.yaml")
-    pod, exporter = pod_of(releases["everything"]), exporter_of(releases["everything"])
-    assert exporter["args"] == ["serve", *given["extraArgs"]]
-    assert exporter["ports"][0]["hostPort"] == given["hostPort"]
-    assert exporter["volumeMounts"][-1:] == given["extraVolumeMounts"]
-    assert exporter["env"][-1:] == given["env"]
-    assert pod["volumes"][-1:] == given["extraVolumes"]
-    assert pod["containers"][1:] == given["extraContainers"]
-    assert pod["initContainers"] == given["extraInitContainers"]
 
 
 def test_a_user_other_than_root_gets_the_folders_of_the_host_and_reads_the_tokens(releases: dict[str, Objects]) -> None:

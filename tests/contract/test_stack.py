@@ -73,13 +73,6 @@ def test_every_container_of_compose_is_restricted_and_has_a_health_check() -> No
             assert f"http://127.0.0.1:{port}/" in service["healthcheck"]["test"][-1], name
 
 
-def test_the_base_image_of_the_build_has_a_digest_and_can_be_replaced() -> None:
-    (default,) = re.findall(r"^ARG PYTHON_IMAGE=(.+)$", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE)
-    assert re.fullmatch(r"[\w.:-]+@sha256:[0-9a-f]{64}", default)
-    built = [service["build"] for service in services().values() if "build" in service]
-    assert [build["args"] for build in built] == [["PYTHON_IMAGE"]] * len(built)
-
-
 def test_prometheus_uses_the_service_names_of_compose() -> None:
     configuration = read("deploy/prometheus/prometheus.yml")
     (job,) = (job for job in configuration["scrape_configs"] if job["job_name"] == "gpumem")
@@ -91,15 +84,6 @@ def test_prometheus_uses_the_service_names_of_compose() -> None:
         assert services()[name]["networks"]["default"]["aliases"] == ["exporter"]
         assert services()[name]["profiles"] == [name]
     assert services()["exporter"]["profiles"] == ["gpu"]
-
-
-def test_the_sidecar_of_compose_differs_from_the_exporter_by_the_pid_namespace() -> None:
-    named = ("profiles", "networks", "pid")
-    sidecar, exporter = (
-        {key: value for key, value in services()[name].items() if key not in named} for name in ("sidecar", "exporter")
-    )
-    assert sidecar == exporter
-    assert (services()["exporter"]["pid"], services()["sidecar"].get("pid")) == ("host", None)
 
 
 @pytest.mark.parametrize("name", ["exporter", "sidecar", "demo"])
@@ -276,23 +260,6 @@ def test_a_sidecar_shares_a_folder_of_its_own_and_needs_nothing_of_the_host() ->
     assert {"name": "GPUMEM_WEB_LISTEN_SOCKET", "value": socket} in sidecar["env"]
     assert f"unix://{shared['mountPath']}/exporter.sock" in DEFAULT_URLS
     assert shared["readOnly"] is True
-
-
-def test_the_operator_scrapes_the_sidecar() -> None:
-    (job,) = documents("deploy/kubernetes/sidecar.yaml")
-    monitor = read("deploy/kubernetes/prometheus-operator/podmonitor-sidecar.yaml")["spec"]
-    assert monitor["selector"]["matchLabels"].items() <= job["spec"]["template"]["metadata"]["labels"].items()
-    (sidecar,) = job["spec"]["template"]["spec"]["initContainers"]
-    (endpoint,) = monitor["podMetricsEndpoints"]
-    assert endpoint["port"] in {port["name"] for port in sidecar["ports"]}
-
-
-def test_the_sidecar_is_the_container_of_the_daemonset_without_the_folders_of_the_host() -> None:
-    (job,) = documents("deploy/kubernetes/sidecar.yaml")
-    (sidecar,) = job["spec"]["template"]["spec"]["initContainers"]
-    (exporter,) = daemonset()["spec"]["template"]["spec"]["containers"]
-    for key in ("image", "args", "ports", "startupProbe", "livenessProbe", "resources"):
-        assert sidecar[key] == exporter[key], key
 
 
 @pytest.mark.parametrize("path", KUSTOMIZATIONS)

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -32,6 +32,7 @@ from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.settings import load_settings
+from tests.support.alert_path import hastened
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), reverse=True)
@@ -39,6 +40,10 @@ RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), r
 _FOUND = re.compile(r'^ +expr: (".*"), time: (\S+),?\n +exp: nil\n +got: (.*)$', re.MULTILINE)
 _SAMPLE = re.compile(r"\{([^}]*)\} (\S+?),?(?= |$)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+SCRAPE_SECONDS = 15
+"""The interval of scrapes and readings. With longer ones the ledger does not find the processes of a reading."""
+EVALUATION_SECONDS = 30
+"""The interval of evaluations, which take most of promtool's time."""
 TARGET = 'instance="demo:9844",job="gpumem"'
 _SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
 
@@ -47,16 +52,10 @@ _SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
 class History:
     """The values of every series by its name and labels in PromQL; None if a scrape does not have the series."""
 
-    interval_seconds: int
     scrapes: int = 0
     series: dict[str, list[str | None]] = field(default_factory=dict)
     live: dict[int, Any] = field(default_factory=dict)
     """The content of the live page at some scrapes, by their seconds."""
-
-    @property
-    def seconds(self) -> int:
-        """The time of the last scrape; the first scrape is at 0."""
-        return (self.scrapes - 1) * self.interval_seconds
 
     def scrape(self, page: str, names: Collection[str]) -> None:
         """Add the series with these names from one scrape."""
@@ -82,18 +81,16 @@ class History:
 def demo_history(
     *,
     seconds: int,
-    interval_seconds: int,
     names: Collection[str],
     workloads: Sequence[Workload] = DEMO_WORKLOADS,
     live_at: Collection[int] = (),
 ) -> History:
     """Run the demo for `seconds` and scrape these metrics from its start; read the live page at some of the scrapes."""
-    return asyncio.run(_run(seconds, interval_seconds, names, workloads, live_at))
+    return asyncio.run(_run(seconds, names, workloads, live_at))
 
 
 async def _run(
     seconds: int,
-    interval_seconds: int,
     names: Collection[str],
     workloads: Sequence[Workload],
     live_at: Collection[int],
@@ -109,14 +106,14 @@ async def _run(
     runtime = app.state.runtime
     before_scrape_seconds: dict[SimulatedProcess, float] = {}
     reported_ooms: dict[SimulatedProcess, int] = {}
-    history = History(interval_seconds)
+    history = History()
     runtime.events.log.start()
     runtime.poller._poll()
     try:
         for tick in range(int(seconds / TICK_SECONDS) + 1):
             now = tick * TICK_SECONDS
             node.simulation.advance(now)
-            to_scrape = -now % interval_seconds
+            to_scrape = -now % SCRAPE_SECONDS
             for process in node.simulation.processes():
                 if process.reports:
                     before_scrape_seconds.setdefault(process, 0.0)
@@ -185,40 +182,30 @@ def metrics_in_rules() -> frozenset[str]:
     return frozenset(name for rules in RULES for name in re.findall(r"\bgpumem_\w+", rules.read_text()))
 
 
-@dataclass(frozen=True, slots=True)
-class Alerts:
-    """The labels of alerts, sorted by name."""
-
-    raised: Sequence[Mapping[str, str]]
-    """Alerts that fired at any time."""
-    firing: Sequence[Mapping[str, str]]
-    """Alerts that fire at the end."""
-
-
-def alerts_over(history: History, folder: Path) -> Alerts:
-    """Evaluate the rules over a history."""
-    firing = 'ALERTS{alertstate="firing"}'
-    raised = f"count_over_time({firing}[{history.seconds + 1}s])"
-    found = evaluated(history, folder, [(raised, history.seconds), (firing, history.seconds)])
-    return Alerts(*([labels for labels, _ in samples] for samples in found))
+Labels = dict[str, str]
 
 
 def evaluated(
-    history: History, folder: Path, questions: Sequence[tuple[str, int]]
-) -> list[list[tuple[dict[str, str], float]]]:
-    """Return the labels and the value of each sample of some expressions, each at a second of a history."""
+    history: History, folder: Path, questions: Sequence[tuple[str, int]], *, times: float = 1.0
+) -> list[list[tuple[Labels, float]]]:
+    """Return the labels and the value of each sample of some expressions, each at a second of a history.
+
+    The project's rules are evaluated, with all their durations divided by `times`.
+    """
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     # promtool prints results only if they differ from the expected ones, so none are expected.
     expected = [{"expr": expression, "eval_time": f"{second}s", "exp_samples": []} for expression, second in questions]
-    groups = [group["name"] for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+    groups = [group for path in RULES for group in hastened(yaml.safe_load(path.read_text()), times)["groups"]]
+    rules = folder / "rules.json"  # JSON is YAML
+    rules.write_text(json.dumps({"groups": groups}))
     question = {
-        "rule_files": [str(path) for path in RULES],
-        "group_eval_order": groups,  # otherwise promtool chooses one at random
-        "evaluation_interval": f"{history.interval_seconds}s",
+        "rule_files": [str(rules)],
+        "group_eval_order": [group["name"] for group in groups],  # otherwise promtool chooses one at random
+        "evaluation_interval": f"{EVALUATION_SECONDS}s",
         "tests": [
             {
-                "interval": f"{history.interval_seconds}s",
+                "interval": f"{SCRAPE_SECONDS}s",
                 "input_series": [
                     {"series": series, "values": _notation(values)} for series, values in history.series.items()
                 ],
@@ -226,7 +213,7 @@ def evaluated(
             }
         ],
     }
-    file = folder / "history.json"  # JSON is YAML
+    file = folder / "history.json"
     file.write_text(json.dumps(question))
     run = subprocess.run([promtool, "test", "rules", file], capture_output=True, text=True, timeout=300, check=False)
     answer = run.stdout + run.stderr
@@ -240,7 +227,7 @@ def _seconds(text: str) -> int:
     return sum(int(number) * {"h": 3600, "m": 60, "s": 1}[unit] for number, unit in re.findall(r"(\d+)([hms])", text))
 
 
-def _samples(text: str) -> list[tuple[dict[str, str], float]]:
+def _samples(text: str) -> list[tuple[Labels, float]]:
     return [(dict(_LABEL.findall(labels)), float(value)) for labels, value in _SAMPLE.findall(text)]
 
 

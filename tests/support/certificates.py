@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from pathlib import Path
 
 import pytest
 import trustme
+
+from tests.support.waiting import patient
 
 
 def issue(authority: trustme.CA, folder: Path, name: str = "tls") -> None:
@@ -19,6 +23,23 @@ def trust(authority: trustme.CA, folder: Path, name: str = "authority.crt") -> P
     """Write the certificate of the authority."""
     authority.cert_pem.write_to_path(str(folder / name))
     return folder / name
+
+
+def client_context(folder: Path, certificate: trustme.LeafCert | None = None) -> ssl.SSLContext:
+    """Return the context of a client that trusts `authority.crt` of a folder."""
+    context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
+    if certificate is not None:
+        certificate.configure_cert(context)
+    return context
+
+
+def handshake(port: int, context: ssl.SSLContext) -> bytes:
+    """Return the certificate of a new connection."""
+    with (
+        socket.create_connection(("127.0.0.1", port), patient(30)) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as connection,
+    ):
+        return connection.getpeercert(binary_form=True) or b""
 
 
 @pytest.fixture(scope="module")

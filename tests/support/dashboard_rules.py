@@ -15,8 +15,6 @@ from gpumem_exporter.collectors.catalog import METRICS
 Dashboard = dict[str, Any]
 Rule = Callable[[Dashboard], Iterator[str]]
 
-SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-UNITS = {"binBps", "bytes", "cps", "dateTimeAsIso", "none", "percentunit", "s", "short", "string", "suffix: GiB h"}
 VARIABLES = {
     "gpumem-fleet": ["datasource", "cluster", "node", "gpu", "user", "namespace", "workload"],
     "gpumem-node": ["datasource", "cluster", "node", "gpu", "workload", "rank"],
@@ -46,12 +44,9 @@ LABELS = {label for metric in METRICS for label in metric.labels} | {
     "x_to",
 }
 RATES = {"rate", "increase"}
-OPEN_PANELS = 20
 _TO_LIVE_PAGE = re.compile(
     r"\$\{live_page\}\$\{(node|__data\.fields\.instance)\}\$\{live_page_end\}(\?(workload|gpu)=\$\{[\w.]+:percentencode\})?"
 )
-WITH_LEGEND = {"timeseries", "status-history", "xychart"}
-AT_THE_END = {"stat", "bargauge", "table"}
 
 
 def parsed(expression: str) -> Any:
@@ -84,55 +79,6 @@ def all_queries(dashboard: Dashboard) -> Iterator[Query]:
         if variable["type"] == "query":
             selector = re.fullmatch(r"label_values\((.*), \w+\)", variable["query"], re.DOTALL)
             yield Query(f"{dashboard['uid']} / variable {variable['name']}", selector[1] if selector else "")
-
-
-def panels_have_titles_descriptions_and_units(dashboard: Dashboard) -> Iterator[str]:
-    titles: set[str] = set()
-    for panel in all_panels(dashboard):
-        title = panel.get("title", "")
-        if not title:
-            yield f"panel {panel.get('id')} has no title"
-        if title in titles:
-            yield f"{title}: two panels have this title"
-        titles.add(title)
-        description = panel.get("description") or ""
-        if len(description) < 40 or not description.endswith("."):
-            yield f"{title}: the description is not a sentence: {description!r}"
-        unit = panel["fieldConfig"]["defaults"].get("unit")
-        if unit not in UNITS:
-            yield f"{title}: the unit {unit!r} is not in {sorted(UNITS)}"
-        for override in panel["fieldConfig"]["overrides"]:
-            for entry in override["properties"]:
-                if entry["id"] == "unit" and entry["value"] not in UNITS:
-                    yield f"{title}: the unit {entry['value']!r} of {override['matcher']['options']!r} is not known"
-
-
-def queries_use_the_data_source_variable(dashboard: Dashboard) -> Iterator[str]:
-    sources = [(panel["title"], panel.get("datasource")) for panel in all_panels(dashboard)]
-    sources += [(p["title"], target.get("datasource")) for p in all_panels(dashboard) for target in p["targets"]]
-    sources += [(v["name"], v.get("datasource")) for v in dashboard["templating"]["list"] if v["type"] == "query"]
-    sources += [(a["name"], a.get("datasource")) for a in dashboard["annotations"]["list"]]
-    for where, source in sources:
-        if source != SOURCE:
-            yield f"{where}: the data source is {source}, not the variable's"
-
-
-def panels_use_the_query_type_of_their_kind(dashboard: Dashboard) -> Iterator[str]:
-    for panel in all_panels(dashboard):
-        title, kind = panel["title"], panel["type"]
-        for target in panel["targets"]:
-            wanted = ("instant", "range") if kind in AT_THE_END else ("range", "instant")
-            if not target.get(wanted[0]) or target.get(wanted[1]):
-                yield f"{title} / {target['refId']}: a {kind} asks {wanted[0]} queries only"
-            if (kind == "table") != (target.get("format") == "table"):
-                yield f"{title} / {target['refId']}: the format {target.get('format')} is not for a {kind}"
-        if kind in ("stat", "bargauge") and panel["options"]["reduceOptions"]["calcs"] != ["lastNotNull"]:
-            yield f"{title}: does not show the last value"
-        if kind in WITH_LEGEND and not panel["options"]["legend"].get("showLegend"):
-            yield f"{title}: the legend is not shown"
-        for transformation in panel.get("transformations") or ():
-            if transformation.get("options") is None or transformation.get("disabled"):
-                yield f"{title}: the transformation {transformation['id']} has no options"
 
 
 def selectors_match_variables_with_the_right_operator(dashboard: Dashboard) -> Iterator[str]:
@@ -220,19 +166,6 @@ def only_known_labels_and_no_recording_rules(dashboard: Dashboard) -> Iterator[s
             yield f"{query.where}: the legend has unknown labels: {sorted(shown - LABELS)}"
 
 
-def few_panels_are_open(dashboard: Dashboard) -> Iterator[str]:
-    """Each open panel queries Prometheus at once; a device's row is repeated for each device of a node."""
-    open_panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-    if len(open_panels) >= OPEN_PANELS:
-        yield f"{len(open_panels)} panels are open"
-    for row in dashboard["panels"]:
-        if row["type"] == "row" and row.get("repeat") and not row["collapsed"]:
-            yield f"{row['title']}: a repeated row is open"
-    ids = [panel["id"] for panel in (*dashboard["panels"], *all_panels(dashboard))]
-    if len(set(ids)) != len({id(panel) for panel in (*dashboard["panels"], *all_panels(dashboard))}):
-        yield f"two panels have the same id: {sorted(ids)}"
-
-
 def dashboards_of_one_node_link_to_its_live_page(dashboard: Dashboard) -> Iterator[str]:
     of_one = any(v["name"] == "node" and not v.get("multi") for v in dashboard["templating"]["list"])
     links = [link["url"] for link in dashboard["links"] if link["title"] == "Live page"]
@@ -294,22 +227,6 @@ def links_use_existing_columns(dashboard: Dashboard) -> Iterator[str]:
                             yield f"{panel['title']}: a link uses the column {field!r}, of {sorted(names)}"
 
 
-def label_columns_are_texts(dashboard: Dashboard) -> Iterator[str]:
-    """Grafana formats a numeric label with the unit of its column, and an empty one as "no value"."""
-    for panel in all_panels(dashboard):
-        if panel["type"] != "table":
-            continue
-        shown = {
-            override["matcher"]["options"]: {entry["id"]: entry["value"] for entry in override["properties"]}
-            for override in panel["fieldConfig"]["overrides"]
-        }
-        for heading in _labels(panel):
-            if shown.get(heading, {}).get("unit") != "string":
-                yield f"{panel['title']}: {heading} needs the unit string"
-        if panel["fieldConfig"]["defaults"].get("noValue") and shown.get(".*", {}).get("noValue") != "":
-            yield f"{panel['title']}: an empty cell has the text of an empty table"
-
-
 def _columns(panel: dict[str, Any]) -> set[str]:
     """Return the names and headings of the columns of a table."""
     names: set[str] = set()
@@ -321,33 +238,17 @@ def _columns(panel: dict[str, Any]) -> set[str]:
     return names | {entry["value"] for entries in headed for entry in entries if entry["id"] == "displayName"}
 
 
-def _labels(panel: dict[str, Any]) -> Iterator[str]:
-    """Yield the names by which the label columns of a table are matched."""
-    for transformation in panel["transformations"]:
-        options = transformation["options"]
-        if transformation["id"] == "organize":
-            labels = (name for name in options["indexByName"] if not name.startswith("Value"))
-            yield from (options["renameByName"].get(name, name) for name in labels)
-        if transformation["id"] == "groupingToMatrix":
-            yield f"{options['rowField']}\\{options['columnField']}"
-
-
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
-        panels_have_titles_descriptions_and_units,
-        queries_use_the_data_source_variable,
-        panels_use_the_query_type_of_their_kind,
         selectors_match_variables_with_the_right_operator,
         every_selector_has_the_cluster_and_the_node,
         only_counters_have_rates,
         pids_are_joined_with_the_node,
         count_values_has_sorted_labels,
-        few_panels_are_open,
         dashboards_of_one_node_link_to_its_live_page,
         only_known_labels_and_no_recording_rules,
         links_keep_time_node_and_variables,
         links_use_existing_columns,
-        label_columns_are_texts,
     )
 }

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from gpumem_client.wire.http import Answer, Connection
 from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
@@ -29,6 +27,7 @@ from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.serve import build_server
 from gpumem_exporter.server.settings import load_settings, setting_key
 from tests.support.builders import MIB, UUIDS, NobodyHost
+from tests.support.exporter_process import Metrics
 from tests.support.waiting import eventually, patient
 
 ACTIONS = "/api/v1/actions"
@@ -167,14 +166,12 @@ class RunningExporter:
     def act(self, **document: Any) -> Answer:
         return self.request("POST", ACTIONS, document)
 
-    def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Return every sample of /metrics by name and labels."""
-        families = text_string_to_metric_families(self.get("/metrics").body.decode())
-        return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    def metrics(self) -> Metrics:
+        return Metrics(self.get("/metrics").body.decode())
 
     def sample(self, name: str, **labels: str) -> float | None:
         """Return the only sample with this name and these labels; None if there is none."""
-        found = [v for (n, have), v in self.samples().items() if n == name and set(labels.items()) <= have]
+        found = self.metrics().values(name, **labels)
         assert len(found) <= 1, found
         return found[0] if found else None
 

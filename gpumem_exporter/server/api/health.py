@@ -100,10 +100,6 @@ class Health:
             "checks": checks,
         }
 
-    def passed(self, snapshot: Snapshot) -> dict[str, bool]:
-        """Return whether each check is ok."""
-        return {name: check["status"] == "ok" for name, check in self.document(snapshot)["checks"].items()}
-
 
 def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRouter:
     """Return the routes that report the exporter's health."""

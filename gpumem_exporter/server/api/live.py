@@ -95,10 +95,9 @@ class LiveNode:
             self._recent[rights] = rendering
         return rendering
 
-    def notice(self) -> None:
+    def notice(self, snapshot: Snapshot, health: HealthDocument) -> None:
         """Note since when each finding lasts; called once a second, in any thread."""
-        snapshot = self._snapshot()
-        self._view.notice(snapshot, _failed(self._health(snapshot)))
+        self._view.notice(snapshot, _failed(health))
 
     def _render(self, viewer: Caller | None, details: str, now_unix: float) -> bytes:
         snapshot = self._snapshot()

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -51,24 +51,8 @@ _CONFIRM_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
-class WaitingRequests:
-    """The requests that wait for the profile of an action, which is for them alone and is not kept."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[ProfileFacts, bytes] | None] = {}
-
-    def expect(self, action_id: str) -> None:
-        """Note that a request waits."""
-        self._found[action_id] = None
-
-    def give(self, action_id: str, facts: ProfileFacts, body: bytes) -> None:
-        """Take a profile as it was sent; without a request that waits, it is dropped."""
-        if action_id in self._found:
-            self._found[action_id] = facts, body
-
-    def take(self, action_id: str) -> tuple[ProfileFacts, bytes] | None:
-        """Return the profile, and forget the request."""
-        return self._found.pop(action_id, None)
+ScrapedProfiles: TypeAlias = dict[str, tuple[ProfileFacts, bytes] | None]
+"""The profiles of requests for a new one, by action: for the request alone, and not kept. None has not arrived yet."""
 
 
 class _Unconfirmed(NamedTuple):
@@ -85,7 +69,7 @@ class ProfileIntake:
     def __init__(
         self,
         profiles: Profiles,
-        waiting: WaitingRequests,
+        scraped: ScrapedProfiles,
         store: Store,
         senders: ReportSenders,
         dispatcher: Dispatcher,
@@ -97,7 +81,7 @@ class ProfileIntake:
         requests_per_minute: int,
     ) -> None:
         self._profiles = profiles
-        self._waiting = waiting
+        self._scraped = scraped
         self._store = store
         self._senders = senders
         self._dispatcher = dispatcher
@@ -167,7 +151,8 @@ class ProfileIntake:
                 part.profile = await self._keep(process, replace(profile, cause=INTERVAL), body, owner)
             elif running.action.unlisted:
                 facts = self._facts(process, profile, len(body))
-                self._waiting.give(running.action.id, facts, body)
+                if running.action.id in self._scraped:  # otherwise the client has disconnected
+                    self._scraped[running.action.id] = facts, body
                 part.profile = facts.id
             else:
                 part.profile = await self._keep(process, replace(profile, cause=ACTION), body, owner)

@@ -27,7 +27,7 @@ from gpumem_exporter.profiles.model import CAUSES, ProfileFacts, StoredProfile
 from gpumem_exporter.profiles.page import policy
 from gpumem_exporter.profiles.store import Profiles, stored_profile
 from gpumem_exporter.server.api.actions import KnownFields, refusals_as_problems
-from gpumem_exporter.server.api.profile_intake import ProfileIntake, WaitingRequests
+from gpumem_exporter.server.api.profile_intake import ProfileIntake, ScrapedProfiles
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.http.turns import HeldRequests, Turns
@@ -119,31 +119,15 @@ class AcceptedDocument(TypedDict):
     id: Annotated[str, Field(description="the id under which the profile is kept")]
 
 
-def profile_document(facts: ProfileFacts) -> ProfileDocument:
-    """Return what is known about a profile as JSON."""
-    return {
-        "id": facts.id,
+def profile_document(facts: ProfileFacts) -> dict[str, object]:
+    """Return what is known about a profile as a `ProfileDocument`."""
+    values = {
+        **vars(facts),
         "time": iso_time(facts.time_unix_seconds),
         "unix_seconds": facts.time_unix_seconds,
-        "cause": facts.cause,
-        "pid": facts.pid,
-        "workload": facts.workload,
-        "rank": facts.rank,
-        "command": facts.command,
-        "job": facts.job,
-        "devices": [
-            {
-                "uuid": each.uuid,
-                "gpu": each.gpu,
-                "allocated_bytes": each.allocated_bytes,
-                "peak_bytes": each.peak_bytes,
-            }
-            for each in facts.devices
-        ],
-        "recorded_seconds": facts.recorded_seconds,
-        "step": facts.step,
-        "size_bytes": facts.size_bytes,
+        "devices": [each._asdict() for each in facts.devices],
     }
+    return {name: values[name] for name in ProfileDocument.__annotations__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +167,8 @@ class ProfileAccess:
         return facts.id if facts is not None and self.visible(caller, facts) else None
 
 
-def profiles_router(
-    *,
-    access: ProfileAccess,
-    intake: ProfileIntake,
-    waiting: WaitingRequests,
-    dispatcher: Dispatcher,
-    held_requests: HeldRequests,
-    renderer: Renderer,
-) -> APIRouter:
+def profiles_router(intake: ProfileIntake, routes: ProfileRoutes) -> APIRouter:
     """Return the routes of profiles."""
-    routes = ProfileRoutes(access, waiting, dispatcher, held_requests, renderer)
     router = APIRouter(tags=["profiles"])
     accepted = {201: json_reply(AcceptedDocument, "kept"), **problems(401, 403, 409, 413, 415, 422, 429, 503)}
     router.post(PROFILES_PATH, status_code=201, responses=accepted)(intake.receive)
@@ -223,13 +198,13 @@ class ProfileRoutes:
     def __init__(
         self,
         access: ProfileAccess,
-        waiting: WaitingRequests,
+        scraped: ScrapedProfiles,
         dispatcher: Dispatcher,
         held_requests: HeldRequests,
         renderer: Renderer,
     ) -> None:
         self._access = access
-        self._waiting = waiting
+        self._scraped = scraped
         self._dispatcher = dispatcher
         self._held_requests = held_requests
         self._renderer = renderer
@@ -278,13 +253,13 @@ class ProfileRoutes:
         async with self._scrapes.of(request.state.owner):
             with refusals_as_problems():
                 action = self._dispatcher.submit(wanted, requested_by=request.state.caller, unlisted=True)
-            self._waiting.expect(action.id)
+            self._scraped[action.id] = None
             try:
                 if not action.finished:
                     await self._held_requests.hold(action.id, 2 * SCRAPE_SECONDS, request.receive)
                     action = self._dispatcher.get(action.id) or action
             finally:
-                taken = self._waiting.take(action.id)
+                taken = self._scraped.pop(action.id)
             if taken is not None:
                 return await self._reply(request, parameters, lambda: stored_profile(*taken))
         reason = next((result.reason for result in action.results), "") or "the process has sent no profile"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, SilentReporter
@@ -17,14 +16,6 @@ _log = logging.getLogger(__name__)
 _EXIT_CHECK_DELAYS_SECONDS = (0.0, 0.05, 0.2, 0.5)
 """The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
 ends, and a large process takes time to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Program:
-    """The program of a process at the first report of a session; None if it is unknown."""
-
-    host_pid: int
-    program: int | None
 
 
 class Presence:
@@ -50,7 +41,8 @@ class Presence:
         self._clock = clock
         self._on_ended = on_ended
         self._quiet_seconds = 2 * report_interval_seconds
-        self._programs: dict[ProcessKey, _Program] = {}
+        self._programs: dict[ProcessKey, tuple[int, int | None]] = {}
+        """The host pid and the program (None if it is unknown) of each process at the first report of a session."""
         self._watches: set[asyncio.Task[None]] = set()
         self._disconnected: dict[ProcessKey, float] = {}
         """The time of the last report of reporters without a known host pid whose connection broke after it."""
@@ -61,7 +53,7 @@ class Presence:
         if process.host_pid is not None:
             while len(self._programs) > 2 * self._store.max_processes:
                 del self._programs[next(iter(self._programs))]
-            self._programs[process.key] = _Program(process.host_pid, self._host.program(process.host_pid))
+            self._programs[process.key] = process.host_pid, self._host.program(process.host_pid)
 
     def forget(self, *ended: tuple[ProcessKey, str]) -> None:
         """Remove processes that have ended, each for a reason."""
@@ -138,8 +130,7 @@ class Presence:
             return ""
         if not self._host.alive(host_pid, reporter.start_time_ticks):
             return "the process exited"
-        known = self._programs.get(reporter.key)
-        if known is None or known.program is None or known.host_pid != host_pid:
+        known_pid, known = self._programs.get(reporter.key, (None, None))
+        if known is None or known_pid != host_pid or self._host.program(host_pid) in (None, known):
             return ""
-        program = self._host.program(host_pid)
-        return "the process runs another program (exec)" if program not in (None, known.program) else ""
+        return "the process runs another program (exec)"

@@ -7,9 +7,8 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 MAX_TOKEN_BYTES = 4096
 REFRESH_SECONDS = 1.0
@@ -74,25 +73,21 @@ class TokenFile:
         self._version, self.error = version, ""
 
 
-class Refreshable(Protocol):
-    """The content of files."""
-
-    def refresh(self) -> None:
-        """Read the files if they changed. May block on the disk; must not raise."""
-
-
 class FileRefresher:
-    """Refreshes files once a second in a daemon thread, so that a hung mount delays neither requests nor exit."""
+    """Refreshes files once a second in a daemon thread, so that a hung mount delays neither requests nor exit.
 
-    def __init__(self, files: Sequence[Refreshable]) -> None:
-        self._files = files
+    Each function reads its files if they changed; it may block on the disk, and must not raise.
+    """
+
+    def __init__(self, refreshes: Sequence[Callable[[], None]]) -> None:
+        self._refreshes = refreshes
         self._stopped = threading.Event()
 
     def start(self) -> None:
         """Read the files, then refresh them until `stop`."""
-        for file in self._files:
-            file.refresh()
-        if self._files:
+        for refresh in self._refreshes:
+            refresh()
+        if self._refreshes:
             threading.Thread(target=self._run, name="gpumem-files", daemon=True).start()
 
     def stop(self) -> None:
@@ -101,8 +96,8 @@ class FileRefresher:
 
     def _run(self) -> None:
         while not self._stopped.wait(REFRESH_SECONDS):
-            for file in self._files:
-                file.refresh()
+            for refresh in self._refreshes:
+                refresh()
 
 
 def file_version(path: Path) -> tuple[int, ...] | None:

@@ -106,11 +106,11 @@ def _refuse_changes_that_need_a_restart(path: Path, before: WebConfig, now: WebC
 
     A handshake can use another certificate and other client authorities, but no other settings.
     """
-    if before.http_server_config != now.http_server_config:
-        raise ConfigurationError(f"{path}: changing http_server_config needs a restart")
-    old, new = before.tls_server_config, now.tls_server_config
-    if (old is None) != (new is None):
-        raise ConfigurationError(f"{path}: turning TLS on or off needs a restart")
-    for key in ("min_version", "client_auth_type"):
-        if getattr(old, key, "") != getattr(new, key, ""):
-            raise ConfigurationError(f"{path}: tls_server_config: changing {key} needs a restart")
+    if _of_listeners(before) != _of_listeners(now):
+        settings = "http_server_config, min_version or client_auth_type"
+        raise ConfigurationError(f"{path}: turning TLS on or off, and changing {settings}, need a restart")
+
+
+def _of_listeners(config: WebConfig) -> object:
+    tls = config.tls_server_config
+    return config.http_server_config, tls is not None and (tls.min_version, tls.client_auth_type)

@@ -21,7 +21,7 @@ from gpumem_exporter.server.http.replies import accepts_gzip
 
 STYLES = ("uplot/uPlot.min.css", "theme.css", "node.css", "jobs.css", "detail.css")
 LIBRARY = "uplot/uPlot.iife.min.js"
-"""The chart library as it is published; `.ci/fetch-uplot` fetches it again."""
+"""The chart library as it is published; `.ci/fetch-libraries` fetches it again."""
 SCRIPTS = (
     *("main.js", "route.js", "connection.js", "api.js", "dom.js", "format.js", "hues.js", "findings.js", "devices.js"),
     *("jobs.js", "dialog.js", "actions.js", "events.js", "detail.js", "processes.js", "profiles.js", "oom.js"),

@@ -108,7 +108,9 @@ def test_an_admitted_request_reaches_its_route_with_its_whole_body(path: str) ->
     assert exchange.after_body == "http.disconnect"
 
 
-@pytest.mark.parametrize("path", [REPORTS, ACTIONS_PATH, ACTIONS_PATH + "/some-id", ALERTS_PATH])
+@pytest.mark.parametrize(
+    "path", [REPORTS, ACTIONS_PATH, ACTIONS_PATH + "/some-id", ALERTS_PATH, NVML_PATH + "/release"]
+)
 @pytest.mark.parametrize(
     ("changed", "status"),
     [

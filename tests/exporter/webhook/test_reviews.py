@@ -8,7 +8,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from gpumem_exporter.server.logs import LogfmtFormatter
+from gpumem_exporter.server.logs import LogFormatter
 from gpumem_exporter.webhook.review import FORBIDDEN, NotAReviewError, answer
 from tests.support.pod_shapes import CLIENT, SHAPES, Pod, Shape, answered, container, pod, review_of
 
@@ -31,7 +31,7 @@ def variables(changed: dict[str, Any]) -> dict[str, Any]:
 
 def logged(caplog: pytest.LogCaptureFixture) -> str:
     """The lines of the log, with their fields."""
-    return "\n".join(map(LogfmtFormatter().format, caplog.records))
+    return "\n".join(map(LogFormatter().format, caplog.records))
 
 
 @shapes

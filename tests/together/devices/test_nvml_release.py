@@ -177,24 +177,6 @@ def scripted() -> Iterator[Any]:
         yield running
 
 
-@pytest.mark.parametrize("path", [RELEASE, ATTACH])
-def test_release_and_attach_need_the_rights_of_actions(path: str, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("a-long-enough-token-for-a-test\n")
-    with running_exporter(action_token_file=str(token)) as running:
-        problem(running.request("POST", path, {}), 401)
-        problem(running.request("POST", path, {}, Origin="http://evil.example"), 403)
-        allowed = running.request("POST", path, {}, Authorization=f"Bearer {token.read_text().strip()}")
-        assert allowed.status == 200
-    with running_exporter() as running:
-        problem(running.request("POST", path, {}, Host="evil.example"), 403)
-        problem(running.request("POST", path, {}, Origin="http://evil.example"), 403)
-        problem(running.request("POST", path, body=b"{}", Content_Type="text/plain"), 415)
-        assert running.request("GET", path).status == 405
-        assert running.provider.release_count == 0
-
-
 @pytest.mark.parametrize(
     ("body", "field"),
     [({"wait_seconds": 61}, "wait_seconds"), ({"wait_seconds": "1"}, "wait_seconds"), ({"reson": "typo"}, "reson")],

@@ -84,7 +84,7 @@ def test_an_unknown_device_in_a_report_is_logged_once_and_the_known_ones_are_sto
         assert exporter.report(report(1, devices=devices, sequence=sequence)).status == 200
     for session in ("b", "c"):  # a process may start sessions without end
         assert exporter.report(report(1, devices=devices, session=session, session_started_seconds=1e9)).status == 200
-    shown = {dict(labels)["uuid"] for (name, labels) in exporter.samples() if name == "gpumem_torch_allocated_bytes"}
+    shown = {dict(labels)["uuid"] for labels in exporter.metrics().samples["gpumem_torch_allocated_bytes"]}
     assert shown == {UUIDS[0]}
     logged = [vars(record)["fields"]["why"] for record in caplog.records if "GPU-of-another-node" in str(vars(record))]
     assert logged == ["the driver does not have the devices GPU-of-another-node"]

@@ -2,111 +2,51 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
-from gpumem_client.wire.protocol import MODES
 from tests.support.acting_as import needs_root
 from tests.support.builders import MIB, UUIDS, sample
-from tests.support.exporter_process import ExporterProcess
 from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply
 from tests.support.paths import REPOSITORY
-from tests.support.ports import free_port
+from tests.support.shared_node import ACTIONS, ADA, EVE, SharedNode, act, open_folder
 
 pytestmark = needs_root
 
-ACTIONS = "/api/v1/actions"
-ADA, EVE = 1001, 1002
 
-
-class Node:
-    """An exporter of root that allows every action, and the URLs of its socket and its port."""
-
-    def __init__(self, folder: Path, *flags: str, launcher: tuple[str, ...] = ()) -> None:
-        port = free_port()
-        self.folder = folder
-        self.exporter = ExporterProcess(
-            folder,
-            *("--web.listen-address", f"127.0.0.1:{port}", "--report.expiry", "600"),
-            *("--action.allow", "empty_cache,collect_garbage,reset_peak,snapshot,set_memory_fraction,terminate"),
-            *flags,
-            launcher=launcher,
-        )
-        self.urls = {"socket": self.exporter.url, "loopback": f"http://127.0.0.1:{port}"}
-        self.users: list[LocalUser] = []
-
-    def user(self, uid: int, namespaces: int = 0) -> LocalUser:
-        """Start a process of a user that has sent a report about itself; its workload is its uid."""
-        user = LocalUser(uid, namespaces)
-        self.users.append(user)
-        self.report(user)
-        return user
-
-    def report(self, user: LocalUser, **changes: Any) -> Reply:
-        """Let a user report about its own process."""
-        known = {"workload": str(user.uid), "modes": MODES, "devices": (sample(UUIDS[0], 0, MIB),)}
-        return user.send(self.urls["socket"], user.report(**{**known, **changes}))
-
-    def close(self) -> None:
-        for user in self.users:
-            user.close()
-        self.exporter.close()
-        shutil.rmtree(self.folder)
-
-
-def open_folder() -> Path:
-    """Return a new folder that every user can search, which the folders of pytest are not."""
-    folder = Path(tempfile.mkdtemp(prefix="gpumem-"))
-    folder.chmod(0o755)
-    return folder
+@pytest.fixture(scope="module")
+def node() -> Iterator[SharedNode]:
+    with closing(SharedNode()) as node:
+        yield node
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    node = Node(open_folder())
-    yield node
-    node.close()
-
-
-@pytest.fixture(scope="module")
-def root(node: Node) -> LocalUser:
+def root(node: SharedNode) -> LocalUser:
     return node.user(0)
 
 
 @pytest.fixture(scope="module")
-def ada(node: Node) -> LocalUser:
-    return node.user(ADA)
+def ada(node: SharedNode) -> LocalUser:
+    return node.user(ADA, workload="ada")
 
 
 @pytest.fixture(scope="module")
-def eve(node: Node) -> LocalUser:
+def eve(node: SharedNode) -> LocalUser:
     return node.user(EVE)
 
 
 @pytest.fixture(scope="module")
-def container(node: Node) -> LocalUser:
+def container(node: SharedNode) -> LocalUser:
     """Root of another PID namespace."""
     return node.user(0, NEW_PID_NAMESPACE)
-
-
-@pytest.fixture(params=["socket", "loopback"])
-def url(request: pytest.FixtureRequest, node: Node) -> str:
-    return node.urls[request.param]
-
-
-def act(user: LocalUser, url: str, action: str = "empty_cache", **request: Any) -> Reply:
-    document = {"action": action, "wait_seconds": 0, "dry_run": True, **request}
-    headers = {"Idempotency_Key": document.pop("key")} if "key" in document else {}
-    return user.request(url, "POST", ACTIONS, document, **headers)
 
 
 def targets(reply: Reply) -> set[int]:
@@ -117,7 +57,7 @@ def targets(reply: Reply) -> set[int]:
 def test_a_user_reaches_its_own_processes_only(ada: LocalUser, eve: LocalUser, root: LocalUser, url: str) -> None:
     assert targets(act(eve, url, target={"all": True})) == {eve.pid}
     assert targets(act(eve, url, target={"pid": eve.pid})) == {eve.pid}
-    for target in ({"pid": ada.pid}, {"pid": root.pid}, {"workload": str(ADA)}):
+    for target in ({"pid": ada.pid}, {"pid": root.pid}, {"workload": "ada"}):
         reply = act(eve, url, target=target, dry_run=False)
         assert reply.status == 403
         assert f"uid={EVE}" in reply.detail
@@ -151,11 +91,11 @@ def test_root_of_a_container_reaches_no_process_of_the_host(
 
 
 def test_root_of_a_user_namespace_is_the_user_outside_and_reaches_nothing_there(
-    node: Node, ada: LocalUser, root: LocalUser
+    node: SharedNode, ada: LocalUser, root: LocalUser
 ) -> None:
     contained = LocalUser(ADA, NEW_USER_NAMESPACE | NEW_PID_NAMESPACE)
     try:
-        for url in node.urls.values():
+        for url in (node.url, node.tcp):
             reply = contained.request(url, "GET", "/api/v1/caller")
             assert (reply.document["uid"], reply.document["rights"]) == (ADA, "own")
             for pid in (root.pid, ada.pid):
@@ -178,12 +118,16 @@ def test_the_caller_learns_what_it_may_do(ada: LocalUser, root: LocalUser, conta
 
 
 def test_terminate_reaches_no_process_that_a_made_up_report_names(
-    node: Node, root: LocalUser, eve: LocalUser, url: str
+    node: SharedNode, root: LocalUser, eve: LocalUser, url: str
 ) -> None:
     victim = subprocess.Popen(["sleep", "600"])
     try:
         ticks = start_time_ticks(f"/proc/{victim.pid}")
-        made_up = {"start_time_ticks": ticks, "pid_namespace": pid_namespace(), "session": f"made-up-{url}"}
+        made_up: dict[str, Any] = {
+            "start_time_ticks": ticks,
+            "pid_namespace": pid_namespace(),
+            "session": f"made-up-{url}",
+        }
         node.report(eve, pid=victim.pid, workload="left-behind", **made_up)
         reply = act(root, url, "terminate", target={"workload": "left-behind"}, dry_run=False, wait_seconds=1)
         assert reply.status in (200, 404)
@@ -235,28 +179,23 @@ def test_an_idempotency_key_cannot_be_taken_from_another_caller_or_an_alert(
 
 
 def test_a_flood_of_dry_runs_ends_at_the_limit_and_displaces_no_action() -> None:
-    node = Node(open_folder(), "--action.caller-limit", "20")
-    try:
+    with closing(SharedNode("--action.caller-limit", "20")) as node:
         ada, eve = node.user(ADA), node.user(EVE)
-        kept = act(ada, node.urls["socket"], target={"all": True}, dry_run=False).document["id"]
-        statuses = [act(eve, node.urls["loopback"], target={"all": True}).status for _ in range(25)]
+        kept = act(ada, node.url, target={"all": True}, dry_run=False).document["id"]
+        statuses = [act(eve, node.tcp, target={"all": True}).status for _ in range(25)]
         assert statuses == [200] * 20 + [429] * 5
-        assert act(eve, node.urls["socket"], target={"all": True}).status == 429
-        assert ada.request(node.urls["socket"], "GET", f"{ACTIONS}/{kept}").status == 200
-        assert act(ada, node.urls["socket"], target={"all": True}).status == 200
-    finally:
-        node.close()
+        assert act(eve, node.url, target={"all": True}).status == 429
+        assert ada.request(node.url, "GET", f"{ACTIONS}/{kept}").status == 200
+        assert act(ada, node.url, target={"all": True}).status == 200
 
 
-def test_with_a_token_file_every_user_needs_the_token() -> None:
-    folder = open_folder()
-    token = folder / "token"
+def test_with_a_token_file_every_user_needs_the_token(tmp_path: Path) -> None:
+    token = tmp_path / "token"
     token.write_text("a-long-token\n")
     token.chmod(0o600)
-    node = Node(folder, "--action.token-file", str(token))
-    try:
+    with closing(SharedNode("--action.token-file", str(token))) as node:
         users = (node.user(0), node.user(ADA), node.user(0, NEW_PID_NAMESPACE))
-        for url in node.urls.values():
+        for url in (node.url, node.tcp):
             for user in users:
                 assert act(user, url, target={"all": True}).status == 401
                 assert user.request(url, "GET", "/api/v1/caller").document["rights"] == "none"
@@ -266,22 +205,19 @@ def test_with_a_token_file_every_user_needs_the_token() -> None:
             reply = users[0].request(url, "POST", ACTIONS, sent, Authorization="Bearer a-long-token")
             assert len(targets(reply)) == 3
             assert reply.document["requested_by"].startswith("token:token@")
-    finally:
-        node.close()
 
 
 def test_hidden_identities_are_shown_to_their_owner_and_to_root() -> None:
-    node = Node(open_folder(), "--web.hide-identities")
-    try:
+    with closing(SharedNode("--web.hide-identities")) as node:
         root, ada, eve = node.user(0), node.user(ADA), node.user(EVE)
         node.report(ada, sequence=2, command="python secret.py")
         shown = {}
         for user in (root, ada, eve):
-            listed = user.request(node.urls["loopback"], "GET", "/api/v1/processes").document["processes"]
+            listed = user.request(node.tcp, "GET", "/api/v1/processes").document["processes"]
             (shown[user.uid],) = [one["command"] for one in listed if one["pid"] == ada.pid]
-            live = user.request(node.urls["loopback"], "GET", "/api/v1/live").document
+            live = user.request(node.tcp, "GET", "/api/v1/live").document
             assert ("secret.py" in str(live)) == (user is not eve)
-            whole = user.request(node.urls["loopback"], "GET", "/api/v1/live?details=all").document
+            whole = user.request(node.tcp, "GET", "/api/v1/live?details=all").document
             ones = [one for job in whole["jobs"] for one in job["processes"] if one["pid"] == ada.pid]
             assert [one["command"] for one in ones] == [shown[user.uid]], "`info` shows what the page shows"
             assert whole["node"]["identities_hidden"] == (user is not root)
@@ -290,16 +226,13 @@ def test_hidden_identities_are_shown_to_their_owner_and_to_root() -> None:
         assert shown[ADA] == shown[0]
         assert "secret.py" not in node.exporter.request("GET", "/metrics").body.decode()
         for user, hidden in ((eve, True), (ada, True), (root, False)):
-            events = user.request(node.urls["socket"], "GET", "/api/v1/events?type=process_started").document["events"]
+            events = user.request(node.url, "GET", "/api/v1/events?type=process_started").document["events"]
             commands = {event["detail"]["command"] for event in events}
             assert (commands == {None}) == hidden
-    finally:
-        node.close()
 
 
-def test_a_mounted_socket_works_read_only() -> None:
+def test_a_mounted_socket_works_read_only(node: SharedNode) -> None:
     """A training container may mount the socket's folder read-only: connect(2) needs no writable mount."""
-    node = Node(open_folder())
     mounted = open_folder()
     script = f"""
         mount --bind {node.folder} {mounted} && mount -o remount,bind,ro {mounted} &&
@@ -314,7 +247,6 @@ def test_a_mounted_socket_works_read_only() -> None:
             pytest.skip(done.stderr.strip())
         assert '"uid":0' in done.stdout.replace(" ", ""), done
     finally:
-        node.close()
         mounted.rmdir()
 
 
@@ -331,15 +263,12 @@ def test_on_the_exporter_of_a_user_that_user_and_root_have_every_right() -> None
         pytest.skip(str(error))
     if importable.returncode != 0:
         pytest.skip("another user cannot read this repository")
-    folder = open_folder()
-    os.chown(folder, ADA, ADA)
-    node = Node(folder, launcher=as_ada)
-    try:
+    with closing(SharedNode(launcher=as_ada, owner=ADA)) as node:
         ada, eve, root = node.user(ADA), node.user(EVE), node.user(0)
         contained = node.user(0, NEW_PID_NAMESPACE)
         rights = {
             (name, user.uid): user.request(url, "GET", "/api/v1/caller").document["rights"]
-            for name, url in node.urls.items()
+            for name, url in (("socket", node.url), ("loopback", node.tcp))
             for user in (ada, eve, root)
         }
         # This exporter cannot see the descriptors of other users' processes, and so not where a connection comes from.
@@ -351,16 +280,14 @@ def test_on_the_exporter_of_a_user_that_user_and_root_have_every_right() -> None
             ("socket", 0): "all",
             ("loopback", 0): "none",
         }
-        assert contained.request(node.urls["socket"], "GET", "/api/v1/caller").document["rights"] == "own"
-    finally:
-        node.close()
+        assert contained.request(node.url, "GET", "/api/v1/caller").document["rights"] == "own"
 
 
-def test_a_user_does_not_end_the_start_of_another_users_engine(node: Node, root: LocalUser, url: str) -> None:
+def test_a_user_does_not_end_the_start_of_another_users_engine(node: SharedNode, root: LocalUser, url: str) -> None:
     uuid = UUIDS[5]  # no other test uses this device
     own, engine = node.user(1003), node.user(1004)  # the processes of the other users are counted
     clear: dict[str, Any] = {"target": {"pid": own.pid}, "dry_run": False, "deadline_seconds": 60}
-    on_device = {"devices": (sample(uuid, 0, MIB),)}
+    on_device: dict[str, Any] = {"devices": (sample(uuid, 0, MIB),)}
     assert node.report(own, sequence=2, **on_device).status == 200
     assert node.report(engine, sequence=2, engine_starting=True, **on_device).status == 200
     waiting = act(own, url, **clear)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import stat
 import tempfile
@@ -138,8 +137,7 @@ def test_a_socket_has_its_mode_from_the_start(tmp_path: Path, umask: int, monkey
 def test_a_replaced_socket_is_logged_once_and_degrades_the_health(tmp_path: Path) -> None:
     with contextlib.closing(ExporterProcess(tmp_path)) as exporter:
         assert exporter.get("/health")["checks"]["socket"] == {"status": "ok", "detail": str(exporter.socket)}
-        (address,) = re.findall(r"addresses=(http://[^, ]*)", exporter.log().replace('"', ""))
-        with contextlib.closing(Connection(address, timeout_seconds=patient(30))) as tcp:
+        with contextlib.closing(Connection(exporter.tcp_url, timeout_seconds=patient(30))) as tcp:
             for change in ("removed", "replaced"):
                 exporter.socket.unlink(missing_ok=True)
                 if change == "replaced":
@@ -206,8 +204,7 @@ def test_a_flood_of_out_of_memory_errors_is_limited(tmp_path: Path) -> None:
 
 
 def test_a_rebound_name_reads_nothing_on_loopback(exporter: ExporterProcess) -> None:
-    (address,) = re.findall(r"addresses=(http://[^, ]*)", exporter.log().replace('"', ""))
-    with contextlib.closing(Connection(address, timeout_seconds=patient(30))) as tcp:
+    with contextlib.closing(Connection(exporter.tcp_url, timeout_seconds=patient(30))) as tcp:
         for path in ("/", "/metrics", "/api/v1/processes", "/api/v1/live", "/health"):
             assert tcp.request("GET", path, headers={"Host": "evil.example"}).status == 403
             assert tcp.request("GET", path).status in (200, 503)

@@ -6,42 +6,21 @@ import array
 import contextlib
 import json
 import os
-import shutil
 import socket
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
-from gpumem_client.wire.protocol import MODES, CommandResult
+from gpumem_client.wire.protocol import CommandResult
 from tests.support.acting_as import needs_root
-from tests.support.builders import MIB, UUIDS, sample
-from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.local_users import (
-    NEW_MOUNT_NAMESPACE,
-    NEW_PID_NAMESPACE,
-    NEW_USER_NAMESPACE,
-    Cgroup,
-    LocalUser,
-    Reply,
-    needs_cgroups,
-)
+from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, Cgroup, LocalUser, needs_cgroups
+from tests.support.shared_node import ADA, CONTAINER, EVE, KINDS, SharedNode, act
 from tests.support.waiting import patient
 
 pytestmark = [needs_root, needs_cgroups]
 
-ACTIONS = "/api/v1/actions"
-ADA, EVE, GPUMEM = 1001, 1002, 1003
-CONTAINER = NEW_PID_NAMESPACE | NEW_MOUNT_NAMESPACE
-KINDS = {
-    "docker": (CONTAINER, True),
-    "docker --pid host": (NEW_MOUNT_NAMESPACE, True),
-    "namespaces only": (CONTAINER, False),
-}
-"""The namespaces of a container, and whether its cgroup names it."""
+GPUMEM = 1003
 EXPORTERS = {
     "root": (),
     "root without capabilities": ("setpriv", "--bounding-set=-all", "--inh-caps=-all"),
@@ -49,70 +28,20 @@ EXPORTERS = {
 }
 
 
-class Node:
-    """An exporter, users of the host, and containers."""
-
-    def __init__(self, exporter: str = "root", *flags: str, launcher: tuple[str, ...] = ()) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="gpumem-"))
-        self.folder.chmod(0o755)
-        if exporter == "another user":
-            os.chown(self.folder, GPUMEM, GPUMEM)
-        self.exporter = ExporterProcess(
-            self.folder, *QUICK, "--report.expiry", "600", *flags, launcher=launcher or EXPORTERS[exporter]
-        )
-        self.url, self.tcp = self.exporter.url, self.exporter.tcp_url
-        self.users: list[LocalUser] = []
-        self.cgroups: list[Cgroup] = []
-
-    def user(self, uid: int, **place: Any) -> LocalUser:
-        """Start a process of a user, which reports itself."""
-        user = LocalUser(uid, **place)
-        self.users.append(user)
-        reply = self.report(user)
-        assert reply.status == 200, reply
-        return user
-
-    def container(self, kind: str = "docker") -> dict[str, Any]:
-        """Return the place of a new container, for `user`. Its namespaces are those of its first process."""
-        namespaces, has_cgroup = KINDS[kind]
-        if has_cgroup:
-            self.cgroups.append(Cgroup(uuid4().hex * 2))
-        return {"namespaces": namespaces, "cgroup": self.cgroups[-1] if has_cgroup else None}
-
-    def report(self, sender: LocalUser, about: LocalUser | None = None, url: str = "", **changes: Any) -> Reply:
-        """Let a user report about a process."""
-        about = about or sender
-        known = {"modes": MODES, "devices": (sample(UUIDS[0], 0, MIB),)}
-        return sender.send(url or self.url, about.report(**{**known, **changes}))
-
-    def shown(self) -> dict[int | str, str | None]:
-        """Return the workload of each reporting process, by name."""
-        processes = self.exporter.get("/api/v1/processes")["processes"]
-        return {each["pid"]: each["workload"] for each in processes if each["reporting"]}
-
-    def close(self) -> None:
-        for user in self.users:
-            user.close()
-        for cgroup in reversed(self.cgroups):
-            cgroup.close()
-        self.exporter.close()
-        shutil.rmtree(self.folder)
+def node_of(exporter: str, *flags: str) -> SharedNode:
+    """Return a node with one of `EXPORTERS`."""
+    return SharedNode(*flags, launcher=EXPORTERS[exporter], owner=GPUMEM if exporter == "another user" else 0)
 
 
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with contextlib.closing(Node()) as node:
-        yield node
-
-
-def act(user: LocalUser, url: str, target: dict[str, Any], **request: Any) -> Reply:
-    sent = {"action": "empty_cache", "wait_seconds": 0, "dry_run": True, "target": target, **request}
-    return user.request(url, "POST", ACTIONS, sent)
+def shown(node: SharedNode) -> dict[int | str, str | None]:
+    """Return the workload of each reporting process, by name."""
+    processes = node.exporter.get("/api/v1/processes")["processes"]
+    return {each["pid"]: each["workload"] for each in processes if each["reporting"]}
 
 
 def reached(user: LocalUser, url: str) -> set[int]:
     """Return the processes that an action of a user on all processes has."""
-    reply = act(user, url, {"all": True})
+    reply = act(user, url, target={"all": True})
     assert reply.status in (200, 403), reply
     return {result["pid"] for result in reply.document["results"]} if reply.status == 200 else set()
 
@@ -121,7 +50,7 @@ def reached(user: LocalUser, url: str) -> set[int]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_container_reaches_its_own_processes_only(exporter: str, kind: str) -> None:
     """Root of a container becomes uid 1001, and two pods run as uid 1001, which is Ada's on the host."""
-    with contextlib.closing(Node(exporter)) as node:
+    with contextlib.closing(node_of(exporter)) as node:
         ada, root = node.user(ADA), node.user(0)
         first, second = node.container(kind), node.container(kind)
         one, its_root, two = node.user(ADA, **first), node.user(0, **first), node.user(ADA, **second)
@@ -133,17 +62,17 @@ def test_a_container_reaches_its_own_processes_only(exporter: str, kind: str) ->
         assert reached(root, node.url) >= {ada.pid, root.pid, one.pid, its_root.pid, two.pid}
         for attacker in (one, its_root):
             for victim in (ada, root, two):
-                assert act(attacker, node.url, {"pid": victim.pid}, dry_run=False).status == 403
+                assert act(attacker, node.url, target={"pid": victim.pid}, dry_run=False).status == 403
                 stolen: dict[str, Any] = {"workload": "stolen", "session": "later", "session_started_seconds": 1e12}
                 for final in (False, True):
                     reply = node.report(attacker, victim, **stolen, final=final)
                     assert reply.status == 403, reply
                     assert f"pid {victim.own_pid} belongs to uid" in reply.detail
-        assert set(node.shown().values()) == {"train"}
-        assert len(node.shown()) == 5
+        assert set(shown(node).values()) == {"train"}
+        assert len(shown(node)) == 5
 
 
-def test_a_nested_cgroup_with_the_name_of_another_container_is_in_its_own(node: Node) -> None:
+def test_a_nested_cgroup_with_the_name_of_another_container_is_in_its_own(node: SharedNode) -> None:
     """A container with a writable cgroup creates one below its own and names it after the victim's."""
     victim_at = node.container()
     victim = node.user(ADA, **victim_at)
@@ -159,7 +88,7 @@ def test_a_nested_cgroup_with_the_name_of_another_container_is_in_its_own(node: 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_root_of_a_container_does_not_take_over_a_process_of_another_one(exporter: str) -> None:
     """A wrong start time is enough for a process not to be found; the later start won, and got the commands."""
-    with contextlib.closing(Node(exporter)) as node:
+    with contextlib.closing(node_of(exporter)) as node:
         victim, attacker = node.user(0, **node.container()), node.user(0, **node.container())
         root = node.user(0)
         wrong = {
@@ -171,8 +100,8 @@ def test_root_of_a_container_does_not_take_over_a_process_of_another_one(exporte
             "workload": "stolen",
         }
         assert node.report(attacker, **wrong).status == 200
-        assert node.shown()[victim.pid] == "train"
-        action = act(root, node.url, {"pid": victim.pid}, dry_run=False, deadline_seconds=60)
+        assert shown(node)[victim.pid] == "train"
+        action = act(root, node.url, target={"pid": victim.pid}, dry_run=False, deadline_seconds=60)
         assert action.status == 202, action
         assert "commands" not in node.report(attacker, **wrong, sequence=2).document
         claimed = (CommandResult(action.document["id"], "done", reason="a lie"),)
@@ -180,25 +109,25 @@ def test_root_of_a_container_does_not_take_over_a_process_of_another_one(exporte
         (command,) = node.report(victim, sequence=2).document["commands"]
         assert command["id"] == action.document["id"]
         assert node.report(attacker, **wrong, sequence=4, final=True).status == 200
-        assert node.shown()[victim.pid] == "train"
+        assert shown(node)[victim.pid] == "train"
 
 
-def test_the_name_of_a_process_that_cannot_be_seen_cannot_be_contested_away(node: Node) -> None:
+def test_the_name_of_a_process_that_cannot_be_seen_cannot_be_contested_away(node: SharedNode) -> None:
     ada, eve, inside = node.user(ADA), node.user(EVE), node.user(ADA, **node.container())
     unseen: dict[str, Any] = {"pid": 77, "pid_namespace": 4242, "start_time_ticks": 5}
     assert node.report(ada, **unseen, session="ada", workload="ada").status == 200
-    (name,) = {name for name, workload in node.shown().items() if workload == "ada"}
+    (name,) = {name for name, workload in shown(node).items() if workload == "ada"}
     for attacker in (eve, inside):
         claim = {**unseen, "session": f"{attacker.pid}", "session_started_seconds": 1e12, "workload": "squatter"}
         assert node.report(attacker, **claim).status == 200
-        assert node.shown()[name] == "ada"
-    assert [*node.shown().values()].count("squatter") == 2
-    assert {result["pid"] for result in act(ada, node.url, {"pid": name}).document["results"]} == {name}
+        assert shown(node)[name] == "ada"
+    assert [*shown(node).values()].count("squatter") == 2
+    assert {result["pid"] for result in act(ada, node.url, target={"pid": name}).document["results"]} == {name}
 
 
 def test_invented_processes_take_no_place_of_true_ones() -> None:
     """Root of a container sends reports of many uids about processes that do not exist."""
-    with contextlib.closing(Node("root", "--report.max-processes", "8")) as node:
+    with contextlib.closing(SharedNode("--report.max-processes", "8")) as node:
         true = {node.user(ADA).pid for _ in range(6)}
         place = node.container()
         for uid in range(2000, 2010):
@@ -206,33 +135,33 @@ def test_invented_processes_take_no_place_of_true_ones() -> None:
             node.users.append(attacker)
             for pid in range(100, 103):
                 node.report(attacker, pid=pid, pid_namespace=4242, session=f"{uid}-{pid}")
-        assert true <= node.shown().keys()
+        assert true <= shown(node).keys()
         true |= {node.user(ADA).pid for _ in range(2)}
-        assert node.shown().keys() == true
+        assert shown(node).keys() == true
 
 
-def test_a_claimed_rank_neither_joins_nor_blocks_a_group(node: Node) -> None:
+def test_a_claimed_rank_neither_joins_nor_blocks_a_group(node: SharedNode) -> None:
     ada, root, inside = node.user(ADA), node.user(0), node.user(ADA, **node.container())
     shared: dict[str, Any] = {"workload": "llm", "step": 50, "step_seconds": 0.1, "sequence": 2}
     assert node.report(ada, rank="0", **shared).status == 200
     assert node.report(inside, rank="1", **shared).status == 200
-    group = {"group": True, "mode": "step", "deadline_seconds": 60}
+    group: dict[str, Any] = {"group": True, "mode": "step", "deadline_seconds": 60}
     for caller, target in ((ada, {"workload": "llm"}), (root, {"pid": ada.pid}), (inside, {"workload": "llm"})):
-        reply = act(caller, node.url, target, **group)
+        reply = act(caller, node.url, target=target, **group)
         assert reply.status == 200, reply
         assert {result["pid"] for result in reply.document["results"]} == {inside.pid if caller is inside else ada.pid}
-    ambiguous = act(root, node.url, {"workload": "llm"}, **group)
+    ambiguous = act(root, node.url, target={"workload": "llm"}, **group)
     assert ambiguous.status == 409
     for named in (f"pid {ada.pid}", f"pid {inside.pid}", f"uid {ADA}"):
         assert named in ambiguous.detail
-    both = act(root, node.url, {"pid": [ada.pid, inside.pid]}, **group)
+    both = act(root, node.url, target={"pid": [ada.pid, inside.pid]}, **group)
     assert {result["pid"] for result in both.document["results"]} == {ada.pid, inside.pid}
 
 
 # Over loopback
 
 
-def test_over_loopback_a_container_with_the_hosts_network_has_the_same_rights(node: Node) -> None:
+def test_over_loopback_a_container_with_the_hosts_network_has_the_same_rights(node: SharedNode) -> None:
     ada, root = node.user(ADA), node.user(0)
     place = node.container()
     one, its_root, two = node.user(ADA, **place), node.user(0, **place), node.user(ADA, **node.container())
@@ -243,18 +172,18 @@ def test_over_loopback_a_container_with_the_hosts_network_has_the_same_rights(no
     assert node.report(one, url=node.tcp, sequence=2).status == 200
     for victim in (ada, two):
         assert node.report(one, victim, url=node.tcp, workload="stolen").status == 403
-    assert set(node.shown().values()) == {"train"}
+    assert set(shown(node).values()) == {"train"}
 
 
 @pytest.mark.parametrize("exporter", ["root without capabilities", "another user"])
 def test_an_exporter_that_cannot_see_who_holds_a_connection_gives_it_no_rights(exporter: str) -> None:
-    with contextlib.closing(Node(exporter)) as node:
+    with contextlib.closing(node_of(exporter)) as node:
         ada, inside = node.user(ADA), node.user(ADA, **node.container())
         for user in (ada, inside):
             caller = user.request(node.tcp, "GET", "/api/v1/caller").document
             assert (caller["uid"], caller["rights"]) == (ADA, "none")
             assert "--action.token-file" in caller["reason"]
-            assert act(user, node.tcp, {"all": True}).status == 403
+            assert act(user, node.tcp, target={"all": True}).status == 403
         reply = node.report(ada, url=node.tcp, sequence=2)
         assert reply.status == 403
         assert "unix socket" in reply.detail
@@ -264,19 +193,19 @@ def test_the_container_runtime_that_forwards_a_port_into_the_exporters_container
     """`kubectl port-forward`: a process of the host connects over the pod's loopback, as root, for another person."""
     with contextlib.closing(Cgroup(uuid4().hex * 2)) as cgroup:
         into_container = ("sh", "-c", 'echo 0 > "$0" && exec "$@"', str(cgroup.path / "cgroup.procs"))
-        with contextlib.closing(Node(launcher=into_container)) as node:
+        with contextlib.closing(SharedNode(launcher=into_container)) as node:
             job, runtime, beside = node.user(0), LocalUser(0), LocalUser(0, cgroup=cgroup)
             node.users += [runtime, beside]
             caller = runtime.request(node.tcp, "GET", "/api/v1/caller").document
             assert (caller["uid"], caller["rights"]) == (0, "none")
-            assert act(runtime, node.tcp, {"all": True}).status == 403
+            assert act(runtime, node.tcp, target={"all": True}).status == 403
             assert node.report(runtime, job, url=node.tcp, workload="stolen").status == 403
             assert reached(runtime, node.url) == {job.pid}, "the host's root, on the socket"
             assert reached(beside, node.tcp) == {job.pid}, "kubectl exec"
 
 
 @pytest.mark.parametrize("uid", [0, ADA])
-def test_a_connection_that_a_container_passes_to_a_process_of_the_host_has_no_rights(node: Node, uid: int) -> None:
+def test_a_connection_that_a_container_passes_to_the_host_has_no_rights(node: SharedNode, uid: int) -> None:
     """The holder is a process of the same user on the host; the socket was created in the container."""
     place = node.container()
     receiving, sending = socket.socketpair(socket.AF_UNIX)
@@ -317,8 +246,8 @@ def test_a_connection_that_a_container_passes_to_a_process_of_the_host_has_no_ri
 
 def test_namespaces_that_a_user_makes_take_one_share() -> None:
     """Every user may make user namespaces without end."""
-    with contextlib.closing(Node("root", "--action.caller-limit", "2")) as node:
+    with contextlib.closing(SharedNode("--action.caller-limit", "2")) as node:
         made = [node.user(0, namespaces=NEW_USER_NAMESPACE | NEW_PID_NAMESPACE) for _ in range(3)]
-        assert [act(each, node.url, {"pid": each.pid}).status for each in made] == [200, 200, 429]
+        assert [act(each, node.url, target={"pid": each.pid}).status for each in made] == [200, 200, 429]
         other = node.user(ADA, **node.container())
-        assert act(other, node.url, {"pid": other.pid}).status == 200
+        assert act(other, node.url, target={"pid": other.pid}).status == 200

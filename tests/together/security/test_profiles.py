@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,41 +13,23 @@ from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
 from gpumem_exporter.server.api.profile_intake import MAX_OF_PROCESS
 from tests.support.acting_as import needs_root
 from tests.support.builders import MIB, UUIDS
-from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.local_users import NEW_PID_NAMESPACE, LocalUser, Reply
 from tests.support.namespaces import needs_namespaces
 from tests.support.profile_documents import body, document, profile
+from tests.support.shared_node import ADA, EVE, SharedNode
 
 pytestmark = [needs_root, needs_namespaces]
 
-ADA, EVE = 1001, 1002
 MOST_BYTES = 220 * MIB
 """The exporter with the objects of one profile of a million values."""
 
 
 @pytest.fixture
-def exporter() -> Iterator[ExporterProcess]:
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)  # unlike pytest's folders
-        with closing(ExporterProcess(Path(name), *QUICK, "--report.expiry", "600", ready="/-/healthy")) as started:
-            yield started
-
-
-@pytest.fixture(params=["socket", "loopback"])
-def url(request: pytest.FixtureRequest, exporter: ExporterProcess) -> str:
-    return exporter.url if request.param == "socket" else exporter.tcp_url
-
-
-@pytest.fixture
-def users(exporter: ExporterProcess) -> Iterator[tuple[LocalUser, ...]]:
+def users(node: SharedNode) -> tuple[LocalUser, ...]:
     """Root, Ada and Eve, and root of another PID namespace; each has had an out-of-memory error."""
-    with ExitStack() as stack:
-        found = [stack.enter_context(closing(LocalUser(uid))) for uid in (0, ADA, EVE)]
-        found.append(stack.enter_context(closing(LocalUser(0, NEW_PID_NAMESPACE))))
-        for user in found:
-            errors = tuple(OutOfMemory(UUIDS[0], number) for number in range(1, 50))
-            assert user.send(exporter.url, user.report(ooms=errors)).status == 200
-        yield tuple(found)
+    errors = tuple(OutOfMemory(UUIDS[0], number) for number in range(1, 50))
+    places = ((0, 0), (ADA, 0), (EVE, 0), (0, NEW_PID_NAMESPACE))
+    return tuple(node.user(uid, namespaces, ooms=errors, devices=()) for uid, namespaces in places)
 
 
 def send(sender: LocalUser, url: str, *, of: LocalUser | None = None, number: int = 1, **changes: Any) -> Reply:
@@ -123,7 +101,7 @@ def test_a_flood_of_one_user_is_limited_and_pushes_out_no_profile_of_another(
     assert len(seen(ada, url)) == 2
 
 
-def test_hostile_documents_cost_bounded_memory(users: tuple[LocalUser, ...], exporter: ExporterProcess) -> None:
+def test_hostile_documents_cost_bounded_memory(users: tuple[LocalUser, ...], node: SharedNode) -> None:
     _, ada, eve, _ = users
     large = document(eve.report().process, profile("1", "out_of_memory", oom_number=1))
     large["rows"] = [[0, "default", 0, 0, number, 1, number, 1] for number in range(60_000)]
@@ -137,9 +115,9 @@ def test_hostile_documents_cost_bounded_memory(users: tuple[LocalUser, ...], exp
         b"\x1f\x8b" + bytes(1000),
     )
     for content in hostile:
-        assert post(eve, exporter.url, content).status == 422
-    assert post(eve, exporter.url, gzip.compress(json.dumps(large).encode())).status == 201
-    assert eve.request(exporter.url, "GET", f"{PROFILES_PATH}/{seen(eve, exporter.url)[0]}").status == 200
+        assert post(eve, node.url, content).status == 422
+    assert post(eve, node.url, gzip.compress(json.dumps(large).encode())).status == 201
+    assert eve.request(node.url, "GET", f"{PROFILES_PATH}/{seen(eve, node.url)[0]}").status == 200
     # Each row has a stack whose files are long and in torch: searched for each row, they take minutes.
     large["frames"] = [["f", f"{'a' * 1500}{number}/site-packages/torch/nn.py", 1] for number in range(4300)]
     large["stacks"] = [[(row * 128 + each) % 4300 for each in range(128)] for row in range(3000)]
@@ -149,10 +127,10 @@ def test_hostile_documents_cost_bounded_memory(users: tuple[LocalUser, ...], exp
     large["id"] = "2"
     unknown = [{"uuid": f"GPU-{number:0124}", "allocated_bytes": 0, "peak_bytes": 0} for number in range(63)]
     large["devices"] = [*large["devices"], *unknown]
-    found = post(eve, exporter.url, gzip.compress(json.dumps(large).encode()))
+    found = post(eve, node.url, gzip.compress(json.dumps(large).encode()))
     assert found.status == 201
-    assert eve.request(exporter.url, "GET", f"{PROFILES_PATH}/{found.document['id']}").status == 200
-    listed = eve.request(exporter.url, "GET", PROFILES_PATH).document["profiles"]
+    assert eve.request(node.url, "GET", f"{PROFILES_PATH}/{found.document['id']}").status == 200
+    listed = eve.request(node.url, "GET", PROFILES_PATH).document["profiles"]
     assert {device["uuid"] for each in listed for device in each["devices"]} <= {UUIDS[0]}
-    assert exporter.peak_bytes() < MOST_BYTES
-    assert send(ada, exporter.url).status == 201
+    assert node.exporter.peak_bytes() < MOST_BYTES
+    assert send(ada, node.url).status == 201

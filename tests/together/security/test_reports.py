@@ -78,9 +78,8 @@ def place(folder: Path, emulation: Path) -> Iterator[Place]:
         node = stack.enter_context(EmulatedNode(folder / "node"))
         exporter = ExporterProcess(folder, *QUICK, environment=node.environment())
         stack.callback(exporter.close)
-        address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:[1-9]\d*", exporter.log()), "its address")
         users = [stack.enter_context(closing(LocalUser(uid))) for uid in (0, ADA, EVE)]
-        yield Place(node, exporter, address.group(), *users)
+        yield Place(node, exporter, exporter.tcp_url, *users)
 
 
 @pytest.fixture(autouse=True)
@@ -213,8 +212,7 @@ def test_the_page_and_the_memory_are_bounded_whatever_one_user_sends(folder: Pat
     own.mkdir(mode=0o755)
     with EmulatedNode(own / "node") as node:
         node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
-        exporter = ExporterProcess(own, *QUICK, environment=node.environment(), ready="/-/healthy")
-        try:
+        with closing(ExporterProcess(own, *QUICK, environment=node.environment(), ready="/-/healthy")) as exporter:
             refused = 0
             for pid in range(1, 700):
                 report = largest_report(place.eve, pid) if pid < 60 else place.eve.report(pid=pid, pid_namespace=4242)
@@ -229,8 +227,6 @@ def test_the_page_and_the_memory_are_bounded_whatever_one_user_sends(folder: Pat
             assert int(resident[1]) < 160 << 10, f"{resident[1]} KiB"
             assert place.ada.send(exporter.url, ada_report(place))[0] == 200
             print(sizes, resident[1], refused)
-        finally:
-            exporter.close()
 
 
 def largest_report(process: LocalUser, number: int) -> Report:
@@ -263,8 +259,7 @@ def test_one_user_cannot_take_the_place_of_others(folder: Path, place: Place) ->
     own = folder / "small"
     own.mkdir(mode=0o755)
     flags = ("--report.max-processes", "4")
-    exporter = ExporterProcess(own, *QUICK, *flags, environment=place.node.environment())
-    try:
+    with closing(ExporterProcess(own, *QUICK, *flags, environment=place.node.environment())) as exporter:
         made_up = [place.eve.report(pid=pid, pid_namespace=4242) for pid in range(1, 10)]
         statuses = [place.eve.send(exporter.url, one)[0] for one in made_up]
         assert statuses == [200] * 4 + [503] * 5
@@ -274,8 +269,6 @@ def test_one_user_cannot_take_the_place_of_others(folder: Path, place: Place) ->
         assert sorted(shown) == ["ada", "root", "train", "train"]
         assert place.eve.send(exporter.url, place.eve.report(pid=10, pid_namespace=4242))[0] == 503
         assert place.ada.send(exporter.url, ada_report(place, step=2))[0] == 200
-    finally:
-        exporter.close()
 
 
 def test_a_reporter_with_only_a_token_is_unattested_and_replaces_no_attested_one(folder: Path, place: Place) -> None:
@@ -284,25 +277,23 @@ def test_a_reporter_with_only_a_token_is_unattested_and_replaces_no_attested_one
     token = own / "token"
     token.write_text("secret of reporters\n")
     token.chmod(0o600)
-    exporter = ExporterProcess(own, *QUICK, "--report.token-file", str(token), environment=place.node.environment())
     with_token = {"Authorization": "Bearer secret of reporters"}
     proxied = {**with_token, "X-Forwarded-For": "192.0.2.1"}  # the kernel knows the proxy, not the reporter
-    address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:[1-9]\d*", exporter.log()), "its address").group()
-    try:
+    with closing(
+        ExporterProcess(own, *QUICK, "--report.token-file", str(token), environment=place.node.environment())
+    ) as exporter:
         assert place.ada.send(exporter.url, ada_report(place))[0] == 401
         unseen = {"pid": 5, "pid_namespace": 4242, "workload": "far"}
-        assert place.eve.send(address, place.eve.report(**unseen), **proxied)[0] == 200
-        assert place.eve.send(address, ada_report(place, workload="made up"), **proxied)[0] == 200
-        assert place.ada.send(address, ada_report(place), **with_token)[0] == 200
+        assert place.eve.send(exporter.tcp_url, place.eve.report(**unseen), **proxied)[0] == 200
+        assert place.eve.send(exporter.tcp_url, ada_report(place, workload="made up"), **proxied)[0] == 200
+        assert place.ada.send(exporter.tcp_url, ada_report(place), **with_token)[0] == 200
         shown = {entry["workload"]: entry["attested"] for entry in exporter.get("/api/v1/processes")["processes"]}
         assert shown == {"far": False, "ada": True}
-        reply = place.eve.send(address, ada_report(place, workload="made up"), **proxied)
+        reply = place.eve.send(exporter.tcp_url, ada_report(place, workload="made up"), **proxied)
         assert (reply.status, "attests" in reply.detail) == (409, True), reply
-        reply = place.eve.send(address, place.root.report(start_time_ticks=5), **proxied)
+        reply = place.eve.send(exporter.tcp_url, place.root.report(start_time_ticks=5), **proxied)
         assert (reply.status, "another process" in reply.detail) == (403, True), reply
         reply = place.eve.send(exporter.url, place.root.report(), **with_token)
         assert (reply.status, "belongs to uid 0" in reply.detail) == (403, True), (
             "the token does not replace the kernel's uid"
         )
-    finally:
-        exporter.close()
