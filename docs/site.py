@@ -60,9 +60,7 @@ def openapi_document() -> str:
     """Return the document that an exporter serves as /openapi.json."""
     from gpumem_exporter.demo import DemoNode
     from gpumem_exporter.server.app import create_app
-    from gpumem_exporter.server.runtime import Runtime
     from gpumem_exporter.server.settings import load_settings
 
     node = DemoNode()
-    runtime = Runtime(load_settings({}, {}), provider=node.provider, host=node.host)
-    return json.dumps(create_app(runtime).openapi())
+    return json.dumps(create_app(load_settings({}, {}), provider=node.provider, host=node.host).openapi())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -12,6 +13,11 @@ from fastapi import APIRouter, FastAPI
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
+from gpumem_exporter.actions.engines import Engines
+from gpumem_exporter.host import Host
+from gpumem_exporter.host.pid_namespaces import DriverPids
+from gpumem_exporter.host.pod_resources import PodResources
+from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.actions import actions_router, caller_router
 from gpumem_exporter.server.api.alerts import alerts_router
 from gpumem_exporter.server.api.events import events_router, jobs_router
@@ -29,11 +35,12 @@ from gpumem_exporter.server.background.housekeeping import (
     reload_on_hangup,
     restore_ooms,
 )
-from gpumem_exporter.server.http.listeners import parse_listen_address
+from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.security.tokens import FileRefresher
+from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.page import Page, page_router
 from gpumem_exporter.server.web.runbooks import runbook_router
 
@@ -47,12 +54,36 @@ HISTORY_STOP_SECONDS = 2.0
 """The time for saving the history at the exit; a full one takes 0.5 s of CPU."""
 
 
-def create_app(runtime: Runtime) -> FastAPI:
-    """Build the application of an exporter. Its lifespan starts and stops the parts that run beside requests.
+def create_app(
+    settings: Settings,
+    *,
+    provider: Provider,
+    host: Host,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+    pods: PodResources | None = None,
+    driver_pids: DriverPids | None = None,
+    socket_file: SocketFile | None = None,
+    engines: Engines | None = None,
+) -> FastAPI:
+    """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
 
-    The poller's thread opens, uses and closes the driver. `app.state.runtime` has the parts.
+    The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
+    if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
+    processes are not real.
     """
-    app = _Application(runtime, _lifespan(runtime))
+    runtime = Runtime(
+        settings,
+        provider=provider,
+        host=host,
+        clock=clock,
+        wall_clock=wall_clock,
+        pods=pods,
+        driver_pids=driver_pids,
+        socket_file=socket_file,
+        engines=engines,
+    )
+    app = _Application(runtime, _lifespan(runtime, pods))
     app.state.runtime = runtime
     with _without_pydantic_v1():
         for router in (*_api_routers(runtime), *_page_routers(runtime)):
@@ -193,7 +224,7 @@ def _add_guard(app: FastAPI, runtime: Runtime) -> None:
     )
 
 
-def _lifespan(runtime: Runtime) -> _Lifespan:
+def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
     rules = (runtime.reports_rule, runtime.callers.rule)
     files = FileRefresher([part.refresh for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
 
@@ -201,8 +232,8 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         files.start()
         runtime.events.log.start()
-        if runtime.pods is not None:
-            runtime.pods.start()
+        if pods is not None:
+            pods.start()
         runtime.poller.start()
         runtime.history_recorder.start()
         runtime.cache_use.start()
@@ -223,8 +254,8 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
             runtime.presence.close()
             for task in tasks:
                 task.cancel()
-            if runtime.pods is not None:
-                runtime.pods.stop()
+            if pods is not None:
+                pods.stop()
             files.stop()
             runtime.renderer.close()
             runtime.cache_use.stop()

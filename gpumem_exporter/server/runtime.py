@@ -60,8 +60,7 @@ class Runtime:
     """The exporter's parts. Only the event loop uses them; the poller's thread also writes to `store` and `events`.
 
     The constructor starts nothing. It is longer than other functions because each part has its line, in the order in
-    which they depend on each other. `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of
-    this PID namespace, `socket_file` without a unix socket, and `engines` where the processes are not real.
+    which they depend on each other.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class Runtime:
         *,
         provider: Provider,
         host: Host,
-        clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
         pods: PodResources | None = None,
         driver_pids: DriverPids | None = None,
         socket_file: SocketFile | None = None,
@@ -81,7 +80,6 @@ class Runtime:
         self.source = provider.source
         self.clock = clock
         self.wall_clock = wall_clock
-        self.pods = pods
         self.socket_file = socket_file
         self.instruments = Instruments()
         self.held_requests = HeldRequests()

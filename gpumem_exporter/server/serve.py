@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastapi import FastAPI
+
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.linux import LinuxHost
 from gpumem_exporter.host.pid_namespaces import DriverPids
@@ -25,12 +27,12 @@ from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind, take_systemd_sockets
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.logs import configure_logging
-from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 
 if TYPE_CHECKING:
     from gpumem_exporter.actions.engines import Engines
+    from gpumem_exporter.server.security.web_access import WebAccess
 
 _STOP_SECONDS = 1
 """The time for running requests when the exporter stops. Requests that wait for a command end at once."""
@@ -147,7 +149,7 @@ def serve(
     `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID namespace, `engines` where
     the processes are not real. `on_started` is called once, when requests are answered.
     """
-    runtime = Runtime(
+    app = create_app(
         settings,
         provider=provider,
         host=host,
@@ -156,7 +158,7 @@ def serve(
         socket_file=listeners.socket_file,
         engines=engines,
     )
-    server = build_server(runtime, listeners, on_started=on_started)
+    server = build_server(app, settings, listeners, on_started=on_started)
     # The objects of imports stay for ever. Without them, a full collection takes milliseconds and not 90 on the event
     # loop.
     gc.collect()
@@ -168,17 +170,19 @@ def serve(
 
 
 def build_server(
-    runtime: Runtime,
+    app: FastAPI,
+    settings: Settings,
     listeners: Listeners,
     *,
     on_started: Callable[[], None] = lambda: None,
     limits: Limits | None = None,
 ) -> LimitedServer:
-    """Return the server of an exporter.
+    """Return the server of an application from `create_app`.
 
     By default, the limits of clients are derived from `--report.max-processes` and the open files.
     """
-    app, settings, web = create_app(runtime), runtime.settings, runtime.web
+    runtime = app.state.runtime
+    web: WebAccess | None = runtime.web
     tls = web.context if web is not None else None
     configured = web.headers if web is not None else {}
 
