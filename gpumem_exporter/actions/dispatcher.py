@@ -273,6 +273,7 @@ class Dispatcher:
 
     def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:
         """Return the ids of the commands that a process keeps and must forget."""
+        # A command of an earlier run of the exporter has no part: its result would reach no caller.
         return tuple(
             command_id
             for command_id in process.report.waiting
@@ -331,7 +332,8 @@ class Dispatcher:
                 self._spawn(self._measure(running, part, result, process))
             return
         running.end_command(part, result, process)
-        self._settlements.start(running, part, result, self._clock())
+        if part.command.settle_seconds > 0 and result.outcome == "done":
+            self._settlements.start(running, part, result, self._clock())
         if running.action.group and result.outcome != "done":
             self.withdraw(running, "not every rank of the group could take part", ReasonCode.GROUP_INCOMPLETE)
         self.finish_if_complete(running)

@@ -137,14 +137,18 @@ class Target:
     def __init__(
         self,
         *,
+        gpu: _Given = None,
+        uuid: _Given = None,
+        pid: _Given = None,
+        workload: _Given = None,
+        rank: _Given = None,
+        user: _Given = None,
         orphans: bool = False,
         all: bool = False,  # noqa: A002 - the name in the API
-        **selectors: _Given,
     ) -> None:
-        if unknown := selectors.keys() - SELECTORS.keys():
-            raise TypeError(f"unknown selectors: {', '.join(sorted(unknown))}")
-        for name in SELECTORS:
-            object.__setattr__(self, name, _values(selectors.get(name)))
+        given = {"gpu": gpu, "uuid": uuid, "pid": pid, "workload": workload, "rank": rank, "user": user}
+        for name, value in given.items():
+            object.__setattr__(self, name, _values(value))
         object.__setattr__(self, "orphans", orphans)
         object.__setattr__(self, "all", all)
 

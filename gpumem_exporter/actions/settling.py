@@ -36,12 +36,11 @@ class Settlements:
         self._waiting: dict[tuple[str, ProcessKey], _Settlement] = {}
 
     def start(self, running: RunningAction, part: CommandPart, result: CommandResult, now: float) -> None:
-        """Wait for values of a process, if the action requests them and the process has released memory."""
-        settle_seconds = part.command.settle_seconds
+        """Wait for values of a process that has done a clear, if it has released memory."""
         uuids = {device.uuid for device in result.devices if device.freed_bytes is not None}
-        if settle_seconds > 0 and result.outcome == "done" and uuids:
+        if uuids:
             late_seconds = SETTLING_GRACE_SECONDS + 2 * (part.selected.process.report.step_seconds or 0.0)
-            settlement = _Settlement(running, part, uuids, now + settle_seconds + late_seconds)
+            settlement = _Settlement(running, part, uuids, now + part.command.settle_seconds + late_seconds)
             self._waiting[running.action.id, part.key] = settlement
             running.action = replace(running.action, settling=True)
 

@@ -113,8 +113,6 @@ class EventLog:
         """The number of events in the queue. `status` reads it without the lock, so it does not count the queue."""
         self._waiting_sizes: Counter[tuple[bool, str]] = Counter()
         """The part of the queue that each owner takes."""
-        self._alone = 0
-        """The number of puts at the start of the queue that are stored one at a time, because one of them cannot be."""
         self._readers: deque[tuple[Query, Future[Page]]] = deque()
         self._dropped = 0
         self._stopping = False
@@ -240,8 +238,9 @@ class EventLog:
         if self._error and not due:
             return False
         batch = self._batch()
-        if not batch and not due:
-            return True
+        return self._store(batch) if batch or due else True
+
+    def _store(self, batch: list[_Waiting]) -> bool:
         self._due_seconds = self._clock() + self._retry_seconds
         new_events: list[Event] = []
         try:
@@ -256,8 +255,7 @@ class EventLog:
         except Exception:  # noqa: BLE001 - logged below
             # The disk works, but an event cannot be stored. It must not block the others.
             if len(batch) > 1:
-                self._alone = len(batch)
-                return True
+                return all(self._store([each]) for each in batch)
             types = ",".join(sorted({event.type for each in batch for event in each.events}))
             _log.exception("an event cannot be stored", extra={"fields": {"types": types}})
             self._remove(batch)
@@ -280,13 +278,12 @@ class EventLog:
             size = 0
             for each in self._waiting:
                 size += len(each.events)
-                if batch and (size > _BATCH or self._alone):
+                if batch and size > _BATCH:
                     break
                 batch.append(each)
         return batch
 
     def _remove(self, batch: list[_Waiting]) -> None:
-        self._alone = max(0, self._alone - len(batch))
         with self._changed:
             for each in batch:
                 self._waiting.popleft()

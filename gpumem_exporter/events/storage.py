@@ -176,6 +176,7 @@ class Storage:
             self._path.touch(mode=0o600)  # the mode of SQLite's other files too
             with contextlib.suppress(PermissionError):
                 self._path.chmod(0o600)  # an older exporter created it
+        # No timeout: another exporter keeps its lock for as long as it runs.
         connection = sqlite3.connect(":memory:" if self._path is None else self._path, timeout=0, isolation_level=None)
         connection.row_factory = sqlite3.Row
         try:

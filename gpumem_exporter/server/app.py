@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -13,11 +12,6 @@ from fastapi import APIRouter, FastAPI
 
 from gpumem_client.wire.protocol import REPORTS_PATH
 from gpumem_exporter import __version__
-from gpumem_exporter.actions.engines import Engines
-from gpumem_exporter.host import Host
-from gpumem_exporter.host.pid_namespaces import DriverPids
-from gpumem_exporter.host.pod_resources import PodResources
-from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.api.actions import actions_router, caller_router
 from gpumem_exporter.server.api.alerts import alerts_router
 from gpumem_exporter.server.api.events import events_router, jobs_router
@@ -32,15 +26,14 @@ from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.housekeeping import (
     keep_house,
     release_free_memory,
-    reload_on_hangup,
+    reloading_on_hangup,
     restore_ooms,
 )
-from gpumem_exporter.server.http.listeners import SocketFile, parse_listen_address
+from gpumem_exporter.server.http.listeners import parse_listen_address
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.security.tokens import FileRefresher
-from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.page import Page, page_router
 from gpumem_exporter.server.web.runbooks import runbook_router
 
@@ -54,37 +47,9 @@ HISTORY_STOP_SECONDS = 2.0
 """The time for saving the history at the exit; a full one takes 0.5 s of CPU."""
 
 
-def create_app(
-    settings: Settings,
-    *,
-    provider: Provider,
-    host: Host,
-    clock: Callable[[], float] = time.monotonic,
-    wall_clock: Callable[[], float] = time.time,
-    pods: PodResources | None = None,
-    driver_pids: DriverPids | None = None,
-    socket_file: SocketFile | None = None,
-    engines: Engines | None = None,
-) -> FastAPI:
-    """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` has its parts.
-
-    The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
-    if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
-    processes are not real.
-    """
-    runtime = Runtime(
-        settings,
-        provider=provider,
-        host=host,
-        clock=clock,
-        wall_clock=wall_clock,
-        pods=pods,
-        driver_pids=driver_pids,
-        socket_file=socket_file,
-        engines=engines,
-    )
-    app = _Application(runtime, _lifespan(runtime, pods))
-    app.state.runtime = runtime
+def create_app(runtime: Runtime) -> FastAPI:
+    """Build the application, whose lifespan starts and stops the exporter's parts."""
+    app = _Application(runtime, _lifespan(runtime))
     with _without_pydantic_v1():
         for router in (*_api_routers(runtime), *_page_routers(runtime)):
             app.include_router(router)
@@ -224,7 +189,8 @@ def _add_guard(app: FastAPI, runtime: Runtime) -> None:
     )
 
 
-def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
+def _lifespan(runtime: Runtime) -> _Lifespan:
+    pods = runtime.pods
     rules = (runtime.reports_rule, runtime.callers.rule)
     files = FileRefresher([part.refresh for part in (*(rule.token for rule in rules), runtime.web) if part is not None])
 
@@ -247,8 +213,10 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             asyncio.ensure_future(asyncio.to_thread(runtime.profiles.load)),
         ]
         try:
-            reload_on_hangup([part.reload_on_hangup for part in (runtime.policies, runtime.web) if part is not None])
-            yield
+            with reloading_on_hangup(
+                [part.reload_on_hangup for part in (runtime.policies, runtime.web) if part is not None]
+            ):
+                yield
         finally:
             runtime.held_requests.stop()
             runtime.presence.close()
@@ -271,8 +239,8 @@ def _note_health(runtime: Runtime) -> None:
     """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
     snapshot = runtime.snapshot()
     health = runtime.health.document(snapshot)
-    runtime.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
     runtime.live.notice(snapshot, health)
+    runtime.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
 
 
 def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:

@@ -59,8 +59,10 @@ if TYPE_CHECKING:
 class Runtime:
     """The exporter's parts. Only the event loop uses them; the poller's thread also writes to `store` and `events`.
 
-    The constructor starts nothing. It is longer than other functions because each part has its line, in the order in
-    which they depend on each other.
+    The poller's thread opens, uses and closes the driver (`provider`). `pods` is None without a kubelet, `driver_pids`
+    if every pid of the driver is of this PID namespace, `socket_file` without a unix socket, and `engines` where the
+    processes are not real. The constructor starts nothing. It is longer than other functions because each part has its
+    line, in the order in which they depend on each other.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class Runtime:
         *,
         provider: Provider,
         host: Host,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         pods: PodResources | None = None,
         driver_pids: DriverPids | None = None,
         socket_file: SocketFile | None = None,
@@ -80,6 +82,7 @@ class Runtime:
         self.source = provider.source
         self.clock = clock
         self.wall_clock = wall_clock
+        self.pods = pods
         self.socket_file = socket_file
         self.instruments = Instruments()
         self.held_requests = HeldRequests()
@@ -117,6 +120,7 @@ class Runtime:
             limits=RateLimits(
                 per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock
             ),
+            # Without a disk, no later run of the exporter reads the record.
             record=self.audit.record if self.audit.durable else None,
             wake=self.held_requests.wake,
             hide_identities=settings.web_hide_identities,

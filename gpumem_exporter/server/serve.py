@@ -13,13 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
-
-from gpumem_exporter.host import Host
 from gpumem_exporter.host.linux import LinuxHost
 from gpumem_exporter.host.pid_namespaces import DriverPids
 from gpumem_exporter.host.pod_resources import PodResources
-from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.background.housekeeping import take_over_hangup
 from gpumem_exporter.server.client_directory import ClientDirectoryError, put_client
@@ -27,11 +23,11 @@ from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind, take_systemd_sockets
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer
 from gpumem_exporter.server.logs import configure_logging
+from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 
 if TYPE_CHECKING:
-    from gpumem_exporter.actions.engines import Engines
     from gpumem_exporter.server.security.web_access import WebAccess
 
 _STOP_SECONDS = 1
@@ -84,15 +80,16 @@ def run(settings: Settings, *, demo: bool = False, demo_processes: int | None = 
         from gpumem_exporter.engines.control import EngineControl
         from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 
-        return serve(
+        runtime = Runtime(
             settings,
-            listeners,
             provider=PynvmlProvider(),
             host=LinuxHost(),
             pods=PodResources.of_this_node(),
             driver_pids=DriverPids.of_this_exporter(),
+            socket_file=listeners.socket_file,
             engines=EngineControl(),
         )
+        return serve(runtime, listeners)
 
 
 def _listen(settings: Settings) -> tuple[Listeners, Settings]:
@@ -111,13 +108,8 @@ def _run_demo(settings: Settings, listeners: Listeners, processes: int | None) -
     token = TokenFile(Path(settings.report_token_file)).read().decode() if settings.report_token_file else None
     with demo_url(listeners) as url:
         try:
-            return serve(
-                settings,
-                listeners,
-                provider=node.provider,
-                host=node.host,
-                on_started=lambda: node.start(url, report_token=token),
-            )
+            runtime = Runtime(settings, provider=node.provider, host=node.host, socket_file=listeners.socket_file)
+            return serve(runtime, listeners, on_started=lambda: node.start(url, report_token=token))
         finally:
             node.stop(0.5)
 
@@ -133,32 +125,12 @@ def demo_url(listeners: Listeners) -> Iterator[str]:
             yield f"unix://{listeners.unix_path}"
 
 
-def serve(
-    settings: Settings,
-    listeners: Listeners,
-    *,
-    provider: Provider,
-    host: Host,
-    pods: PodResources | None = None,
-    driver_pids: DriverPids | None = None,
-    engines: Engines | None = None,
-    on_started: Callable[[], None] = lambda: None,
-) -> int:
+def serve(runtime: Runtime, listeners: Listeners, *, on_started: Callable[[], None] = lambda: None) -> int:
     """Serve on bound sockets until a signal, and return the exit code. In a thread, it handles no signals.
 
-    `pods` is None without a kubelet, `driver_pids` if every pid of the driver is of this PID namespace, `engines` where
-    the processes are not real. `on_started` is called once, when requests are answered.
+    `on_started` is called once, when requests are answered.
     """
-    app = create_app(
-        settings,
-        provider=provider,
-        host=host,
-        pods=pods,
-        driver_pids=driver_pids,
-        socket_file=listeners.socket_file,
-        engines=engines,
-    )
-    server = build_server(app, settings, listeners, on_started=on_started)
+    server = build_server(runtime, listeners, on_started=on_started)
     # The objects of imports stay for ever. Without them, a full collection takes milliseconds and not 90 on the event
     # loop.
     gc.collect()
@@ -170,18 +142,17 @@ def serve(
 
 
 def build_server(
-    app: FastAPI,
-    settings: Settings,
+    runtime: Runtime,
     listeners: Listeners,
     *,
     on_started: Callable[[], None] = lambda: None,
     limits: Limits | None = None,
 ) -> LimitedServer:
-    """Return the server of an application from `create_app`.
+    """Return the server of an exporter.
 
     By default, the limits of clients are derived from `--report.max-processes` and the open files.
     """
-    runtime = app.state.runtime
+    app, settings = create_app(runtime), runtime.settings
     web: WebAccess | None = runtime.web
     tls = web.context if web is not None else None
     configured = web.headers if web is not None else {}

@@ -1,25 +1,12 @@
-"""A real vLLM sleeps and wakes by the exporter's actions.
-
-The first check runs the loop, the queue and the calls of vLLM's own `EngineCoreProc` with a scheduler and an executor
-that do nothing. The others are `vllm serve` on the emulated node. pytest collects the file only if it is named.
-"""
+"""A real `vllm serve` on the emulated node sleeps and wakes by the exporter's actions."""
 
 from __future__ import annotations
 
 import json
-import queue
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from gpumem_client.engines.sleep import CoreMemory
-from gpumem_client.engines.vllm import Vllm as VllmObjects
-from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.reason_codes import ReasonCode
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.engines.conftest import StartVllm
@@ -29,97 +16,6 @@ from tests.support.running_command import run_command
 from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-
-@pytest.fixture
-def core() -> Iterator[Any]:
-    """vLLM's own core in its loop, without a model."""
-    engine = pytest.importorskip("vllm.v1.engine.core")
-    from vllm.v1.core.sched.interface import PauseState
-    from vllm.v1.engine import EngineCoreRequestType
-
-    class Scheduler:
-        requests = 0
-        pause_state = PauseState.UNPAUSED
-
-        def has_requests(self) -> bool:
-            return self.requests > 0
-
-        def set_pause_state(self, state: Any) -> None:
-            self.pause_state = state
-
-        def finish_requests(self, _ids: Any, _status: Any) -> list[Any]:
-            self.requests = 0
-            return []
-
-        def get_num_unfinished_requests(self) -> int:
-            return self.requests
-
-    class Executor(engine.Executor):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            self.sleeping_tags: set[str] = set()
-            self.calls: list[str] = []
-
-        def _init_executor(self) -> None: ...
-        def check_health(self) -> None: ...
-        def collective_rpc(self, name: str, *_: Any, **__: Any) -> list[Any]:
-            self.calls.append(name)
-            return []
-
-    core = engine.EngineCoreProc.__new__(engine.EngineCoreProc)
-    vars(core).update(
-        input_queue=queue.Queue(),
-        output_queue=queue.Queue(),
-        aborts_queue=queue.Queue(),
-        engines_running=False,
-        enable_fault_tolerance=False,
-        shutdown_state=engine.EngineShutdownState.RUNNING,
-        process_input_queue_block=True,
-        publish_dp_lb_stats=False,
-        batch_queue=None,
-        _idle_state_callbacks=[],
-        scheduler=Scheduler(),
-        model_executor=Executor(),
-        reset_prefix_cache=lambda **_: True,
-        reset_mm_cache=lambda: None,
-        reset_encoder_cache=lambda: None,
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True), shutdown_timeout=0),
-        step_fn=lambda: (None, False),
-        post_step=lambda _: None,
-    )
-
-    def run() -> None:
-        with pytest.raises(SystemExit):
-            core.run_busy_loop()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    yield core
-    core.shutdown_state = engine.EngineShutdownState.REQUESTED
-    core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
-    thread.join()
-
-
-def test_vllms_own_loop_sleeps_and_wakes_and_answers_no_client(core: Any) -> None:
-    found = VllmObjects()
-    wait_for(lambda: found._objects.search() or found.core() is core, "the core on a stack")
-    assert CoreMemory.is_supported(core)
-    memory, executor, scheduler = CoreMemory(core), core.model_executor, core.scheduler
-    memory.release(keep_weights=False, force=False)
-    assert (core.is_sleeping(), executor.sleeping_tags) == (True, {"weights", "kv_cache"})
-    scheduler.requests = 1  # arrives while it sleeps, and waits
-    memory.resume()
-    assert (core.is_sleeping(), scheduler.requests) == (False, 1)
-    with pytest.raises(CommandRefusedError) as refused:
-        memory.release(keep_weights=True, force=False)
-    assert (refused.value.reason_code, scheduler.requests) == (ReasonCode.ENGINE_BUSY, 1)
-    memory.release(keep_weights=True, force=True)
-    assert (executor.sleeping_tags, scheduler.requests) == ({"kv_cache"}, 0)
-    memory.resume()
-    assert [call for call in executor.calls if call in ("sleep", "wake_up", "discard")] == [
-        *("sleep", "wake_up", "discard", "wake_up")
-    ]
-    assert core.output_queue.empty()
 
 
 @pytest.fixture

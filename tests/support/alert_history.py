@@ -31,8 +31,9 @@ from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.http.peer import Peer
+from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.settings import load_settings
-from tests.support.alert_path import hastened
+from tests.support.alertmanagers import hastened
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), reverse=True)
@@ -102,8 +103,8 @@ async def _run(
 
     rng = Random(0)
     node = DemoNode(clock=clock, workloads=workloads)
-    app = create_app(load_settings({}, {}), provider=node.provider, host=node.host, clock=clock, wall_clock=clock)
-    runtime = app.state.runtime
+    runtime = Runtime(load_settings({}, {}), provider=node.provider, host=node.host, clock=clock, wall_clock=clock)
+    app = create_app(runtime)
     before_scrape_seconds: dict[SimulatedProcess, float] = {}
     reported_ooms: dict[SimulatedProcess, int] = {}
     history = History()

@@ -1,8 +1,12 @@
-"""A server that another user of the machine runs, and that records what it receives."""
+"""Another user of the machine: connections, and a server that records what it receives.
+
+The kernel names the effective user that created a socket and connected it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 - the socket module imports it later, as another user who cannot read it
 import os
 import signal
 import socket
@@ -10,9 +14,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from tests.support.waiting import wait_for
 
 OTHER_UID = 1001
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as other users")
+
+
+@contextlib.contextmanager
+def acting_as(uid: int) -> Iterator[None]:
+    """Create and connect sockets as this user. Only root can."""
+    before = os.geteuid()
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 @dataclass(frozen=True, slots=True)

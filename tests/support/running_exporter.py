@@ -19,7 +19,6 @@ from gpumem_client.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, t
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer
@@ -218,13 +217,13 @@ def running_exporter(
         loops.append(asyncio.get_running_loop())
         started.set()
 
-    app = create_app(settings, provider=provider, host=host, clock=clock, wall_clock=wall_clock)
-    server = build_server(app, settings, listeners, on_started=on_started, limits=limits)
+    runtime = Runtime(settings, provider=provider, host=host, clock=clock, wall_clock=wall_clock)
+    server = build_server(runtime, listeners, on_started=on_started, limits=limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)}, name="exporter")
     thread.start()
     try:
         assert started.wait(patient(30))
-        running = RunningExporter(f"http://127.0.0.1:{port}", port, app.state.runtime, server, provider, host, loops[0])
+        running = RunningExporter(f"http://127.0.0.1:{port}", port, runtime, server, provider, host, loops[0])
         if ready:
             eventually(lambda: running.get("/-/ready").status, lambda status: status == 200)
         yield running

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 import click
@@ -19,9 +19,12 @@ from gpumem_exporter.cli.options import api_options, list_option
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.cli.render.columns import local_time
-from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
+from gpumem_exporter.cli.render.terminal import plain, print_result, table
 from gpumem_exporter.cli.usage import CommandGroup
 from gpumem_exporter.events.entries import ACTION_NAMES, caller_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _EXAMPLES = """\b
 Examples:
@@ -69,12 +72,7 @@ def list_actions(api: ExporterApi, *, names: list[str], states: list[str], job: 
     given = {"action": ",".join(names), "state": ",".join(states), "job": job}
     query = {name: value for name, value in given.items() if value} | {"dry_run": "false"}
     document = api.get(f"/api/v1/actions?{urlencode(query)}")
-    if as_json:
-        print_json(document)
-    elif document["actions"]:
-        show(open_console(), [table("", _COLUMNS, map(_row, document["actions"]))])
-    else:
-        print("No actions.")
+    print_result(document, _list(document["actions"]), as_json=as_json)
     return 0
 
 
@@ -84,10 +82,7 @@ def list_actions(api: ExporterApi, *, names: list[str], states: list[str], job: 
 def show_action(api: ExporterApi, action_id: str, as_json: bool) -> int:
     """Show one action with the result of each process."""
     action = api.action(api.full_id("action", action_id))
-    if as_json:
-        print_json(action)
-    else:
-        _print(action)
+    print_result(action, _lines(action), as_json=as_json)
     return 0
 
 
@@ -106,13 +101,13 @@ def cancel_action(api: ExporterApi, action_id: str, as_json: bool) -> int:
     while not has_ended(action) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
         action = api.action(full_id)
-    if as_json:
-        print_json(action)
-    else:
-        _print(action)
-        if had_ended:
-            print("The action had ended. Nothing was canceled.")
+    note = "The action had ended. Nothing was canceled." if had_ended else ""
+    print_result(action, _lines(action, note), as_json=as_json)
     return FAILED if had_ended else 0
+
+
+def _list(actions: Sequence[Document]) -> Iterator[RenderableType]:
+    yield table("", _COLUMNS, map(_row, actions)) if actions else plain("No actions.")
 
 
 def _row(action: Document) -> Sequence[Any]:
@@ -131,18 +126,18 @@ def _row(action: Document) -> Sequence[Any]:
     )
 
 
-def _print(action: Document) -> None:
-    """Print what was requested, by whom and why, and the results."""
+def _lines(action: Document, note: str = "") -> Iterator[RenderableType]:
+    """Yield what was requested, by whom and why, the results, and a note."""
     name = ACTION_NAMES.get(action["action"], action["action"])
     dry_run = ", a dry run" if action["dry_run"] else ""
     mode = f", in mode {action['mode']}" if action["mode"] != "now" else ""
     group = ", as a group" if action["group"] else ""
     reason = f": {action['reason']}" if action["reason"] else ""
-    lines = (
-        f"Action {action['id']}: {name} of {_target(action['target'])}{group}{mode}{dry_run}",
-        f"Requested at {_time(action)} by {action['requested_by']}{reason}",
-    )
-    show(open_console(), [*map(plain, lines), *action_tables(action)])
+    yield plain(f"Action {action['id']}: {name} of {_target(action['target'])}{group}{mode}{dry_run}")
+    yield plain(f"Requested at {_time(action)} by {action['requested_by']}{reason}")
+    yield from action_tables(action)
+    if note:
+        yield plain(note)
 
 
 def _time(action: Document) -> str:

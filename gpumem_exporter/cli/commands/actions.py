@@ -25,7 +25,7 @@ from gpumem_exporter.cli.options import (
 )
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import action_tables
-from gpumem_exporter.cli.render.terminal import open_console, print_json, show
+from gpumem_exporter.cli.render.terminal import print_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +206,10 @@ def _run(
         document = plan_clear(api, body).expected
     else:
         document = act(api, plan, wait_seconds=wait_seconds, say=(lambda _: None) if as_json else _print_new())
-    if as_json:
-        print_json(document)
-    else:
-        show(open_console(), action_tables(document))
-        # The table of a user with rights to its own processes lacks the processes of others.
-        if not is_quiet() and (rights := read_rights(api)).get("rights") == "own":
-            print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
+    print_result(document, action_tables(document), as_json=as_json)
+    # The table of a user with rights to its own processes lacks the processes of others.
+    if not as_json and not is_quiet() and (rights := read_rights(api)).get("rights") == "own":
+        print(rights_line(rights, "clear" if action == "empty_cache" else "act on"))
     return exit_code(document, waited=wait_seconds != 0)
 
 

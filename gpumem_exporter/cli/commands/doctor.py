@@ -20,9 +20,11 @@ from gpumem_exporter.cli.doctor.machine import (
 )
 from gpumem_exporter.cli.options import action_token, connection_options, exporter_trust, exporter_urls, forwarded_url
 from gpumem_exporter.cli.program import FAILED
-from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
+from gpumem_exporter.cli.render.terminal import plain, print_result
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from gpumem_exporter.nvml.provider import Provider
 
 _EXAMPLES = """\b
@@ -51,10 +53,8 @@ def doctor(url: str | None, token_file: str | None, as_json: bool) -> int:
     """
     findings = tuple(diagnose(url, token_file))
     verdict = next((each for each in (FAIL, WARN) if any(found.verdict == each for found in findings)), PASS)
-    if as_json:
-        print_json({"verdict": verdict, "findings": [asdict(finding) for finding in findings]})
-    else:
-        _print(findings)
+    document = {"verdict": verdict, "findings": [asdict(finding) for finding in findings]}
+    print_result(document, _lines(findings), as_json=as_json)
     return FAILED if verdict == FAIL else 0
 
 
@@ -84,7 +84,7 @@ def _driver() -> Provider:
     return PynvmlProvider()
 
 
-def _print(findings: Iterable[Finding]) -> None:
+def _lines(findings: Iterable[Finding]) -> Iterator[RenderableType]:
     from rich.table import Table
 
     lines = Table.grid(padding=(0, 2, 0, 0))
@@ -93,4 +93,4 @@ def _print(findings: Iterable[Finding]) -> None:
         if finding.fix:
             text.append("\n").append_text(plain(f"→ {finding.fix}", "italic"))
         lines.add_row(plain(finding.verdict, _STYLES[finding.verdict]), plain(finding.check), text)
-    show(open_console(), [lines])
+    yield lines

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, datetime
 from typing import Any
 from urllib.parse import urlencode
 
@@ -48,17 +49,13 @@ def _since(_context: click.Context, _option: click.Parameter, text: str | None) 
         return None
     if match := re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", text):
         return time.time() - float(match[1]) * _UNITS[match[2]]
-    for form in ("%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d", "%H:%M:%S", "%H:%M"):
-        try:
-            given = time.strptime(text, form)
-        except ValueError:
-            continue
-        day = given if "%Y" in form else time.localtime()
-        return time.mktime((*day[:3], *given[3:6], 0, 0, -1))
-    raise ConfigurationError(
-        f"invalid --since {text!r}: expected an age such as 30s, 15m, 3h or 2d, or a local time such as 03:42 or "
-        "'2026-01-31 03:42'"
-    )
+    try:
+        return datetime.fromisoformat(text if "-" in text else f"{date.today()} {text}").timestamp()
+    except ValueError:
+        raise ConfigurationError(
+            f"invalid --since {text!r}: expected an age such as 30s, 15m, 3h or 2d, or a local time such as 03:42 or "
+            "'2026-01-31 03:42'"
+        ) from None
 
 
 @click.command(epilog=_EXAMPLES)

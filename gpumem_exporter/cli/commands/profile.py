@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlencode
 
 import click
@@ -33,13 +33,16 @@ from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.profile_tables import profile_tables
-from gpumem_exporter.cli.render.terminal import open_console, print_json, show, table
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_result, show, table
 from gpumem_exporter.cli.usage import CommandGroup
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.profiles.diff import difference
 from gpumem_exporter.profiles.formats import SUFFIXES, Format, render
 from gpumem_exporter.profiles.model import SavedProfile
 from gpumem_exporter.profiles.saved import read_saved
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _EXAMPLES = """\b
 Examples:
@@ -116,7 +119,7 @@ def take(api: ExporterApi, pids: Sequence[str], **values: Any) -> int:
     values["pid"] = (*values["pid"], *pids)
     file, target = _Output.pop(values), pop_action_target(values)
     body = {**action_request("profile", values, on_terminal=False), "target": target}
-    # First, because what a profile costs is said before it starts, and -o is for one process.
+    # First: the cost of a profile is printed before the profile starts, and -o is for one process.
     expected = api.submit({**body, "dry_run": True})
     processes = {result["pid"] for result in expected["results"] if is_done(result["outcome"])}
     if file.path is not None and len(processes) > 1:
@@ -166,13 +169,12 @@ def list_profiles(api: ExporterApi, as_json: bool, **filters: str | None) -> int
     """
     query = {name: value for name, value in filters.items() if value}
     document = api.get(f"{_PATH}?{urlencode(query)}")
-    if as_json:
-        print_json(document)
-    elif document["profiles"]:
-        show(open_console(), [table("", _COLUMNS, map(_row, document["profiles"]))])
-    else:
-        print("No profiles.")
+    print_result(document, _list(document["profiles"]), as_json=as_json)
     return 0
+
+
+def _list(profiles: Sequence[Document]) -> Iterator[RenderableType]:
+    yield table("", _COLUMNS, map(_row, profiles)) if profiles else plain("No profiles.")
 
 
 def _row(kept: Document) -> Sequence[Any]:

@@ -13,7 +13,7 @@ from gpumem_client.wire.units import UNKNOWN, counted, human_bytes, human_second
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import api_options
 from gpumem_exporter.cli.render.columns import local_time
-from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
+from gpumem_exporter.cli.render.terminal import plain, print_result, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,10 +41,7 @@ def report(api: ExporterApi, job: str, as_json: bool) -> int:
     are the driver's values, read once a second. The reserved peak is PyTorch's own, which is exact.
     """
     document = api.get(f"/api/v1/jobs/{quote(job, safe='')}")
-    if as_json:
-        print_json(document)
-    else:
-        show(open_console(), _shown(document))
+    print_result(document, _shown(document), as_json=as_json)
     return 0
 
 

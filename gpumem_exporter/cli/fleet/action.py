@@ -22,14 +22,14 @@ from gpumem_exporter.cli.fleet.selection import (
     Selector,
     TargetProcess,
     exporters_of,
-    natural_order,
     select,
     selectors_of,
 )
 from gpumem_exporter.cli.options import action_request, note
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import result_order, result_tables
-from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
+from gpumem_exporter.cli.render.columns import natural
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_result
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
@@ -58,11 +58,9 @@ def act(action: str, query: str, max_processes: int, values: Mapping[str, Any], 
     with open_console().status("Waiting for the processes") if on_terminal else contextlib.nullcontext():
         results = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
     document = fleet_document(body, *results, query=query, warnings=found.warnings)
-    if options.as_json:
-        print_json(document)
-    else:
+    if not options.as_json:
         print_warnings(found.warnings)
-        show(open_console(), fleet_tables(document))
+    print_result(document, fleet_tables(document), as_json=options.as_json)
     return 0 if document["state"] == "done" else FAILED
 
 
@@ -149,7 +147,7 @@ class _Run:
         # The query may select some of the ranks only, and a rank may have no series now.
         with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self.options.instance_url)
         by_url = {exporter.url: exporter for exporter in (*with_ranks, *selectors)}
-        exporters = sorted(by_url.values(), key=natural_order)
+        exporters = sorted(by_url.values(), key=lambda each: natural(each.instance))
         with self.options.fleet(exporters, timeout_seconds=GROUP_TIMEOUT_SECONDS) as fleet:
             requested_seconds = time.monotonic()
             given = self.body["deadline_seconds"]
@@ -192,7 +190,7 @@ def _wait_seconds(body: Mapping[str, Any]) -> float:
 def _rows(requests: Sequence[ExporterRequest], failed: Sequence[ExporterRow]) -> list[Row]:
     """Return a row for each process and device, by exporter, job and rank."""
     rows = [*((request.exporter, row) for request in requests for row in result_rows(request)), *failed]
-    rows.sort(key=lambda item: (natural_order(item[0]), result_order(item[1])))
+    rows.sort(key=lambda item: (natural(item[0].instance), result_order(item[1])))
     return [row for _, row in rows]
 
 

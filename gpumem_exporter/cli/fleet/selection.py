@@ -10,11 +10,11 @@ from typing import Any
 from gpumem_client.wire.errors import ConfigurationError
 from gpumem_client.wire.http import shown_url
 from gpumem_exporter.cli.api_client import Document
+from gpumem_exporter.cli.render.columns import natural
 
 _PLACEHOLDER = re.compile(r"\{([a-zA-Z_][a-zA-Z0-9_]*)\}")
 _SAFE_IN_URL = re.compile(r"[A-Za-z0-9._:\[\]-]+")
 """What a label may insert into a URL: a name, an address, a port, and nothing that leads to another host."""
-_DIGITS = re.compile(r"(\d+)")
 _SHOWN_LENGTH = 200
 
 
@@ -86,7 +86,9 @@ def exporters_of(series: Iterable[Mapping[str, str]], template: str) -> list[Exp
     """Return the exporters of some series, each once, in natural order."""
     exporters = [_exporter(labels, template) for labels in series]
     # Of several instances at one URL, the first one names the exporter.
-    return sorted({exporter.url: exporter for exporter in reversed(exporters)}.values(), key=natural_order)
+    return sorted(
+        {exporter.url: exporter for exporter in reversed(exporters)}.values(), key=lambda each: natural(each.instance)
+    )
 
 
 def selectors_of(series: Iterable[Mapping[str, str]], template: str) -> dict[Exporter, list[Selector]]:
@@ -134,11 +136,6 @@ def target_process(exporter: Exporter, process: Document, uuids: tuple[str, ...]
     devices = [device for device in process["devices"] if uuids is None or device["uuid"] in uuids]
     gpus = tuple(device["gpu"] or "" for device in devices)
     return TargetProcess(exporter, process["pid"], process["workload"], process["rank"], gpus, uuids)
-
-
-def natural_order(exporter: Exporter) -> list[tuple[int, str]]:
-    """Return a sort key that puts node10 after node9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(exporter.instance)]
 
 
 def _union(known: TargetProcess | None, uuids: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gpumem_client.wire.units import UNKNOWN, human_bytes, human_seconds
 from gpumem_exporter.actions.model import is_done
 from gpumem_exporter.cli.api_client import Document
+from gpumem_exporter.cli.render.columns import natural
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.view.sentences import job_name, sentence, subject
 
@@ -76,10 +77,9 @@ def reasons(results: Sequence[Document]) -> Iterator[str]:
         yield ": ".join(filter(None, (instance, f"{subject(refused)}, {listed}" if named else listed, outcome, reason)))
 
 
-def result_order(result: Document) -> tuple[str, str, str, str]:
-    """Return a sort key: by job and rank; rank 10 is after rank 9."""
-    rank, pid = (result.get("rank") or "").zfill(9), str(result["pid"] or "").zfill(12)
-    return (job_name(result), rank, pid, result.get("gpu") or "")
+def result_order(result: Document) -> tuple[Any, ...]:
+    """Return a sort key: by job, rank, pid and device."""
+    return (job_name(result), *(natural(result.get(name) or "") for name in ("rank", "pid", "gpu")))
 
 
 def _outcome(result: Document) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,9 @@ _LEAST_NAMED = 5
 """The length of a part of a strip from which it has the job's name."""
 
 
-def number(text: object) -> tuple[tuple[int, str], ...]:
-    """Return a sort key: `10` after `9`, `0:10` after `0:9`, and numbers before other texts."""
-    parts = str(text).replace("@", ":").split(":")
-    return tuple((int(part), "") if part.isascii() and part.isdecimal() else (1 << 62, part) for part in parts)
+def natural(text: object) -> list[tuple[int, str]]:
+    """Return a sort key: `10` after `9`, `node10` after `node9`, and numbers before other texts."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(text))]
 
 
 def clock(unix_seconds: float | None, now_unix_seconds: float | None = None, *, form: str = "%H:%M") -> str:
@@ -55,7 +55,7 @@ def local_time(unix_seconds: float, now_unix_seconds: float | None) -> str:
 def device_ranges(gpus: Iterable[str | None]) -> str:
     """Return the indexes of devices, with ranges: `0-3,6`. A MIG device is no part of a range."""
     runs: list[list[str]] = []
-    for gpu in sorted(filter(None, gpus), key=number):
+    for gpu in sorted(filter(None, gpus), key=natural):
         if runs and gpu.isdecimal() and runs[-1][-1].isdecimal() and int(gpu) == int(runs[-1][-1]) + 1:
             runs[-1].append(gpu)
         else:
@@ -188,7 +188,7 @@ def _part(name: str, rank: int, **more: Any) -> Column:
 
 _NODE = Column("node", _text("node"), own="Node", left=True, cut=12, sparse=True)
 _GPU = Column(
-    *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: number(row["gpu"]), left=True, cut=8
+    *("gpu", lambda row: row["gpu"] or row["uuid"]), own="GPU", key=lambda row: natural(row["gpu"]), left=True, cut=8
 )
 JOBS = (
     Column("fold", lambda row: row["fold"], own=" ", sorts=False, left=True, style_of=_swatch),
@@ -199,7 +199,7 @@ JOBS = (
         "devices",
         lambda row: device_ranges(row["gpus"]),
         3,
-        key=lambda row: number(row["gpus"][0]) if row["gpus"] else None,
+        key=lambda row: natural(row["gpus"][0]) if row["gpus"] else None,
         left=True,
         cut=7,
     ),

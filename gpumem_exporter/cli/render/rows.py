@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.cli.node import Node
-from gpumem_exporter.cli.render.columns import JOBS, SEVERITIES, clock, number
+from gpumem_exporter.cli.render.columns import JOBS, SEVERITIES, clock, natural
 from gpumem_exporter.cli.render.layout import Column, Order
 
 Row = Mapping[str, Any]
@@ -123,7 +123,7 @@ def _job(node: Node, job: Row, colors: dict[Key, str]) -> list[Row]:
         ),
     }
     rows: list[Row] = [{**job, **common, **own}]
-    for process in sorted(job["processes"], key=lambda one: (number(one["rank"] or ""), number(one["pid"]))):
+    for process in sorted(job["processes"], key=lambda one: (natural(one["rank"] or ""), natural(one["pid"]))):
         title = f"  rank {process['rank']} ({process['pid']})" if process["rank"] else f"  pid {process['pid']}"
         for place in process["devices"] or ({"gpu": None, "uuid": ""},):
             own = {

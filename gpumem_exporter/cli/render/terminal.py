@@ -102,6 +102,14 @@ def plain(value: object, style: str = "") -> Text:
     return Text("".join(c if c.isprintable() else "?" for c in str(value)), style=style)
 
 
+def print_result(document: Any, shown: Iterable[RenderableType], *, as_json: bool) -> None:
+    """Print a document as JSON, or what people see of it."""
+    if as_json:
+        print_json(document)
+    else:
+        show(open_console(), shown)
+
+
 def print_json(document: Any, indent: int | None = 2) -> None:
     """Print a JSON document: ASCII, keys in the exporter's order; without `indent`, as one line."""
     print(json.dumps(document, indent=indent))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumem_client.wire.errors import StorageError
@@ -82,7 +83,7 @@ async def restore_ooms(
 
 
 def take_over_hangup() -> None:
-    """Block SIGHUP until `reload_on_hangup` handles it, so that an early reload does not end the process.
+    """Block SIGHUP until `reloading_on_hangup` handles it, so that an early reload does not end the process.
 
     Call it in the main thread, before the files are read for the first time and before other threads start.
     """
@@ -90,12 +91,14 @@ def take_over_hangup() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # a blocked signal stays pending, even if ignored
 
 
-def reload_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> None:
+@contextlib.contextmanager
+def reloading_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> Iterator[None]:
     """Run all reloads, which must not raise, on SIGHUP, if the event loop runs in the main thread.
 
     Without reloads, SIGHUP keeps its effect.
     """
     if not reloads or threading.current_thread() is not threading.main_thread():
+        yield
         return
     loop = asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
@@ -108,3 +111,8 @@ def reload_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]]])
 
     loop.add_signal_handler(signal.SIGHUP, reload_all)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a reload during the stop would end the process

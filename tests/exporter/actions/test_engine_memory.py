@@ -121,6 +121,7 @@ async def test_processes_of_one_engine_sleep_together(bench: EngineBench, ended:
         (1, 60 * MIB),
         (TITLED, 60 * MIB),
     }
+    assert {row.job for row in action.results} == {"train", "VLLM::EngineCore"}
     assert len(bench.engine.calls) == 1
 
 

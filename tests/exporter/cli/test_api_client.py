@@ -22,7 +22,6 @@ class _Scripted:
     def __init__(self, *answers: Answer | ExporterUnreachableError) -> None:
         self.answers = list(answers)
         self.requests: list[tuple[str, str, Any, Mapping[str, str], float | None]] = []
-        self.closed = False
 
     def request(
         self,
@@ -38,9 +37,6 @@ class _Scripted:
         if isinstance(answer, ExporterUnreachableError):
             raise answer
         return answer
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def _answer(document: object, status: int = 200) -> Answer:

@@ -94,6 +94,8 @@ def test_the_help_lists_every_command_with_examples(arguments: list[str], capsys
         (["events", "--type", "oom,"], "--type ''", "oom, device_lost"),
         (["events", "--since", "yesterday"], "--since 'yesterday'", "3h"),
         (["events", "--since", "3"], "--since '3'", "3h"),
+        (["--kube", "gpu-1", "serve"], "--kube", "`serve` uses no exporter of one node"),
+        (["--kube", "gpu-1", "fleet", "info"], "--kube", "--instance-url kube://{instance}"),
         (["--install-completion", "fish"], "'fish'", "bash or zsh"),
     ],
 )

@@ -13,11 +13,10 @@ import pytest
 
 from gpumem_exporter.server import client_directory
 from gpumem_exporter.server.client_directory import KEPT_SECONDS, ClientDirectoryError, put_client
+from tests.support.other_user import needs_root
 from tests.support.paths import REPOSITORY
 
 CLIENT = REPOSITORY / "client"
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 
 
 @pytest.fixture(autouse=True)

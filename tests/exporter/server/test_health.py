@@ -16,7 +16,7 @@ from gpumem_exporter.events.log import EventLogStatus
 from gpumem_exporter.nvml.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.server.api.health import Health, HealthDocument
 from gpumem_exporter.server.security.web_access import WebAccess
-from tests.support.builders import UUIDS, device, node, reporting
+from tests.support.builders import UUIDS, Clock, device, node, reporting
 from tests.support.running_exporter import running_exporter
 from tests.support.waiting import wait_until_equal
 
@@ -96,7 +96,8 @@ def test_an_invalid_token_file_is_degraded_until_it_is_fixed(tmp_path: Path) -> 
     path = tmp_path / "token"
     path.write_text("secret")
     path.chmod(0o600)
-    with running_exporter(action_token_file=str(path)) as exporter:
+    clock = Clock(1000.0)
+    with running_exporter(action_token_file=str(path), clock=clock, wall_clock=clock) as exporter:
         wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
         path.chmod(0o644)
         wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 0, "the metric")
@@ -106,6 +107,9 @@ def test_an_invalid_token_file_is_degraded_until_it_is_fixed(tmp_path: Path) -> 
             "token: every user may read the file",
         )
         assert exporter.sample("gpumem_health_check_ok", check="poller") == 1
+        clock.now += 4.0  # a finding that is absent for longer starts again
+        (finding,) = [each for each in exporter.document("/api/v1/live")["findings"] if "tokens" in str(each)]
+        assert finding["since_unix_seconds"] == 1000.0, "it was noticed before anybody looked"
         path.chmod(0o600)
         wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
 

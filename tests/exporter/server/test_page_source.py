@@ -42,7 +42,7 @@ def test_the_page_names_no_other_host() -> None:
 def test_the_page_includes_every_static_file() -> None:
     folder = Path(str(files("gpumem_exporter.server.web").joinpath("static")))
     there = {str(file.relative_to(folder)) for file in folder.rglob("*.*")}
-    assert there == {*STYLES, *SCRIPTS, LIBRARY, "index.html"}
+    assert there == {*STYLES, *SCRIPTS, LIBRARY, "index.html", "uplot/LICENSE.uplot"}
     assert "<!--" not in PAGE.body.decode()
     assert set(re.findall(rf"page/{PAGE.digest}/([\w.]+)", PAGE.body.decode())) == set(PAGE.files)
 

@@ -251,18 +251,6 @@ def test_terminate_ends_the_target_process_and_releases_its_memory(
     assert other.pid in terminating.processes()
 
 
-def test_terminate_kills_a_process_that_ignores_sigterm_and_does_not_report(
-    terminating: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
-) -> None:
-    process = start_torch()
-    process.exec("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); torch.zeros(1, device='cuda:0')")
-    pid = str(process.pid)
-    wait_for(lambda: terminating.metrics().values("gpumem_process_memory_used_bytes", pid=pid), "the driver's list")
-    action = terminating.act("terminate", target={"pid": process.pid}, wait_seconds=60)
-    assert [(row["outcome"], row["reason_code"]) for row in action["results"]] == [("done", "ended_by_sigkill")]
-    assert node.books().used_by(process.pid) == 0
-
-
 RANK = """
 import json, os, sys, threading, time
 import torch, torch.distributed as dist

@@ -12,9 +12,9 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import Program
-from tests.support.acting_as import needs_root
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.local_users import LocalUser
+from tests.support.other_user import needs_root
 from tests.support.running_command import run_command
 from tests.support.waiting import wait_for
 

@@ -13,10 +13,9 @@ from gpumem_client.wire.http import Connection
 from tests.conftest import StartExporter
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import CUDA
-from tests.support.acting_as import acting_as, needs_root
 from tests.support.adopter import Adopter, idle_soon
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.other_user import OTHER_UID
+from tests.support.other_user import OTHER_UID, acting_as, needs_root
 from tests.support.running_command import clean_environment, run_command
 from tests.support.terminal_program import TerminalProgram
 from tests.support.waiting import patient, wait_for

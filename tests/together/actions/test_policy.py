@@ -120,10 +120,10 @@ import os, signal, sys
 from gpumem_exporter.server import serve
 make = serve.create_app
 
-def create_app(*arguments, **keywords):
-    app = make(*arguments, **keywords)
+def create_app(runtime):
+    app = make(runtime)
     os.kill(os.getpid(), signal.SIGHUP)
-    log = app.state.runtime.events.log
+    log = runtime.events.log
     stop = log.stop
 
     def stop_late(seconds):
@@ -131,7 +131,7 @@ def create_app(*arguments, **keywords):
         return stop(seconds)
 
     log.stop = stop_late
-    keeper = app.state.runtime.policies
+    keeper = runtime.policies
     reload = keeper.reload
 
     async def reload_and_end(requested_by):

@@ -11,9 +11,8 @@ import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.support.acting_as import needs_root
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.other_user import OTHER_UID
+from tests.support.other_user import OTHER_UID, needs_root
 from tests.support.waiting import eventually, wait_for
 
 pytestmark = needs_root

@@ -16,9 +16,9 @@ import trustme
 import yaml
 
 from tests.conftest import StartExporter
-from tests.support.acting_as import needs_root
 from tests.support.exporter_process import ExporterProcess
 from tests.support.helm import running_cluster
+from tests.support.other_user import needs_root
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 

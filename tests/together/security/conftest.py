@@ -1,19 +1,10 @@
-"""The node that attackers and their victims share."""
+"""The two ways to the exporter of a shared node."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import closing
 
 import pytest
 
 from tests.support.shared_node import SharedNode
-
-
-@pytest.fixture
-def node() -> Iterator[SharedNode]:
-    with closing(SharedNode()) as node:
-        yield node
 
 
 @pytest.fixture(params=["socket", "loopback"])

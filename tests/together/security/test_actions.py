@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from gpumem_client.wire.procfs import pid_namespace, start_time_ticks
-from tests.support.acting_as import needs_root
 from tests.support.builders import MIB, UUIDS, sample
 from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser, Reply
+from tests.support.other_user import needs_root
 from tests.support.paths import REPOSITORY
 from tests.support.shared_node import ACTIONS, ADA, EVE, SharedNode, act, open_folder
 

@@ -15,11 +15,10 @@ import pytest
 import trustme
 
 from gpumem_client.wire.protocol import REPORTS_PATH, to_wire
-from tests.support.acting_as import acting_as, needs_root
 from tests.support.builders import UUIDS, report, sample
 from tests.support.certificates import issue, trust
 from tests.support.exporter_process import ExporterProcess
-from tests.support.other_user import OTHER_UID
+from tests.support.other_user import OTHER_UID, acting_as, needs_root
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20

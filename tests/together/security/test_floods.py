@@ -24,10 +24,9 @@ from gpumem_exporter.cli.doctor import FAIL
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.events.ooms import MAX_PER_MINUTE
 from gpumem_exporter.server.http.listeners import BindError, bind
-from tests.support.acting_as import needs_root
 from tests.support.builders import UUIDS, report
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.other_user import OTHER_UID, rogue_server
+from tests.support.other_user import OTHER_UID, needs_root, rogue_server
 from tests.support.waiting import patient, wait_for
 
 MIB = 1 << 20

@@ -7,14 +7,15 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from gpumem_client.wire.protocol import CommandResult
-from tests.support.acting_as import needs_root
 from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, Cgroup, LocalUser, needs_cgroups
+from tests.support.other_user import needs_root
 from tests.support.shared_node import ADA, CONTAINER, EVE, KINDS, SharedNode, act
 from tests.support.waiting import patient
 
@@ -37,6 +38,12 @@ def shown(node: SharedNode) -> dict[int | str, str | None]:
     """Return the workload of each reporting process, by name."""
     processes = node.exporter.get("/api/v1/processes")["processes"]
     return {each["pid"]: each["workload"] for each in processes if each["reporting"]}
+
+
+@pytest.fixture
+def node() -> Iterator[SharedNode]:
+    with contextlib.closing(SharedNode()) as node:
+        yield node
 
 
 def reached(user: LocalUser, url: str) -> set[int]:

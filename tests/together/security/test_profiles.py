@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from gpumem_client.wire.protocol import PROFILES_PATH, OutOfMemory
 from gpumem_exporter.server.api.profile_intake import MAX_OF_PROCESS
-from tests.support.acting_as import needs_root
 from tests.support.builders import MIB, UUIDS
 from tests.support.local_users import NEW_PID_NAMESPACE, LocalUser, Reply
 from tests.support.namespaces import needs_namespaces
+from tests.support.other_user import needs_root
 from tests.support.profile_documents import body, document, profile
 from tests.support.shared_node import ADA, EVE, SharedNode
 
@@ -22,6 +24,12 @@ pytestmark = [needs_root, needs_namespaces]
 
 MOST_BYTES = 220 * MIB
 """The exporter with the objects of one profile of a million values."""
+
+
+@pytest.fixture
+def node() -> Iterator[SharedNode]:
+    with contextlib.closing(SharedNode()) as node:
+        yield node
 
 
 @pytest.fixture

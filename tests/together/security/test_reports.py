@@ -24,12 +24,11 @@ from gpumem_client.wire.protocol import (
     to_wire,
 )
 from tests.emulation.node import MIB, EmulatedNode
-from tests.support.acting_as import needs_root
 from tests.support.builders import sample
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.local_users import NEW_PID_NAMESPACE, NEW_USER_NAMESPACE, LocalUser
 from tests.support.namespaces import needs_namespaces
-from tests.support.other_user import OTHER_UID
+from tests.support.other_user import OTHER_UID, needs_root
 from tests.support.waiting import wait_for
 
 pytestmark = [needs_root, needs_namespaces]

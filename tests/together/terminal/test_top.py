@@ -214,8 +214,6 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
         field: value for field, value in reported().items() if field in row
     }
     assert row["workload"] == name
-    assert json.loads(top_once("--json", "--url", exporter.url, "--gpu", "1").stdout)["rows"] == []
-    assert json.loads(top_once("--json", "--url", exporter.url, "--workload", name).stdout)["rows"]
 
     terminal = open_top("--url", exporter.url, "--interval", "0.2", columns=200)
     terminal.until_shows("?]0;owned?[red]x[/red]", "300M")

@@ -221,7 +221,7 @@ import sys
 from gpumem_exporter.server import settings
 from gpumem_exporter.server import serve
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
-serve.create_app(settings.load_settings({}, {}), provider=PynvmlProvider(), host=serve.LinuxHost())
+serve.create_app(serve.Runtime(settings.load_settings({}, {}), provider=PynvmlProvider(), host=serve.LinuxHost()))
 needless = ("rich", "yaml", "pydantic.v1", "httpx", "gpumem_exporter.demo")
 print([name for name in needless if name in sys.modules])
 """

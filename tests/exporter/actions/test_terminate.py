@@ -1,0 +1,61 @@
+"""The end of a process from outside: what is signalled, and what is left alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpumem_client.wire.procfs import start_time_ticks
+from gpumem_client.wire.reason_codes import ReasonCode
+from gpumem_exporter.actions import terminate
+from gpumem_exporter.actions.selection import OutsideTarget
+from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.host.linux import LinuxHost
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+OBEDIENT = "import time; print(flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    started = []
+
+    def run(code: str) -> tuple[subprocess.Popen[bytes], OutsideTarget]:
+        popen = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        started.append(popen)
+        assert popen.stdout is not None
+        popen.stdout.readline()
+        ticks = start_time_ticks(f"/proc/{popen.pid}")
+        return popen, OutsideTarget(popen.pid, "", "", popen.pid, ticks, ())
+
+    yield run
+    for popen in started:
+        popen.kill()
+        popen.communicate()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [(OBEDIENT, ReasonCode.ENDED_BY_SIGTERM), (STUBBORN, ReasonCode.ENDED_BY_SIGKILL)]
+)
+async def test_a_process_that_ignores_sigterm_is_killed(
+    start: Any, monkeypatch: pytest.MonkeyPatch, code: str, reason: ReasonCode
+) -> None:
+    monkeypatch.setattr(terminate, "_GRACE_SECONDS", 30.0 if code == OBEDIENT else 0.1)
+    popen, target = start(code)
+    result = await Terminator(LinuxHost()).end("a", target)
+    assert (result.outcome, result.reason_code) == ("done", reason)
+    assert popen.wait(30) < 0
+
+
+async def test_a_later_process_with_the_pid_and_an_exited_one_get_no_signal(start: Any) -> None:
+    popen, target = start(OBEDIENT)
+    later = OutsideTarget(popen.pid, "", "", popen.pid, target.start_time_ticks - 1, ())
+    assert (await Terminator(LinuxHost()).end("a", later)).outcome == "gone"
+    assert popen.poll() is None
+    popen.kill()
+    popen.wait()
+    assert (await Terminator(LinuxHost()).end("a", target)).reason_code == ReasonCode.PROCESS_EXITED
