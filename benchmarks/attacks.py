@@ -1,10 +1,11 @@
 """What a hostile local user can cost the exporter: its memory, and the waits of other clients.
 
-    python -m benchmarks.attacks [--quick] [--json] [--only WORD] [--at-once]
+    python -m benchmarks.attacks [--quick] [--json] [--only WORD] [--soak MINUTES] [--checkout DIR]
 
 64 reporters on 8 devices report all the time. Each attack runs alone. Meanwhile root scrapes and requests dry runs of
-a clear, and another user sends the first reports of connections. With `--at-once`, all attacks but the handshakes run
-at the same time. Needs root.
+a clear, and another user sends the first reports of connections. With `--soak`, all attacks run at once for a sixth of
+the time instead, between a quiet third and a quiet half. `--checkout` attacks the exporter of another checkout. Needs
+root.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ from pathlib import Path
 import trustme
 
 from benchmarks.attackers import ATTACKS, TLS_ATTACK, Target, attack
-from benchmarks.claims import Options, Progress, Row, show
+from benchmarks.claims import Options, Progress, Row, percentile, show
 from benchmarks.place import Http, Place, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, report_body, report_for_ever
 from tests.support.certificates import issue
 from tests.support.exporter_process import ExporterProcess
+from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient, wait_for
 
 REPORTERS, DEVICES = 64, 8
 ONE_ATTACK_MIB, ALL_ATTACKS_MIB = 160, 256
 """The limits of the exporter's resident memory. The manifests limit it to 256 MiB."""
+REMAINING_MIB = 24
+"""What may remain of the attacks in the exporter's heap."""
 VICTIM_UID = 1002
 PAUSE_SECONDS = 0.5
 REQUEST_SECONDS = 60.0
@@ -80,39 +84,36 @@ def main() -> int:
     options = Options(__doc__, real_gpu=False)
     options.amount("--seconds", 20.0, 8.0, "seconds of each attack")
     options.parser.add_argument("--only", default="", help="only the attacks with this word in their names")
-    options.parser.add_argument("--at-once", action="store_true", help="run all attacks at the same time")
+    options.parser.add_argument("--soak", type=float, default=0.0, help="minutes of a run with all attacks at once")
+    options.parser.add_argument("--checkout", type=Path, default=REPOSITORY, help="the checkout whose exporter runs")
     given = options.read()
     if os.geteuid() != 0:
         options.parser.error("root is needed, to act as several users")
     names = [name for name in (*ATTACKS, TLS_ATTACK) if given.only in name]
-    runs = {name: [name] for name in names}
-    if given.at_once:
-        runs = {"all at once": [name for name in names if name != TLS_ATTACK]}
-    progress = Progress("attacks", len(runs))
+    progress = Progress("attacks", 3 if given.soak else len(names))
+    if given.soak:
+        return show("attacks, all at once", soak(given, progress, names), as_json=given.json)
     rows = []
-    for what, attacks in runs.items():
-        progress.part(what)
+    for name in names:
+        progress.part(name)
         with Place(real_gpu=False, devices=DEVICES) as place:
-            rows += attacked_node(given, progress, place, what, attacks)
+            rows += alone(given, progress, place, name)
     return show("attacks", rows, as_json=given.json)
 
 
-def attacked_node(
-    given: argparse.Namespace, progress: Progress, place: Place, name: str, attacks: Sequence[str]
-) -> list[Row]:
-    """Run some attacks at the same time, and measure the exporter and its other clients."""
-    exporter, target = serve(place, tls=TLS_ATTACK in attacks)
+def alone(given: argparse.Namespace, progress: Progress, place: Place, name: str) -> list[Row]:
+    """One attack."""
+    exporter, target = serve(given, place, tls=name == TLS_ATTACK)
     clients = Clients()
     clients.start(target)
     progress.sleep(given.seconds / 2)
     before = resident_bytes(exporter.pid) >> 20
     started = time.monotonic()
-    with attacked(attacks, target):
+    with attacked([name], target):
         progress.sleep(given.seconds)
     ended = time.monotonic()
     requests = clients.stop()
-    limit = ONE_ATTACK_MIB if len(attacks) == 1 else ALL_ATTACKS_MIB
-    rows = [Row(f"{name}: highest RSS", peak_mib(exporter), "MiB", f"before ({before} MiB)", limit=limit)]
+    rows = [Row(f"{name}: highest RSS", peak_mib(exporter), "MiB", f"before ({before} MiB)", limit=ONE_ATTACK_MIB)]
     for what, waits in requests.items():
         during = [wait for wait in waits if wait.started_seconds + wait.taken_seconds > started]
         during = [wait for wait in during if wait.started_seconds < ended]
@@ -122,18 +123,58 @@ def attacked_node(
     return rows
 
 
+def soak(given: argparse.Namespace, progress: Progress, names: Sequence[str]) -> list[Row]:
+    """All attacks at once."""
+    sixth = given.soak * 60 / 6
+    with Place(real_gpu=False, devices=DEVICES) as place:
+        exporter, target = serve(given, place, tls=False)
+        recorded = record(exporter)
+        clients = Clients()
+        clients.start(target)
+        progress.part("before the attacks")
+        progress.sleep(2 * sixth)
+        before = resident_bytes(exporter.pid) >> 20
+        progress.part("all attacks at once")
+        started = time.monotonic()
+        with attacked([name for name in names if name != TLS_ATTACK], target):
+            progress.sleep(sixth)
+        ended = time.monotonic()
+        highest = peak_mib(exporter)
+        progress.part("after the attacks")
+        progress.sleep(3 * sixth)
+        after = resident_bytes(exporter.pid) >> 20
+        missing = recorded - {event["detail"]["id"] for event in exporter.events(type="action")}
+        rows = [
+            Row("highest RSS during the attacks", highest, "MiB", f"before ({before} MiB)", limit=ALL_ATTACKS_MIB),
+            Row("RSS that remained", after - before, "MiB", f"before ({before} MiB)", limit=REMAINING_MIB),
+            Row(f"missing of {len(recorded)} actions of root in the audit log", len(missing), "", limit=1),
+        ]
+        for what, waits in clients.stop().items():
+            during = [wait for wait in waits if started <= wait.started_seconds + wait.taken_seconds]
+            during = [wait for wait in during if wait.started_seconds <= ended]
+            quiet = [wait for wait in waits if wait not in during]
+            typical_wait = percentile([wait.taken_seconds for wait in during], 0.99)
+            rows += [
+                Row(f"{what}: longest wait during them", longest(during), "s", f"otherwise ({longest(quiet):.3g} s)"),
+                Row(f"{what}: 99 % of the waits during them", typical_wait, "s"),
+                lost(f"{what}: lost during them, of {len(during)}", during),
+                lost(f"{what}: lost otherwise, of {len(quiet)}", quiet, limit=1),
+            ]
+        return rows
+
+
 def longest(waits: Sequence[Wait]) -> float:
     """Return the longest wait; 0 without a request."""
     return max((wait.taken_seconds for wait in waits), default=0.0)
 
 
-def lost(what: str, waits: Sequence[Wait], limit: float) -> Row:
+def lost(what: str, waits: Sequence[Wait], limit: float | None = None) -> Row:
     """Return a row with the number of requests without a reply, and the most frequent reason."""
     problems = [wait.problem for wait in waits if wait.problem]
     return Row(what, len(problems), "", max(problems, key=problems.count, default="")[:60], limit=limit)
 
 
-def serve(place: Place, *, tls: bool) -> tuple[ExporterProcess, Target]:
+def serve(given: argparse.Namespace, place: Place, *, tls: bool) -> tuple[ExporterProcess, Target]:
     """Start the exporter and its reporters, and wait until all of them report."""
     stand = place.stack.enter_context(Stand(REPORTERS))
     assert place.node is not None
@@ -148,7 +189,9 @@ def serve(place: Place, *, tls: bool) -> tuple[ExporterProcess, Target]:
         issue(trustme.CA(), folder)
         (folder / "web.yml").write_text("tls_server_config: {cert_file: tls.crt, key_file: tls.key}\n")
         flags += ["--web.config.file", str(folder / "web.yml")]
-    exporter = ExporterProcess(folder, *flags, environment=place.environment())
+    tree = given.checkout.resolve()
+    launcher = ("env", "-C", str(tree), f"PYTHONPATH={tree}")
+    exporter = ExporterProcess(folder, *flags, environment=place.environment(), launcher=launcher)
     place.stack.callback(exporter.close)
     uuids = [device["uuid"] for device in exporter.get("/api/v1/devices")["devices"]]
     place.start(report_for_ever, exporter.url, stand.pids, uuids, 1.0)
@@ -207,6 +250,12 @@ def peak_mib(exporter: ExporterProcess) -> float:
     """Return the highest resident memory of the exporter so far."""
     status = Path(f"/proc/{exporter.pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) / 1024
+
+
+def record(exporter: ExporterProcess) -> set[str]:
+    """Request ten actions as root, which expire; return their ids."""
+    options = {"deadline_seconds": 1, "wait_seconds": 0, "expect": 202}
+    return {exporter.act("reset_peak", target={"all": True}, **options)["id"] for _ in range(10)}
 
 
 def _received(pipe: Connection) -> list[Wait]:

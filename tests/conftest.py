@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, settings
 
 from tests.emulation.fixtures import emulation, make_node, node, start_torch
 from tests.emulation.node import EmulatedNode
-from tests.support.cpu_seconds import tree_cpu_seconds
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient
 
@@ -32,8 +31,6 @@ settings.load_profile("any machine")
 StartExporter = Callable[..., ExporterProcess]
 
 OF_MODULES = ("tests/exporter", "tests/client", "tests/toolkit")
-MAX_CPU_SECONDS = 40.0
-"""What a test may use without the mark `slow`. Beside two other workers a test uses twice what it uses alone."""
 TIMEOUT_SECONDS = 300.0
 """After which a test without a mark of its own is taken to hang."""
 
@@ -62,18 +59,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         coverage.start()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail a test that uses more CPU time than it may; its fixtures are not counted."""
-    before = tree_cpu_seconds()
-    yield
-    used = tree_cpu_seconds() - before
-    if used > patient(MAX_CPU_SECONDS) and item.get_closest_marker("slow") is None:
-        pytest.fail(
-            f"used {used:.1f} s of CPU time; more than {MAX_CPU_SECONDS:g} s needs the mark `slow`", pytrace=False
-        )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -187,9 +187,7 @@ def _device(torch: Any, index: int, sample: DeviceSample) -> DeviceSummary:
         **{name: getattr(sample, name) for name in _FROM_SAMPLE},
         device_free_bytes=free_bytes,
         device_total_bytes=total_bytes,
-        process_bytes=driver.process_bytes,
-        other_processes_bytes=driver.other_processes_bytes,
-        utilization_ratio=driver.utilization_ratio,
+        **vars(driver),
         phases=process_observed().phases(index),
         components=sample.component_bytes,
     )

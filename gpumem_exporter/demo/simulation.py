@@ -187,10 +187,7 @@ def _devices(rng: Random) -> tuple[SimulatedDevice, ...]:
         digits = f"{rng.getrandbits(128):032x}"
         uuid = f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
         bus_id = f"00000000:{0x1A + 0x11 * index:02X}:00.0"
-        if index < 7:
-            identity = DeviceIdentity(str(index), uuid, "NVIDIA H100 80GB HBM3 (demo)", bus_id)
-            devices.append(SimulatedDevice(identity, total_bytes=81559 * MIB, reserved_bytes=551 * MIB))
-        else:
-            identity = DeviceIdentity(str(index), uuid, "NVIDIA A100 80GB PCIe (demo)", bus_id)
-            devices.append(SimulatedDevice(identity, total_bytes=81920 * MIB, reserved_bytes=626 * MIB))
+        name, total_mib, reserved_mib = ("A100 80GB PCIe", 81920, 626) if index == 7 else ("H100 80GB HBM3", 81559, 551)
+        identity = DeviceIdentity(str(index), uuid, f"NVIDIA {name} (demo)", bus_id)
+        devices.append(SimulatedDevice(identity, total_bytes=total_mib * MIB, reserved_bytes=reserved_mib * MIB))
     return tuple(devices)

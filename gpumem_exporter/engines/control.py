@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpumem_client.wire.procfs import parse_stat_parent, split_cmdline
+from gpumem_client.wire.procfs import parse_stat, split_cmdline
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.engines import EngineRefusedError, no_engine
 from gpumem_exporter.actions.selection import OutsideTarget
@@ -88,7 +88,7 @@ class EngineControl:
                 return
             yield self._program(pid, uid, place, listeners), started
             try:
-                pid = parse_stat_parent(self._entries.text(pid, "stat"))
+                pid = parse_stat(self._entries.text(pid, "stat")).parent_pid
             except ValueError:
                 return
             if pid <= 1:

@@ -25,7 +25,7 @@ from enum import Enum, auto
 from gpumem_client.wire.procfs import (
     INITIAL_PID_NAMESPACE,
     describe_command,
-    parse_stat_lineage,
+    parse_stat,
     split_cmdline,
     started_by_multiprocessing,
 )
@@ -130,7 +130,7 @@ class Launchers:
 
     def _look(self, pid: int, stat_text: str, now: float, levels: int) -> LostLauncher | None:
         try:
-            parent_pid, cpu_ticks, start_time_ticks = parse_stat_lineage(stat_text)
+            _, parent_pid, cpu_ticks, start_time_ticks = parse_stat(stat_text)
         except ValueError:
             return None
         known = self._followed[pid][0] if pid in self._followed else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpumem_client.wire.procfs import (
     describe_command,
     known_ray_job_id,
-    parse_stat_parent,
+    parse_stat,
     parse_stat_program,
     pid_namespace,
     runs_python,
@@ -179,7 +179,7 @@ class LinuxHost:
             if not started_by_multiprocessing(argv):
                 return argv
             try:
-                pid = parse_stat_parent(self._entries.text(pid, "stat"))
+                pid = parse_stat(self._entries.text(pid, "stat")).parent_pid
                 argv = split_cmdline(self._entries.read(pid, "cmdline") or b"")
             except (HiddenError, ValueError):
                 return None

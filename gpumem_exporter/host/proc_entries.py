@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gpumem_client.wire.procfs import parse_stat_start_time, parse_stat_state
+from gpumem_client.wire.procfs import parse_stat
 
 _ENDED = "ZXx"
 _LONGEST_READ = 1 << 16
@@ -92,11 +92,11 @@ class ProcEntries:
         stat = self.read(pid, "stat")
         if stat is None:
             return None
-        text = stat.decode("utf-8", "replace")
         try:
-            return None if parse_stat_state(text) in _ENDED else parse_stat_start_time(text)
+            parsed = parse_stat(stat.decode("utf-8", "replace"))
         except ValueError:
             return None
+        return None if parsed.state in _ENDED else parsed.start_time_ticks
 
     def variables(self, pid: int | str, names: Sequence[str]) -> tuple[str, ...]:
         """Return variables of the initial environment of a process; empty if they are not set.

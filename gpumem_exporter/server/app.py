@@ -164,7 +164,7 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
 
 def _page_routers(runtime: Runtime) -> list[APIRouter]:
     settings = runtime.settings
-    page = Page(runtime.version, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
+    page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
     hide_identities_from = runtime.callers if settings.web_hide_identities else None
     return [
         live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hide_identities_from),
@@ -229,6 +229,7 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
             runtime.cache_use.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
             await asyncio.to_thread(runtime.history_recorder.stop, HISTORY_STOP_SECONDS)
+            # The event log is last, because the poller records events until it has stopped.
             await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 
     return lifespan

@@ -80,7 +80,6 @@ class Runtime:
     ) -> None:
         self.settings = settings
         self.source = provider.source
-        self.version = __version__
         self.clock = clock
         self.wall_clock = wall_clock
         self.pods = pods
@@ -186,7 +185,7 @@ class Runtime:
             self.poller,
             self.events.log,
             source=self.source,
-            version=self.version,
+            version=__version__,
             driver_pids=driver_pids,
             socket_file=socket_file,
             files=self._checked_files(),

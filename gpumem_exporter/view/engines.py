@@ -132,8 +132,6 @@ class SmallerCache(NamedTuple):
 class _Cache(NamedTuple):
     """The cache of one process on one device."""
 
-    used_bytes: int
-    """What the process uses on the device."""
     size_bytes: int
     peak: KvCachePeak
     usable_bytes: int
@@ -199,4 +197,4 @@ def _cache(
     if included is None:
         return None
     usable = device.total_bytes - (device.reserved_bytes or 0)
-    return _Cache(share.used_bytes, size, peak, usable, included)
+    return _Cache(size, peak, usable, included)

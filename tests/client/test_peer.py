@@ -23,12 +23,12 @@ def listener(host: str) -> socket.socket:
     return socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
 
 
-@needs_root
-@pytest.mark.usefixtures("source")
 def owner(found: peer.SocketOwner | None) -> tuple[int, int] | None:
     return found and found[:2]
 
 
+@needs_root
+@pytest.mark.usefixtures("source")
 @pytest.mark.parametrize(("bound", "to"), [("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "::1")])
 def test_each_end_of_a_loopback_connection_names_the_user_of_the_other(bound: str, to: str) -> None:
     with listener(bound) as server:

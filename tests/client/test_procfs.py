@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from gpumem_client.wire.procfs import (
     describe_command,
-    parse_stat_start_time,
-    parse_stat_state,
+    parse_stat,
     pid_namespace,
     split_cmdline,
     start_time_ticks,
@@ -83,14 +82,13 @@ def test_a_command_line_is_split_at_nuls_and_padding_is_dropped() -> None:
 def test_state_and_start_time_are_found_after_a_name_with_parentheses() -> None:
     fields = " ".join(str(number) for number in range(4, 53))
     stat = f"4711 (a) R) (b ) S {fields}\n"
-    assert parse_stat_state(stat) == "S"
-    assert parse_stat_start_time(stat) == 22
+    assert parse_stat(stat) == ("S", 4, 14 + 15, 22)
 
 
 @pytest.mark.parametrize("text", ["", "4711 (short) S 1 2", "no parenthesis " * 30])
 def test_an_invalid_stat_line_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="stat"):
-        parse_stat_start_time(text)
+        parse_stat(text)
 
 
 def test_this_process_has_a_start_time_and_a_pid_namespace() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import types
+from typing import Any
 
 import pytest
 
 from gpumem_client.profile import blocks
+from gpumem_client.profile.recorder import Recorder
+from gpumem_client.wire.errors import CommandRefusedError
+from tests.support.waiting import patient
 
 
 @pytest.mark.parametrize(("sleep_seconds", "share"), [(0.0003, 0.7), (0.005, 0.45), (0.5, 0.0)])
@@ -25,3 +30,32 @@ def test_work_rests_often_but_not_for_most_of_the_time(
         longest = max(longest, slice_)
     assert worked / now > share
     assert longest < 0.006
+
+
+class Torch:
+    """A torch whose recording of the allocator's history is on or off."""
+
+    def __init__(self) -> None:
+        self.records = False
+        self._C = types.SimpleNamespace(_cuda_isHistoryEnabled=lambda: self.records)
+        self.cuda = types.SimpleNamespace(memory=types.SimpleNamespace(_record_memory_history=self._record))
+
+    def _record(self, enabled: str | None, **_: Any) -> None:
+        self.records = enabled is not None
+
+
+def test_a_new_reporter_waits_for_the_recording_of_a_stopped_one_and_not_for_the_user_s() -> None:
+    torch = Torch()
+    ending, starting = Recorder(torch), Recorder(torch)
+    ending.start()
+    ends = threading.Timer(0.1, ending.close)
+    ends.start()
+    assert starting.start_standing()
+    ends.join(patient(30))
+    assert starting.standing
+    starting.close()
+    torch.records = True
+    assert not starting.start_standing()
+    with pytest.raises(CommandRefusedError):
+        starting.start()
+    assert torch.records, "the user's recording goes on"

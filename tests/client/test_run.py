@@ -40,12 +40,6 @@ def test_the_bootstrap_is_first_and_the_working_directory_is_not_added(inherited
     assert injected_environment(environ, _BOOTSTRAP)["PYTHONPATH"] == expected
 
 
-def test_the_rest_of_the_environment_is_unchanged() -> None:
-    environ = {"HOME": "/h", "RANK": "3"}
-    assert injected_environment(environ, _BOOTSTRAP) == {**environ, "PYTHONPATH": _BOOTSTRAP, "GPUMEM_INJECT": "1"}
-    assert environ == {"HOME": "/h", "RANK": "3"}
-
-
 def test_options_become_variables_and_the_command_keeps_its_arguments(
     executed: list[tuple[str, list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -76,6 +70,7 @@ def test_the_dashes_before_the_command_are_optional(executed: list[tuple[str, li
         (["--wrkload", "x", "--", "true"], "--wrkload"),
         (["--rank"], "--rank"),
         (["--url", "ftp://x", "--", "true"], "ftp://x"),
+        (["--allocator", "expandable:True", "--", "true"], "expandable_segments"),
         (["--plan", "/nowhere/plan.json", "--", "true"], "/nowhere/plan.json"),
     ],
 )

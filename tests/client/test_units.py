@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_client.wire.units import human_bytes, human_ratio, human_seconds
+from gpumem_client.wire.units import human_bytes, human_seconds
 
 _UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
 
@@ -55,8 +55,3 @@ def test_a_shown_size_is_rounded_correctly_and_short(value: int) -> None:
 )
 def test_durations_have_the_unit_that_fits(value: float | None, text: str) -> None:
     assert human_seconds(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.0, "0 %"), (0.934, "93 %"), (1.0, "100 %")])
-def test_ratios_are_percentages(value: float | None, text: str) -> None:
-    assert human_ratio(value) == text

@@ -60,7 +60,7 @@ def test_a_request_runs_through_the_modules_in_the_order_of_the_page(
         assert any(call.module == module and f"{call.function}.".startswith(f"{name}.") for call in calls), name
 
 
-@pytest.mark.parametrize(("kind", "most"), [("report", 12), ("scrape", 12), ("submission", 16)])
+@pytest.mark.parametrize(("kind", "most"), [("report", 12), ("scrape", 12), ("submission", 14)])
 def test_a_request_runs_through_few_modules(kind: str, most: int, traces: dict[str, Trace]) -> None:
     assert len(traces[kind].modules) <= most
 

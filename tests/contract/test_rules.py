@@ -22,7 +22,7 @@ from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events.model import EVENT_TYPES
 from gpumem_exporter.view.findings import SEVERITIES, SEVERITY
-from tests.support.alert_path import Receiver, alertmanager, receiving
+from tests.support.alertmanagers import Receiver, alertmanager, receiving
 from tests.support.dashboard_rules import nodes
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_tool
@@ -186,11 +186,10 @@ def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_a_runbook_has_its_four_sections_and_fits_a_page(name: str) -> None:
+def test_a_runbook_has_its_four_sections_and_existing_commands_and_links(name: str) -> None:
     text = (RUNBOOKS / f"{name}.md").read_text()
     assert text.startswith(f"# {name}\n")
     assert tuple(re.findall(r"^## (.*)$", text, flags=re.MULTILINE)) == SECTIONS
-    assert len(text.splitlines()) <= 70
     commands = set(re.findall(r"gpumem-exporter ([a-z][a-z-]+)", text))
     assert commands <= set(COMMANDS), name
     assert commands, "a runbook needs a command of the exporter"

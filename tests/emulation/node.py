@@ -126,10 +126,6 @@ class Rule:
         """Wait until a call hangs in the rule."""
         wait_for(lambda: self.waiting, "a call to hang", timeout_seconds)
 
-    def wait_for_hits(self, calls: int = 1, timeout_seconds: float = 10) -> None:
-        """Wait until this number of calls has matched the rule."""
-        wait_for(lambda: self.hits >= calls, f"{calls} call(s) to match the rule", timeout_seconds)
-
     def remove(self) -> None:
         """Remove the rule; hung calls continue. May be called again."""
         if self._active:
@@ -356,10 +352,6 @@ class EmulatedNode:
         """Set the GPU utilization in NVML; None for not supported."""
         self._control.emu_control_set_utilization(self._handle, self._entry(device), -1 if percent is None else percent)
 
-    def hide_process_memory(self, device: int, hidden: bool = True) -> None:
-        """Make NVML list the device's processes with unavailable memory values."""
-        self._control.emu_control_hide_processes(self._handle, self._entry(device), int(hidden))
-
     def hide_memory(self, device: int, hidden: bool = True) -> None:
         """Make NVML return NVML_VALUE_NOT_AVAILABLE for all memory values of the device."""
         self._control.emu_control_hide_memory(self._handle, self._entry(device), int(hidden))
@@ -453,7 +445,6 @@ def _load_control(path: Path) -> ctypes.CDLL:
         ("destroy_mig", (node, number), number),
         ("hide_memory", (node, number, code), None),
         ("set_utilization", (node, number, code), None),
-        ("hide_processes", (node, number, code), None),
         ("set_unattributed", (node, number, ctypes.c_int64), None),
         ("add_rule", (node, text, number, code, code), number),
         ("remove_rule", (node, number), None),

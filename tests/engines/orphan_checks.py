@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_client.wire.procfs import parse_stat_parent
+from gpumem_client.wire.procfs import parse_stat
 from tests.conftest import StartExporter
 from tests.emulation.node import EmulatedNode
 from tests.engines.conftest import StartVllm
@@ -32,7 +32,7 @@ def test_the_core_of_a_killed_server_is_an_orphan_until_it_is_terminated(
     start_vllm().wait()
     (core,) = exporter.get("/api/v1/processes")["processes"]
     assert (core["command"], core["orphan"]) == (TITLE, None)
-    server = parse_stat_parent(Path(f"/proc/{core['pid']}/stat").read_text())
+    server = parse_stat(Path(f"/proc/{core['pid']}/stat").read_text()).parent_pid
     os.kill(server, signal.SIGKILL)
 
     def orphan() -> int | None:

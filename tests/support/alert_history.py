@@ -33,7 +33,7 @@ from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.http.peer import Peer
 from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.settings import load_settings
-from tests.support.alert_path import hastened
+from tests.support.alertmanagers import hastened
 from tests.support.paths import REPOSITORY
 
 RULES = sorted((REPOSITORY / "deploy" / "prometheus" / "rules").glob("*.yml"), reverse=True)

@@ -62,11 +62,3 @@ gc.enable()
 gc.collect()
 """
     )
-
-
-@pytest.fixture(scope="module")
-def host_process() -> Iterator[TorchProcess]:
-    """Return a process without a GPU; its tests free their allocations."""
-    with TorchProcess(None, {"CUDA_VISIBLE_DEVICES": ""}) as process:
-        process.exec(TRAINING)
-        yield process

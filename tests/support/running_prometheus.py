@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import shutil
-import ssl
 import subprocess
-import tempfile
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import trustme
 import yaml
+from typing_extensions import Self
 
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
@@ -37,8 +34,6 @@ class RunningPrometheus:
         clusters: Mapping[str, str] | None = None,
         flags: Sequence[str] = (),
     ) -> None:
-        binary = shutil.which("prometheus")
-        assert binary, "prometheus is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
         folder.mkdir(parents=True, exist_ok=True)
         jobs = [
             # Prometheus drops an empty label.
@@ -49,61 +44,53 @@ class RunningPrometheus:
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
             "scrape_configs": [{"job_name": "gpumem", "static_configs": jobs, **(scrape or {})}],
         }
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration))
         address = f"127.0.0.1:{free_port()}"
-        self.url = f"http://{address}" if authority is None else f"https://{address}"
-        self._trusted = None if authority is None else _serve_https(folder, authority)
-        web = () if authority is None else (f"--web.config.file={folder / 'web.yml'}",)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        self._popen = subprocess.Popen(
-            [
-                binary,
-                f"--config.file={folder / 'prometheus.yml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address={address}",
-                "--log.level=warn",
-                *web,
-                *flags,
-            ],
-            stdout=self._log,
-            stderr=self._log,
-        )
-        wait_for(self._ready, "Prometheus")
-
-    def log(self) -> str:
-        """The log."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
+        self.url = f"http://{address}"
+        if authority is not None:
+            self.url = f"https://{address}"
+            authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(folder / "own.pem"))
+            server = {"cert_file": "own.pem", "key_file": "own.pem"}
+            (folder / "web.yml").write_text(yaml.safe_dump({"tls_server_config": server}))
+            flags = (*flags, f"--web.config.file={folder / 'web.yml'}")
+        file = folder / "prometheus.yml"
+        file.write_text(yaml.safe_dump(configuration))
+        command = [
+            *("prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"),
+            *(f"--web.listen-address={address}", *flags),
+        ]
+        self._running = ExitStack()
+        log = self._running.enter_context(running(command, folder / "prometheus.log"))
+        wait_for(lambda: "Server is ready to receive web requests" in log(), "Prometheus")
 
     def close(self) -> None:
         """Stop Prometheus."""
-        self._popen.terminate()
-        try:
-            self._popen.wait(30)
-        finally:
-            self._popen.kill()
-            self._log.close()
+        self._running.close()
 
-    def __enter__(self) -> RunningPrometheus:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ready(self) -> bool:
-        assert self._popen.poll() is None, self.log()
+
+@contextmanager
+def running(command: Sequence[str], log: Path) -> Iterator[Callable[[], str]]:
+    """Run a server and stop it at the end; yields a function that returns its log."""
+    program = shutil.which(command[0])
+    assert program, f"{command[0]} is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
+    with log.open("wb") as out:
+        process = subprocess.Popen([program, *command[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+
+    def read() -> str:
+        assert process.poll() is None, log.read_text()
+        return log.read_text()
+
+    try:
+        yield read
+    finally:
+        process.terminate()
         try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5, context=self._trusted) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
-
-
-def _serve_https(folder: Path, authority: trustme.CA) -> ssl.SSLContext:
-    """Write the configuration for https, and return the TLS context of a client."""
-    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(folder / "own.pem"))
-    server = {"cert_file": "own.pem", "key_file": "own.pem"}
-    (folder / "web.yml").write_text(yaml.safe_dump({"tls_server_config": server}))
-    trusted = ssl.create_default_context()
-    authority.configure_trust(trusted)
-    return trusted
+            process.wait(30)
+        finally:
+            process.kill()
+        print(log.read_text())  # pytest shows it where the test failed

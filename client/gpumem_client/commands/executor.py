@@ -152,7 +152,7 @@ class Executor:
             return refused_during_capture(command)
         started = time.perf_counter()
         try:
-            before = self._measure(command.uuids)
+            before = {index: self._before(index) for index in self._measured(command.uuids)}
             started = time.perf_counter()
             snapshot = runner(command)
             duration = time.perf_counter() - started
@@ -228,9 +228,6 @@ class Executor:
     def _measured(self, uuids: tuple[str, ...]) -> list[int]:
         """Return the device indices for these uuids; all of the process's devices if there are no uuids."""
         return [index for index in self._allocator.devices() if not uuids or self._allocator.uuid(index) in uuids]
-
-    def _measure(self, uuids: tuple[str, ...]) -> dict[int, _Before]:
-        return {index: self._before(index) for index in self._measured(uuids)}
 
     def _before(self, index: int) -> _Before:
         state = self._allocator.state(index)

@@ -50,7 +50,10 @@ class TensorReader:
         return found
 
     def storage(self, tensor: Any) -> StorageOf | None:
-        """Return the storage of a tensor on a CUDA device; None without memory, and for sparse tensors."""
+        """Return the storage of a tensor on a CUDA device; None without memory, and for sparse tensors.
+
+        For the thread that trains, or while none does: see `place`, which has no size and is for any thread.
+        """
         if not self.is_cuda(tensor):
             return None
         try:

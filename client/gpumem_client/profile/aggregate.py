@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Tuple
+from typing import Any, Tuple
 
 from gpumem_client.profile.blocks import Stacks, resting
 from gpumem_client.profile.history import Lifetime
-from gpumem_client.profile.model import Owner, Row
+from gpumem_client.profile.model import Owner, Profile, Row
 
 _Key = Tuple[int, str, "int | None", "int | None"]
 """Device, pool, stack, owner."""
@@ -40,7 +40,7 @@ class Rows:
     """The rows of a profile, while allocations are added to them."""
 
     def __init__(self, stacks: Stacks, namings: Iterable[Naming]) -> None:
-        self.owners: list[Owner] = []
+        self._owners: list[Owner] = []
         self._stacks = stacks
         self._namings = tuple(namings)
         self._numbers: dict[Owner, int] = {}
@@ -82,14 +82,21 @@ class Rows:
         """Add bytes of blocks that are counted already."""
         self._rows[device, "default", None, self._number(owner)] = [size_bytes, 0, 0, 0]
 
-    def finish(self, with_peak: frozenset[int]) -> tuple[Row, ...]:
-        """Return the rows. `with_peak` are the devices of the profile whose highest moment is known."""
-        return tuple(
-            Row(*key, *(sums if key[0] in with_peak else [*sums[:2], None, None])) for key, sums in self._rows.items()
+    def profile(self, with_peak: Iterable[int] = (), **values: Any) -> Profile:
+        """Return the profile with these rows. `with_peak` are its devices whose highest moment is known."""
+        known = frozenset(with_peak)
+        return Profile(
+            rows=tuple(
+                Row(*key, *(sums if key[0] in known else [*sums[:2], None, None])) for key, sums in self._rows.items()
+            ),
+            stacks=tuple(self._stacks.stacks),
+            frames=tuple(self._stacks.frames),
+            owners=tuple(self._owners),
+            **values,
         )
 
     def _number(self, owner: Owner) -> int:
-        number = self._numbers.setdefault(owner, len(self.owners))
-        if number == len(self.owners):
-            self.owners.append(owner)
+        number = self._numbers.setdefault(owner, len(self._owners))
+        if number == len(self._owners):
+            self._owners.append(owner)
         return number

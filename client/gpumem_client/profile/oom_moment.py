@@ -109,14 +109,10 @@ class OomMoments:
             allocated_bytes=allocated_bytes + rest,
             reserved_bytes=getattr(error.oom.sample, "reserved_bytes", None),
         )
-        return Profile(
+        return rows.profile(
             id=os.urandom(8).hex(),
             cause="out_of_memory",
             devices=(device,),
-            rows=rows.finish(frozenset()),
-            stacks=tuple(stacks.stacks),
-            frames=tuple(stacks.frames),
-            owners=tuple(rows.owners),
             oom_number=error.oom.number,
             age_seconds=self._clock() - error.noted_seconds,
             pause_seconds=heap.pause_seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from gpumem_client import torch_access
@@ -13,6 +14,11 @@ ENTRIES_MAX = 100_000
 """The longest history of a recording on each device. A snapshot of it keeps the GIL for half a second."""
 STANDING_ENTRIES_MAX = 20_000
 """The longest history of the standing recording: 6 MiB of the host's memory."""
+_ENDING_SECONDS = 10.0
+"""The longest wait for the recording of a stopped reporter: its thread may still search for owners for six seconds."""
+
+_recording: set[Recorder] = set()
+"""The recorders of this process that record. Torch does not show whose recording is on."""
 
 
 class Recorder:
@@ -39,7 +45,7 @@ class Recorder:
         Raises:
             CommandRefusedError: this allocator cannot record.
         """
-        if torch_access.history_is_recorded(self._torch):
+        if self._others_record():
             return False
         self._start(STANDING_ENTRIES_MAX)
         self._standing = True
@@ -51,7 +57,7 @@ class Recorder:
         Raises:
             CommandRefusedError: the user's code records, or this allocator cannot record.
         """
-        if not self.on and torch_access.history_is_recorded(self._torch):
+        if not self.on and self._others_record():
             raise CommandRefusedError(
                 "the program records the allocator's history itself; a profile without a recording shows its stacks",
                 ReasonCode.HISTORY_RECORDED,
@@ -71,6 +77,15 @@ class Recorder:
             torch_access.stop_history(self._torch)
             log.debug("the recording of the allocator's history ends")
         self._on = self._standing = False
+        _recording.discard(self)
+
+    def _others_record(self) -> bool:
+        """Whether the user's code records, after a wait for the recording of a stopped reporter to end."""
+        # Only the thread that has started a recording may stop it, so this cannot end the other one itself.
+        end_seconds = time.monotonic() + _ENDING_SECONDS
+        while _recording - {self} and time.monotonic() < end_seconds:
+            time.sleep(0.02)
+        return torch_access.history_is_recorded(self._torch)
 
     def _start(self, entries_max: int) -> None:
         try:
@@ -80,4 +95,5 @@ class Recorder:
                 f"this allocator cannot record its history: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
             ) from None
         self._on = True
+        _recording.add(self)
         log.debug("a recording of the allocator's history starts, with %d entries", entries_max)

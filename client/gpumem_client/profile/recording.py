@@ -1,4 +1,4 @@
-"""A profile with a recording: what is allocated at its end, and at its highest moment."""
+"""Profiles of what is allocated now, and with a recording: at its end, and at its highest moment."""
 
 from __future__ import annotations
 
@@ -20,6 +20,26 @@ ENTRIES_ENOUGH = 60_000
 """A recording ends early with this number of entries, so that its history is complete."""
 _AT_END = 1 << 62
 """An index after the last entry."""
+
+
+def live_profile(heap: HeapReader, profile_id: str, cause: str) -> Profile:
+    """Return a profile of what is allocated now. It has the stacks that the user's code records, if it does.
+
+    Raises:
+        CommandRefusedError: this allocator has no snapshot.
+    """
+    heap.pause_seconds = 0.0
+    stacks = Stacks()
+    # Twice, because training goes on during the search for owners: only a block that both snapshots have can be named.
+    earlier = heap.blocks(Stacks())
+    devices: dict[int, DeviceBlocks] = {}
+    naming, notes = heap.naming(lambda: devices.update(heap.blocks(stacks)))
+    rows = Rows(stacks, [naming])
+    for number, (index, blocks) in enumerate(devices.items()):
+        lifetimes = living(blocks, earlier.get(index, DeviceBlocks()))
+        rows.add(index, number, lifetimes, lambda _: "unseen", live_at=0)
+    profiled = tuple(heap.profiled(index, blocks) for index, blocks in devices.items())
+    return rows.profile(id=profile_id, cause=cause, devices=profiled, pause_seconds=heap.pause_seconds, notes=notes)
 
 
 class Recording:
@@ -91,14 +111,11 @@ class Recording:
             profiled.append(replace(heap.profiled(index, blocks), peak_bytes=peak_bytes))
         if len(with_peak) < len(devices):
             self._notes.append("the highest moment is not known, because the recorded history is not complete")
-        return Profile(
+        return rows.profile(
+            with_peak,
             id=profile_id,
             cause=cause,
             devices=tuple(profiled),
-            rows=rows.finish(frozenset(with_peak)),
-            stacks=tuple(self._stacks.stacks),
-            frames=tuple(self._stacks.frames),
-            owners=tuple(rows.owners),
             age_seconds=self._clock() - ended_seconds,
             recorded_seconds=round(ended_seconds - self.started_seconds, 3),
             pause_seconds=heap.pause_seconds,

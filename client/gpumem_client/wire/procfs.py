@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 
@@ -100,41 +101,27 @@ def split_cmdline(cmdline: bytes) -> list[str]:
     return text.split("\0") if text else []
 
 
-def parse_stat_start_time(stat_text: str) -> int:
-    """Return field 22 of /proc/PID/stat: the process start time in clock ticks after boot.
+class ProcStat(NamedTuple):
+    """A part of /proc/PID/stat (proc_pid_stat(5))."""
 
-    Raises:
-        ValueError: the text is not a line of /proc/PID/stat.
-    """
-    return int(_fields_after_name(stat_text)[19])
-
-
-def parse_stat_state(stat_text: str) -> str:
-    """Return field 3 of /proc/PID/stat: `R`, `S`, `D`, ...; `Z` or `X` for a process that has exited.
-
-    Raises:
-        ValueError: the text is not a line of /proc/PID/stat.
-    """
-    return _fields_after_name(stat_text)[0]
+    state: str
+    """`R`, `S`, `D`, ...; `Z` or `X` for a process that has exited."""
+    parent_pid: int
+    """0 if the parent is in another PID namespace."""
+    cpu_ticks: int
+    """The CPU time that the process has used, in clock ticks."""
+    start_time_ticks: int
+    """Clock ticks after boot, the same in every PID namespace."""
 
 
-def parse_stat_parent(stat_text: str) -> int:
-    """Return field 4 of /proc/PID/stat: the pid of the parent; 0 if it is in another PID namespace.
-
-    Raises:
-        ValueError: the text is not a line of /proc/PID/stat.
-    """
-    return int(_fields_after_name(stat_text)[1])
-
-
-def parse_stat_lineage(stat_text: str) -> tuple[int, int, int]:
-    """Return the pid of the parent, the CPU time that the process has used, and its start time, both in clock ticks.
+def parse_stat(stat_text: str) -> ProcStat:
+    """Parse /proc/PID/stat.
 
     Raises:
         ValueError: the text is not a line of /proc/PID/stat.
     """
     fields = _fields_after_name(stat_text)
-    return int(fields[1]), int(fields[11]) + int(fields[12]), int(fields[19])
+    return ProcStat(fields[0], int(fields[1]), int(fields[11]) + int(fields[12]), int(fields[19]))
 
 
 def parse_stat_program(stat_text: str) -> tuple[int, str, int] | None:
@@ -163,13 +150,10 @@ def _fields_after_name(stat_text: str) -> list[str]:
 
 
 def start_time_ticks(proc_entry: str = "/proc/self") -> int:
-    """Return the process start time in clock ticks after boot, or 0 if it is unreadable.
-
-    The value is the same in every PID namespace.
-    """
+    """Return `ProcStat.start_time_ticks` of a process, or 0 if it is unreadable."""
     try:
         with open(f"{proc_entry}/stat", encoding="utf-8", errors="replace") as stat:  # noqa: PTH123 - as above
-            return parse_stat_start_time(stat.read())
+            return parse_stat(stat.read()).start_time_ticks
     except (OSError, ValueError):
         return 0
 

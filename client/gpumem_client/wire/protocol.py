@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from gpumem_client.wire.errors import WireError
@@ -351,22 +351,10 @@ class Reply:
 
 _FIELD_NAMES: dict[type, tuple[str, ...]] = {
     cls: tuple(f.name for f in fields(cls))
-    for cls in (
-        ProcessIdentity,
-        DeviceSample,
-        EngineState,
-        OutOfMemory,
-        DeviceResult,
-        StillFree,
-        SnapshotBlock,
-        SnapshotSegment,
-        SnapshotFile,
-        CommandResult,
-        Report,
-        Command,
-        Reply,
-    )
+    for cls in list(globals().values())
+    if isinstance(cls, type) and is_dataclass(cls)
 }
+"""By message. Each report needs them, so they are computed once."""
 
 
 def to_wire(message: Report | Reply | ProcessIdentity) -> dict[str, Any]:

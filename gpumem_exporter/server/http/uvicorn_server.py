@@ -110,6 +110,7 @@ class LimitedServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, accept connections, and call `on_started`."""
+        # Without sockets: asyncio would count a connection only when its handshake has ended.
         await super().startup([])
         limits = self._clients.limits
         handshakes = Turns(limits.handshakes, running_of_owner=max(1, limits.handshakes // 4))

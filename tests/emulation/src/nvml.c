@@ -310,10 +310,9 @@ static nvmlReturn_t processes_of(int entry, unsigned *count, nvmlProcessInfo_v1_
         int here = emu_uses(node, (int)at, uses, EMU_MAX_PROCESSES), child = state->device[at].parent >= 0;
         for (int i = 0; i < here; i++, found++) {
             if (found >= room) continue;
-            unsigned long long used = state->device[at].processes_hidden ? NOT_AVAILABLE : uses[i].used;
-            if (plain) plain[found] = (nvmlProcessInfo_v1_t){(unsigned)uses[i].pid, used};
+            if (plain) plain[found] = (nvmlProcessInfo_v1_t){(unsigned)uses[i].pid, uses[i].used};
             if (full)
-                full[found] = (nvmlProcessInfo_v3_t){(unsigned)uses[i].pid, used,
+                full[found] = (nvmlProcessInfo_v3_t){(unsigned)uses[i].pid, uses[i].used,
                                                      child ? (unsigned)state->device[at].gpu_instance : NO_INSTANCE,
                                                      child ? (unsigned)state->device[at].compute_instance : NO_INSTANCE};
         }

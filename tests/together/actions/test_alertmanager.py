@@ -24,7 +24,7 @@ from gpumem_exporter.server.security.request_guard import MAX_ALERTS_BYTES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.support.alert_path import running_alertmanager
+from tests.support.alertmanagers import running_alertmanager
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import QUICK
 from tests.support.paths import REPOSITORY

@@ -113,21 +113,6 @@ def test_stop_inside_an_optimizer_s_step_removes_the_hook_after_the_step(start_t
     wait_for(lambda: process.exec("result = changed(before)") == [], "the hook to be removed")
 
 
-def test_a_checkpoint_does_not_change_torch_s_serialization_registry(start_torch: StartTorch, tmp_path: Path) -> None:
-    process = start_torch()
-    left = process.exec(
-        STATE
-        + "from gpumem_toolkit import save_checkpoint\n"
-        + "model = torch.nn.Linear(4, 4, device='cuda')\ntorch.save(model.state_dict(), path)\n"
-        + "before = state()\nsave_checkpoint(path, model=model)\n"
-        + "location = torch.load(path, weights_only=True)['model']['weight'].device.type\n"
-        + "torch.save(model.state_dict(), path)\n"
-        + "result = [changed(before), location, torch.load(path, weights_only=True)['weight'].device.type]",
-        path=str(tmp_path / "model.pt"),
-    )
-    assert left == [[], "cpu", "cuda"]
-
-
 def test_stop_before_the_import_of_torch_restores_the_import_system() -> None:
     program = (
         "import builtins, sys\n"

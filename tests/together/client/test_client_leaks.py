@@ -171,12 +171,7 @@ result = {
     "short": toolkit.lingering_tensors(max_objects=10).complete,
     "late": toolkit.lingering_tensors(max_seconds=0.0).complete,
 }
-torch.cuda.memory._record_memory_history(enabled="all", stacks="python")
-recorded = [made(1 << 20) for _ in range(3)]
-from gpumem_toolkit.leaks.live_tensors import allocating_frames
-result["frames"] = allocating_frames(torch, {4 << 20})
-torch.cuda.memory._record_memory_history(enabled=None)
-del recorded, wrapped, outputs, shared, views
+del wrapped, outputs, shared, views
 gc.collect()
 result["left"] = torch.cuda.memory_allocated()
 """
@@ -194,8 +189,6 @@ def test_live_tensors_are_grouped_and_named_without_running_the_user_s_code(
     assert groups["100"][:2] == [1, 400]
     assert groups["10"][:2] == [2, 0], "views share the storage of their base"
     assert (reported["short"], reported["late"]) == (False, False)
-    assert reported["frames"]
-    assert re.search(r"\b3\b.*\bmade\b", reported["frames"][0])
     assert reported["left"] == 0
 
 

@@ -11,12 +11,12 @@ from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK
 from tests.support.observed_training import PARAMETERS_BYTES as PARAMETERS
-from tests.support.observed_training import TRAINING, host_process, process_of_the_module, shared_process
+from tests.support.observed_training import TRAINING, process_of_the_module, shared_process
 from tests.support.recording_exporter import RecordingExporter
 from tests.support.torch_release import torch_release
 from tests.support.waiting import wait_for, wait_until_equal
 
-__all__ = ["host_process", "process_of_the_module", "shared_process"]
+__all__ = ["process_of_the_module", "shared_process"]
 
 MIB = 1 << 20
 
@@ -196,39 +196,6 @@ result += [counted, found]
     )
     assert seen[0] == seen[1] > 0
     assert seen[2:] == [True, True]
-
-
-def test_without_cuda_every_tool_reports_that_and_does_nothing(host_process: TorchProcess) -> None:
-    reply = host_process.exec(
-        """
-import logging
-class Lines(logging.Handler):
-    def emit(self, record): lines.append(record.getMessage())
-lines = []
-logger, handler = logging.getLogger("gpumem_client"), Lines()
-logger.addHandler(handler); logger.setLevel(logging.INFO)
-model, optimizer = make("cpu")
-with gpumem.phase("p") as phase, gpumem.memory_context("block") as context, \
-        toolkit.milestones(model, optimizer) as seen:
-    with toolkit.watch(model, optimizer) as watching:
-        step(model, optimizer)
-        looked = watching.look()
-reply = gpumem.log_summary("now")
-logger.removeHandler(handler)
-result = {"lines": lines, "phase": [phase.peak_bytes, list(phase.devices), phase.duration_seconds > 0],
-          "context": context.growth_bytes, "watch": [list(looked), str(watching)],
-          "summary": [str(reply), list(reply.devices)], "cuda": torch.cuda.is_initialized()}
-"""
-    )
-    names = [line.partition(":")[0] for line in reply["lines"]]
-    assert names == ["optimizer created", "first optimizer step", "block", "now"]
-    assert all("CUDA" in line for line in reply["lines"])
-    assert reply["phase"] == [None, [], True]
-    assert reply["context"] is None
-    for text, found in (reply["watch"][::-1], reply["summary"]):
-        assert "CUDA" in text
-        assert found == []
-    assert not reply["cuda"]
 
 
 def test_a_summary_agrees_with_torch_and_the_driver_and_names_the_source_of_the_settings(

@@ -6,8 +6,6 @@ import re
 from collections import Counter
 from typing import Any
 
-import pytest
-
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
 
@@ -199,35 +197,6 @@ def test_the_shards_of_a_model_have_the_names_of_its_parameters(start_torch: Sta
         f"AdamW.{state} {name}" for name in shards for state in ("exp_avg", "exp_avg_sq")
     }
     assert set(_names(told, "gradients")) == {"0.weight and 1 more", "1.weight and 1 more"}, "reduced in one buffer"
-    assert told["unnamed"] == 0
-
-
-CACHED = """
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
-configuration = LlamaConfig(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=256,
-)
-model = LlamaForCausalLM(configuration).to("cuda").eval()
-caches = DynamicCache(config=configuration), StaticCache(config=configuration, max_cache_len=64)
-with torch.no_grad():
-    for cache in caches:
-        model(torch.zeros(1, 8, dtype=torch.long, device="cuda"), past_key_values=cache)
-result = owners()
-"""
-
-
-def test_the_caches_of_a_transformers_model_are_named(start_torch: StartTorch) -> None:
-    pytest.importorskip("transformers")
-    told = _reading(start_torch).exec(CACHED, timeout_seconds=110)
-    caches = _names(told, "kv_cache")
-    assert {name: caches[name] for name in caches if "keys" in name or "values" in name} == {
-        f"{cache}.layers.{layer}.{part}": size
-        for cache, size in (("DynamicCache", 1024), ("StaticCache", 8192))
-        for layer in (0, 1)
-        for part in ("keys", "values")
-    }
-    assert "model.layers.1.self_attn.q_proj.weight" in _names(told, "parameters")
     assert told["unnamed"] == 0
 
 

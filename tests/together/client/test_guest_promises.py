@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_client.wire.procfs import parse_stat_state
+from gpumem_client.wire.procfs import parse_stat
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
@@ -293,7 +293,7 @@ def test_an_action_for_a_stopped_process_expires_and_never_runs(
     exporter.wait_for_processes(process.pid)
     process.signal(signal.SIGSTOP)
     stat = Path(f"/proc/{process.pid}/task")
-    wait_for(lambda: {parse_stat_state((task / "stat").read_text()) for task in stat.iterdir()} == {"T"}, "all to stop")
+    wait_for(lambda: {parse_stat((task / "stat").read_text()).state for task in stat.iterdir()} == {"T"}, "all to stop")
     action = exporter.act(
         "empty_cache", target={"pid": process.pid}, deadline_seconds=0.5, wait_seconds=0.1, expect=202
     )

@@ -21,6 +21,8 @@ _WORTH_SHARE = 0.5
 _REGAINED_SHARE = 0.8
 """…or if this share of the freed bytes is reserved again when the next clear is due."""
 _FAILURES_MAX = 3
+# After each clear, the next steps allocate from the driver again. transformers' Trainer cleared at each step, became
+# slower, and stopped doing so (huggingface/transformers#31372): so a clear that does not help must not be repeated.
 
 
 class AutoClean:

@@ -11,10 +11,9 @@ with an autograd graph, because the graph keeps such activations.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,11 +78,9 @@ class LingeringTensors(ShownAsText):
     """The groups with most bytes first."""
     complete: bool = True
     """False if a limit ended the walk, or if objects are hidden: there may be more."""
-    objects: int = 0
     hidden_objects: int = 0
     """Objects that `gc.freeze()` hides from the walk, and that it did not reach from other objects. Most belong to
     built-in types, but some may be tensors that only C code refers to."""
-    duration_seconds: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -146,16 +143,14 @@ def walk(
 
     Counts frozen tensors only with `count_frozen`: two such counts differ if a limit ends one of them.
     """
-    started = time.perf_counter()
     frozen = Frozen([])
     if referrers or count_frozen:
         frozen = find_frozen(time.thread_time() + max_seconds, max_objects)
     walker = _Walker(torch)
     with torch_access.without_torch_function(torch):
         # CPU time: waits on a busy machine do not shorten the walk.
-        count, complete = walker.add_tracked(time.thread_time() + max_seconds, max_objects)
+        complete = walker.add_tracked(time.thread_time() + max_seconds, max_objects)
         if count_frozen:
-            count += len(frozen.objects)
             walker.add(each for each in frozen.objects if type(each) in walker.types)
     hidden = max(0, gc.get_freeze_count() - len(frozen.objects))
     found = sorted(walker.found.items(), key=lambda item: -item[1].bytes)
@@ -167,7 +162,7 @@ def walk(
         wanted = [each for _, group in found for each in group.tensors]
         names = describe_referrers(wanted, time.thread_time() + max_seconds, frozen)
     groups = tuple(_group(kind, group, names) for kind, group in found)
-    return LingeringTensors(groups, complete, count, hidden, time.perf_counter() - started)
+    return LingeringTensors(groups, complete, hidden)
 
 
 def _group(kind: Kind, found: _Found, names: Mapping[int, str]) -> TensorGroup:
@@ -194,11 +189,11 @@ class _Walker:
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
 
-    def add_tracked(self, end: float, max_objects: int) -> tuple[int, bool]:
+    def add_tracked(self, end: float, max_objects: int) -> bool:
         """Count the tensors among all objects, the youngest generation first, because leaked tensors are young.
 
         Within a generation the oldest come first, so that a storage is counted with the tensor that made it, not a
-        view. Returns the number of objects, and whether no limit ended the walk.
+        view. Returns whether no limit ended the walk.
         """
         count, complete = 0, True
         for generation in GENERATIONS:
@@ -209,9 +204,9 @@ class _Walker:
             tensors.reverse()
             while tensors:
                 if len(tensors) % _CHUNK == 0 and time.thread_time() >= end:
-                    return count, False
+                    return False
                 self._add(tensors.pop())
-        return count, complete and time.thread_time() < end
+        return complete and time.thread_time() < end
 
     def add(self, tensors: Iterable[Any]) -> None:
         """Count these tensors."""
@@ -234,6 +229,7 @@ class _Walker:
         group = self.found.setdefault(kind, _Found())
         group.tensors.append(id(tensor))
         group.graph_nodes += self._follow(graph)
+        # Only a storage's Python object has its size; see `TensorReader.storage` for threads.
         storage = reader.storage(tensor)
         if storage is not None and storage[:2] not in self._storages:
             self._storages.add(storage[:2])
@@ -248,27 +244,3 @@ class _Walker:
                 self._nodes.add(node)
                 waiting += [parent for parent, _ in object.__getattribute__(node, "next_functions")]
         return len(self._nodes) - before
-
-
-def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3) -> tuple[str, ...]:
-    """Return where blocks of these requested sizes were allocated, if the allocator records its history."""
-    try:
-        if not sizes or not torch_access.history_is_recorded(torch):
-            return ()
-        segments = torch_access.snapshot_segments(torch)
-    except (AttributeError, RuntimeError):
-        return ()
-    blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
-    places = Counter(
-        _own_frame(block["frames"]) for block in blocks if block.get("requested_size") in sizes and block.get("frames")
-    )
-    return tuple(f"{count} allocated at {place}" for place, count in places.most_common(max_frames))
-
-
-def _own_frame(frames: list[dict[str, Any]]) -> str:
-    torch_folder = (getattr(sys.modules.get("torch"), "__file__", None) or "").rpartition("/")[0]
-    for frame in [*frames, frames[0]]:
-        filename = frame["filename"]
-        if filename.endswith((".py", ">")) and not (torch_folder and filename.startswith(torch_folder)):
-            break
-    return f"{frame['filename']}:{frame['line']} in {frame['name']}"

@@ -23,6 +23,7 @@ from statistics import fmean, median
 _POINTS_MAX = 192
 _POINTS_MIN = 16
 _JUDGE_EVERY = 8
+"""A judgement takes about a millisecond of a training step."""
 _WINDOWS = ((1, 112), (4, 48), (16, 48), (64, 48))
 """Steps per point, and the points that a window needs before it judges."""
 _SHORT_BLOCK = 4
@@ -189,6 +190,7 @@ def fit_line(ats: Sequence[int], values: Sequence[float]) -> tuple[float, float]
 
 def _theil_sen(ats: Sequence[int], values: Sequence[float]) -> float:
     """Return the median of the slopes between all pairs of points."""
+    # The least squares would follow the few steps that an evaluation or a checkpoint lifts.
     points = list(zip(ats, values, strict=True))
     return median(
         [(later - value) / (after - at) for place, (after, later) in enumerate(points) for at, value in points[:place]]

@@ -95,7 +95,7 @@ class Watch(ShownAsText):
         torch = initialized_torch()
         if torch is None or self._closed:
             return ()
-        with self._counting:
+        with self._counting:  # a step in another thread skips its slice meanwhile
             count = self._start(torch, self._clock())
             count.advance(float("inf"))
             self._finish(torch, count)
@@ -304,6 +304,7 @@ class ComponentCount:
 
     def _count_module(self, reference: weakref.ref[Any], start: int) -> bool:
         """Count some parameters of a module itself. Returns whether there may be more."""
+        # Not from `parameters()`, whose generator would keep the model between two slices.
         parameters = getattr(reference(), "_parameters", {})
         self._count_parameters(islice(parameters.values(), start, start + _CHUNK))
         return len(parameters) > start + _CHUNK

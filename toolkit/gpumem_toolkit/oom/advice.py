@@ -81,7 +81,7 @@ def smaller_batch(values: OomValues) -> int | None:
         fits = min(batch // 2, batch * room // least) if least > 0 else batch // 2
     fits = min(fits, batch - 1)
     if fits >= 16:
-        fits -= fits % 8
+        fits -= fits % 8  # kernels of tensor cores work on multiples of 8
     return fits if fits >= 1 else None
 
 

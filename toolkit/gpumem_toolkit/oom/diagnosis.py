@@ -34,7 +34,9 @@ _log = GuestLog(logging.getLogger("gpumem_toolkit"), None)
 NOTE_PREFIX = "gpumem: "
 _ADVICE_SHOWN = 5
 _OBSERVED_SECONDS = 5.0
+"""An observed error that is older is another error of the same size, as in a search for a batch size."""
 _SEGMENT_BYTES = 20 << 20
+"""The allocator requests at least this from the driver for a large block."""
 
 
 @dataclass(frozen=True, slots=True)

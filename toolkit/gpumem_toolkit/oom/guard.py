@@ -87,11 +87,13 @@ class OomGuard:
                 if self._on_oom is not None:
                     self._on_oom(self.diagnosis)
         finally:  # also if the diagnosis fails: the user's next try needs the memory
+            # The frames of an error keep its tensors as long as the error exists (pytorch/pytorch#18853).
             if self._free_frames:
                 for each in chain(error):
                     clear_frames(each.__traceback__)
             if self._clean:
                 allocator = attached()
+                # During a capture, neither a finalizer nor the cudaFree of a clear is permitted in any thread.
                 if allocator is not None and not allocator.capturing:
                     gc.collect()
                     allocator.empty_cache()

@@ -93,7 +93,7 @@ def _check(job: Job, target: Target) -> None:
 
 
 def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int, progress: Progress) -> Plan:
-    from gpumem_toolkit.planning.profile import profile_job  # imports torch, which the caller does not need
+    from gpumem_toolkit.planning.measured import profile_job  # imports torch, which the caller does not need
 
     return profile_job(job, gpu, target, batch=batch, notify=progress.of("measuring the job"))
 
@@ -156,6 +156,7 @@ def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target, progres
     note = "FSDP2: fully_shard of each repeated block, then of the model"
     sizings.append((f"sharding over {shards}", base.sharded(shards), note))
     for name, sizing, cost in sizings:
+        # A change may be impossible, such as checkpointing without repeated blocks. The plan is right without it.
         try:
             largest = sizing.largest(limit_bytes, target.multiple_of, recorded=False)
             yield Change(name, sizing.peaks(batch).reserved_bytes, largest, cost)

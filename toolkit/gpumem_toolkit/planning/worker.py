@@ -116,8 +116,8 @@ def run_in_worker(
         )
     setup = _Setup.of_this_process()
     call = _dump((function, arguments, options), setup)
-    environment = {**os.environ, "GPUMEM_DISABLED": "1"}
-    if not uses_cuda:
+    environment = {**os.environ, "GPUMEM_DISABLED": "1"}  # the worker is no job: it must not report
+    if not uses_cuda:  # a factory that looks for a GPU would otherwise create a context and take its memory
         environment["CUDA_VISIBLE_DEVICES"] = ""
     try:
         ended = subprocess.run(  # noqa: S603 - this interpreter; KeyboardInterrupt and other exceptions kill the worker
@@ -204,7 +204,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker without a traceback
     with os.fdopen(os.dup(1), "wb") as results:
-        os.dup2(2, 1)
+        os.dup2(2, 1)  # what the job's code prints must not be among the results
         timeout_seconds: float = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
 
         def expire(step: str) -> None:

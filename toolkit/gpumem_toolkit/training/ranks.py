@@ -51,6 +51,7 @@ class Ranks:
         if self.size == 1:
             return {self.numbers[0]: value}
         if self._row is None:
+            # A sum of rows is a gather that every backend has. Numbers up to 2^53 are exact in this type.
             self._row = torch.empty(self.size, dtype=torch.float64, device=self._device)
         self._row.zero_()
         self._row[self._rank] = value

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +15,7 @@ from typing import Any
 import yaml
 
 from tests.support.paths import REPOSITORY
+from tests.support.running_prometheus import running
 from tests.support.waiting import patient, wait_for
 
 DEPLOY = REPOSITORY / "deploy"
@@ -28,7 +27,7 @@ _KEYS = ("for", "keep_firing_for", "interval", "group_wait", "group_interval", "
 
 
 def hastened(document: Any, times: float) -> Any:
-    """Divide every duration in a YAML document of Prometheus or Alertmanager by a factor."""
+    """Divide every duration in a YAML document of rules or of Alertmanager by a factor."""
 
     def shorter(text: str) -> str:
         seconds = sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)(ms|[smhd])", text))
@@ -38,14 +37,9 @@ def hastened(document: Any, times: float) -> Any:
         return [hastened(each, times) for each in document]
     if not isinstance(document, dict):
         return document
-    out = {}
-    for key, value in document.items():
-        if key in _KEYS:
-            out[key] = shorter(value)
-        elif key == "expr":
-            out[key] = _IN_RULES.sub(lambda match: shorter(match.group()), value)
-        else:
-            out[key] = hastened(value, times)
+    out = {key: shorter(value) if key in _KEYS else hastened(value, times) for key, value in document.items()}
+    if "expr" in out:
+        out["expr"] = _IN_RULES.sub(lambda match: shorter(match.group()), out["expr"])
     return out
 
 
@@ -95,42 +89,13 @@ def alertmanager(folder: Path, webhook: str, *, times: float) -> Iterator[str]:
 @contextmanager
 def running_alertmanager(folder: Path, configuration: Mapping[str, Any]) -> Iterator[str]:
     """Run Alertmanager; yields its address."""
-    file = _written(folder / "alertmanager.yml", configuration)
+    file = folder / "alertmanager.yml"
+    file.write_text(yaml.safe_dump(configuration, sort_keys=False))
     command = [
         *("prometheus-alertmanager", f"--config.file={file}", f"--storage.path={folder / 'alertmanager'}"),
         *("--web.listen-address=127.0.0.1:0", "--cluster.listen-address="),
     ]
-    with _running(command, folder / "alertmanager.log") as log:
-        yield wait_for(lambda: _first(r'msg="Listening on" address=(\S+)', log()), "Alertmanager")
+    with running(command, folder / "alertmanager.log") as log:
+        listening = wait_for(lambda: re.search(r'msg="Listening on" address=(\S+)', log()), "Alertmanager")
+        yield listening[1]
         log()  # it still runs
-
-
-def _written(path: Path, document: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(document, sort_keys=False))
-    return path
-
-
-@contextmanager
-def _running(command: Sequence[str], log: Path) -> Iterator[Callable[[], str]]:
-    """Run a server and kill it at the end; yields a function that returns its log."""
-    program = shutil.which(command[0])
-    assert program, f"{command[0]} is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
-    with log.open("wb") as out:
-        process = subprocess.Popen([program, *command[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-
-    def read() -> str:
-        assert process.poll() is None, log.read_text()
-        return log.read_text()
-
-    try:
-        yield read
-    finally:
-        process.kill()
-        process.wait()
-        print(log.read_text())  # pytest shows it where the test failed
-
-
-def _first(pattern: str, text: str) -> str:
-    match = re.search(pattern, text)
-    return match.group(1) if match else ""
