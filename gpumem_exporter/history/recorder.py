@@ -62,7 +62,12 @@ class HistoryRecorder:
     def _record(self) -> None:
         failures = FailureLog(_log, time.monotonic)
         while not self._stopping.wait(self._seconds_to_next()):
-            snapshot = self._snapshot()
+            try:
+                snapshot = self._snapshot()
+            except Exception as error:  # noqa: BLE001 - the next second must be recorded
+                failures.failed("snapshot", repr(error), exc_info=True)
+                continue
+            failures.recovered("snapshot")
             for name, chore in self._chores.items():
                 try:
                     chore(snapshot)
