@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import DeviceReading, ProcessMemory, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, ProcessMemory, ReportingProcess, Snapshot, once_per_snapshot
 
 CATEGORIES = (
     "torch_allocated",
@@ -96,17 +96,17 @@ def idle_cache_bytes(shares: Iterable[ProcessShare]) -> int | None:
     return sum(known) if known else None
 
 
-def node_ledgers(
-    snapshot: Snapshot, shares: Mapping[str, Sequence[ProcessShare]] | None = None
-) -> dict[str, DeviceLedger]:
-    """Compute the ledger of each device whose memory is known, by uuid, from the result of `node_shares`."""
-    shares = node_shares(snapshot) if shares is None else shares
+@once_per_snapshot
+def node_ledgers(snapshot: Snapshot) -> Mapping[str, DeviceLedger]:
+    """Compute the ledger of each device whose memory is known, by uuid."""
+    shares = node_shares(snapshot)
     devices = snapshot.node.devices if snapshot.node is not None else ()
     ledgers = {device.uuid: device_ledger(device, shares[device.uuid]) for device in devices}
     return {uuid: ledger for uuid, ledger in ledgers.items() if ledger is not None}
 
 
-def node_shares(snapshot: Snapshot) -> dict[str, list[ProcessShare]]:
+@once_per_snapshot
+def node_shares(snapshot: Snapshot) -> Mapping[str, Sequence[ProcessShare]]:
     """Compute the memory of each process on each device, by uuid.
 
     These are the processes that the driver lists, or, if its list is unknown, the processes that report.
