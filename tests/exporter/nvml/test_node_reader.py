@@ -166,6 +166,13 @@ def test_a_device_lost_during_a_read_keeps_its_identity_and_has_no_values(reader
     assert (len(up(reading)), device(reading, "GPU-3").error) == (7, "KeyError: 'unforeseen'")
 
 
+def test_a_lost_device_without_a_uuid_keeps_its_known_identity(reader: NodeReader, node: Node) -> None:
+    reader.read()
+    node.listed[3] = DeviceIdentity("3", "", error="GPU is lost")
+    for _ in range(3):
+        assert device(reader.read(), "GPU-3") == DeviceReading("3", "GPU-3", "H100", error="GPU is lost")
+
+
 def test_a_lost_device_that_the_driver_no_longer_counts_stays_lost_until_it_returns(
     reader: NodeReader, node: Node
 ) -> None:
