@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.host.pod_resources import Container, DeviceAssignments, PodResources, name_containers
+from gpumem_exporter.host.pod_resources import (
+    Container,
+    DeviceAssignments,
+    PodResources,
+    _devices_of,
+    name_containers,
+)
 from tests.support.builders import UUIDS, device, node
 from tests.support.waiting import wait_for
 
@@ -109,6 +116,13 @@ def test_a_container_newer_than_the_list_is_detected() -> None:
     for started, unknown in ((QUERIED - 1, False), (QUERIED, True)):
         _, found = name_containers(reading(facts(1, "c1", "p1", started=started), on={1: (0,)}), given(d0=(TRAINER,)))
         assert found is unknown
+
+
+def test_shared_devices_have_their_uuid_and_names_of_other_plugins_are_no_uuids() -> None:
+    mig = "MIG-4f2a9c0d-0000-1111-2222-333344445555"
+    ids = [UUIDS[0], f"{UUIDS[1]}::3", mig, "nvidia0", "0"]
+    container = SimpleNamespace(devices=[SimpleNamespace(device_ids=ids)], dynamic_resources=[])
+    assert [*_devices_of(container)] == [UUIDS[0], UUIDS[1], mig]
 
 
 def test_an_expired_answer_of_the_kubelet_is_not_used(tmp_path: Path) -> None:
