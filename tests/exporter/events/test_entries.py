@@ -86,6 +86,11 @@ def test_an_event_has_a_title_a_severity_and_a_text(
     assert [part for part in parts if part not in entry.text] == []
 
 
+def test_fragmentation_is_named_only_if_the_memory_would_have_been_enough() -> None:
+    few = {**OOM, "allocator": {"reserved_bytes": 30 * GIB, "fragmented_bytes": 1 << 20}}
+    assert "fragmented" not in Entry(event("oom", detail=few)).text
+
+
 def test_a_clear_of_several_processes_names_their_workload_once() -> None:
     results = [{"pid": pid, "workload": "llm"} for pid in (7, 7, 8)]
     assert Entry(event("action", pid=None, detail={**ACTION, "results": results})).text.startswith("llm (2 processes):")
