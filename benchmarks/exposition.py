@@ -99,7 +99,8 @@ class ByPrometheusClient(Collector):
         families: dict[Metric, GaugeMetricFamily | CounterMetricFamily] = {}
         view = view_of(self._snapshot)
         for collector in self._collectors:
-            for _, samples in collector.subjects(view):
+            for _, samples_of, source in collector.subjects(view):
+                samples = samples_of(*source)
                 for (metric, labels), value in zip(samples.series(*samples.labels), samples.values, strict=True):
                     if value is None:
                         continue

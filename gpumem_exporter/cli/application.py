@@ -17,9 +17,8 @@ from click.shell_completion import CompletionItem
 
 from gpumem_client.wire.errors import ConfigurationError, ExporterUnreachableError
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.options import note, quiet_option
 from gpumem_exporter.cli.program import COMMANDS, COMPLETION_VARIABLE, PROGRAM
-from gpumem_exporter.cli.usage import CommandGroup, usage_text
+from gpumem_exporter.cli.usage import CommandGroup, note, quiet_option, usage_text
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward

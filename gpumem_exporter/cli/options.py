@@ -6,7 +6,6 @@ A decorator such as `target_options` adds a group of options to a command, in th
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -32,10 +31,10 @@ from gpumem_exporter.actions.request import (
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.completion import SELECTORS as COMPLETIONS
 from gpumem_exporter.cli.completion import of_list
-from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.columns import SORTS
 from gpumem_exporter.cli.render.layout import Order
 from gpumem_exporter.cli.render.rows import View
+from gpumem_exporter.cli.usage import quiet_option
 
 if TYPE_CHECKING:
     from gpumem_exporter.cli.kube import Forward
@@ -57,36 +56,6 @@ def option_group(*options: Callable[[Any], Any]) -> Callable[[_Command], _Comman
         return command
 
     return decorate
-
-
-_QUIET = "gpumem_exporter.quiet"
-
-
-def _set_quiet(context: click.Context, _option: click.Parameter, quiet: bool) -> None:
-    context.meta[_QUIET] = quiet or context.meta.get(_QUIET, False)
-
-
-quiet_option = click.option(
-    "-q",
-    "--quiet",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_set_quiet,
-    help="Show only the result and errors.",
-)
-
-
-def is_quiet() -> bool:
-    """Return whether the command has --quiet."""
-    context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(_QUIET))
-
-
-def note(text: str) -> None:
-    """Print one line about the progress of a command to stderr, unless it has --quiet."""
-    if not is_quiet():
-        print(one_line(text), file=sys.stderr, flush=True)
 
 
 access_options = option_group(

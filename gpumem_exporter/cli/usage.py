@@ -1,15 +1,48 @@
-"""Wrong usage in this project's words: the group that knows its commands, and click's errors as one plain line."""
+"""What all commands share, `serve` too: the group, click's errors as one plain line in this project's words, --quiet.
+
+Apart from `options`, so that `serve` starts without the options and the tables of the other commands.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any
 
 import click
 
 from gpumem_client.wire.errors import ConfigurationError
+from gpumem_exporter.cli.program import one_line
+
+_QUIET = "gpumem_exporter.quiet"
+
+
+def _set_quiet(context: click.Context, _option: click.Parameter, quiet: bool) -> None:
+    context.meta[_QUIET] = quiet or context.meta.get(_QUIET, False)
+
+
+quiet_option = click.option(
+    "-q",
+    "--quiet",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_set_quiet,
+    help="Show only the result and errors.",
+)
+
+
+def is_quiet() -> bool:
+    """Return whether the command has --quiet."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_QUIET))
+
+
+def note(text: str) -> None:
+    """Print one line about the progress of a command to stderr, unless it has --quiet."""
+    if not is_quiet():
+        print(one_line(text), file=sys.stderr, flush=True)
 
 
 class CommandGroup(click.Group):
@@ -30,6 +63,8 @@ class CommandGroup(click.Group):
 
 def nearest(given: str, known: Iterable[str]) -> str:
     """Return the nearest of the known names as a question, otherwise all of them."""
+    from difflib import get_close_matches
+
     names = list(known)
     close = get_close_matches(given, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(names)}"

@@ -9,7 +9,7 @@ from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.collectors import catalog, engine_catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View
 from gpumem_exporter.core.ledger import fragmented_bytes
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, plan_error_ratio
+from gpumem_exporter.core.samples import ReportingProcess, plan_error_ratio
 
 _SAMPLED = {
     catalog.TORCH_ALLOCATED: "allocated_bytes",
@@ -82,30 +82,20 @@ def _samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]
     values: list[Value] = []
     for sample in report.devices:
         named = _named_values(sample)
-        names = tuple([tuple(sorted(each)) for each in named])
+        names = tuple([tuple(each) for each in named])
         devices.append((gpu_by_uuid.get(sample.uuid, ""), sample.uuid, names))
         values += _sampled_values(sample)
         values += _derived_values(sample, report.step)
-        values += [sizes[name] for sizes, of_sizes in zip(named, names, strict=True) for name in of_sizes]
+        for sizes in named:
+            values += sizes.values()
         values.append(sample.memory_limit_bytes)
     labels = ((pid, report.process.workload, report.process.rank), tuple(devices))
     return Samples(labels, _series, (*values, report.pinned_host_bytes))
 
 
-def torch_collector() -> Collector:
-    """Return a collector that keeps the samples of a process until its next report."""
-    kept: dict[ProcessKey, tuple[ReportingProcess, str, Samples]] = {}
-    kept_gpus: Mapping[str, str] = {}
+def _allocators(view: View) -> Iterator[Subject]:
+    for pid, process in view.names.reporting:
+        yield Subject(process.key, _samples, (process, pid, view.gpu_by_uuid))
 
-    def subjects(view: View) -> Iterator[Subject]:
-        nonlocal kept, kept_gpus
-        known = kept if view.gpu_by_uuid == kept_gpus else {}
-        kept, kept_gpus = {}, view.gpu_by_uuid
-        for pid, process in view.names.reporting:
-            last = known.get(process.key)
-            if last is None or last[0] is not process or last[1] != pid:
-                last = process, pid, _samples(process, pid, view.gpu_by_uuid)
-            kept[process.key] = last
-            yield process.key, last[2]
 
-    return Collector("torch", _FAMILIES, subjects)
+TORCH = Collector("torch", _FAMILIES, _allocators)

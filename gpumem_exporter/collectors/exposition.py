@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.allocators import torch_collector
+from gpumem_exporter.collectors.allocators import TORCH
 from gpumem_exporter.collectors.devices import DEVICE, LEDGER, POLL
 from gpumem_exporter.collectors.instruments import Instruments, own_process
 from gpumem_exporter.collectors.processes import ENGINE, OOM, PROCESS, REPORTER
@@ -32,6 +32,12 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 _STEPS = 4
 """The number of subjects between two pauses. One process on eight devices takes a fifth of a millisecond."""
+_PIECE_BYTES = 120 << 10
+"""The pieces of a page are about as long as the pieces in which it is sent."""
+_END = b"\xff"
+"""The end of a family in a template; no UTF-8 text has this byte."""
+_SUBJECTS_OF_PIECE = 64
+"""The number of subjects that are joined at once. One has about 1 KiB in a family on a node with eight devices."""
 
 
 class Exposition:
@@ -52,7 +58,7 @@ class Exposition:
         self._build = (version, source, platform.python_version())
         self._hide_identities = hide_identities
         self._clock = clock
-        self.collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, torch_collector(), ENGINE)
+        self.collectors = (POLL, DEVICE, LEDGER, PROCESS, OOM, REPORTER, ENGINE, TORCH)
         own_families = (*catalog.OWN, *catalog.OWN_PROCESS)
         own = Collector("own", own_families, lambda view: chain(instruments.subjects(view), own_process()))
         self._collectors = (*self.collectors, own)
@@ -69,10 +75,11 @@ class Exposition:
         view = view_of(snapshot, hide_identities=self._hide_identities)
         yield ()
         work = _Work(self._clock)
-        subjects: dict[str, list[Subject]] = {}
-        yield from work.steps({name: collect(view) for name, _, collect in self._collectors}, subjects)
+        sampled: dict[str, list[Sampled]] = {}
+        samples = {name: self._lines[name].sample(collect(view)) for name, _, collect in self._collectors}
+        yield from work.steps(samples, sampled)
         rendered: dict[str, list[tuple[Hashable, Rendered]]] = {}
-        lines = {name: self._lines[name].render(each) for name, each in subjects.items()}
+        lines = {name: self._lines[name].render(each) for name, each in sampled.items()}
         yield from work.steps(lines, rendered)
         families: dict[Metric, tuple[bytes, ...]] = {}
         for name, each in rendered.items():
@@ -83,8 +90,9 @@ class Exposition:
         self._failing = set(work.errors)
         outcomes = [value for name in work.seconds for value in (int(name not in work.errors), work.seconds[name])]
         scrape = Samples((self._build, *work.seconds), _scrape_series, (1, *outcomes))
-        families.update(self._scrape_lines.page(list(self._scrape_lines.render([("scrape", scrape)]))))
-        yield from _lines(families, openmetrics=openmetrics)
+        families.update(self._scrape_lines.page(list(self._scrape_lines.render([Sampled("scrape", (), scrape)]))))
+        for piece in _joined(families, openmetrics=openmetrics):
+            yield (piece,)
 
 
 class _Work:
@@ -120,14 +128,26 @@ def _scrape_series(build: tuple[str, str, str], *names: str) -> Iterator[Series]
         yield catalog.COLLECTOR_DURATION, (name,)
 
 
-def _lines(families: Mapping[Metric, tuple[bytes, ...]], *, openmetrics: bool) -> Iterator[Sequence[bytes]]:
-    """Yield the lines of each family below its header, in the order of the catalog."""
+def _joined(families: Mapping[Metric, tuple[bytes, ...]], *, openmetrics: bool) -> Iterator[bytes]:
+    """Yield the lines of each family below its header, in the order of the catalog, in pieces."""
+    piece: list[bytes] = []
+    size = 0
     for metric in catalog.METRICS:
-        pieces = families.get(metric, ())
-        if any(pieces):
-            yield _header(metric, openmetrics=openmetrics), *pieces
+        lines = families.get(metric, ())
+        if not any(lines):
+            continue
+        header = _header(metric, openmetrics=openmetrics)
+        for start in range(0, len(lines), _SUBJECTS_OF_PIECE):
+            some = (header, *lines[:_SUBJECTS_OF_PIECE]) if start == 0 else lines[start : start + _SUBJECTS_OF_PIECE]
+            added = sum(map(len, some))
+            if piece and size + added > _PIECE_BYTES:
+                yield b"".join(piece)
+                piece, size = [], 0
+            piece += some
+            size += added
     if openmetrics:
-        yield (b"# EOF\n",)
+        piece.append(b"# EOF\n")
+    yield b"".join(piece)
 
 
 @cache
@@ -152,21 +172,25 @@ def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:
     return numbers, device.gpu, device.uuid
 
 
-class _Family(NamedTuple):
-    """The lines of one family of a subject, with a place for each value."""
+class Sampled(NamedTuple):
+    """A subject with its samples."""
 
-    template: bytes
-    pick: Callable[[tuple[Value, ...]], Any]
-    """Returns the values, or the only one, from the values of the subject. None has no place."""
+    key: Hashable
+    source: tuple[Any, ...]
+    samples: Samples
 
 
 class Rendered(NamedTuple):
     """The lines of a subject."""
 
+    source: tuple[Any, ...]
     samples: Samples
     shape: tuple[type, ...]
     """The type of each value."""
-    families: list[_Family]
+    template: bytes
+    """The lines with a place for each value except None, family by family, with `_END` between families."""
+    pick: Callable[[tuple[Value, ...]], Any]
+    """Returns the values, or the only one, in the order of their places."""
     lines: list[bytes]
     """The lines of each family."""
 
@@ -178,10 +202,25 @@ class SubjectLines:
         self._indexes = {metric: index for index, metric in enumerate(families)}
         self._rendered: dict[Hashable, Rendered] = {}
 
-    def render(self, subjects: Iterable[Subject]) -> Iterator[tuple[Hashable, Rendered]]:
+    def sample(self, subjects: Iterable[Subject]) -> Iterator[Sampled]:
+        """Return the subjects with their samples: the last page's samples if the source is equal."""
+        rendered = self._rendered
+        return (
+            Sampled(
+                key,
+                source,
+                last.samples if (last := rendered.get(key)) is not None and last.source == source else samples(*source),
+            )
+            for key, samples, source in subjects
+        )
+
+    def render(self, subjects: Iterable[Sampled]) -> Iterator[tuple[Hashable, Rendered]]:
         """Yield the subjects with their lines. Renders the subjects that are new or that have changed."""
-        for key, samples in subjects:
-            yield key, self._render(self._rendered.get(key), samples)
+        for key, source, samples in subjects:
+            last = self._rendered.get(key)
+            if last is None or last.samples is not samples:
+                last = self._render(last, samples, source)
+            yield key, last
 
     def page(self, subjects: list[tuple[Hashable, Rendered]]) -> dict[Metric, tuple[bytes, ...]]:
         """Return the lines of each family in the order of these subjects; forgets all other subjects."""
@@ -189,19 +228,19 @@ class SubjectLines:
         rows = [rendered.lines for _, rendered in subjects]
         return dict(zip(self._indexes, zip(*rows, strict=True), strict=True)) if rows else {}
 
-    def _render(self, last: Rendered | None, samples: Samples) -> Rendered:
+    def _render(self, last: Rendered | None, samples: Samples, source: tuple[Any, ...]) -> Rendered:
         if last is not None and last.samples == samples:
-            return last
+            return last._replace(source=source)
         shape = tuple(map(type, samples.values))
         if last is not None and last.shape == shape and last.samples[:2] == samples[:2]:
-            families = last.families
+            template, pick = last.template, last.pick
         else:
-            families = self._families(samples)
-        # One formatting for all lines of a family takes a third of the time of one for each line.
-        lines = [template % pick(samples.values) for template, pick in families]
-        return Rendered(samples, shape, families, lines)
+            template, pick = self._template(samples)
+        # One formatting for all lines takes a third of the time of a formatting for each line.
+        lines = (template % pick(samples.values)).split(_END)
+        return Rendered(source, samples, shape, template, pick, lines)
 
-    def _families(self, samples: Samples) -> list[_Family]:
+    def _template(self, samples: Samples) -> tuple[bytes, Callable[[tuple[Value, ...]], Any]]:
         lines: list[list[str]] = [[] for _ in self._indexes]
         places: list[list[int]] = [[] for _ in self._indexes]
         text, last_labels = "", None
@@ -213,9 +252,9 @@ class SubjectLines:
                 family = self._indexes[metric.part_of or metric]
                 lines[family].append(f"{metric.name}{text}%{'d' if isinstance(value, int) else 'a'}\n")
                 places[family].append(place)
-        encoded = ["".join(family).encode("utf-8", "replace") for family in lines]
-        picks = [itemgetter(*family) if family else _no_values for family in places]
-        return list(map(_Family, encoded, picks))
+        template = _END.join(["".join(family).encode("utf-8", "replace") for family in lines])
+        picked = [*chain.from_iterable(places)]
+        return template, itemgetter(*picked) if picked else _no_values
 
 
 def _no_values(_: tuple[Value, ...]) -> tuple[()]:

@@ -60,7 +60,7 @@ class Instruments:
                 self._values[catalog.HELD_REQUESTS][catalog.HELD_REQUESTS, ()] = self._held_requests()
             values = {metric: (tuple(each), tuple(each.values())) for metric, each in self._values.items()}
         for metric, (series, amounts) in values.items():
-            yield metric, Samples(series, _same, amounts)
+            yield Subject(metric, Samples, (series, _same, amounts))
 
     def show_held_requests(self, count: Callable[[], int]) -> None:
         """Export the number of held requests, which `count` returns; it is called in each scrape."""
@@ -151,7 +151,7 @@ def own_process() -> Iterator[Subject]:
         _FILES.stat().st_size or sum(1 for _ in _FILES.iterdir()),  # before Linux 6.2, the size is 0
         None if most_files == resource.RLIM_INFINITY else most_files,
     )
-    yield "process", Samples((), _process_series, values)
+    yield Subject("process", Samples, ((), _process_series, values))
 
 
 @cache

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from gpumem_client.wire.protocol import KV_CACHE_STATES
 from gpumem_exporter.collectors import catalog, engine_catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value, View, one_of_each
 from gpumem_exporter.core.naming import command_of, pid_order
-from gpumem_exporter.core.samples import IDENTITY_FIELDS, KV_PEAK_WINDOWS, NodeReading, ProcessFacts
+from gpumem_exporter.core.samples import (
+    IDENTITY_FIELDS,
+    KV_PEAK_WINDOWS,
+    LostLauncher,
+    NodeReading,
+    ProcessFacts,
+    ProcessMemory,
+    ReportingProcess,
+    SilentReporter,
+)
 
 _UNKNOWN = ProcessFacts(0, 0)
 _NO_READING = NodeReading(0.0, 0.0, 0.0, up=False)
@@ -35,16 +44,23 @@ def _processes(view: View) -> Iterator[Subject]:
     """
     for device in view.devices:
         key = (device.gpu, device.uuid)
-        listed = sorted(device.processes or (), key=attrgetter("pid"))
-        pids = tuple([process.pid for process in listed])
-        yield key, Samples((key, pids), _used_series, tuple([process.used_bytes for process in listed]))
-        orphans = tuple([(pid, view.snapshot.orphans[pid].reason) for pid in pids if pid in view.snapshot.orphans])
-        if orphans:
-            yield ("orphans", *key), Samples((key, orphans), _orphan_series, (1,) * len(orphans))
-    rows = _info_rows(view, view.node or _NO_READING)
-    for pid in sorted(rows, key=pid_order):
-        row = _without_identities(rows[pid]) if view.hide_identities else rows[pid]
-        yield pid, Samples((pid, row), _info_series, (1,))
+        yield Subject(key, _used_samples, (key, device.processes or ()))
+        if view.snapshot.orphans:
+            yield Subject(("orphans", *key), _orphan_samples, (key, device.processes or (), view.snapshot.orphans))
+    node = view.node or _NO_READING
+    for pid, process in view.names.reporting:
+        yield Subject(pid, _info_samples, (pid, process, node.facts_of(process) or _UNKNOWN, view.hide_identities))
+    for pid, reporter in view.names.silent:
+        yield Subject(pid, _info_samples, (pid, reporter, node.facts_of(reporter) or _UNKNOWN, view.hide_identities))
+    reporters = frozenset([pid for pid, _ in (*view.names.reporting, *view.names.silent)])
+    listed = tuple([device.processes for device in view.devices])
+    yield Subject("others", _others_samples, (reporters, listed, node.facts, view.hide_identities))
+
+
+def _used_samples(device: tuple[str, str], processes: Iterable[ProcessMemory]) -> Samples:
+    listed = sorted(processes, key=attrgetter("pid"))
+    pids = tuple([process.pid for process in listed])
+    return Samples((device, pids), _used_series, tuple([process.used_bytes for process in listed]))
 
 
 def _used_series(device: tuple[str, str], pids: tuple[int, ...]) -> Iterator[Series]:
@@ -52,31 +68,52 @@ def _used_series(device: tuple[str, str], pids: tuple[int, ...]) -> Iterator[Ser
         yield catalog.PROCESS_USED, (*device, str(pid))
 
 
+def _orphan_samples(
+    device: tuple[str, str], processes: Iterable[ProcessMemory], orphans: Mapping[int, LostLauncher]
+) -> Samples:
+    found = tuple([(pid, orphans[pid].reason) for pid in sorted(orphans.keys() & {each.pid for each in processes})])
+    return Samples((device, found), _orphan_series, (1,) * len(found))
+
+
 def _orphan_series(device: tuple[str, str], orphans: tuple[tuple[int, str], ...]) -> Iterator[Series]:
     for pid, reason in orphans:
         yield catalog.PROCESS_ORPHAN, (*device, str(pid), reason)
 
 
-def _info_series(pid: str, row: tuple[str, ...]) -> Iterator[Series]:
-    yield catalog.PROCESS_INFO, (pid, *row)
-
-
-def _info_rows(view: View, node: NodeReading) -> dict[str, tuple[str, ...]]:
-    """Return the labels of each process that the driver lists or that reports, without the pid, by name."""
-    rows: dict[str, tuple[str, ...]] = {}
-    for pid, process in view.names.reporting:
-        own = process.report.process
-        facts = node.facts_of(process) or _UNKNOWN
+def _info_samples(
+    pid: str, reporter: ReportingProcess | SilentReporter, facts: ProcessFacts, hide_identities: bool
+) -> Samples:
+    """Return the description of a process that reports, or that has reported."""
+    if isinstance(reporter, ReportingProcess):
+        own = reporter.report.process
         job = (own.slurm_job_id, own.slurm_account, own.ray_job_id)
-        row = _described(facts, own.workload, own.rank, own.command, job)
-        rows[pid] = (*row, "true", own.torch_version, own.allocator_settings)
-    for pid, reporter in view.names.silent:
-        row = _described(node.facts_of(reporter) or _UNKNOWN, reporter.workload, reporter.rank)
-        rows[pid] = (*row, "false", "", "")
-    for listed_pid in {process.pid for device in view.devices for process in device.processes or ()}:
-        row = _described(node.facts.get(listed_pid, _UNKNOWN))
-        rows.setdefault(str(listed_pid), (*row, "false", "", ""))
-    return rows
+        row = _described(facts, own.workload, own.rank, own.command, job, hide_identities=hide_identities)
+        row = (*row, "true", own.torch_version, own.allocator_settings)
+    else:
+        row = _described(facts, reporter.workload, reporter.rank, hide_identities=hide_identities)
+        row = (*row, "false", "", "")
+    return Samples(((pid, *row),), _info_series, (1,))
+
+
+def _others_samples(
+    reporters: Container[str],
+    devices: Iterable[Iterable[ProcessMemory] | None],
+    facts: Mapping[int, ProcessFacts],
+    hide_identities: bool,
+) -> Samples:
+    """Return the descriptions of the processes that the driver lists and that do not report."""
+    listed = {process.pid for processes in devices for process in processes or ()}
+    rows = [
+        (str(pid), *_described(facts.get(pid, _UNKNOWN), hide_identities=hide_identities), "false", "", "")
+        for pid in sorted(listed)
+        if str(pid) not in reporters
+    ]
+    return Samples(tuple(rows), _info_series, (1,) * len(rows))
+
+
+def _info_series(*rows: tuple[str, ...]) -> Iterator[Series]:
+    for row in rows:
+        yield catalog.PROCESS_INFO, row
 
 
 def _described(
@@ -85,12 +122,12 @@ def _described(
     rank: str = "",
     command: str = "",
     job: tuple[str, str, str] = ("", "", ""),
+    *,
+    hide_identities: bool,
 ) -> tuple[str, ...]:
     """Return the labels from workload to ray_job_id. The reported `job` (the last three) precedes the host's."""
     of_host_job = (facts.slurm_job_id, facts.slurm_account, facts.ray_job_id)
-    return (
-        workload,
-        rank,
+    identity = (
         command_of(facts.command, command),
         facts.user,
         facts.container_id,
@@ -98,27 +135,28 @@ def _described(
         facts.k8s_namespace,
         facts.k8s_pod,
         facts.k8s_container,
+    )
+    return (
+        workload,
+        rank,
+        *(("",) * len(IDENTITY_FIELDS) if hide_identities else identity),
         *(own or of_host for own, of_host in zip(job, of_host_job, strict=True)),
     )
 
 
-def _without_identities(row: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of a process with those after workload and rank empty, as far as they identify it."""
-    return (*row[:2], *("" for _ in IDENTITY_FIELDS), *row[2 + len(IDENTITY_FIELDS) :])
-
-
 def _reporters(view: View) -> Iterator[Subject]:
     """Yield the state of each reporter, the time of its last report, and the time of its sample."""
-    rows: dict[str, Samples] = {}
     for pid, process in view.names.reporting:
-        identity, received = process.report.process, process.received_unix_seconds
-        values = (1, received, received - process.report.sample_age_seconds)
-        rows[pid] = Samples((pid, identity.workload, identity.rank), _reporter_series, values)
+        yield Subject(pid, _reporter_samples, (pid, process))
     for pid, silent in view.names.silent:
         labels = (pid, silent.workload, silent.rank)
-        rows[pid] = Samples(labels, _reporter_series, (0, silent.last_report_unix_seconds, None))
-    for pid in sorted(rows, key=pid_order):
-        yield pid, rows[pid]
+        yield Subject(pid, Samples, (labels, _reporter_series, (0, silent.last_report_unix_seconds, None)))
+
+
+def _reporter_samples(pid: str, process: ReportingProcess) -> Samples:
+    identity, received = process.report.process, process.received_unix_seconds
+    values = (1, received, received - process.report.sample_age_seconds)
+    return Samples((pid, identity.workload, identity.rank), _reporter_series, values)
 
 
 def _ooms(view: View) -> Iterator[Subject]:
@@ -129,19 +167,18 @@ def _ooms(view: View) -> Iterator[Subject]:
     """
     for oom in sorted(view.snapshot.ooms, key=lambda oom: (pid_order(oom.pid), oom.uuid)):
         labels = (oom.gpu or view.gpu_by_uuid.get(oom.uuid, ""), oom.uuid, oom.pid, oom.workload, oom.rank)
-        yield (oom.uuid, oom.pid), Samples(labels, _oom_series, _oom_values(oom))
+        yield Subject((oom.uuid, oom.pid), Samples, (labels, _oom_series, _oom_values(oom)))
 
 
 def _engines(view: View) -> Iterator[Subject]:
     """Yield what each inference engine is, and the use of its key-value cache on each device."""
     for pid, process in view.names.reporting:
-        report = process.report
+        report, engine = process.report, process.report.engine
         labels = (pid, report.process.workload, report.process.rank)
-        engine = report.engine
         if engine is not None:
             model = "" if view.hide_identities else engine.model
             row = (*labels, engine.name, engine.version, model, engine.state)
-            yield (process.key, ""), Samples(row, _engine_series, (1,))
+            yield Subject((process.key, ""), Samples, (row, _engine_series, (1,)))
         for sample in report.devices:
             if not sample.kv_cache_bytes:
                 continue
@@ -150,7 +187,7 @@ def _engines(view: View) -> Iterator[Subject]:
                 peak = view.snapshot.kv_cache_peak(pid, sample, window)
                 values += (None, None) if peak is None else peak
             place = (view.gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *labels)
-            yield (process.key, sample.uuid), Samples(place, _cache_series, tuple(values))
+            yield Subject((process.key, sample.uuid), Samples, (place, _cache_series, tuple(values)))
 
 
 def _engine_series(*row: str) -> Iterator[Series]:

@@ -66,11 +66,15 @@ class Samples(NamedTuple):
     """The value of each series."""
 
 
-Subject: TypeAlias = "tuple[Hashable, Samples]"
-"""A device, a process, or another part of the page whose lines change together.
+class Subject(NamedTuple):
+    """A device, a process, or another part of the page whose lines change together."""
 
-The key identifies the subject within its collector.
-"""
+    key: Hashable
+    """Identifies the subject within its collector."""
+    samples: Callable[..., Samples]
+    source: tuple[Any, ...]
+    """The arguments of `samples`, and everything that the samples depend on. While it equals the last page's source,
+    the lines of the last page are used: between two scrapes, most processes have not reported."""
 
 
 class Collector(NamedTuple):

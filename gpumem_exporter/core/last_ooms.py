@@ -96,19 +96,10 @@ class LastOoms:
         self._keep(oom for oom in self.shown if now_seconds - oom.happened_seconds <= SHOWN_SECONDS)
 
     def _keep(self, ooms: Iterable[LastOom]) -> None:
-        ordered = sorted(ooms, key=attrgetter("happened_seconds"))
-        counts = Counter(oom.owner for oom in ordered)
-        dropped: Counter[str] = Counter()
-        for _ in range(len(ordered) - MAX_SHOWN):
-            largest = max(counts, key=counts.__getitem__)
-            counts[largest] -= 1
-            dropped[largest] += 1
-        shown = []
-        for oom in ordered:
-            if dropped[oom.owner]:
-                dropped[oom.owner] -= 1
-            else:
-                shown.append(oom)
+        shown = sorted(ooms, key=attrgetter("happened_seconds"))
+        while len(shown) > MAX_SHOWN:
+            ((largest, _),) = Counter(oom.owner for oom in shown).most_common(1)
+            shown.remove(next(oom for oom in shown if oom.owner == largest))
         self.shown = tuple(shown)
         self._ooms = {(oom.uuid, oom.pid): oom for oom in self.shown}
         self.expires_seconds = self.shown[0].happened_seconds + SHOWN_SECONDS if self.shown else float("inf")

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpumem_client.wire.protocol import DeviceSample
-from gpumem_exporter.core.samples import DeviceReading, ProcessMemory, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, ProcessMemory, ReportingProcess, Snapshot, once_per_snapshot
 
 CATEGORIES = (
     "torch_allocated",
@@ -44,7 +44,7 @@ CATEGORIES = (
 )
 
 
-_UNKNOWN: tuple[None, Mapping[str, DeviceSample]] = (None, {})
+_UNKNOWN: tuple[str, None, Mapping[str, DeviceSample]] = ("", None, {})
 
 
 class ProcessShare(NamedTuple):
@@ -96,17 +96,17 @@ def idle_cache_bytes(shares: Iterable[ProcessShare]) -> int | None:
     return sum(known) if known else None
 
 
-def node_ledgers(
-    snapshot: Snapshot, shares: Mapping[str, Sequence[ProcessShare]] | None = None
-) -> dict[str, DeviceLedger]:
-    """Compute the ledger of each device whose memory is known, by uuid, from the result of `node_shares`."""
-    shares = node_shares(snapshot) if shares is None else shares
+@once_per_snapshot
+def node_ledgers(snapshot: Snapshot) -> Mapping[str, DeviceLedger]:
+    """Compute the ledger of each device whose memory is known, by uuid."""
+    shares = node_shares(snapshot)
     devices = snapshot.node.devices if snapshot.node is not None else ()
     ledgers = {device.uuid: device_ledger(device, shares[device.uuid]) for device in devices}
     return {uuid: ledger for uuid, ledger in ledgers.items() if ledger is not None}
 
 
-def node_shares(snapshot: Snapshot) -> dict[str, list[ProcessShare]]:
+@once_per_snapshot
+def node_shares(snapshot: Snapshot) -> Mapping[str, Sequence[ProcessShare]]:
     """Compute the memory of each process on each device, by uuid.
 
     These are the processes that the driver lists, or, if its list is unknown, the processes that report.
@@ -126,8 +126,8 @@ def shares_on(
     # Without the processes whose pid was reused.
     reporting = [each for each in snapshot.names.reporting if node.pid_belongs_to(each[1])]
     known = {
-        process.host_pid: (process, {sample.uuid: sample for sample in process.report.devices})
-        for _, process in reporting
+        process.host_pid: (name, process, {sample.uuid: sample for sample in process.report.devices})
+        for name, process in reporting
         if process.host_pid is not None
     }
     for device in devices:
@@ -148,13 +148,15 @@ def _reported_shares(uuid: str, reporting: Iterable[tuple[str, ReportingProcess]
 
 
 def _listed_shares(
-    uuid: str, listed: Iterable[ProcessMemory], known: Mapping[int, tuple[ReportingProcess, Mapping[str, DeviceSample]]]
+    uuid: str,
+    listed: Iterable[ProcessMemory],
+    known: Mapping[int, tuple[str, ReportingProcess, Mapping[str, DeviceSample]]],
 ) -> list[ProcessShare]:
     """Return the shares of the processes that the driver lists; `known` are the reporting ones by host pid."""
     shares = []
     for owner in listed:
         pid, used_bytes = owner.pid, owner.used_bytes
-        process, samples = known.get(pid, _UNKNOWN)
+        name, process, samples = known.get(pid, _UNKNOWN)
         sample = samples.get(uuid)
         if sample is None or process is None:
             shares.append(ProcessShare(str(pid), used_bytes, None, None, None))
@@ -162,7 +164,7 @@ def _listed_shares(
         reserved_bytes, non_torch_bytes = sample.reserved_bytes, None
         if used_bytes is not None and reserved_bytes is not None and uuid not in process.unmatched:
             non_torch_bytes = used_bytes - reserved_bytes
-        shares.append(ProcessShare(str(pid), used_bytes, process, sample, non_torch_bytes))
+        shares.append(ProcessShare(name, used_bytes, process, sample, non_torch_bytes))
     return shares
 
 

@@ -6,16 +6,18 @@ exporter's monotonic clock unless the name contains `unix`. None means that a va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from gpumem_client.wire.protocol import DeviceSample, Report
 from gpumem_exporter.core.last_ooms import LastOom
 from gpumem_exporter.core.naming import pid_order, reporter_name
 from gpumem_exporter.core.place import UNKNOWN, Place
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +342,11 @@ class Snapshot:
         """The names of the reporters."""
         return Names.of(self)
 
+    @cached_property
+    def derived(self) -> dict[Callable[..., object], object]:
+        """The results of the functions with `once_per_snapshot`."""
+        return {}
+
     def kv_cache_peak(self, pid: str, sample: DeviceSample, window: str) -> KvCachePeak | None:
         """Return the highest use of the cache in `sample`, of the process with this name; None if it is not known."""
         peak = self.kv_cache_peaks.get((pid, sample.uuid), {}).get(window)
@@ -347,6 +354,20 @@ class Snapshot:
         if peak is None or used_bytes is None:
             return peak
         return peak._replace(used_bytes=max(peak.used_bytes, used_bytes))  # the noted peaks are up to 10 s old
+
+
+def once_per_snapshot(compute: Callable[[Snapshot], T]) -> Callable[[Snapshot], T]:
+    """Let a function compute its result once for each snapshot. The result is shared: nobody may change it."""
+
+    @wraps(compute)
+    def shared(snapshot: Snapshot) -> T:
+        # The history and the findings of each second read one snapshot. Two threads may both compute the same here.
+        derived = cast("dict[Callable[..., object], T]", snapshot.derived)
+        if compute not in derived:
+            derived[compute] = compute(snapshot)
+        return derived[compute]
+
+    return shared
 
 
 def kv_cache_size_bytes(sample: DeviceSample) -> int:

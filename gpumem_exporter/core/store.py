@@ -147,6 +147,7 @@ class Store:
             if entry is not None and entry.process.report.process.session == identity.session:
                 if report.sequence <= entry.process.report.sequence:
                     return entry.process
+                # A start that is claimed for the future was cut to the first report's time. It must not grow with time.
                 seniority = (process.seen, *entry.seniority[1:])
                 if report.engine_starting and entry.starting_since_seconds is not None:
                     starting_since_seconds = entry.starting_since_seconds
@@ -154,6 +155,7 @@ class Store:
                 raise ReporterSupersededError(f"a newer reporter represents pid {identity.pid}")
             size = _page_bytes(report)
             displaced = []
+            # Only growth needs room: a known process is not refused because others have filled the share.
             if entry is None or size > entry.page_bytes:
                 displaced += self._displaced_in_share(process, size)
             if entry is None:

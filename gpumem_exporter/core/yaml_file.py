@@ -80,6 +80,7 @@ class YamlFile:
         if len(text) > MAX_FILE_BYTES:
             raise ConfigurationError(f"the {what} {str(path)!r} is longer than {MAX_FILE_BYTES} bytes")
         try:
+            # Nodes have lines. The loader of values would also read `no` as False and `08` as an error.
             root = yaml.compose(text, Loader=yaml.SafeLoader)
             self.document = None if root is None else self._plain(root, (), _line(root))
             """Text, lists and dicts; None for an empty file."""

@@ -17,7 +17,7 @@ from gpumem_exporter.events.ooms import OomDeduplicator, oom_subject
 from gpumem_exporter.events.processes import ProcessHistory
 
 if TYPE_CHECKING:
-    from gpumem_exporter.actions.policy.engine import Stop
+    from gpumem_exporter.actions.policy.evaluation import Stop
 
 T = TypeVar("T")
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
-from gpumem_exporter.core.ledger import ProcessShare, idle_cache_bytes, node_ledgers, node_shares
+from gpumem_exporter.core.ledger import idle_cache_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot, kv_cache_size_bytes
 from gpumem_exporter.history.series import Subject, row_of
 from gpumem_exporter.view.documents import SeenProcess
@@ -16,7 +16,6 @@ _MAX_PEAKS = 4096
 Point = tuple[Subject, list[int]]
 _Part = tuple[ProcessKey, str, str]
 """A process on a device: its key, its session and the uuid."""
-_Shares = Mapping[str, list[ProcessShare]]
 
 
 class Points:
@@ -33,8 +32,7 @@ class Points:
     def of(self, snapshot: Snapshot) -> list[Point]:
         """Return the rows of the devices and jobs of which a value is known."""
         in_use = self._in_use(snapshot.processes)
-        shares = node_shares(snapshot)
-        return [*_devices(snapshot, shares, in_use), *_jobs(snapshot, shares, in_use), *_caches(snapshot)]
+        return [*_devices(snapshot, in_use), *_jobs(snapshot, in_use), *_caches(snapshot)]
 
     def _in_use(self, processes: Iterable[ReportingProcess]) -> dict[_Part, int]:
         in_use: dict[_Part, int] = {}
@@ -59,8 +57,8 @@ def _part(process: ReportingProcess, uuid: str) -> _Part:
     return process.key, process.report.process.session, uuid
 
 
-def _devices(snapshot: Snapshot, shares: _Shares, in_use: dict[_Part, int]) -> Iterator[Point]:
-    ledgers = node_ledgers(snapshot, shares)
+def _devices(snapshot: Snapshot, in_use: dict[_Part, int]) -> Iterator[Point]:
+    shares, ledgers = node_shares(snapshot), node_ledgers(snapshot)
     for device in snapshot.node.devices if snapshot.node is not None else ():
         ledger = ledgers.get(device.uuid)
         if not device.uuid or device.memory is None or ledger is None:
@@ -81,8 +79,8 @@ def _devices(snapshot: Snapshot, shares: _Shares, in_use: dict[_Part, int]) -> I
             yield Subject(device.uuid, "", device.name, gpu=device.gpu), row
 
 
-def _jobs(snapshot: Snapshot, shares: _Shares, in_use: dict[_Part, int]) -> Iterator[Point]:
-    for job in jobs_of(snapshot, shares=shares):
+def _jobs(snapshot: Snapshot, in_use: dict[_Part, int]) -> Iterator[Point]:
+    for job in jobs_of(snapshot):
         # A reporter has no sample of a device on which the process has no allocator, such as a device of NCCL.
         reports = all(process.reporter is not None for process in job.processes)
         sampled = [(p.process, p.uuid, p.sample) for p in job.parts if p.sample is not None] if reports else []

@@ -1,11 +1,11 @@
-"""The threads of the history: one adds a row each second, the other one keeps the history in a file."""
+"""The threads of the history: one does the work of each second, the other one keeps the history in a file."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from gpumem_exporter.core.samples import Snapshot
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 class HistoryRecorder:
     """Records the snapshots of the node in a history; with a folder, also in a file.
 
-    A disk that hangs stops the saves, but not the recording. `snapshot` and `recorded` are called in the recorder's
-    thread, before and after each row.
+    A disk that hangs stops the saves, but not the recording. `snapshot` is called in the recorder's thread once a
+    second, and then, with the snapshot, the `chores` in their order. A chore that fails does not affect the others.
     """
 
     def __init__(
@@ -33,11 +33,12 @@ class HistoryRecorder:
         history: History,
         snapshot: Callable[[], Snapshot],
         folder: Path | None,
-        recorded: Callable[[History], object] = lambda _: None,
+        chores: Mapping[str, Callable[[Snapshot], None]] | None = None,
     ) -> None:
         self._history = history
         self._snapshot = snapshot
-        self._recorded = recorded
+        # One thread for all that reads each second's snapshot: at rest, to wake a thread takes longer than its work.
+        self._chores = {"history": history.add, **(chores or {})}
         self._file = HistoryFile(folder) if folder is not None else None
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._record, name="gpumem-history", daemon=True)]
@@ -62,12 +63,18 @@ class HistoryRecorder:
         failures = FailureLog(_log, time.monotonic)
         while not self._stopping.wait(self._seconds_to_next()):
             try:
-                self._history.add(self._snapshot())
-                self._recorded(self._history)
+                snapshot = self._snapshot()
             except Exception as error:  # noqa: BLE001 - the next second must be recorded
-                failures.failed("history", repr(error), exc_info=True)
-            else:
-                failures.recovered("history")
+                failures.failed("snapshot", repr(error), exc_info=True)
+                continue
+            failures.recovered("snapshot")
+            for name, chore in self._chores.items():
+                try:
+                    chore(snapshot)
+                except Exception as error:  # noqa: BLE001 - neither the other chores nor the next second may stop
+                    failures.failed(name, repr(error), exc_info=True)
+                else:
+                    failures.recovered(name)
 
     def _seconds_to_next(self) -> float:
         """Return the time until the middle of the next second, so that a delay leaves no second without a row."""

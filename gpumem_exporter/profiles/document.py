@@ -49,7 +49,6 @@ MAX_TEXT = 4096
 """The maximum length of a path, a function or a name in characters."""
 _GZIP = 31
 """The argument of zlib that stands for gzip."""
-_FACTS = TypeAdapter(ProfileFacts)
 
 
 def read_profile(body: bytes) -> tuple[ProcessIdentity, Profile]:
@@ -206,10 +205,15 @@ def read_facts(line: bytes) -> ProfileFacts:
     """Return the facts in the first line of a file. Raises ProfileInvalidError if another program wrote the file."""
     _json_object(line)  # refuses infinite numbers
     try:
-        return _FACTS.validate_json(line, strict=True)
+        return _facts_adapter().validate_json(line, strict=True)
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ProfileInvalidError(f"facts.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+
+
+@cache
+def _facts_adapter() -> TypeAdapter[ProfileFacts]:
+    return TypeAdapter(ProfileFacts)  # takes 3 ms, of no use to an exporter without profiles
 
 
 def _built(cls: type[T], value: Any, where: str, most: int) -> T:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import Any
 
 from gpumem_client.profile.model import Owner
 from gpumem_exporter.profiles import page, pprof
@@ -29,9 +29,8 @@ from gpumem_exporter.profiles.lines import (
     summed,
     user_frame,
 )
-from gpumem_exporter.profiles.model import ProfileFacts, StoredProfile, device_names
+from gpumem_exporter.profiles.model import Format, ProfileFacts, StoredProfile, device_names
 
-Format = Literal["json", "folded", "pprof", "html"]
 SUFFIXES: Mapping[Format, str] = {"html": "html", "pprof": "pb.gz", "folded": "folded", "json": "json"}
 """The end of the name of a file in each format."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from gpumem_client.profile.model import CAUSES as CAUSES
 from gpumem_client.profile.model import Profile as Profile
 from gpumem_exporter.core.place import Place
 from gpumem_exporter.profiles.lines import Line, Moment, lines_of
 
+Format = Literal["json", "folded", "pprof", "html"]
+"""The formats of `profiles.formats`."""
 ACTION, INTERVAL, OUT_OF_MEMORY = CAUSES
 """Why a profile was taken: a caller requested it, `--profile.interval`, or an out-of-memory error."""
 

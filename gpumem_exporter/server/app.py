@@ -164,7 +164,7 @@ def _api_routers(runtime: Runtime) -> list[APIRouter]:
 
 def _page_routers(runtime: Runtime) -> list[APIRouter]:
     settings = runtime.settings
-    page = Page(runtime.version, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
+    page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
     hide_identities_from = runtime.callers if settings.web_hide_identities else None
     return [
         live_router(runtime.live, page_digest=lambda: page.digest, hide_identities_from=hide_identities_from),
@@ -204,7 +204,7 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
         runtime.history_recorder.start()
         runtime.cache_use.start()
         tasks = [
-            asyncio.ensure_future(keep_house(_chores(runtime), {"note_health": lambda: _note_health(runtime)})),
+            asyncio.ensure_future(keep_house(_chores(runtime))),
             asyncio.ensure_future(release_free_memory()),
             asyncio.ensure_future(
                 restore_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
@@ -229,17 +229,10 @@ def _lifespan(runtime: Runtime) -> _Lifespan:
             runtime.cache_use.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
             await asyncio.to_thread(runtime.history_recorder.stop, HISTORY_STOP_SECONDS)
+            # The event log is last, because the poller records events until it has stopped.
             await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 
     return lifespan
-
-
-def _note_health(runtime: Runtime) -> None:
-    """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
-    snapshot = runtime.snapshot()
-    health = runtime.health.document(snapshot)
-    runtime.live.notice(snapshot, health)
-    runtime.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
 
 
 def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:

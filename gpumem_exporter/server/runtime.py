@@ -80,7 +80,6 @@ class Runtime:
     ) -> None:
         self.settings = settings
         self.source = provider.source
-        self.version = __version__
         self.clock = clock
         self.wall_clock = wall_clock
         self.pods = pods
@@ -159,12 +158,6 @@ class Runtime:
             report_interval_seconds=settings.report_interval,
         )
         self.history = History(retention_seconds=settings.history_retention, clock=clock, wall_clock=wall_clock)
-        self.history_recorder = HistoryRecorder(
-            self.history,
-            self.snapshot,
-            _storage_folder(settings),
-            lambda history: self.store.put_kv_cache_peaks(history.kv_cache_peaks),
-        )
         self.profiles = Profiles(_storage_folder(settings), max_bytes=settings.storage_max_bytes)
         self.scraped_profiles: ScrapedProfiles = {}
         self.profile_intake = ProfileIntake(
@@ -192,7 +185,7 @@ class Runtime:
             self.poller,
             self.events.log,
             source=self.source,
-            version=self.version,
+            version=__version__,
             driver_pids=driver_pids,
             socket_file=socket_file,
             files=self._checked_files(),
@@ -216,12 +209,27 @@ class Runtime:
             clock=clock,
             wall_clock=wall_clock,
         )
+        self.history_recorder = HistoryRecorder(
+            self.history,
+            self.snapshot,
+            _storage_folder(settings),
+            {
+                "kv_cache_peaks": lambda _: self.store.put_kv_cache_peaks(self.history.kv_cache_peaks),
+                "health": self._note_health,
+            },
+        )
         self.policies = self._policies()
         """None without `--policy.file`."""
 
     def snapshot(self) -> Snapshot:
         """Return the current snapshot."""
         return self.store.snapshot(self.clock())
+
+    def _note_health(self, snapshot: Snapshot) -> None:
+        """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
+        health = self.health.document(snapshot)
+        self.live.notice(snapshot, health)
+        self.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
 
     def _recorder(self) -> Recorder:
         settings, store, clock, wall_clock = self.settings, self.store, self.clock, self.wall_clock

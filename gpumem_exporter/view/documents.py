@@ -42,8 +42,7 @@ JOB_NUMBERS = ("slurm_job_id", "ray_job_id")
 def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
     """Return every device that the driver lists, with its memory and its ledger."""
     node = snapshot.node
-    shares = node_shares(snapshot)
-    ledgers = node_ledgers(snapshot, shares)
+    shares, ledgers = node_shares(snapshot), node_ledgers(snapshot)
     return {
         "source": source,
         "taken_unix_seconds": node.taken_unix_seconds if node else None,
@@ -155,18 +154,13 @@ def processes_document(snapshot: Snapshot, source: str, viewer: Caller | None = 
     return {"source": source, "processes": processes}
 
 
-def seen_processes(
-    snapshot: Snapshot, viewer: Caller | None = None, shares: Mapping[str, Sequence[ProcessShare]] | None = None
-) -> list[SeenProcess]:
-    """Return every process that reports, that is silent, or that the driver lists; see `processes_document`.
-
-    `shares` is the result of `node_shares`, if it is known.
-    """
+def seen_processes(snapshot: Snapshot, viewer: Caller | None = None) -> list[SeenProcess]:
+    """Return every process that reports, that is silent, or that the driver lists; see `processes_document`."""
     node, names = snapshot.node, snapshot.names
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
     seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
     by_name = {str(process.pid): process for process in seen}
-    for uuid, of_device in (node_shares(snapshot) if shares is None else shares).items():
+    for uuid, of_device in node_shares(snapshot).items():
         for share in of_device:
             process = by_name.get(share.pid)
             if process is None:  # only the driver lists it

@@ -13,9 +13,9 @@ from typing import Any
 
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.core.ledger import ProcessShare, fragmented_bytes, sum_of_known
+from gpumem_exporter.core.ledger import fragmented_bytes, sum_of_known
 from gpumem_exporter.core.place import Place
-from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot, once_per_snapshot
 from gpumem_exporter.core.starting_engines import ENGINE_TITLES
 from gpumem_exporter.view.documents import JOB_NUMBERS, Part, SeenProcess, parts_of, seen_processes
 
@@ -167,12 +167,19 @@ class Job:
         return values.pop() if len(values) == 1 else None
 
 
-def jobs_of(
-    snapshot: Snapshot, viewer: Caller | None = None, shares: Mapping[str, Sequence[ProcessShare]] | None = None
-) -> list[Job]:
+def jobs_of(snapshot: Snapshot, viewer: Caller | None = None) -> Sequence[Job]:
     """Return the jobs of a node, the largest use first; see `documents.seen_processes`."""
+    return _all_jobs(snapshot) if viewer is None else _jobs(snapshot, viewer)
+
+
+@once_per_snapshot
+def _all_jobs(snapshot: Snapshot) -> Sequence[Job]:
+    return _jobs(snapshot, None)
+
+
+def _jobs(snapshot: Snapshot, viewer: Caller | None) -> Sequence[Job]:
     jobs: dict[str, Job] = {}
-    for process in seen_processes(snapshot, viewer, shares):
+    for process in seen_processes(snapshot, viewer):
         known = process.reporter or process.silent
         identity = process.reporter.report.process if process.reporter is not None else process.silent
         workload = identity.workload if identity is not None else ""

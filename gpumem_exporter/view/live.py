@@ -55,9 +55,8 @@ class NodeView:
 
         Called about once a second, also while no client reads the document.
         """
-        shares = node_shares(snapshot)
-        jobs = jobs_of(snapshot, shares=shares)
-        self._findings(snapshot, jobs, node_ledgers(snapshot, shares), self._growing(jobs), failed_checks)
+        jobs = jobs_of(snapshot)
+        self._findings(snapshot, jobs, self._growing(jobs), failed_checks)
         self._uses = self._clock(), uses_of(snapshot, jobs)
 
     def device_at_error(self, uuid: str, pid: str) -> Document | None:
@@ -84,9 +83,8 @@ class NodeView:
         others' processes are hidden from `viewer`; None shows them. `details` is the id of the job whose processes have
         all their values, or `all`. Unknown values are null.
         """
-        shares = node_shares(snapshot)
-        ledgers = node_ledgers(snapshot, shares)
-        jobs = jobs_of(snapshot, viewer, shares)
+        shares, ledgers = node_shares(snapshot), node_ledgers(snapshot)
+        jobs = jobs_of(snapshot, viewer)
         growths = self._growing(jobs)
         reading = snapshot.node
         by_device = jobs_by_device(jobs)
@@ -100,7 +98,7 @@ class NodeView:
             for device in (reading.devices if reading is not None else ())
         ]
         free = {each.uuid: each.memory.free_bytes for each in (reading.devices if reading else ()) if each.memory}
-        findings = self._findings(snapshot, jobs, ledgers, growths, node["failed_checks"], node.get("client_directory"))
+        findings = self._findings(snapshot, jobs, growths, node["failed_checks"], node.get("client_directory"))
         return {
             "node": {
                 **node,
@@ -136,7 +134,6 @@ class NodeView:
         self,
         snapshot: Snapshot,
         jobs: Sequence[Job],
-        ledgers: Mapping[str, DeviceLedger],
         growths: Mapping[str, Growth],
         failed_checks: Iterable[Mapping[str, str]],
         client_directory: str | None = "",
@@ -144,7 +141,7 @@ class NodeView:
         found = find(
             snapshot,
             jobs,
-            ledgers,
+            node_ledgers(snapshot),
             failed_checks=failed_checks,
             growths=growths,
             client_directory=client_directory,

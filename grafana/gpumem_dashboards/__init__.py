@@ -1,1 +1,1 @@
-"""The Grafana dashboards as code, and what reads them back: their queries, and a plain rendering of the answers."""
+"""The Grafana dashboards as code."""

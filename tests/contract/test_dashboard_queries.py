@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpumem_dashboards.queries import Scope, all_panels
 
 from tests.support.dashboard_queries import FOLDER, expression, letter_of
+from tests.support.panel_queries import Scope, all_panels
 from tests.support.running_command import run_tool
 
 pytestmark = pytest.mark.tools

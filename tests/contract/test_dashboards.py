@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from gpumem_dashboards.queries import queries
 
 from gpumem_exporter.collectors.catalog import METRICS, OWN_PROCESS
 from tests.support.dashboard_rules import RECORDED, RULES, parsed, selectors
+from tests.support.panel_queries import queries
 from tests.support.paths import REPOSITORY
 
 FOLDER = REPOSITORY / "grafana"

@@ -3,7 +3,7 @@
     python -m tests.grafana.answers FILE
 
 FILE is a list of `{"dashboard", "panel", "answers": [{"target", "series", "names"}], "table"}`; `table` has the
-headings and rows that `gpumem_dashboards.frames` computes.
+headings and rows that `tests.support.panel_frames` computes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.support.waiting import wait_for
 
 sys.path.insert(0, str(REPOSITORY / "grafana"))
 
-from gpumem_dashboards.frames import merged, named, table_of, transformed
-from gpumem_dashboards.queries import Prometheus, Query, Scope, all_panels, resolve
+from tests.support.panel_frames import merged, named, table_of, transformed
+from tests.support.panel_queries import Prometheus, Query, Scope, all_panels, resolve
 
 SECONDS = 120
 """The scraped and displayed node."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gpumem_dashboards.queries import Scope, all_panels
-
+from tests.support.panel_queries import Scope, all_panels
 from tests.support.paths import REPOSITORY
 
 FOLDER = REPOSITORY / "grafana" / "dashboards"

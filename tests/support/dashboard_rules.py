@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import promql_parser as promql
-from gpumem_dashboards.queries import Query, Scope, all_panels, queries
 
 from gpumem_exporter.collectors.catalog import METRICS
+from tests.support.panel_queries import Query, Scope, all_panels, queries
 
 Dashboard = dict[str, Any]
 Rule = Callable[[Dashboard], Iterator[str]]

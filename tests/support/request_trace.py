@@ -32,8 +32,8 @@ from tests.support.waiting import patient, wait_for
 
 POLLER = "gpumem-poller"
 THREADS_BESIDE = (POLLER, "gpumem-events", "gpumem-files", "gpumem-history")
-HOUSEKEEPING = "server/background/housekeeping.py"
-"""What goes on beside requests: threads, and a module of the event loop."""
+MODULES_BESIDE = ("server/background/housekeeping.py", "server/http/uvicorn_server.py")
+"""What goes on beside requests: threads, and modules of the event loop."""
 VALUES = (
     "core/naming.py",
     "core/place.py",
@@ -121,7 +121,7 @@ class Trace:
             return True
         while frame is not None:
             call, frame = self._call(frame), frame.f_back
-            if call is not None and call.module == HOUSEKEEPING:
+            if call is not None and call.module in MODULES_BESIDE:
                 return True
         return False
 

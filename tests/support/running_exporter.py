@@ -228,7 +228,7 @@ def running_exporter(
             eventually(lambda: running.get("/-/ready").status, lambda status: status == 200)
         yield running
     finally:
-        server.should_exit = True
+        server.stop()
         if isinstance(provider, ScriptedProvider):
             provider.released.set()
         thread.join(patient(30))

@@ -24,7 +24,7 @@ _MODULES = {
     "Plan": "gpumem_toolkit.planning.plan",
     "SavedCheckpoint": "gpumem_toolkit.training.saving",
     "auto_clean": "gpumem_toolkit.cleanup.auto_clean",
-    "compare_checkpointing": "gpumem_toolkit.checkpointing.compare",
+    "compare_checkpointing": "gpumem_toolkit.checkpointing.variants",
     # The client's: `start(clean_start=True)` needs it.
     "deep_clean": "gpumem_client.clear",
     "find_batch_size": "gpumem_toolkit.training.batch_size",

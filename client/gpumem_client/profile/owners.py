@@ -15,7 +15,7 @@ from gpumem_client.objects.referrers import NO_REFERRER, describe_referrers, ins
 from gpumem_client.objects.tensors import TensorReader, subclasses
 from gpumem_client.profile.gradients import Gradients, Place
 from gpumem_client.profile.model import Owner
-from gpumem_client.profile.models import (
+from gpumem_client.profile.tensor_paths import (
     Model,
     NamedTensor,
     cache_types,

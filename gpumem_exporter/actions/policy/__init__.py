@@ -1,4 +1,4 @@
 """Policies: rules that request actions by themselves.
 
-Other folders import: `engine`, `rules`, `values`.
+Other folders import: `evaluation`, `rules`, `values`.
 """

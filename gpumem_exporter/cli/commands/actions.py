@@ -17,8 +17,6 @@ from gpumem_exporter.cli.options import (
     action_options,
     action_request,
     api_options,
-    is_quiet,
-    note,
     option_group,
     pop_action_target,
     target_options,
@@ -26,6 +24,7 @@ from gpumem_exporter.cli.options import (
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.cli.render.terminal import print_result
+from gpumem_exporter.cli.usage import is_quiet, note
 
 
 @dataclass(frozen=True, slots=True)

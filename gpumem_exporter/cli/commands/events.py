@@ -16,9 +16,10 @@ import click
 from gpumem_client.wire.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.cli.api_client import Document, ExporterApi
 from gpumem_exporter.cli.completion import JOBS
-from gpumem_exporter.cli.options import api_options, list_option, note
+from gpumem_exporter.cli.options import api_options, list_option
 from gpumem_exporter.cli.render.columns import event_line
 from gpumem_exporter.cli.render.terminal import open_console, print_json
+from gpumem_exporter.cli.usage import note
 from gpumem_exporter.events.model import EVENT_TYPES
 
 _EXAMPLES = f"""\b

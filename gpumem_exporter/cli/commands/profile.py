@@ -24,7 +24,6 @@ from gpumem_exporter.cli.options import (
     action_options,
     action_request,
     api_options,
-    note,
     option_group,
     pop_action_target,
     target_options,
@@ -34,11 +33,11 @@ from gpumem_exporter.cli.render.action_tables import reasons
 from gpumem_exporter.cli.render.columns import local_time
 from gpumem_exporter.cli.render.profile_tables import profile_tables
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_result, show, table
-from gpumem_exporter.cli.usage import CommandGroup
+from gpumem_exporter.cli.usage import CommandGroup, note
 from gpumem_exporter.errors import ProfileInvalidError
 from gpumem_exporter.profiles.diff import difference
-from gpumem_exporter.profiles.formats import SUFFIXES, Format, render
-from gpumem_exporter.profiles.model import SavedProfile
+from gpumem_exporter.profiles.formats import SUFFIXES, render
+from gpumem_exporter.profiles.model import Format, SavedProfile
 from gpumem_exporter.profiles.saved import read_saved
 
 if TYPE_CHECKING:

@@ -25,11 +25,12 @@ from gpumem_exporter.cli.fleet.selection import (
     select,
     selectors_of,
 )
-from gpumem_exporter.cli.options import action_request, note
+from gpumem_exporter.cli.options import action_request
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.action_tables import result_order, result_tables
 from gpumem_exporter.cli.render.columns import natural
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_result
+from gpumem_exporter.cli.usage import note
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError

@@ -49,8 +49,8 @@ def policy_router(policies: PolicyRunner | None) -> APIRouter:
             {
                 "name": rule.name,
                 "dry_run": rule.dry_run,
-                "stopped": policies.engine.stopped(rule.name),
-                "held_back": list(policies.engine.held_back(rule.name)),
+                "stopped": policies.evaluator.stopped(rule.name),
+                "held_back": list(policies.evaluator.held_back(rule.name)),
             }
             for rule in rules
         ]

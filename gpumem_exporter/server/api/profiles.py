@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import Field
@@ -20,11 +20,8 @@ from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import NoPeakError
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.ooms import session_of
-from gpumem_exporter.profiles.diff import Difference, difference
-from gpumem_exporter.profiles.formats import Format, render
 from gpumem_exporter.profiles.lines import Moment
-from gpumem_exporter.profiles.model import CAUSES, ProfileFacts, StoredProfile
-from gpumem_exporter.profiles.page import policy
+from gpumem_exporter.profiles.model import CAUSES, Format, ProfileFacts, StoredProfile
 from gpumem_exporter.profiles.store import Profiles, stored_profile
 from gpumem_exporter.server.api.actions import KnownFields, refusals_as_problems
 from gpumem_exporter.server.api.profile_intake import ProfileIntake, ScrapedProfiles
@@ -32,6 +29,9 @@ from gpumem_exporter.server.http.problems import FieldError, ProblemError, probl
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.http.turns import HeldRequests, Turns
 from gpumem_exporter.server.security.request_guard import PROCESSES_PATH
+
+if TYPE_CHECKING:
+    from gpumem_exporter.profiles.diff import Difference
 
 MAX_LISTED = 1000
 SCRAPE_SECONDS = 10.0
@@ -234,6 +234,8 @@ class ProfileRoutes:
         self, request: Request, profile_id: _Id, later_id: _Id, parameters: Annotated[FormatParameters, Query()]
     ) -> Response:
         """What grew and what shrank from one profile to another, by stack and by owner."""
+        from gpumem_exporter.profiles.diff import difference
+
         before, after = (self._access.find(request.state.caller, each).id for each in (profile_id, later_id))
         return await self._reply(
             request, parameters, lambda: difference(self._read(before), self._read(after), parameters.moment)
@@ -276,6 +278,10 @@ class ProfileRoutes:
     async def _reply(
         self, request: Request, parameters: FormatParameters, read: Callable[[], StoredProfile | Difference]
     ) -> Response:
+        # Loaded with the first profile that is read: most exporters start and end without one.
+        from gpumem_exporter.profiles.formats import render
+        from gpumem_exporter.profiles.page import policy
+
         def build() -> tuple[bytes, str]:
             return render(read(), parameters.format, parameters.moment)
 

@@ -57,24 +57,26 @@ class CacheUse:
     def __init__(
         self, engines: Engines | None, snapshot: Callable[[], Snapshot], *, clock: Callable[[], float]
     ) -> None:
-        self._engines = engines
         self._snapshot = snapshot
         self._clock = clock
         self._workers: dict[tuple[ProcessKey, int], _Worker] = {}
         """By process and start time. Only the thread replaces it."""
-        self._wanted = False
-        """A report without the use of its cache has arrived since the last look. Most nodes have no such process."""
+        self._wanted = threading.Event()
+        """A report without the use of its cache has arrived. Most nodes have no such process, and the thread waits."""
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gpumem-cache-use", daemon=True)
+        self._thread: threading.Thread | None = None
+        if engines is not None:
+            self._thread = threading.Thread(target=self._run, args=(engines,), name="gpumem-cache-use", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
-        if self._engines is not None:
+        if self._thread is not None:
             self._thread.start()
 
     def stop(self) -> None:
         """Let the thread end after its present request."""
         self._stopping.set()
+        self._wanted.set()
 
     def complete(self, report: Report, key: ProcessKey) -> Report:
         """Return the report with the used bytes of its caches, as far as they are known and it does not have them."""
@@ -83,7 +85,7 @@ class CacheUse:
             if worker is not None:
                 worker.use = None  # what was used before a sleep is not used after it
             return report
-        self._wanted = True
+        self._wanted.set()
         use = worker.use if worker is not None else None
         if use is None or self._clock() - use.read_seconds > _KNOWN_SECONDS:
             return report
@@ -139,14 +141,16 @@ class CacheUse:
         worker.engine, worker.failures = None, min(worker.failures + 1, _MAX_DOUBLINGS)
         worker.due_seconds = now + _INTERVAL_SECONDS * 2**worker.failures
 
-    def _run(self) -> None:
+    def _run(self, engines: Engines) -> None:
         failures = FailureLog(_log, time.monotonic)
-        while not self._stopping.wait(_LOOK_SECONDS):
-            wanted, self._wanted = self._wanted, False
-            if self._engines is None or not (wanted or self._workers):
-                continue
+        while True:
+            if not self._workers:
+                self._wanted.wait()
+            if self._stopping.wait(_LOOK_SECONDS):
+                return
+            self._wanted.clear()
             try:
-                self.read_due(self._engines)
+                self.read_due(engines)
             except Exception as error:  # noqa: BLE001 - the other engines must be read
                 failures.failed("cache use", repr(error), exc_info=True)
             else:

@@ -25,23 +25,15 @@ RELEASE_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
-async def keep_house(chores: Mapping[str, Callable[[], None]], in_thread: Mapping[str, Callable[[], None]]) -> None:
-    """Run the chores in their order once a second, until cancelled. A failing chore does not affect the others.
-
-    The chores `in_thread` take longer with each process of the node, so they run beside the event loop.
-    """
+async def keep_house(chores: Mapping[str, Callable[[], None]]) -> None:
+    """Run the chores in their order once a second, until cancelled. A failing chore does not affect the others."""
     while True:
         await asyncio.sleep(INTERVAL_SECONDS)
-        _run(chores)
-        await asyncio.to_thread(_run, in_thread)
-
-
-def _run(chores: Mapping[str, Callable[[], None]]) -> None:
-    for name, chore in chores.items():
-        try:
-            chore()
-        except Exception:  # noqa: BLE001 - neither the other chores nor the next round may stop
-            _log.exception("housekeeping failed", extra={"fields": {"chore": name}})
+        for name, chore in chores.items():
+            try:
+                chore()
+            except Exception:  # noqa: BLE001 - neither the other chores nor the next round may stop
+                _log.exception("housekeeping failed", extra={"fields": {"chore": name}})
 
 
 async def release_free_memory() -> None:

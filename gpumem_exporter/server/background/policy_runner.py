@@ -15,7 +15,7 @@ from gpumem_client.wire.errors import ConfigurationError
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.engine import Decision, Engine
+from gpumem_exporter.actions.policy.evaluation import Decision, PolicyEvaluator
 from gpumem_exporter.actions.policy.rules import Rule, read_policy
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
@@ -55,7 +55,7 @@ class PolicyRunner:
         self._running: dict[str, Decision] = {}
         """The decisions whose actions have not finished or settled, by the id of the action."""
         self._reading = asyncio.Lock()
-        self.engine = Engine((), stale_seconds=stale_seconds)
+        self.evaluator = PolicyEvaluator((), stale_seconds=stale_seconds)
         """The rules in force with their state."""
         self._put_in_force(read_policy(path, allowed=allowed), "start")
 
@@ -67,7 +67,7 @@ class PolicyRunner:
                 del self._running[action_id]
                 if action is not None:
                     self._finished(decision, action)
-        found = self.engine.evaluate(self._snapshot(), self._under_way)
+        found = self.evaluator.evaluate(self._snapshot(), self._under_way)
         for (rule, result), count in found.counts.items():
             self._instruments.count_policy(rule, result, count)
         for decision in found.decisions:
@@ -91,13 +91,13 @@ class PolicyRunner:
             await self.reload("SIGHUP")
 
     def _put_in_force(self, rules: Sequence[Rule], requested_by: str) -> None:
-        engine = Engine(rules, stale_seconds=self._stale_seconds)
-        engine.take_over(self.engine)
-        for name in {rule.name for rule in self.engine.rules} - {rule.name for rule in rules}:
+        evaluator = PolicyEvaluator(rules, stale_seconds=self._stale_seconds)
+        evaluator.take_over(self.evaluator)
+        for name in {rule.name for rule in self.evaluator.rules} - {rule.name for rule in rules}:
             self._instruments.remove_policy_rule(name)
         for rule in rules:
             self._instruments.add_policy_rule(rule.name)
-        self.engine = engine
+        self.evaluator = evaluator
         fields = {
             "file": str(self._path),
             "requested_by": requested_by,
@@ -127,7 +127,7 @@ class PolicyRunner:
 
     def _finished(self, decision: Decision, action: Action) -> None:
         """Log that a rule stops, and record it as an event. The stop of a dry run has no event."""
-        stop = self.engine.finished(decision, action)
+        stop = self.evaluator.finished(decision, action)
         if stop is None:
             return
         dry_run = stop.rule.dry_run

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeAlias
 
 from gpumem_exporter.server.http.peer import Peer
@@ -74,9 +76,9 @@ class Connection:
     owner: Owner
     close: Callable[[], object] = lambda: None
     """Closes it at once."""
-    waiting_since_seconds: float | None = None
-    """When the exporter began to wait for its client, which has no request or has not finished sending one; None while
-    the exporter works on a request."""
+    waiting_since_seconds: float = math.inf
+    """When the exporter began to wait for its client, which has no request or has not finished sending one; infinite
+    while the exporter works on a request."""
     refused: bool = False
     """It is beyond the limit, and its first request is answered with 503."""
     reject_bodies: Callable[[], object] = lambda: None
@@ -159,7 +161,7 @@ class Connections:
     def _close_idle(self, own: Collection[Connection]) -> bool:
         """Close the connection that has waited longest, if that is long enough."""
         longest = _longest_waiting(own)
-        if longest.waiting_since_seconds is None or self._clock() - longest.waiting_since_seconds < _IDLE_SECONDS:
+        if self._clock() - longest.waiting_since_seconds < _IDLE_SECONDS:
             return False
         self._close(longest)
         return True
@@ -172,5 +174,5 @@ class Connections:
 
 def _longest_waiting(connections: Collection[Connection]) -> Connection:
     """Return the connection that has waited longest for its client; the oldest one if none waits."""
-    # Searched only when there is no room, some 0.1 ms: an order that is always up to date would cost each request.
-    return min(connections, key=lambda each: (each.waiting_since_seconds is None, each.waiting_since_seconds or 0.0))
+    # Searched only when there is no room, 50 ns for each connection; an order costs each request.
+    return min(connections, key=attrgetter("waiting_since_seconds"))

@@ -198,8 +198,10 @@ class Listeners:
     def _listen(self, family: int, where: tuple[object, ...], *, dual_stack: bool = False) -> None:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
+            # Without it, a restart fails while the kernel still keeps connections of the earlier exporter.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
+                # A name such as localhost has one address of each family, and each of them gets a socket.
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual_stack else 1)
             sock.bind(where)
             sock.listen(BACKLOG)

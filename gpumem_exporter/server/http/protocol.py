@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -172,7 +173,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._stop_request_timer()
         if not self.cycle.response_complete:
-            self._connection.waiting_since_seconds = None
+            self._connection.waiting_since_seconds = math.inf
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -50,6 +50,7 @@ class Renderer:
             shared = self._waiting.get(key)
             if shared is None:
                 shared = self._waiting[key] = asyncio.get_running_loop().run_in_executor(self._thread, run)
+        # The client of one call may disconnect while other calls wait for the reply.
         return await asyncio.shield(shared)
 
     def close(self) -> None:

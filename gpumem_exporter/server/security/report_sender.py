@@ -77,6 +77,7 @@ class ReportSenders:
             while (decision := await asyncio.to_thread(self._decide, identity, peer)) is None:
                 await self._places.of(peer)  # the report is about another process than its sender
             self._known.pop(key, None)
+            # The keys have claims of reports, and a user can invent claims without end.
             while len(self._known) >= self._max_known:
                 del self._known[next(iter(self._known))]
             known = self._known[key] = _Known(identity.start_time_ticks, peer, now, decision)
@@ -123,6 +124,7 @@ class ReportSenders:
 
 def _valid(known: _Known, peer: Peer, now: float) -> bool:
     """Return whether a decision is of this connection and, if no process was found, not too old."""
+    # The kernel has named the user of this connection only. A token says the same on every connection.
     if known.peer is not peer and peer.uid is not None:
         return False
     found = isinstance(known.decision, ReportedProcess) and known.decision.host_pid is not None

@@ -21,7 +21,8 @@ def sampled(known: Snapshot) -> Read:
     samples: Read = {}
     view = view_of(known)
     for collector in exposition().collectors:
-        for _, found in collector.subjects(view):
+        for subject in collector.subjects(view):
+            found = subject.samples(*subject.source)
             for (metric, labels), value in zip(found.series(*found.labels), found.values, strict=True):
                 if value is not None:
                     series = metric.name, frozenset(zip(metric.labels, labels, strict=True))

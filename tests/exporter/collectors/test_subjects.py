@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.exposition import SubjectLines
-from gpumem_exporter.collectors.subjects import Metric, Samples, Series, Subject, Value
+from gpumem_exporter.collectors.exposition import Sampled, SubjectLines
+from gpumem_exporter.collectors.subjects import Metric, Samples, Series, Value
 
 FAMILIES = (catalog.REPORTER_UP, catalog.SAMPLE_TIMESTAMP)
 
@@ -21,17 +21,17 @@ def series(*labels: str) -> Iterator[Series]:
         yield metric, labels
 
 
-def samples(workload: str, *values: Value) -> Samples:
-    return Samples(("7", workload, "0"), series, values)
+def subject(key: str, workload: str, *values: Value) -> Sampled:
+    return Sampled(key, (), Samples(("7", workload, "0"), series, values))
 
 
-def page_of(lines: SubjectLines, subjects: list[Subject]) -> dict[Metric, tuple[bytes, ...]]:
+def page_of(lines: SubjectLines, subjects: list[Sampled]) -> dict[Metric, tuple[bytes, ...]]:
     return lines.page(list(lines.render(subjects)))
 
 
 def test_lines_are_rendered_once_while_the_samples_are_equal() -> None:
     lines = SubjectLines(FAMILIES)
-    first, again = (page_of(lines, [("one", samples("w", 1, 5))]) for _ in range(2))
+    first, again = (page_of(lines, [subject("one", "w", 1, 5)]) for _ in range(2))
     assert first[FAMILIES[0]] == (b'gpumem_reporter_up{pid="7",workload="w",rank="0"} 1\n',)
     assert all(first[family][0] is again[family][0] for family in FAMILIES)
 
@@ -40,7 +40,7 @@ def test_a_subject_that_is_no_longer_on_the_page_is_forgotten() -> None:
     lines = SubjectLines(FAMILIES)
     label = Label("w")
     forgotten = weakref.ref(label)
-    page_of(lines, [("one", samples(label, 1, 5)), ("other", samples("w", 1, 5))])
+    page_of(lines, [subject("one", label, 1, 5), subject("other", "w", 1, 5)])
     del label
-    page_of(lines, [("other", samples("w", 1, 5))])
+    page_of(lines, [subject("other", "w", 1, 5)])
     assert forgotten() is None

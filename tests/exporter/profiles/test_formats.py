@@ -10,6 +10,7 @@ from gpumem_exporter.errors import NoPeakError
 from gpumem_exporter.profiles import formats
 from gpumem_exporter.profiles.diff import difference
 from gpumem_exporter.profiles.formats import render
+from gpumem_exporter.profiles.model import Format
 from tests.support.builders import MIB, UUIDS
 from tests.support.made_up_profiles import (
     CALL,
@@ -139,7 +140,7 @@ def test_a_long_profile_keeps_its_sum_and_merges_its_smallest_rows(monkeypatch: 
 
 
 @pytest.mark.parametrize("form", ["html", "folded", "pprof"])
-def test_deep_paths_of_modules_stay_small(form: formats.Format) -> None:
+def test_deep_paths_of_modules_stay_small(form: Format) -> None:
     paths = [Owner("buffers", f"{number}{'.a' * 2000}") for number in range(20)]
     profile = stored(made_up([(0, (), path, MIB, MIB) for path in paths]))
     body = render(profile, form)[0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -58,7 +59,7 @@ def test_the_longest_idle_connection_of_the_same_owner_makes_room_after_a_second
     connections: Connections, clock: Clock, closed: list[Connection]
 ) -> None:
     first, second, third, fourth = (connect(connections, "1") for _ in range(4))
-    first.waiting_since_seconds = None
+    first.waiting_since_seconds = math.inf
     second.waiting_since_seconds = clock() + 0.1
     clock.seconds += 1.5
     assert not connect(connections, "1").refused
@@ -75,7 +76,7 @@ def test_the_owner_with_the_most_makes_room_for_another_at_once(
     few = [connect(connections, "10.0.0.1") for _ in range(3)]
     one = connect(connections, "2")
     for busy in (*several[:2], *few, one):
-        busy.waiting_since_seconds = None
+        busy.waiting_since_seconds = math.inf
     assert not connect(connections, "3").refused
     assert closed == [several[2]]
 
@@ -85,7 +86,7 @@ def test_a_busy_connection_makes_room_for_another_owner_if_all_are_busy(
 ) -> None:
     busy = [connect(connections, owner) for owner in "11112222"]
     for each in busy:
-        each.waiting_since_seconds = None
+        each.waiting_since_seconds = math.inf
     assert not connect(connections, "3").refused
     assert closed == [busy[0]]
     assert connect(connections, "2").refused

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -38,7 +39,7 @@ def snapshot(*processes: ReportingProcess, listed: dict[int, int | None] | None 
     return Snapshot(100.0, dataclasses.replace(reading, facts=facts), processes, **changes)
 
 
-def ids(jobs: list[Job]) -> list[list[int | str]]:
+def ids(jobs: Sequence[Job]) -> list[list[int | str]]:
     return [[process.pid for process in job.processes] for job in jobs]
 
 

@@ -187,7 +187,7 @@ def test_an_exporter_that_stops_ends_waiting_requests() -> None:
         for thread in threads:
             thread.start()
         eventually(lambda: len(exporter.runtime.held_requests), lambda count: count == 2)
-        exporter.server.should_exit = True
+        exporter.server.stop()
         for thread in threads:
             thread.join(patient(30))
             assert not thread.is_alive()

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpumem_dashboards.frames import merged, table_of, transformed
-from gpumem_dashboards.queries import Prometheus, Query, Scope, all_panels, queries, resolve, variable_values
 
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess
+from tests.support.panel_frames import merged, table_of, transformed
+from tests.support.panel_queries import Prometheus, Query, Scope, all_panels, queries, resolve, variable_values
 from tests.support.paths import REPOSITORY
 from tests.support.ports import free_port
 from tests.support.running_prometheus import RunningPrometheus

@@ -1,14 +1,10 @@
 """Memory that PyTorch counts and the driver does not hold, with real libraries on the emulated node.
 
-The part with vLLM's sleep mode runs where vLLM is installed. It needs little of it:
-
-    pip install --no-deps --target DIR vllm packaging psutil pyzmq regex urllib3
-    PYTHONPATH=DIR python -m pytest tests/together/reports/test_unmapped.py
+`tests/engines` checks the sleep of a real vLLM.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import platform
 from itertools import pairwise
@@ -34,17 +30,6 @@ with saver.region(tag="weights", enable_cpu_backup=False):
     weights = torch.empty(weights_bytes, dtype=torch.uint8, device="cuda")
 rest = torch.empty(other_bytes, dtype=torch.uint8, device="cuda")
 """
-VLLM = """
-from vllm.device_allocator.cumem import CuMemAllocator
-allocator = CuMemAllocator.get_instance()
-with allocator.use_memory_pool(tag="weights"):
-    weights = torch.empty(weights_bytes, dtype=torch.uint8, device="cuda")
-rest = torch.empty(other_bytes, dtype=torch.uint8, device="cuda")
-"""
-SAVER_WHEELS = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="torch_memory_saver has wheels for x86-64 only"
-)
-VLLM_WHEEL = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed: see this file")
 HIDDEN = "import sys; sys.modules.pop('torch_memory_saver')"
 """Then the reporter does not know that memory may be unmapped, as with a library that it does not know."""
 SECONDS = 30.0
@@ -84,25 +69,19 @@ def exporter(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProce
     return start_exporter(node, *QUICK)
 
 
-@pytest.mark.parametrize(
-    ("setup", "pause", "resume"),
-    [
-        pytest.param(SAVER, "saver.pause('weights')", "saver.resume('weights')", marks=SAVER_WHEELS, id="saver"),
-        pytest.param(SAVER + HIDDEN, "saver.pause('weights')", "saver.resume('weights')", marks=SAVER_WHEELS, id="any"),
-        pytest.param(VLLM, "allocator.sleep(())", "allocator.wake_up()", marks=VLLM_WHEEL, id="vllm"),
-    ],
-)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch_memory_saver has wheels for x86-64 only")
+@pytest.mark.parametrize("hidden", ["", HIDDEN])
 def test_memory_of_a_sleeping_engine_is_unmapped(
-    exporter: ExporterProcess, start_torch: StartTorch, setup: str, pause: str, resume: str
+    exporter: ExporterProcess, start_torch: StartTorch, hidden: str
 ) -> None:
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.exec(setup, weights_bytes=WEIGHTS, other_bytes=OTHER)
+    process.exec(SAVER + hidden, weights_bytes=WEIGHTS, other_bytes=OTHER)
     process.call("start_client", workload="engine")
     engine = Engine(exporter, process)
-    awake = None if HIDDEN in setup else 0
+    awake = None if hidden else 0
     engine.wait(held=WEIGHTS + OTHER, unmapped=awake)
 
-    process.exec(pause)
+    process.exec("saver.pause('weights')")
     engine.wait(held=OTHER, unmapped=WEIGHTS)
     assert process.exec("result = torch.cuda.memory_reserved()") == WEIGHTS + OTHER
     lines = run_command("info", "--url", exporter.url).stdout.splitlines()
@@ -125,5 +104,5 @@ def test_memory_of_a_sleeping_engine_is_unmapped(
     engine.wait(held=OTHER, unmapped=WEIGHTS)
     other.call("free", numbers=[number])
     other.call("empty_cache")
-    process.exec(resume)
+    process.exec("saver.resume('weights')")
     engine.wait(held=WEIGHTS + OTHER, unmapped=awake)

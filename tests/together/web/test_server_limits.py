@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gpumem_exporter.server.http import connections
 from gpumem_exporter.server.http.connections import Limits
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
@@ -118,7 +119,8 @@ def test_bytes_that_are_not_http_are_answered_with_400(exporter: RunningExporter
     assert b"application/problem+json" in answer
 
 
-def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy() -> None:
+def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_IDLE_SECONDS", 0.0)  # each connection that waits for its client makes room
     limits = Limits(max_connections=8)  # half of them for one user
     with running_exporter(limits=limits, report_interval=20, report_expiry=60) as exporter:
         body = b'{"action":"empty_cache","target":{"all":true},"wait_seconds":60}'

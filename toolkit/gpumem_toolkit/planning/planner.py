@@ -93,7 +93,7 @@ def _check(job: Job, target: Target) -> None:
 
 
 def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int, progress: Progress) -> Plan:
-    from gpumem_toolkit.planning.profile import profile_job  # imports torch, which the caller does not need
+    from gpumem_toolkit.planning.measured import profile_job  # imports torch, which the caller does not need
 
     return profile_job(job, gpu, target, batch=batch, notify=progress.of("measuring the job"))
 

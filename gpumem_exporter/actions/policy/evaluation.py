@@ -169,7 +169,7 @@ class Evaluation(NamedTuple):
     """The number of evaluations by rule and result. Those that led to a decision are not included."""
 
 
-class Engine:
+class PolicyEvaluator:
     """The rules in force, in order of precedence, with their states. Not thread-safe."""
 
     def __init__(self, rules: Sequence[Rule], *, stale_seconds: float) -> None:
@@ -192,8 +192,8 @@ class Engine:
         """Return for which engines a rule waits now, for people."""
         return tuple(dict.fromkeys(self._states[rule].held_back.values()))
 
-    def take_over(self, earlier: Engine) -> None:
-        """Continue the state of the engine before a reload, for the rules with the same names."""
+    def take_over(self, earlier: PolicyEvaluator) -> None:
+        """Continue the state of the evaluator before a reload, for the rules with the same names."""
         self._clock = earlier._clock
         for name, state in self._states.items():
             before = earlier._states.get(name)

@@ -9,7 +9,7 @@ import pytest
 from gpumem_client.wire.protocol import DeviceSample
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.policy.engine import MAX_DECISIONS, Decision, Engine, Evaluation, Stop
+from gpumem_exporter.actions.policy.evaluation import MAX_DECISIONS, Decision, Evaluation, PolicyEvaluator, Stop
 from gpumem_exporter.actions.policy.rules import Condition, Rule
 from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.actions.request import ActionRequest, Target
@@ -39,16 +39,16 @@ def lasting(seconds: float) -> Rule:
 
 
 class Bench:
-    """An engine, a clock, and the processes with a running action."""
+    """An evaluator, a clock, and the processes with a running action."""
 
     def __init__(self, *rules: Rule) -> None:
         self.now = 1000.0
-        self.engine = Engine(rules, stale_seconds=5.0)
+        self.evaluator = PolicyEvaluator(rules, stale_seconds=5.0)
         self.under_way: set[ProcessKey] = set()
         self.reading: NodeReading | None = node(device(UUIDS[0], total=1000 * MIB, used=990 * MIB))
 
     def evaluate(self, *processes: ReportingProcess) -> Evaluation:
-        return self.engine.evaluate(Snapshot(self.now, self.reading, processes), lambda: self.under_way)
+        return self.evaluator.evaluate(Snapshot(self.now, self.reading, processes), lambda: self.under_way)
 
     def hoarding(self, seconds: float = 1.0, **changes: Any) -> Evaluation:
         """Evaluate some seconds later, when process 1 has 200 MiB of slack."""
@@ -68,7 +68,7 @@ class Bench:
         )
         dry = decision.request.dry_run
         action = Action(f"a{self.now}", "empty_cache", "done", "policy:r", 0.0, Target(pid=1), dry_run=dry)
-        return self.engine.finished(decision, replace(action, results=(row,)))
+        return self.evaluator.finished(decision, replace(action, results=(row,)))
 
 
 def only(found: Evaluation, result: str) -> bool:
@@ -310,7 +310,7 @@ def test_a_rule_stops_after_consecutive_clears_that_release_little() -> None:
     assert stop is not None
     assert re.search(r"\bempty_cache\b.*\b3\b.*\b2\.0 MiB", stop.reason)
     assert [tried.freed_bytes for tried in stop.tries] == [MIB, 0, 2 * MIB]
-    assert bench.engine.stopped("r") == 1
+    assert bench.evaluator.stopped("r") == 1
     assert only(bench.hoarding(1000.0), "stopped")
 
 
@@ -354,8 +354,11 @@ def test_an_unchanged_rule_keeps_its_state_after_a_reload() -> None:
         found = bench.hoarding()
         if found.decisions:
             bench.finish(found.decisions[0], freed=0)
-    earlier, bench.engine = bench.engine, Engine((*bench.engine.rules, rule("new")), stale_seconds=5.0)
-    bench.engine.take_over(earlier)
+    earlier, bench.evaluator = (
+        bench.evaluator,
+        PolicyEvaluator((*bench.evaluator.rules, rule("new")), stale_seconds=5.0),
+    )
+    bench.evaluator.take_over(earlier)
     found = bench.hoarding(10.0)
     assert [decision.rule.name for decision in found.decisions] == ["r"]
     assert found.counts == {("tired", "stopped"): 1, ("new", "busy"): 1}
@@ -364,8 +367,8 @@ def test_an_unchanged_rule_keeps_its_state_after_a_reload() -> None:
 def test_a_changed_rule_keeps_only_its_cooldown_and_limit_after_a_reload() -> None:
     bench = Bench(rule(stop_after=stop_after(1, 64 * MIB), max_per_hour=2))
     bench.act(freed=0)
-    earlier, bench.engine = bench.engine, Engine((rule(max_per_hour=2),), stale_seconds=5.0)
-    bench.engine.take_over(earlier)
+    earlier, bench.evaluator = bench.evaluator, PolicyEvaluator((rule(max_per_hour=2),), stale_seconds=5.0)
+    bench.evaluator.take_over(earlier)
     assert only(bench.hoarding(9.0), "cooling")
     bench.act(1.0)
     assert only(bench.hoarding(10.0), "limited")
@@ -374,9 +377,9 @@ def test_a_changed_rule_keeps_only_its_cooldown_and_limit_after_a_reload() -> No
 def test_an_action_from_before_a_change_does_not_count_for_the_changed_rule() -> None:
     bench = Bench(rule(stop_after=stop_after(1, 64 * MIB)))
     (decision,) = bench.hoarding().decisions
-    bench.engine = Engine((rule(stop_after=stop_after(1, 32 * MIB)),), stale_seconds=5.0)
+    bench.evaluator = PolicyEvaluator((rule(stop_after=stop_after(1, 32 * MIB)),), stale_seconds=5.0)
     assert bench.finish(decision, freed=0) is None
-    bench.engine = Engine((), stale_seconds=5.0)
+    bench.evaluator = PolicyEvaluator((), stale_seconds=5.0)
     assert bench.finish(decision, freed=0) is None
 
 
@@ -388,7 +391,7 @@ def test_a_silent_process_is_remembered_for_an_hour() -> None:
     assert only(bench.hoarding(), "stopped")
     bench.now += 1800
     bench.evaluate()
-    assert bench.engine.stopped("r") == 0
+    assert bench.evaluator.stopped("r") == 0
 
 
 def starting(uuid: str = UUIDS[0], host_pid: int = 50) -> StartingEngine:
@@ -398,7 +401,7 @@ def starting(uuid: str = UUIDS[0], host_pid: int = 50) -> StartingEngine:
 def beside_an_engine(bench: Bench, *engines: StartingEngine, at: float, **changes: Any) -> Evaluation:
     bench.now = at
     snapshot = Snapshot(at, bench.reading, (process(at=at, **changes),), starting=engines)
-    return bench.engine.evaluate(snapshot, lambda: bench.under_way)
+    return bench.evaluator.evaluate(snapshot, lambda: bench.under_way)
 
 
 def test_a_rule_holds_back_while_an_engine_starts_and_keeps_its_budget(caplog: pytest.LogCaptureFixture) -> None:
@@ -409,15 +412,15 @@ def test_a_rule_holds_back_while_an_engine_starts_and_keeps_its_budget(caplog: p
         found = beside_an_engine(bench, starting(), at=5000.0 + second)
         assert only(found, "held_back")
     assert len(caplog.records) == 1, "is logged once"
-    (reason,) = bench.engine.held_back("r")
+    (reason,) = bench.evaluator.held_back("r")
     assert "50" in reason
     assert "VLLM::EngineCore" in reason
-    reloaded = Engine(bench.engine.rules, stale_seconds=5.0)
-    reloaded.take_over(bench.engine)
-    bench.engine = reloaded
-    assert bench.engine.held_back("r") == (reason,), "an unchanged rule keeps its state"
+    reloaded = PolicyEvaluator(bench.evaluator.rules, stale_seconds=5.0)
+    reloaded.take_over(bench.evaluator)
+    bench.evaluator = reloaded
+    assert bench.evaluator.held_back("r") == (reason,), "an unchanged rule keeps its state"
     assert beside_an_engine(bench, at=5004.0).decisions, "neither the budget nor the cooldown was used"
-    assert not bench.engine.held_back("r")
+    assert not bench.evaluator.held_back("r")
 
 
 def test_an_action_that_an_engine_start_overtakes_counts_neither_way() -> None:
@@ -425,8 +428,8 @@ def test_an_action_that_an_engine_start_overtakes_counts_neither_way() -> None:
     (decision,) = bench.hoarding().decisions
     row = ActionResult(1, "train", "", "0", UUIDS[0], "refused", "why", reason_code=ReasonCode.ENGINE_STARTING)
     action = Action("a", "empty_cache", "failed", "policy:r", 0.0, Target(pid=1), results=(row,))
-    assert bench.engine.finished(decision, action) is None
-    assert bench.engine.stopped("r") == 0
+    assert bench.evaluator.finished(decision, action) is None
+    assert bench.evaluator.stopped("r") == 0
 
 
 @pytest.mark.parametrize(
@@ -446,7 +449,7 @@ def test_an_action_that_an_engine_start_overtakes_counts_neither_way() -> None:
 def test_a_rule_stops_if_its_action_was_not_done_or_too_little_is_still_free(results: Any, named: str) -> None:
     bench = Bench(rule(stop_after=stop_after(1, 64 * MIB, still_free_after=5.0)))
     stop = bench.act(**results)
-    assert (stop is not None) == bool(named) == bool(bench.engine.stopped("r"))
+    assert (stop is not None) == bool(named) == bool(bench.evaluator.stopped("r"))
     assert stop is None or re.search(named, stop.reason)
 
 
