@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient
 
 
 class Served(NamedTuple):
@@ -21,9 +23,16 @@ class Served(NamedTuple):
     worker: int
 
     def requests(self, count: int) -> list[tuple[str, str, str, dict[str, str]]]:
-        """Return the next requests."""
+        """Return the next requests. Ends the server, and fails, if they do not come."""
         assert self.popen.stdout is not None
-        return [tuple(json.loads(self.popen.stdout.readline())) for _ in range(count)]
+        overdue = threading.Timer(patient(10), self.popen.kill)
+        overdue.start()
+        try:
+            lines = [self.popen.stdout.readline() for _ in range(count)]
+        finally:
+            overdue.cancel()
+        assert all(lines), f"{count} requests were expected, and these came: {lines}"
+        return [tuple(json.loads(line)) for line in lines]
 
 
 @contextlib.contextmanager

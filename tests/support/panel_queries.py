@@ -117,8 +117,12 @@ class Prometheus:
         step = scope.interval_seconds
         # Like Grafana: points at whole steps, so that they do not move with each refresh.
         start, end = scope.start // step * step, scope.end // step * step
-        parameters = {"start": f"{start:.3f}", "end": f"{max(start, end):.3f}", "step": f"{step:g}"}
-        return list(self._ask("query_range", query=expression, **parameters)["result"])
+        return self.points(expression, start, max(start, end), step)
+
+    def points(self, expression: str, start: float, end: float, step_seconds: float) -> list[dict[str, Any]]:
+        """Return the series of a range query: `metric` and `values`, a list of (time, text)."""
+        times = {"start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step_seconds:g}"}
+        return list(self._ask("query_range", query=expression, **times)["result"])
 
     def _ask(self, what: str, **parameters: str) -> Any:
         url = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"

@@ -1,7 +1,8 @@
 """Memory-hours by owner: a real Prometheus over six hours of scrapes, beside the integral of the scrapes.
 
-The scrapes are written as blocks, and the recording rules are evaluated over them by promtool. Blocks have no markers
-of the ends of series, so Prometheus looks back only one scrape.
+The scrapes are written as blocks, and each rule is evaluated over them each minute. Not by promtool: it evaluates a
+group at a second of each minute that depends on the path of the file, and leaves out an evaluation in the last second
+of each two hours. Blocks have no markers of the ends of series, so Prometheus looks back only one scrape.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -130,27 +132,40 @@ def _scrape(found: Scrapes, process: Process, seconds: float, moment: str) -> No
         add("gpumem_torch_idle_cache_bytes", reporter, process.idle(seconds))
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Scrapes, float]]:
+def write_blocks(folder: Path, text: str) -> None:
+    """Add samples in the OpenMetrics format to the data of a Prometheus."""
+    (folder / "samples.txt").write_text(text)
+    made = run_tool("promtool", "tsdb", "create-blocks-from", "openmetrics", folder / "samples.txt", folder / "data")
+    assert made.returncode == 0, made.stderr
+
+
+def evaluated(prometheus: Prometheus, first: float, end: float) -> str:
+    """Return the samples of the rules, one each minute, in the OpenMetrics format."""
+    groups = yaml.safe_load((REPOSITORY / "deploy" / "prometheus" / "rules" / "recording.yml").read_text())["groups"]
+    (rules,) = [group["rules"] for group in groups if group["name"] == "gpumem-owners"]
+    lines = []
+    for rule in rules:
+        lines.append(f"# TYPE {rule['record']} gauge")
+        for series in prometheus.points(rule["expr"], first, end, 60):
+            labels = ",".join(f'{name}="{value}"' for name, value in series["metric"].items())
+            lines += [f"{rule['record']}{{{labels}}} {value} {at}" for at, value in series["values"]]
+    return "\n".join([*lines, "# EOF", ""])
+
+
+@pytest.fixture(scope="module", params=[0.0, 7.0], ids=["at whole scrapes", "between scrapes"])
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Prometheus, Scrapes, float]]:
     """A Prometheus with the scrapes and the series of the rules, the scrapes, and the time of the last one."""
     folder = tmp_path_factory.mktemp("prometheus")
     start = time.time() // 7200 * 7200 - 86_400
     end = start + DURATION_SECONDS
     scrapes = scraped(start)
-    (folder / "scrapes.txt").write_text(scrapes.text())
-    data = folder / "data"
-    made = run_tool("promtool", "tsdb", "create-blocks-from", "openmetrics", folder / "scrapes.txt", data)
-    assert made.returncode == 0, made.stderr
-    rules = yaml.safe_load((REPOSITORY / "deploy" / "prometheus" / "rules" / "recording.yml").read_text())
-    groups = [group for group in rules["groups"] if group["name"] == "gpumem-owners"]
-    (folder / "rules.yml").write_text(yaml.safe_dump({"groups": groups}))
+    write_blocks(folder, scrapes.text())
     lookback = (f"--query.lookback-delta={SCRAPE_SECONDS + 1:.0f}s",)
     with RunningPrometheus(folder, {}, flags=lookback) as prometheus:
-        evaluated = run_tool(
-            *("promtool", "tsdb", "create-blocks-from", "rules", f"--url={prometheus.url}", f"--output-dir={data}"),
-            *(f"--start={start:.0f}", f"--end={end + 120:.0f}", "--eval-interval=1m", folder / "rules.yml"),
-        )
-        assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
+        samples = evaluated(Prometheus(prometheus.url), start + request.param, end + 120)
+    write_blocks(folder, samples)
     with RunningPrometheus(folder, {}, flags=lookback) as prometheus:
         yield Prometheus(prometheus.url), scrapes, end + 120
 
