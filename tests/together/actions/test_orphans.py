@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,8 +77,8 @@ def test_an_engine_without_its_server_is_shown_and_terminated_and_a_background_j
 
     adopter.kill(server, shell)
     wait_for(lambda: orphans(exporter) == {engine: "launcher_ended"}, "the orphan")
-    live = exporter.get("/api/v1/live")
-    (finding,) = [each for each in live["findings"] if each["kind"] == "orphan"]
+    # Readers of the live document share one for half a second.
+    live, finding = wait_for(lambda: orphan_finding(exporter), "the finding")
     (found,) = [each for each in live["jobs"] if each["orphan_count"]]
     (process,) = found["processes"]
     assert (finding["job"], found["state"], process["pid"]) == (found["id"], "orphan", engine)
@@ -103,6 +104,13 @@ def test_an_engine_without_its_server_is_shown_and_terminated_and_a_background_j
     assert job in adopter.pids
     assert node.books().used_by(job) >= 256 * MIB
     wait_for(lambda: orphans(exporter) == {}, "the end of the orphan")
+
+
+def orphan_finding(exporter: ExporterProcess) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the live document and its finding of an orphan; None without one."""
+    live = exporter.get("/api/v1/live")
+    findings = [each for each in live["findings"] if each["kind"] == "orphan"]
+    return (live, findings[0]) if findings else None
 
 
 @needs_root
