@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.paths import REPOSITORY
@@ -55,11 +56,18 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def run_tool(
-    name: str, *words: str | Path, cwd: Path = REPOSITORY, stdin: str = ""
+    name: str, *words: str | Path, cwd: Path = REPOSITORY, stdin: str = "", environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a tool of Prometheus or Alertmanager, such as promtool."""
     path = shutil.which(name)
     assert path, f"{name} is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     return subprocess.run(
-        [path, *words], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=patient(100), check=False
+        [path, *words],
+        cwd=cwd,
+        input=stdin,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
+        check=False,
     )
