@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 
 SHOWN_SECONDS = 3600.0
@@ -14,6 +15,8 @@ FATAL_SECONDS = 60.0
 exits as soon as its threads, loggers and checkpoints let it."""
 MAX_SHOWN = 256
 """The maximum number of errors that are shown; the owner with the most loses its oldest first."""
+
+_by_time = attrgetter("happened_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +99,12 @@ class LastOoms:
         self._keep(oom for oom in self.shown if now_seconds - oom.happened_seconds <= SHOWN_SECONDS)
 
     def _keep(self, ooms: Iterable[LastOom]) -> None:
-        shown = sorted(ooms, key=attrgetter("happened_seconds"))
-        while len(shown) > MAX_SHOWN:
-            ((largest, _),) = Counter(oom.owner for oom in shown).most_common(1)
-            shown.remove(next(oom for oom in shown if oom.owner == largest))
-        self.shown = tuple(shown)
+        by_owner: defaultdict[str, deque[LastOom]] = defaultdict(deque)
+        for oom in sorted(ooms, key=_by_time):
+            by_owner[oom.owner].append(oom)
+        # Not counted again for each dropped error: a restart may restore all that a user reported within an hour.
+        for _ in range(sum(map(len, by_owner.values())) - MAX_SHOWN):
+            max(by_owner.values(), key=len).popleft()
+        self.shown = tuple(sorted(chain.from_iterable(by_owner.values()), key=_by_time))
         self._ooms = {(oom.uuid, oom.pid): oom for oom in self.shown}
         self.expires_seconds = self.shown[0].happened_seconds + SHOWN_SECONDS if self.shown else float("inf")

@@ -230,12 +230,12 @@ def query_device_assignments(socket: Path, deadline_seconds: float) -> DeviceAss
     by_device: dict[str, set[Container]] = defaultdict(set)
     for pod in answer.pod_resources:
         for container in pod.containers:
-            for device in _devices_of(container):
+            for device in device_names(container):
                 by_device[device].add(Container(pod.namespace, pod.name, container.name))
     return DeviceAssignments(queried_ticks, {uuid: frozenset(containers) for uuid, containers in by_device.items()})
 
 
-def _devices_of(container: Any) -> Iterator[str]:
+def device_names(container: Any) -> Iterator[str]:
     """Yield the name of each NVIDIA device of a container, as in `DeviceAssignments`."""
     for devices in container.devices:
         for device_id in devices.device_ids:

@@ -228,8 +228,9 @@ class Runtime:
     def _note_health(self, snapshot: Snapshot) -> None:
         """Export whether each check of /health is ok, and note since when each finding lasts; once a second."""
         health = self.health.document(snapshot)
-        self.live.notice(snapshot, health)
+        # First, so that the metric does not keep an old value if the findings fail.
         self.instruments.show_health({name: check["status"] == "ok" for name, check in health["checks"].items()})
+        self.live.notice(snapshot, health)
 
     def _recorder(self) -> Recorder:
         settings, store, clock, wall_clock = self.settings, self.store, self.clock, self.wall_clock

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom
+from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS, LastOom, LastOoms
 from gpumem_exporter.core.samples import DeviceReading
 from tests.support import recorder_bench
 from tests.support.builders import MIB, UUIDS, device, sample
@@ -105,6 +105,24 @@ def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
     bench.report(11, oom(2), session="11", sequence=2)  # the oldest process now has the newest error
     bench.report(1000, oom(), session="1000")
     assert bench.shown().keys() == {"11@1", *(f"{pid}@1" for pid in range(13, MAX_SHOWN + 11)), "1000@1"}
+
+
+def test_the_work_grows_with_the_errors_and_not_with_their_square() -> None:
+    class Owner(str):
+        """Counts how often it is looked up."""
+
+        __slots__ = ()
+        lookups = 0
+
+        def __hash__(self) -> int:
+            Owner.lookups += 1
+            return super().__hash__()
+
+    owners, count = [Owner("uid=1000"), Owner("uid=1001")], 8 * MAX_SHOWN
+    ooms = LastOoms()
+    ooms.restore(last_oom(pid=str(pid), owner=owners[pid % 2], happened_seconds=float(pid)) for pid in range(count))
+    assert len(ooms.shown) == MAX_SHOWN
+    assert count <= Owner.lookups <= 2 * count
 
 
 def test_an_owner_with_many_errors_hides_none_of_another() -> None:

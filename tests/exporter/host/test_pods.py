@@ -13,7 +13,7 @@ from gpumem_exporter.host.pod_resources import (
     Container,
     DeviceAssignments,
     PodResources,
-    _devices_of,
+    device_names,
     name_containers,
 )
 from tests.support.builders import UUIDS, device, node
@@ -122,7 +122,7 @@ def test_shared_devices_have_their_uuid_and_names_of_other_plugins_are_no_uuids(
     mig = "MIG-4f2a9c0d-0000-1111-2222-333344445555"
     ids = [UUIDS[0], f"{UUIDS[1]}::3", mig, "nvidia0", "0"]
     container = SimpleNamespace(devices=[SimpleNamespace(device_ids=ids)], dynamic_resources=[])
-    assert [*_devices_of(container)] == [UUIDS[0], UUIDS[1], mig]
+    assert [*device_names(container)] == [UUIDS[0], UUIDS[1], mig]
 
 
 def test_an_expired_answer_of_the_kubelet_is_not_used(tmp_path: Path) -> None:

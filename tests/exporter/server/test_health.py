@@ -15,6 +15,7 @@ from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReport
 from gpumem_exporter.events.log import EventLogStatus
 from gpumem_exporter.nvml.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.server.api.health import Health, HealthDocument
+from gpumem_exporter.server.api.live import LiveNode
 from gpumem_exporter.server.security.web_access import WebAccess
 from tests.support.builders import UUIDS, Clock, device, node, reporting
 from tests.support.running_exporter import running_exporter
@@ -112,6 +113,17 @@ def test_an_invalid_token_file_is_degraded_until_it_is_fixed(tmp_path: Path) -> 
         assert finding["since_unix_seconds"] == 1000.0, "it was noticed before anybody looked"
         path.chmod(0o600)
         wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
+
+
+def test_the_metric_of_a_check_is_current_if_the_findings_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token"
+    path.write_text("secret")
+    path.chmod(0o600)
+    with running_exporter(action_token_file=str(path)) as exporter:
+        wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 1, "the metric")
+        monkeypatch.delattr(LiveNode, "notice")
+        path.chmod(0o644)
+        wait_until_equal(lambda: exporter.sample("gpumem_health_check_ok", check="tokens"), 0, "the metric")
 
 
 @pytest.mark.parametrize(
