@@ -1,4 +1,4 @@
-"""What the client promises about its code: where its hooks and process-wide registrations are."""
+"""What the client promises about its code: where private torch calls, hooks and process-wide registrations are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_python
 
 CLIENT = Path(gpumem_client.__file__).parent
+TORCH = re.compile(r"torch(?!_access)|cuda|optimizers|serialization|sys\.modules")
+PRIVATE_NAME = re.compile(r"_[a-zA-Z]\w*")
 OTHER_HOOKS = {"bootstrap", "model_forward", "profile", "storage_tags", "torch_access"}
 """Modules and folders outside of `hooks` that hook into torch or the interpreter."""
 MODULES_MAX = 5
@@ -21,6 +23,26 @@ MODULES_MAX = 5
 def sources() -> Iterator[tuple[str, ast.AST]]:
     for path in sorted(CLIENT.rglob("*.py")):
         yield str(path.relative_to(CLIENT)), ast.parse(path.read_text())
+
+
+def private_names_of_torch(tree: ast.AST) -> Iterator[str]:
+    """Yield private attributes of torch, also by `getattr` and `hasattr`, and private names imported from it."""
+    for node in ast.walk(tree):
+        owner, name = "", ""
+        if isinstance(node, ast.Attribute):
+            owner, name = ast.unparse(node.value), node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            owner, name = ast.unparse(node.args[0]), str(getattr(node.args[1], "value", ""))
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            owner, name = str(node.module), next((each.name for each in node.names if each.name[0] == "_"), "")
+        if PRIVATE_NAME.fullmatch(name) and TORCH.search(owner):
+            yield f"{owner}.{name}"
+
+
+def test_private_names_of_torch_are_used_in_one_module() -> None:
+    """`hooks/cuda_start.py` is the exception: it is also loaded by its path, without the other modules."""
+    used = {name: list(private_names_of_torch(tree)) for name, tree in sources()}
+    assert {name for name, uses in used.items() if uses} == {"torch_access.py", "hooks/cuda_start.py"}, used
 
 
 def test_only_one_module_registers_for_forks_and_for_the_exit() -> None:

@@ -145,7 +145,7 @@ class Layout:
                 texts = [text]
                 if column.lines > 1 and text.cell_len > width:
                     parts = textwrap.wrap(text.plain, width, max_lines=column.lines, placeholder=" …")
-                    texts = [plain(part, style) for part in parts]
+                    texts = [plain(part, style) for part in parts or [""]]  # a text of spaces has no part
             for text in texts:
                 if row.get("dim"):
                     text.stylize("dim")

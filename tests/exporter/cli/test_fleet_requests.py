@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from gpumem_client.wire.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
 from gpumem_exporter.cli.fleet.action import requests_for
+from gpumem_exporter.cli.fleet.options import FleetOptions
+from gpumem_exporter.cli.fleet.prometheus import QueryResult
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, result_rows
 from gpumem_exporter.cli.fleet.selection import Failure, TargetProcess
+from gpumem_exporter.cli.main import main
 from tests.support.builders import Clock
-from tests.support.fleet_builders import A, B, ScriptedExporter, action, fleet_of, row
+from tests.support.fleet_builders import A, B, ScriptedExporter, action, fleet_of, process, row, unreported
 
 BODY = {"action": "empty_cache", "dry_run": False}
 
@@ -59,6 +64,33 @@ def test_only_actions_on_devices_are_requested_by_device(
 ) -> None:
     requests = requests_for(name, [TargetProcess(A, 1, "train", "0", ("0", "1"), uuids)])
     assert [one.target.get("uuid") for one in requests] == requested
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_termination_reaches_the_selected_processes_alone_and_a_refusal_is_a_failure(
+    dry_run: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a process that does not report can be terminated."""
+    outcome = "would_terminate" if dry_run else "done"
+    listed = {"processes": [process(1), process(2, workload="spared"), unreported(3)]}
+    answers = [action(row(1, outcome)), action(row(3, outcome, workload="", rank=""))]
+    allows = ScriptedExporter(document=listed, submits=[*answers])
+    refuses = ScriptedExporter(document=listed, submits=[ExporterAnswerError(403, "--action.allow")])
+    series = [{"instance": each.instance, "pid": pid} for each, pid in ((A, "1"), (A, "3"), (B, "1"))]
+    monkeypatch.setattr(FleetOptions, "connect", lambda _: Mock(query=lambda _: QueryResult(tuple(series), ())))
+    monkeypatch.setattr(FleetOptions, "fleet", lambda *_: fleet_of({A: allows, B: refuses}, Clock()))
+    assert main(["fleet", "terminate", "--query", "doomed", "--json", *(["--dry-run"] if dry_run else [])]) == 1
+    requests = [*allows.requests_of("submit"), *refuses.requests_of("submit")]
+    reporting = {"pid": 1, "workload": "train", "rank": "0"}
+    assert [each["target"] for each in requests] == [reporting, {"pid": 3}, reporting]
+    assert {(each["action"], each["dry_run"]) for each in requests} == {("terminate", dry_run)}
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert {(each["instance"], each["pid"], each["outcome"]) for each in rows} == {
+        (A.instance, 1, outcome),
+        (A.instance, 3, outcome),
+        (B.instance, 1, "refused"),
+    }
+    assert [each["reason"] for each in rows if each["outcome"] == "refused"] == ["--action.allow"]
 
 
 def test_an_action_is_polled_until_it_has_ended() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpumem_exporter.cli.node import Node
@@ -30,6 +30,7 @@ def _names(*jobs: dict[str, Any], order: Order) -> list[str]:
 
 @settings(max_examples=40)
 @given(st.integers(1, 260), _NAMES)
+@example(1, " ")
 def test_a_table_fits_any_width_and_has_no_control_character(width: int, name: str) -> None:
     busy = job(name, process(1, "0", workload=name or None, user=name), owner=name)
     told = finding("oom", "warning", name, f"{name} {name}", job=busy["id"])

@@ -335,6 +335,16 @@ def test_other_gpus_never_get_the_hosts_memory(
         provider.read_memory("GPU-0")
 
 
+def test_an_integrated_gpu_with_memory_values_keeps_them(library: Library, tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 1 kB\n")
+    library.gpus = [Gpu("GPU-0", name="NVIDIA GB10")]
+    provider = PynvmlProvider(meminfo=meminfo)
+    provider.open()
+    provider.devices()
+    assert provider.read_memory("GPU-0") == DeviceMemory(80 * GIB, 19 * GIB, 60 * GIB, GIB)
+
+
 def test_every_call_raises_only_errors_of_this_package(provider: PynvmlProvider, library: Library) -> None:
     provider.devices()
     for code in RETURN_CODES:

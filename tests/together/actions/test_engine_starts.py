@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,33 @@ def test_a_refused_clear_names_the_engine_and_a_forced_one_ends_its_start(
     engine.go()
     assert engine.finish() == 1
     assert "Error in memory profiling" in engine.stderr()
+
+
+def test_a_policy_holds_back(
+    node: EmulatedNode,
+    start_exporter: StartExporter,
+    hoard: Callable[..., TorchProcess],
+    engine: Program,
+    tmp_path: Path,
+) -> None:
+    when = {"reclaimable_bytes": {"over": "1GiB"}}
+    rule = {"name": "tidy", "workloads": ["hoard"], "when": when, "do": {"action": "empty_cache"}, "dry_run": False}
+    policy = tmp_path / "policy.yml"
+    policy.write_text(json.dumps({"rules": [{**rule, "max_per_hour": 1}]}))
+    exporter = start_exporter(node, *QUICK, "--policy.file", str(policy))
+    begun(engine, exporter)  # before the hoard: the rule would clear it at once
+    process = hoard(exporter)
+    before = node.books().used_by(process.pid)
+
+    def evaluations(result: str) -> Any:
+        return exporter.metrics().value("gpumem_policy_evaluations_total", rule="tidy", result=result)
+
+    wait_for(lambda: evaluations("held_back") >= 2, "the rule to hold back")
+    assert (evaluations("acted"), node.books().used_by(process.pid)) == (0, before)
+    serves(engine)
+    engine.go()
+    assert engine.finish() == 0
+    wait_for(lambda: node.books().used_by(process.pid) == before - CACHE, "the clear, for which the budget suffices")
 
 
 def test_a_reporting_engine_says_when_it_has_started(

@@ -203,7 +203,14 @@ def test_sighup_loads_users_and_certificate_and_refuses_other_changes(
     before = handshake(exporter.port, client_context(folder))
     issue(authority, folder)
     assert "level=info" in exporter.reload()
-    assert handshake(exporter.port, client_context(folder)) != before
+    renewed = handshake(exporter.port, client_context(folder))
+    assert renewed != before
+    (folder / "tls.key").write_text("half a ke")
+    line = exporter.reload()
+    assert "level=error" in line
+    assert f"{folder}/tls.key" in line
+    assert handshake(exporter.port, client_context(folder)) == renewed
+    issue(authority, folder)
     assert exporter.request("/metrics", user=IN_URL).status == 200
     other = {"bob": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}
     for changed, message in (
