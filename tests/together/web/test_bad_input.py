@@ -46,6 +46,7 @@ class QuietExporter:
         assert self.exporter.metrics().value("gpumem_torch_allocated_bytes") == 3 * MIB
         started = {"type": "process_started"}
         wait_for(lambda: self.exporter.metrics().value("gpumem_events_total", **started) == 1, "the event of its start")
+        wait_for(lambda: "gpumem_health_check_ok{" in "\n".join(self.page()), "the checks of the first second")
 
     def good_report(self) -> dict[str, Any]:
         """The next report of the known process."""
