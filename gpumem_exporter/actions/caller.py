@@ -6,7 +6,6 @@ becomes a part of it, except the name of an alert, which is reduced to letters, 
 
 from __future__ import annotations
 
-import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -254,8 +253,3 @@ class _Buckets:
     def _level(self, key: Hashable, now: float) -> float:
         level, since = self._levels.get(key, (float(self.size), now))
         return min(float(self.size), level + max(0.0, now - since) * self.size / _MINUTE_SECONDS)
-
-
-def retry_after(seconds: float) -> str:
-    """Return the value of the header `Retry-After`: whole seconds, at least 1."""
-    return str(max(1, math.ceil(seconds)))

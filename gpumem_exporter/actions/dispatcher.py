@@ -20,12 +20,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gpumem_client.wire.protocol import (
-    ENGINE_ACTIONS,
-    MAX_COMMANDS,
-    Command,
-    CommandResult,
-)
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, MAX_COMMANDS, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_exporter.actions.caller import Caller, RateLimits
 from gpumem_exporter.actions.engine_starts import EngineStarts, starts_for, starts_of_selection

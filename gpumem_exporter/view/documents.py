@@ -183,7 +183,7 @@ def _knows(viewer: Caller, process: SeenProcess) -> bool:
 
 
 def process_document(process: SeenProcess, snapshot: Snapshot, *, whole: bool = True) -> dict[str, Any]:
-    """Return a process with its values for each device: all of them, or the ones that every reader needs."""
+    """Return a process with its values for each device: all values, or the values that every reader needs."""
     # The shorter form is built by hand: a node has hundreds of processes, each second, and reports wait meanwhile.
     reporter = process.reporter
     report = reporter.report if reporter else None

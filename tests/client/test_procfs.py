@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_client.wire.procfs import (
-    describe_command,
-    parse_stat,
-    pid_namespace,
-    split_cmdline,
-    start_time_ticks,
-)
+from gpumem_client.wire.procfs import describe_command, parse_stat, pid_namespace, split_cmdline, start_time_ticks
 from gpumem_client.wire.protocol import MAX_LABEL_LENGTH
 
 

@@ -57,7 +57,7 @@ class SharedNode:
         return user
 
     def container(self, kind: str = "docker") -> dict[str, Any]:
-        """Return the place of a new container, for `user`. Its namespaces are those of its first process."""
+        """Return the place of a new container, for `user`. It has the namespaces of its first process."""
         namespaces, has_cgroup = KINDS[kind]
         if has_cgroup:
             self.cgroups.append(Cgroup(uuid4().hex * 2))

@@ -19,12 +19,7 @@ from typing import Any
 
 from gpumem_client.allocator.allocator import AnyAllocator, attached, no_cuda
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import (
-    MAX_TEXT_LENGTH,
-    SnapshotBlock,
-    SnapshotFile,
-    SnapshotSegment,
-)
+from gpumem_client.wire.protocol import MAX_TEXT_LENGTH, SnapshotBlock, SnapshotFile, SnapshotSegment
 from gpumem_client.wire.reason_codes import ReasonCode
 
 _KEPT_FILES = 64

@@ -22,13 +22,7 @@ from gpumem_client.engines.sleep import CoreMemory
 from gpumem_client.guest_safety import raised_by_signal_handler
 from gpumem_client.torch_access import DeviceState
 from gpumem_client.wire.errors import CommandRefusedError
-from gpumem_client.wire.protocol import (
-    ENGINE_ACTIONS,
-    Command,
-    CommandResult,
-    DeviceResult,
-    SnapshotFile,
-)
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, Command, CommandResult, DeviceResult, SnapshotFile
 from gpumem_client.wire.reason_codes import ReasonCode
 from gpumem_client.wire.units import human_bytes
 

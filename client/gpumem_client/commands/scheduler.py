@@ -17,12 +17,7 @@ from gpumem_client.allocator.allocator import AnyAllocator
 from gpumem_client.allocator.sampler import Sampler
 from gpumem_client.commands.executor import Executor, refused_during_capture
 from gpumem_client.guest_safety import log
-from gpumem_client.wire.protocol import (
-    ENGINE_ACTIONS,
-    MODES,
-    Command,
-    CommandResult,
-)
+from gpumem_client.wire.protocol import ENGINE_ACTIONS, MODES, Command, CommandResult
 from gpumem_client.wire.reason_codes import ReasonCode
 
 _IDLE_SECONDS = 2.0

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from typing_extensions import NotRequired, TypedDict
 
 from gpumem_client.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH
-from gpumem_exporter.actions.caller import Rights, retry_after
+from gpumem_exporter.actions.caller import Rights
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.lifecycle import ActionState
 from gpumem_exporter.actions.model import Action, ActionResult, EngineWait
@@ -41,7 +41,7 @@ from gpumem_exporter.errors import (
     TooManyActionsError,
 )
 from gpumem_exporter.server.api.audit import Audit
-from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems
+from gpumem_exporter.server.http.problems import FieldError, ProblemError, problems, retry_after
 from gpumem_exporter.server.http.replies import Renderer, encoded, iso_time, json_reply, json_response
 from gpumem_exporter.server.http.turns import HeldRequests
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH, CALLER_PATH, Callers

@@ -17,7 +17,7 @@ from uuid import uuid4
 from fastapi import Request, Response
 
 from gpumem_client.wire.protocol import ProcessIdentity
-from gpumem_exporter.actions.caller import CallerKind, RateLimits, retry_after
+from gpumem_exporter.actions.caller import CallerKind, RateLimits
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
@@ -25,16 +25,9 @@ from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ForeignProcessError, ProfileInvalidError, TooManyActionsError
 from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.profiles.document import read_profile
-from gpumem_exporter.profiles.model import (
-    ACTION,
-    INTERVAL,
-    OUT_OF_MEMORY,
-    KeptDevice,
-    Profile,
-    ProfileFacts,
-)
+from gpumem_exporter.profiles.model import ACTION, INTERVAL, OUT_OF_MEMORY, KeptDevice, Profile, ProfileFacts
 from gpumem_exporter.profiles.store import Profiles
-from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.http.problems import ProblemError, retry_after
 from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.http.turns import Turns
 from gpumem_exporter.server.security.report_sender import ReportSenders

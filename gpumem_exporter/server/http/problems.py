@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -154,3 +155,8 @@ async def _validation_error(_: Request, error: Any) -> Response:
 
 async def _server_error(*_: object) -> Response:
     return problem_response(500, "internal error; see the exporter's log")
+
+
+def retry_after(seconds: float) -> str:
+    """Return the value of the header `Retry-After`: whole seconds, at least 1."""
+    return str(max(1, math.ceil(seconds)))

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.actions.caller import RateLimits, retry_after
+from gpumem_exporter.actions.caller import RateLimits
 from gpumem_exporter.errors import TooManyActionsError
+from gpumem_exporter.server.http.problems import retry_after
 
 
 class Bench:

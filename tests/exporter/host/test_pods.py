@@ -9,13 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.host.pod_resources import (
-    Container,
-    DeviceAssignments,
-    PodResources,
-    device_names,
-    name_containers,
-)
+from gpumem_exporter.host.pod_resources import Container, DeviceAssignments, PodResources, device_names, name_containers
 from tests.support.builders import UUIDS, device, node
 from tests.support.waiting import wait_for
 
