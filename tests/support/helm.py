@@ -20,6 +20,14 @@ from typing import Any
 
 import yaml
 
+from tests.support.paths import REPOSITORY
+
+CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
+Objects = dict[tuple[str, str], dict[str, Any]]
+"""Objects by kind and name."""
+
+_MAX_SECRET_BYTES = 1 << 20
+"""The limit of Kubernetes. Helm stores a release, with the chart, in one Secret."""
 _KINDS = {
     "v1": ("ConfigMap", "Pod", "Secret", "Service", "ServiceAccount"),
     "admissionregistration.k8s.io/v1": ("MutatingWebhookConfiguration",),
@@ -61,9 +69,22 @@ class Cluster:
         configuration = helm_sdkpy.Configuration(namespace="gpumem", kubeconfig=self._kubeconfig)
         install = helm_sdkpy.Install(configuration)
         asyncio.run(install.run("gpumem-exporter", str(chart), values=dict(values), wait=False))
+        assert len(self.stored) < _MAX_SECRET_BYTES // 2
         # The Secret is in protobuf; its value is base64 of gzip of JSON.
         (packed,) = re.findall(rb"H4sI[\w+/]+=*", self.stored)
         return dict(json.loads(gzip.decompress(base64.b64decode(packed))))
+
+    def objects(self, values: Mapping[str, Any]) -> Objects:
+        """Install the project's chart, and return its objects and the pods of `helm test`.
+
+        Without dashboards, whose rendering takes most of the time, unless the values have some.
+        """
+        release = self.install(CHART, {"dashboards": {"enabled": False}, **values})
+        texts = [release["manifest"], *(hook["manifest"] for hook in release.get("hooks", ()))]
+        found = [document for text in texts for document in yaml.load_all(text, yaml.CSafeLoader) if document]
+        objects = {(document["kind"], document["metadata"]["name"]): document for document in found}
+        assert len(objects) == len(found)
+        return objects
 
 
 @contextmanager
