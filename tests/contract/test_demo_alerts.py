@@ -27,8 +27,10 @@ ALERTS = {
 
 FULL = 'ALERTS{alertname="GpuMemDeviceFull"}'
 FIRING = 'ALERTS{alertstate="firing"}'
-SECONDS = 6000
-PRESSURE_SECONDS = (600, *range(5100, 5461, 60))
+SECONDS = 4200
+LEAKED_TICKS = 3600
+"""How much longer the leak has run when the history starts."""
+PRESSURE_SECONDS = (600, *range(3300, 3661, 60))
 """At first no device is nearly full; at the end the leak fills one."""
 PRESSURES = ("ok", "warning", "critical")
 """Above 90 % a device is nearly full, above 95 % it is full."""
@@ -51,6 +53,8 @@ class Node:
 def node(tmp_path_factory: pytest.TempPathFactory) -> Node:
     # Two ranks show what four equal ranks show.
     workloads = [replace(workload, placements=workload.placements[:2]) for workload in DEMO_WORKLOADS]
+    leak = next(i for i, workload in enumerate(workloads) if workload.name.endswith("-leak"))
+    workloads[leak] = replace(workloads[leak], warm_up_ticks=workloads[leak].warm_up_ticks + LEAKED_TICKS)
     history = demo_history(SECONDS, workloads, live_at=PRESSURE_SECONDS)
     pressures = [
         expression(name, title, letter_of(name, title, "Pressure"), node="demo:9844")

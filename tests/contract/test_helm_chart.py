@@ -244,6 +244,15 @@ def test_values_that_contradict_each_other_are_an_error(cluster: Cluster, values
         cluster.install(CHART, values)
 
 
+def test_a_user_other_than_root_has_no_capability_and_its_folders_get_one(releases: dict[str, Objects]) -> None:
+    pod = pod_of(releases["nonroot"])
+    (folders,) = pod["initContainers"]
+    on_the_host = {volume["name"] for volume in pod["volumes"] if "hostPath" in volume}
+    assert {mount["name"] for mount in folders["volumeMounts"]} == on_the_host
+    assert folders["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    assert exporter_of(releases["nonroot"])["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
 def test_the_links_to_the_live_page_lead_to_the_port_of_the_node(
     cluster: Cluster, releases: dict[str, Objects]
 ) -> None:
