@@ -30,7 +30,7 @@ FIRING = 'ALERTS{alertstate="firing"}'
 SECONDS = 4200
 LEAKED_TICKS = 3600
 """How much longer the leak has run when the history starts."""
-PRESSURE_SECONDS = (600, *range(3300, 3661, 60))
+PRESSURE_SECONDS = (600, *range(3300, 3721, 30))
 """At first no device is nearly full; at the end the leak fills one."""
 PRESSURES = ("ok", "warning", "critical")
 """Above 90 % a device is nearly full, above 95 % it is full."""

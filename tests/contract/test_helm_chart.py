@@ -223,7 +223,7 @@ def test_the_chart_accepts_the_settings_that_the_exporter_accepts(cluster: Clust
         load_settings(environ=environment)
     except ConfigurationError:
         with pytest.raises(helm.InstallError, match=next(iter(settings))):
-            cluster.install(CHART, {"settings": settings})
+            cluster.install({"settings": settings})
     else:
         (container,) = pod_of(cluster.objects({"settings": settings}))["containers"]
         assert {item["name"]: item["value"] for item in container["env"]}.items() >= environment.items()
@@ -241,7 +241,7 @@ def test_the_chart_accepts_the_settings_that_the_exporter_accepts(cluster: Clust
 )
 def test_values_that_contradict_each_other_are_an_error(cluster: Cluster, values: dict[str, Any], reason: str) -> None:
     with pytest.raises(helm.InstallError, match=reason):
-        cluster.install(CHART, values)
+        cluster.install(values)
 
 
 def test_a_user_other_than_root_has_no_capability_and_its_folders_get_one(releases: dict[str, Objects]) -> None:
@@ -326,5 +326,5 @@ def test_the_network_policy_admits_prometheus_and_the_test_to_the_exporter(relea
 )
 def test_the_schema_rejects_a_value_and_names_it(cluster: Cluster, values: dict[str, Any], place: str) -> None:
     with pytest.raises(helm.InstallError) as raised:
-        cluster.install(CHART, values)
+        cluster.install(values)
     assert f"{place}'" in str(raised.value)

@@ -43,7 +43,7 @@ _SAMPLE = re.compile(r"\{([^}]*)\} (\S+?),?(?= |$)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 SCRAPE_SECONDS = 15
 """The interval of scrapes and readings. With longer ones the ledger does not find the processes of a reading."""
-EVALUATION_SECONDS = 60
+EVALUATION_SECONDS = 30
 """The interval of evaluations, which take most of promtool's time."""
 TARGET = 'instance="demo:9844",job="gpumem"'
 _SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")

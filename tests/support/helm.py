@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -62,24 +61,24 @@ class Cluster:
         self.secrets: dict[str, Mapping[str, Any]] = {}
         """Secrets that exist before an installation, by name, for the function `lookup` of charts."""
 
-    def install(self, chart: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Install a chart and return the release as Helm stores it; raises helm_sdkpy.InstallError."""
+    def install(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Install the chart and return the release as Helm stores it; raises helm_sdkpy.InstallError."""
         import helm_sdkpy
 
         configuration = helm_sdkpy.Configuration(namespace="gpumem", kubeconfig=self._kubeconfig)
         install = helm_sdkpy.Install(configuration)
-        asyncio.run(install.run("gpumem-exporter", str(chart), values=dict(values), wait=False))
+        asyncio.run(install.run("gpumem-exporter", str(CHART), values=dict(values), wait=False))
         assert len(self.stored) < _MAX_SECRET_BYTES // 2
         # The Secret is in protobuf; its value is base64 of gzip of JSON.
         (packed,) = re.findall(rb"H4sI[\w+/]+=*", self.stored)
         return dict(json.loads(gzip.decompress(base64.b64decode(packed))))
 
     def objects(self, values: Mapping[str, Any]) -> Objects:
-        """Install the project's chart, and return its objects and the pods of `helm test`.
+        """Install the chart, and return its objects and the pods of `helm test`.
 
         Without dashboards, whose rendering takes most of the time, unless the values have some.
         """
-        release = self.install(CHART, {"dashboards": {"enabled": False}, **values})
+        release = self.install({"dashboards": {"enabled": False}, **values})
         texts = [release["manifest"], *(hook["manifest"] for hook in release.get("hooks", ()))]
         found = [document for text in texts for document in yaml.load_all(text, yaml.CSafeLoader) if document]
         objects = {(document["kind"], document["metadata"]["name"]): document for document in found}
