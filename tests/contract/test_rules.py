@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from gpumem_exporter.collectors.catalog import METRICS
+from gpumem_exporter.events.model import EVENT_TYPES
 from gpumem_exporter.view.findings import SEVERITIES, SEVERITY
 from tests.support.alertmanagers import Receiver, alertmanager, receiving
 from tests.support.dashboard_rules import nodes
@@ -178,6 +179,12 @@ def test_the_severities_are_those_of_the_findings() -> None:
 
 def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
     assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == ALERTS.keys()
+
+
+def test_runbooks_query_existing_types_of_events() -> None:
+    queried = {kind for path in RUNBOOKS.glob("*.md") for kind in re.findall(r"[?&]type=(\w+)", path.read_text())}
+    assert queried
+    assert queried <= set(EVENT_TYPES)
 
 
 def runbook_queries(path: Path) -> list[str]:

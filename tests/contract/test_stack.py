@@ -73,19 +73,6 @@ def test_every_container_of_compose_is_restricted_and_has_a_health_check() -> No
             assert f"http://127.0.0.1:{port}/" in service["healthcheck"]["test"][-1], name
 
 
-def test_prometheus_uses_the_service_names_of_compose() -> None:
-    configuration = read("deploy/prometheus/prometheus.yml")
-    (job,) = (job for job in configuration["scrape_configs"] if job["job_name"] == "gpumem")
-    assert job["static_configs"] == [{"targets": ["exporter:9844"]}]
-    (alertmanagers,) = configuration["alerting"]["alertmanagers"]
-    assert alertmanagers["static_configs"] == [{"targets": ["alertmanager:9093"]}]
-    assert {"exporter", "alertmanager"} <= services().keys()
-    for name in ("demo", "sidecar"):
-        assert services()[name]["networks"]["default"]["aliases"] == ["exporter"]
-        assert services()[name]["profiles"] == [name]
-    assert services()["exporter"]["profiles"] == ["gpu"]
-
-
 @pytest.mark.parametrize("name", ["exporter", "sidecar", "demo"])
 def test_events_are_in_a_volume_that_the_user_of_the_image_can_write(name: str) -> None:
     service, dockerfile = services()[name], (REPOSITORY / "Dockerfile").read_text()

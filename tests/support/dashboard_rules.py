@@ -172,29 +172,6 @@ def links_keep_time_node_and_variables(dashboard: Dashboard) -> Iterator[str]:
                 yield f"{where}: {target[1]} has no variable {name}"
 
 
-def links_use_existing_columns(dashboard: Dashboard) -> Iterator[str]:
-    """Grafana finds a column by name, number or heading; an unknown column becomes empty."""
-    for panel in all_panels(dashboard):
-        names = _columns(panel)
-        for override in panel["fieldConfig"]["overrides"]:
-            for entry in override["properties"]:
-                for url in (link["url"] for link in entry["value"]) if entry["id"] == "links" else ():
-                    for field in re.findall(r"\$\{__data\.fields([^:}]*)", url):
-                        if field.lstrip(".").partition(".")[0] not in names:
-                            yield f"{panel['title']}: a link uses the column {field!r}, of {sorted(names)}"
-
-
-def _columns(panel: dict[str, Any]) -> set[str]:
-    """Return the names and headings of the columns of a table."""
-    names: set[str] = set()
-    for transformation in panel.get("transformations") or ():
-        options = transformation["options"]
-        if transformation["id"] == "organize":
-            names |= {*options["indexByName"], *options["renameByName"].values()}
-    headed = (override["properties"] for override in panel["fieldConfig"]["overrides"])
-    return names | {entry["value"] for entries in headed for entry in entries if entry["id"] == "displayName"}
-
-
 RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
@@ -203,6 +180,5 @@ RULES: dict[str, Rule] = {
         only_counters_have_rates,
         pids_are_joined_with_the_node,
         links_keep_time_node_and_variables,
-        links_use_existing_columns,
     )
 }
