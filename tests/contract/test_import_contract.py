@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 
 import pytest
 
@@ -46,9 +47,8 @@ def test_every_module_of_the_client_imports_without_other_packages() -> None:
 
 def test_private_modules_are_imported_only_in_their_package() -> None:
     imported = {name: names for package in PACKAGES for name, names in package.imports().items()}
-    for path in (
-        path for folder in ("tests", "benchmarks", "examples") for path in (REPOSITORY / folder).rglob("*.py")
-    ):
+    folders = (REPOSITORY / folder for folder in ("tests", "benchmarks", "examples"))
+    for path in chain.from_iterable(folder.rglob("*.py") for folder in folders):
         text = path.read_text()
         if PRIVATE_IMPORT.search(text):  # only these are parsed, which takes seconds for all
             imported[f"{path.parent.name}.{path.stem}"] = frozenset(imported_names(path.stem, text))
