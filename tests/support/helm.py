@@ -13,12 +13,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import yaml
 
+from tests.support.http_servers import serving
 from tests.support.paths import REPOSITORY
 
 CHART = REPOSITORY / "deploy" / "helm" / "gpumem-exporter"
@@ -89,16 +89,9 @@ class Cluster:
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
     """Run the API server on a free port."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Requests)
-    cluster = server.cluster = Cluster(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
+    with serving(_Requests) as server:
+        cluster = server.cluster = Cluster(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
         yield cluster
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 class _Requests(BaseHTTPRequestHandler):
@@ -138,9 +131,6 @@ class _Requests(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
 
 def _discovery() -> dict[str, Mapping[str, Any]]:
