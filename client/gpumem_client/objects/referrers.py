@@ -36,14 +36,14 @@ from gpumem_client.objects.interpreter import (
 
 _LEVELS = 5
 _KEY_MAX = 60
+# The number of containers that are followed from one object.
 _LINKS_MAX = 4
-"""The number of containers that are followed from one object."""
 _ITEMS_MAX = 200_000
 _FEW = 16
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _FRAMES = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
+# Modules whose types are no containers: frames, functions, modules, and the iterators of the search itself.
 _NOT_FOLLOWED = ("builtins", "gc", "itertools", "functools", "types")
-"""Modules whose types are no containers: frames, functions, modules, and the iterators of the search itself."""
 NO_REFERRER = "no Python object, perhaps an autograd graph"
 
 _CELL = "a closure's cell"
@@ -109,7 +109,8 @@ class _Search:
         return names
 
     def _read(self, level: AbstractSet[int]) -> None:
-        """Take down what refers to the objects of a level. A search for few is faster, but needs the objects."""
+        """Take down what refers to the objects of a level."""
+        # A search for few objects is faster, but needs the objects themselves.
         few, self._few = self._few, {}
         few = {key: each for key, each in few.items() if key in level}
         if len(few) < len(level) or len(few) > _FEW:
